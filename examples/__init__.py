@@ -1,0 +1,1 @@
+"""Runnable examples: real subjects on which the platform is shown and measured."""

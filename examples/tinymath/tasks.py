@@ -1,0 +1,167 @@
+"""Arithmetic problems from reasoning-gym with its own verifiers as rewards.
+
+A problem is named by `family.level.index`, which is all that is needed to make it again on another
+machine. The levels of a family differ in the size of the operands and are drawn with a falling chance:
+most problems are short, and a few take a page of working.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+from examples.tinymath import traces
+from examples.tinymath.tokenizer import EOS
+
+MARK = "#"
+"""Stands before the final answer; the rest of a response is working."""
+MAX_QUESTION = 40
+"""Longest question, in characters with the line end."""
+MAX_TRACE = 1000
+"""Longest worked solution, in characters: problems that need more are left out."""
+DIRECT_SHARE = 0.3
+"""Share of supervised solutions that state the answer with no working (see `trace`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One difficulty of a family: its share of that family and its reasoning-gym options."""
+
+    share: float
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One kind of problem: its share of all problems, its levels, how its question is cut, its solution."""
+
+    share: float
+    question: Callable[[dict[str, Any]], str]
+    solve: Callable[[dict[str, Any]], traces.Solution]
+    levels: tuple[Level, ...]
+
+
+def _terms(share: float, terms: tuple[int, int], digits: tuple[int, int]) -> Level:
+    options = {"min_terms": terms[0], "max_terms": terms[1], "min_digits": digits[0], "max_digits": digits[1]}
+    return Level(share, options)
+
+
+def _expression(metadata: dict[str, Any]) -> str:
+    return str(metadata["expression"]).replace(" ", "")
+
+
+FAMILIES: dict[str, Family] = {
+    "chain_sum": Family(
+        0.3,
+        _expression,
+        lambda metadata: traces.chain_sum(_expression(metadata)),
+        (
+            _terms(0.45, (2, 2), (1, 2)),
+            _terms(0.25, (2, 3), (2, 3)),
+            _terms(0.2, (3, 5), (2, 3)),
+            _terms(0.1, (6, 9), (2, 3)),
+        ),
+    ),
+    "gcd": Family(
+        0.25,
+        lambda metadata: "gcd " + ",".join(map(str, metadata["numbers"])),
+        lambda metadata: traces.gcd(*metadata["numbers"]),
+        tuple(Level(share, {"max_value": top}) for share, top in ((0.35, 20), (0.4, 100), (0.15, 300), (0.1, 999))),
+    ),
+    "products": Family(
+        0.15,
+        _expression,
+        lambda metadata: traces.products([int(factor) for factor in _expression(metadata).split("*")]),
+        (
+            _terms(0.4, (2, 2), (1, 1)),
+            _terms(0.35, (2, 2), (2, 2)),
+            _terms(0.15, (2, 2), (3, 3)),
+            _terms(0.05, (3, 3), (2, 2)),
+            _terms(0.05, (2, 2), (4, 6)),
+        ),
+    ),
+    "spell_backward": Family(
+        0.15,
+        lambda metadata: "rev " + metadata["word"].lower(),
+        lambda metadata: traces.spell_backward(metadata["word"].lower()),
+        tuple(Level(share, {"max_word_len": longest}) for share, longest in ((0.4, 6), (0.6, 10))),
+    ),
+    "count_bits": Family(
+        0.15,
+        lambda metadata: f"bits {metadata['number']}",
+        lambda metadata: traces.count_bits(metadata["number"]),
+        tuple(Level(share, {"max_n": 2**bits - 1}) for share, bits in ((0.4, 5), (0.35, 8), (0.15, 14), (0.1, 22))),
+    ),
+}
+
+
+@lru_cache(maxsize=None)
+def _dataset(family: str, level: int) -> Any:
+    """The reasoning-gym data set of one level; imported here because that import takes seconds."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(family, seed=0, size=1, **FAMILIES[family].levels[level].options)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question with the answer that its family's verifier expects."""
+
+    id: str
+    """`family.level.index`."""
+    family: str
+    question: str
+    """The prompt text, ended by a line end."""
+    answer: str
+
+    def reward(self, response_text: str) -> float:
+        """Scores a response in [0, 1] with the family's own verifier on what follows the last mark."""
+        text = response_text.partition(EOS)[0]
+        if MARK not in text:
+            return 0.0
+        level = int(self.id.split(".")[1])
+        score = _dataset(self.family, level).score_answer(text.rpartition(MARK)[2], {"answer": self.answer})
+        return min(1.0, max(0.0, float(score)))
+
+
+def load_problem(problem_id: str) -> Problem:
+    """Makes the problem that an id names."""
+    family, level, index = problem_id.split(".")
+    entry = _dataset(family, int(level))[int(index)]
+    question = FAMILIES[family].question(entry["metadata"]) + "\n"
+    return Problem(problem_id, family, question, str(entry["answer"]).lower())
+
+
+def trace(problem: Problem, rng: Random | None = None, direct_share: float = DIRECT_SHARE) -> str:
+    """Returns a correct solution text that ends with the answer and the end-of-sequence token.
+
+    With chance `direct_share` the working is left out. The supervised model then has two habits, to guess
+    and to work, and reinforcement learning has something to choose between. Without `rng` the working is
+    always there.
+    """
+    family, level, index = problem.id.split(".")
+    working, answer = FAMILIES[family].solve(_dataset(family, int(level))[int(index)]["metadata"])
+    direct = rng is not None and rng.random() < direct_share
+    return f"{'' if direct else working}{MARK}{answer}{EOS}"
+
+
+def draw_problem(rng: Random) -> Problem:
+    """Draws one problem; those with too long a question or solution are drawn again."""
+    while True:
+        family = rng.choices(list(FAMILIES), [family.share for family in FAMILIES.values()])[0]
+        levels = FAMILIES[family].levels
+        level = rng.choices(range(len(levels)), [level.share for level in levels])[0]
+        problem = load_problem(f"{family}.{level}.{rng.randrange(2**40)}")
+        plain = re.fullmatch(r"[ -~]+\n", problem.question) is not None
+        if plain and len(problem.question) <= MAX_QUESTION and len(trace(problem)) <= MAX_TRACE:
+            return problem
+
+
+def make_problems(seed: int, n: int) -> list[Problem]:
+    """Returns n problems; the same seed gives the same problems, in the same order, on every machine."""
+    rng = Random(seed)
+    return [draw_problem(rng) for _ in range(n)]

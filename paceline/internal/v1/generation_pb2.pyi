@@ -1,0 +1,174 @@
+from paceline.v1 import fleet_pb2 as _fleet_pb2
+from paceline.v1 import sample_pb2 as _sample_pb2
+from paceline.v1 import weight_pb2 as _weight_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkItem(_message.Message):
+    __slots__ = ("handle", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "seed", "policy_version", "given_draft", "prompt_id")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _sample_pb2.SamplingParams
+    exactness: _sample_pb2.Exactness
+    seed: int
+    policy_version: int
+    given_draft: _containers.RepeatedScalarFieldContainer[int]
+    prompt_id: str
+    def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., given_draft: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ...) -> None: ...
+
+class WorkRequest(_message.Message):
+    __slots__ = ("start", "abort")
+    START_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    start: _containers.RepeatedCompositeFieldContainer[WorkItem]
+    abort: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, start: _Optional[_Iterable[_Union[WorkItem, _Mapping]]] = ..., abort: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("handle", "token_ids", "logprobs")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_seconds", "generation_seconds")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    finish_reason: _sample_pb2.FinishReason
+    draft_sources: _containers.RepeatedCompositeFieldContainer[_sample_pb2.DraftSource]
+    decode_steps: int
+    verify_steps: int
+    queue_seconds: float
+    generation_seconds: float
+    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("handle", "code", "message", "field")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    code: int
+    message: str
+    field: str
+    def __init__(self, handle: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+
+class WorkResponse(_message.Message):
+    __slots__ = ("deltas", "finished", "refused", "load", "policy_version")
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    deltas: _containers.RepeatedCompositeFieldContainer[Delta]
+    finished: _containers.RepeatedCompositeFieldContainer[Finished]
+    refused: _containers.RepeatedCompositeFieldContainer[Refused]
+    load: _fleet_pb2.InstanceLoad
+    policy_version: int
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., load: _Optional[_Union[_fleet_pb2.InstanceLoad, _Mapping]] = ..., policy_version: _Optional[int] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("instance", "staged_version")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    STAGED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    instance: _fleet_pb2.Instance
+    staged_version: int
+    def __init__(self, instance: _Optional[_Union[_fleet_pb2.Instance, _Mapping]] = ..., staged_version: _Optional[int] = ...) -> None: ...
+
+class PauseEngineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseEngineResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeEngineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeEngineResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainEngineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainEngineResponse(_message.Message):
+    __slots__ = ("handed_over",)
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    handed_over: int
+    def __init__(self, handed_over: _Optional[int] = ...) -> None: ...
+
+class StageWeightsRequest(_message.Message):
+    __slots__ = ("version", "target", "disk")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    target: _weight_pb2.WeightTarget
+    disk: _weight_pb2.DiskWeights
+    def __init__(self, version: _Optional[int] = ..., target: _Optional[_Union[_weight_pb2.WeightTarget, str]] = ..., disk: _Optional[_Union[_weight_pb2.DiskWeights, _Mapping]] = ...) -> None: ...
+
+class StageWeightsResponse(_message.Message):
+    __slots__ = ("checksum", "seconds")
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    checksum: str
+    seconds: float
+    def __init__(self, checksum: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ApplyWeightsRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class ApplyWeightsResponse(_message.Message):
+    __slots__ = ("seconds", "dropped_blocks")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    dropped_blocks: int
+    def __init__(self, seconds: _Optional[float] = ..., dropped_blocks: _Optional[int] = ...) -> None: ...
+
+class DiscardWeightsRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class DiscardWeightsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

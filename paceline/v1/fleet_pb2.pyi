@@ -1,0 +1,179 @@
+import datetime
+
+from google.protobuf import struct_pb2 as _struct_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class InstanceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INSTANCE_STATE_UNSPECIFIED: _ClassVar[InstanceState]
+    INSTANCE_STATE_STALE: _ClassVar[InstanceState]
+    INSTANCE_STATE_SERVING: _ClassVar[InstanceState]
+    INSTANCE_STATE_PAUSED: _ClassVar[InstanceState]
+    INSTANCE_STATE_DRAINING: _ClassVar[InstanceState]
+    INSTANCE_STATE_DEAD: _ClassVar[InstanceState]
+INSTANCE_STATE_UNSPECIFIED: InstanceState
+INSTANCE_STATE_STALE: InstanceState
+INSTANCE_STATE_SERVING: InstanceState
+INSTANCE_STATE_PAUSED: InstanceState
+INSTANCE_STATE_DRAINING: InstanceState
+INSTANCE_STATE_DEAD: InstanceState
+
+class InstanceLoad(_message.Message):
+    __slots__ = ("running", "waiting", "kv_usage", "step_seconds", "generated_tokens", "steps")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    kv_usage: float
+    step_seconds: float
+    generated_tokens: int
+    steps: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., step_seconds: _Optional[float] = ..., generated_tokens: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class Instance(_message.Message):
+    __slots__ = ("instance_id", "epoch", "address", "state", "policy_version", "load", "max_running", "max_model_len", "vocab_size", "model", "device", "registered_at", "metrics_address")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_AT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    epoch: int
+    address: str
+    state: InstanceState
+    policy_version: int
+    load: InstanceLoad
+    max_running: int
+    max_model_len: int
+    vocab_size: int
+    model: str
+    device: str
+    registered_at: _timestamp_pb2.Timestamp
+    metrics_address: str
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[InstanceState, str]] = ..., policy_version: _Optional[int] = ..., load: _Optional[_Union[InstanceLoad, _Mapping]] = ..., max_running: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., registered_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+
+class ListInstancesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListInstancesResponse(_message.Message):
+    __slots__ = ("instances",)
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    instances: _containers.RepeatedCompositeFieldContainer[Instance]
+    def __init__(self, instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ...) -> None: ...
+
+class WatchFleetRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchFleetResponse(_message.Message):
+    __slots__ = ("instances",)
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    instances: _containers.RepeatedCompositeFieldContainer[Instance]
+    def __init__(self, instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("instance_ids",)
+    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ("instance_ids",)
+    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("instance_ids",)
+    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ("instance_ids",)
+    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("instance_id",)
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("handed_over",)
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    handed_over: int
+    def __init__(self, handed_over: _Optional[int] = ...) -> None: ...
+
+class GetPolicyRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class GetPolicyResponse(_message.Message):
+    __slots__ = ("revision", "knobs")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    KNOBS_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    knobs: _struct_pb2.Struct
+    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+
+class SetPolicyRequest(_message.Message):
+    __slots__ = ("run_id", "revision", "knobs")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    KNOBS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    revision: int
+    knobs: _struct_pb2.Struct
+    def __init__(self, run_id: _Optional[str] = ..., revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+
+class SetPolicyResponse(_message.Message):
+    __slots__ = ("revision",)
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    def __init__(self, revision: _Optional[int] = ...) -> None: ...
+
+class WatchDecisionsRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class WatchDecisionsResponse(_message.Message):
+    __slots__ = ("time", "kind", "reason", "predicted_gain", "details")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_GAIN_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    time: _timestamp_pb2.Timestamp
+    kind: str
+    reason: str
+    predicted_gain: float
+    details: _struct_pb2.Struct
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_gain: _Optional[float] = ..., details: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,195 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from paceline.v1 import sample_pb2 as _sample_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Group(_message.Message):
+    __slots__ = ("prompt_id", "prompt_token_ids", "samples", "sampling", "expected_tokens")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    samples: int
+    sampling: _sample_pb2.SamplingParams
+    expected_tokens: int
+    def __init__(self, prompt_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[int] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ...) -> None: ...
+
+class SubmitRolloutsRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id", "step", "policy_version", "groups", "sampling", "exactness", "run_seed", "deadline")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    RUN_SEED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    step: int
+    policy_version: int
+    groups: _containers.RepeatedCompositeFieldContainer[Group]
+    sampling: _sample_pb2.SamplingParams
+    exactness: _sample_pb2.Exactness
+    run_seed: int
+    deadline: _duration_pb2.Duration
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class SubmitRolloutsResponse(_message.Message):
+    __slots__ = ("batch_id", "samples", "already_submitted")
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_SUBMITTED_FIELD_NUMBER: _ClassVar[int]
+    batch_id: str
+    samples: int
+    already_submitted: bool
+    def __init__(self, batch_id: _Optional[str] = ..., samples: _Optional[int] = ..., already_submitted: bool = ...) -> None: ...
+
+class StreamRolloutsRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id", "cursor")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    cursor: int
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., cursor: _Optional[int] = ...) -> None: ...
+
+class StreamRolloutsResponse(_message.Message):
+    __slots__ = ("cursor", "sample", "finished", "total")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    sample: _sample_pb2.Sample
+    finished: int
+    total: int
+    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("run_id", "prompt_id", "slot", "step", "policy_version", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "run_seed")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    RUN_SEED_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    prompt_id: str
+    slot: int
+    step: int
+    policy_version: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _sample_pb2.SamplingParams
+    exactness: _sample_pb2.Exactness
+    run_seed: int
+    def __init__(self, run_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ...) -> None: ...
+
+class TokenDelta(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("delta", "sample")
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    delta: TokenDelta
+    sample: _sample_pb2.Sample
+    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ...) -> None: ...
+
+class CancelRolloutsRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id", "samples", "keep_partial")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    KEEP_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    samples: _containers.RepeatedCompositeFieldContainer[SampleKey]
+    keep_partial: bool
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[SampleKey, _Mapping]]] = ..., keep_partial: bool = ...) -> None: ...
+
+class SampleKey(_message.Message):
+    __slots__ = ("prompt_id", "slot")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    slot: int
+    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ...) -> None: ...
+
+class CancelRolloutsResponse(_message.Message):
+    __slots__ = ("cancelled",)
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    cancelled: int
+    def __init__(self, cancelled: _Optional[int] = ...) -> None: ...
+
+class HintNextBatchRequest(_message.Message):
+    __slots__ = ("run_id", "step", "expected_version", "groups", "sampling", "exactness", "run_seed")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    RUN_SEED_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    step: int
+    expected_version: int
+    groups: _containers.RepeatedCompositeFieldContainer[Group]
+    sampling: _sample_pb2.SamplingParams
+    exactness: _sample_pb2.Exactness
+    run_seed: int
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., expected_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ...) -> None: ...
+
+class HintNextBatchResponse(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: int
+    def __init__(self, samples: _Optional[int] = ...) -> None: ...
+
+class Reward(_message.Message):
+    __slots__ = ("prompt_id", "slot", "reward")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    slot: int
+    reward: float
+    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
+
+class ReportRewardsRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id", "rewards")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    rewards: _containers.RepeatedCompositeFieldContainer[Reward]
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., rewards: _Optional[_Iterable[_Union[Reward, _Mapping]]] = ...) -> None: ...
+
+class ReportRewardsResponse(_message.Message):
+    __slots__ = ("matched",)
+    MATCHED_FIELD_NUMBER: _ClassVar[int]
+    matched: int
+    def __init__(self, matched: _Optional[int] = ...) -> None: ...

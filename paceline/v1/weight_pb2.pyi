@@ -1,0 +1,154 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WeightTarget(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WEIGHT_TARGET_UNSPECIFIED: _ClassVar[WeightTarget]
+    WEIGHT_TARGET_POLICY: _ClassVar[WeightTarget]
+    WEIGHT_TARGET_DRAFTER: _ClassVar[WeightTarget]
+
+class WeightTransport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WEIGHT_TRANSPORT_UNSPECIFIED: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_DISK: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_STREAM: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_NCCL: _ClassVar[WeightTransport]
+WEIGHT_TARGET_UNSPECIFIED: WeightTarget
+WEIGHT_TARGET_POLICY: WeightTarget
+WEIGHT_TARGET_DRAFTER: WeightTarget
+WEIGHT_TRANSPORT_UNSPECIFIED: WeightTransport
+WEIGHT_TRANSPORT_DISK: WeightTransport
+WEIGHT_TRANSPORT_STREAM: WeightTransport
+WEIGHT_TRANSPORT_NCCL: WeightTransport
+
+class StartUpdateRequest(_message.Message):
+    __slots__ = ("run_id", "version", "target", "transport")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    version: int
+    target: WeightTarget
+    transport: WeightTransport
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., target: _Optional[_Union[WeightTarget, str]] = ..., transport: _Optional[_Union[WeightTransport, str]] = ...) -> None: ...
+
+class StartUpdateResponse(_message.Message):
+    __slots__ = ("update_id", "current_version")
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    update_id: str
+    current_version: int
+    def __init__(self, update_id: _Optional[str] = ..., current_version: _Optional[int] = ...) -> None: ...
+
+class DiskWeights(_message.Message):
+    __slots__ = ("path", "checksum")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    checksum: str
+    def __init__(self, path: _Optional[str] = ..., checksum: _Optional[str] = ...) -> None: ...
+
+class WeightChunk(_message.Message):
+    __slots__ = ("tensor", "dtype", "shape", "offset", "data")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    tensor: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offset: int
+    data: bytes
+    def __init__(self, tensor: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("update_id", "disk", "chunk")
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    update_id: str
+    disk: DiskWeights
+    chunk: WeightChunk
+    def __init__(self, update_id: _Optional[str] = ..., disk: _Optional[_Union[DiskWeights, _Mapping]] = ..., chunk: _Optional[_Union[WeightChunk, _Mapping]] = ...) -> None: ...
+
+class InstanceUpdate(_message.Message):
+    __slots__ = ("instance_id", "applied", "version", "checksum", "error", "stage_seconds", "apply_seconds", "dropped_blocks", "acceptance_probe")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    APPLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_PROBE_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    applied: bool
+    version: int
+    checksum: str
+    error: str
+    stage_seconds: float
+    apply_seconds: float
+    dropped_blocks: int
+    acceptance_probe: float
+    def __init__(self, instance_id: _Optional[str] = ..., applied: bool = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., error: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., dropped_blocks: _Optional[int] = ..., acceptance_probe: _Optional[float] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("instances",)
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    instances: _containers.RepeatedCompositeFieldContainer[InstanceUpdate]
+    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceUpdate, _Mapping]]] = ...) -> None: ...
+
+class FinishUpdateRequest(_message.Message):
+    __slots__ = ("update_id",)
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    update_id: str
+    def __init__(self, update_id: _Optional[str] = ...) -> None: ...
+
+class FinishUpdateResponse(_message.Message):
+    __slots__ = ("version", "instances")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    instances: _containers.RepeatedCompositeFieldContainer[InstanceUpdate]
+    def __init__(self, version: _Optional[int] = ..., instances: _Optional[_Iterable[_Union[InstanceUpdate, _Mapping]]] = ...) -> None: ...
+
+class AbortUpdateRequest(_message.Message):
+    __slots__ = ("update_id",)
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    update_id: str
+    def __init__(self, update_id: _Optional[str] = ...) -> None: ...
+
+class AbortUpdateResponse(_message.Message):
+    __slots__ = ("current_version",)
+    CURRENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    current_version: int
+    def __init__(self, current_version: _Optional[int] = ...) -> None: ...
+
+class GetVersionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetVersionsResponse(_message.Message):
+    __slots__ = ("policy_version", "drafter_version", "policy_path", "policy_checksum", "update_id", "instances")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_PATH_FIELD_NUMBER: _ClassVar[int]
+    POLICY_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    drafter_version: int
+    policy_path: str
+    policy_checksum: str
+    update_id: str
+    instances: _containers.RepeatedCompositeFieldContainer[InstanceUpdate]
+    def __init__(self, policy_version: _Optional[int] = ..., drafter_version: _Optional[int] = ..., policy_path: _Optional[str] = ..., policy_checksum: _Optional[str] = ..., update_id: _Optional[str] = ..., instances: _Optional[_Iterable[_Union[InstanceUpdate, _Mapping]]] = ...) -> None: ...
