@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -23,7 +23,7 @@ MAX_QUESTION = 40
 """Longest question, in characters with the line end."""
 MAX_TRACE = 1000
 """Longest worked solution, in characters: problems that need more are left out."""
-DIRECT_SHARE = 0.3
+DIRECT_SHARE = 0.2
 """Share of supervised solutions that state the answer with no working (see `trace`)."""
 
 
@@ -60,46 +60,52 @@ FAMILIES: dict[str, Family] = {
         _expression,
         lambda metadata: traces.chain_sum(_expression(metadata)),
         (
-            _terms(0.45, (2, 2), (1, 2)),
+            _terms(0.3, (2, 2), (1, 2)),
             _terms(0.25, (2, 3), (2, 3)),
-            _terms(0.2, (3, 5), (2, 3)),
-            _terms(0.1, (6, 9), (2, 3)),
+            _terms(0.3, (3, 5), (2, 3)),
+            _terms(0.15, (6, 9), (2, 3)),
         ),
     ),
     "gcd": Family(
         0.25,
         lambda metadata: "gcd " + ",".join(map(str, metadata["numbers"])),
         lambda metadata: traces.gcd(*metadata["numbers"]),
-        tuple(Level(share, {"max_value": top}) for share, top in ((0.35, 20), (0.4, 100), (0.15, 300), (0.1, 999))),
+        tuple(
+            Level(share, {"max_value": top})
+            for share, top in ((0.2, 20), (0.45, 100), (0.2, 300), (0.15, 999))
+        ),
     ),
     "products": Family(
-        0.15,
+        0.2,
         _expression,
         lambda metadata: traces.products([int(factor) for factor in _expression(metadata).split("*")]),
         (
-            _terms(0.4, (2, 2), (1, 1)),
-            _terms(0.35, (2, 2), (2, 2)),
-            _terms(0.15, (2, 2), (3, 3)),
-            _terms(0.05, (3, 3), (2, 2)),
-            _terms(0.05, (2, 2), (4, 6)),
+            _terms(0.15, (2, 2), (1, 1)),
+            _terms(0.45, (2, 2), (2, 2)),
+            _terms(0.25, (2, 2), (3, 3)),
+            _terms(0.07, (3, 3), (2, 2)),
+            _terms(0.08, (2, 2), (4, 6)),
         ),
     ),
     "spell_backward": Family(
-        0.15,
+        0.1,
         lambda metadata: "rev " + metadata["word"].lower(),
         lambda metadata: traces.spell_backward(metadata["word"].lower()),
-        tuple(Level(share, {"max_word_len": longest}) for share, longest in ((0.4, 6), (0.6, 10))),
+        tuple(Level(share, {"max_word_len": longest}) for share, longest in ((0.3, 6), (0.7, 10))),
     ),
     "count_bits": Family(
         0.15,
         lambda metadata: f"bits {metadata['number']}",
         lambda metadata: traces.count_bits(metadata["number"]),
-        tuple(Level(share, {"max_n": 2**bits - 1}) for share, bits in ((0.4, 5), (0.35, 8), (0.15, 14), (0.1, 22))),
+        tuple(
+            Level(share, {"max_n": 2**bits - 1})
+            for share, bits in ((0.2, 5), (0.35, 8), (0.25, 14), (0.2, 22))
+        ),
     ),
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _dataset(family: str, level: int) -> Any:
     """The reasoning-gym data set of one level; imported here because that import takes seconds."""
     import reasoning_gym

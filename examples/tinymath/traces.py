@@ -15,7 +15,7 @@ Solution = tuple[str, str]
 
 
 def add(a: int, b: int) -> str:
-    """Column addition of two non-negative numbers, least digit first: `357+28` gives `7+8=15,5+2+1=8,3+0=3,`."""
+    """Column addition of two numbers >= 0, least digit first: `357+28` gives `7+8=15,5+2+1=8,3+0=3,`."""
     text, carry = "", 0
     while a or b or not text:
         (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
@@ -37,7 +37,7 @@ def subtract(a: int, b: int) -> str:
 
 
 def signed_sum(total: int, term: int) -> str:
-    """One line of a running sum, for any signs: `12-40` gives `12-40:0-2=-,...>-28;` in columns."""
+    """One line of a running sum, for any signs: `12-40` gives `12-40:10-2=8,4-1-1=2,>-28;`."""
     if (total < 0) == (term < 0) or not total:
         columns = add(abs(total), abs(term))
     else:

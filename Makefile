@@ -1,0 +1,44 @@
+# Every target sets up what it needs by itself; a second run finds it in place.
+PYTHON := .venv/bin/python
+SOURCES := paceline services kernels bench examples tests
+DEMO_ARGS ?=
+TEST_ARGS ?=
+NAME ?= gateway
+
+.PHONY: demo test lint format protos lock bench clean setup help
+
+help:           ## This list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+setup:          ## Virtual environment from the lock
+	@scripts/setup
+
+demo: setup     ## The whole platform on this machine and a GRPO run on it (DEMO_ARGS="--steps 3 ...")
+	$(PYTHON) -m examples.tinymath.demo $(DEMO_ARGS)
+
+test: setup     ## All tests (TEST_ARGS="-k name")
+	$(PYTHON) -m pytest $(TEST_ARGS)
+
+lint: setup     ## Format, style, types, protocol
+	$(PYTHON) -m ruff check $(SOURCES)
+	$(PYTHON) -m ruff format --check $(SOURCES)
+	$(PYTHON) -m mypy
+	.venv/bin/buf lint
+	.venv/bin/buf breaking --against protos/baseline.binpb
+
+format: setup   ## Format and fix what can be fixed
+	$(PYTHON) -m ruff check --fix $(SOURCES)
+	$(PYTHON) -m ruff format $(SOURCES)
+
+protos: setup   ## Generate the gRPC stubs
+	scripts/protos
+
+lock: setup     ## Resolve requirements/cpu.lock anew
+	scripts/lock
+
+bench: setup    ## One benchmark (NAME=gateway), result in runs/bench/NAME.json
+	$(PYTHON) -m bench.$(NAME)
+
+clean:          ## Remove environment, caches and runs
+	rm -rf .venv .venv.uv runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,101 @@
+"""Samples a model at temperature 1 with vLLM and prints how it does: rewards, mixed groups, lengths.
+
+Use:
+
+    python -m examples.tinymath.evaluate examples/tinymath/model --problems 400
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from examples.tinymath import tokenizer
+from examples.tinymath.tasks import Problem, make_problems
+
+MAX_TOKENS = 1200
+"""Longest response; the longest worked solution is `tasks.MAX_TRACE` characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One sampled response."""
+
+    problem: Problem
+    response_ids: list[int]
+    ended: bool
+    """Whether the model stopped by itself."""
+
+    @property
+    def reward(self) -> float:
+        """The verifier's score in [0, 1]."""
+        return self.problem.reward(tokenizer.decode(self.response_ids))
+
+
+def sample(folder: Path, problems: Sequence[Problem], n: int) -> list[Outcome]:
+    """Samples n responses to each problem; they stand together in the result."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    engine = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=128,
+        kv_cache_memory_bytes=2**30,
+    )
+    # An engine without a tokenizer is not told what ends a response.
+    params = SamplingParams(
+        temperature=1.0, n=n, max_tokens=MAX_TOKENS, stop_token_ids=[tokenizer.EOS_ID], detokenize=False
+    )
+    prompts = [TokensPrompt(prompt_token_ids=tokenizer.prompt_ids(problem.question)) for problem in problems]
+    return [
+        Outcome(problem, list(output.token_ids), output.finish_reason == "stop")
+        for problem, result in zip(problems, engine.generate(prompts, params, use_tqdm=False), strict=True)
+        for output in result.outputs
+    ]
+
+
+def row(name: str, outcomes: Sequence[Outcome], n: int) -> str:
+    """One line of the table, for outcomes in groups of n."""
+    rewards = np.array([outcome.reward for outcome in outcomes]).reshape(-1, n)
+    lengths = np.array([len(outcome.response_ids) for outcome in outcomes])
+    median, p95 = np.percentile(lengths, [50, 95])
+    return (
+        f"{name:15} {len(outcomes):7d} {rewards.mean():7.3f} {(rewards.std(axis=1) > 1e-6).mean():6.2f} "
+        f"{lengths.mean():6.0f} {median:7.0f} {p95:6.0f} {lengths.max():6d} "
+        f"{np.mean([outcome.ended for outcome in outcomes]):7.4f}"
+    )
+
+
+def report(outcomes: Sequence[Outcome], n: int) -> str:
+    """The table: one line for each family and one for all."""
+    families: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        families[outcome.problem.family].append(outcome)
+    head = (
+        f"{'family':15} {'samples':>7} {'reward':>7} {'mixed':>6} {'mean':>6} {'median':>7} "
+        f"{'p95':>6} {'max':>6} {'ended':>7}"
+    )
+    lines = [row(name, families[name], n) for name in sorted(families)]
+    return "\n".join([head, *lines, row("all", outcomes, n)])
+
+
+def main() -> None:
+    """Reads the options, samples, prints."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "model")
+    options.add_argument("--problems", type=int, default=400)
+    options.add_argument("--n", type=int, default=8, help="samples for each problem")
+    options.add_argument("--seed", type=int, default=1000, help="of the problems; training uses others")
+    given = options.parse_args()
+    print(report(sample(given.folder, make_problems(given.seed, given.problems), given.n), given.n))
+
+
+if __name__ == "__main__":
+    main()

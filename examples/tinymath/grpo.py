@@ -1,0 +1,122 @@
+"""GRPO in plain PyTorch: group-normalised advantages and a clipped token-level policy gradient.
+
+Use:
+
+    learner = Learner(model, Settings())
+    report = learner.step(samples)    # one training step on the samples of the current policy
+    weights = learner.model.state_dict()
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from examples.tinymath.objective import group_advantages, kl_penalty, micro_batches, policy_loss
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished response; samples with the same `group` answer the same prompt."""
+
+    group: str
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Behaviour log-probabilities in nats, one for each response token."""
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to learn."""
+
+    lr: float = 3e-4
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """The ratio to the behaviour policy gains nothing outside [1 - clip_low, 1 + clip_high]."""
+    kl: float = 0.0
+    """Weight of the divergence from the first policy; 0 keeps no copy of it."""
+    max_grad_norm: float = 1.0
+    updates: int = 1
+    """Optimizer steps for one batch of samples; each takes an equal share of the samples, in their order."""
+    micro_tokens: int = 8192
+    """Tokens, with padding, in one forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Means over one step, the last update's where there are several."""
+
+    reward: float
+    loss: float
+    grad_norm: float
+    clipped_ratio: float
+    """Share of the learned-from tokens whose ratio was outside the clip range."""
+
+
+def response_logprobs(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
+    """Log-probabilities of all response tokens, one sample after another, shape [tokens].
+
+    Rows are padded on the right, where causal attention never looks back at the padding: no mask.
+    """
+    rows = [[*sample.prompt_ids, *sample.response_ids] for sample in samples]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    logprobs = model(input_ids=ids[:, :-1], use_cache=False).logits.float().log_softmax(-1)
+    chosen = logprobs.gather(-1, ids[:, 1:, None])[..., 0]
+    spans = [(len(sample.prompt_ids) - 1, len(row) - 1) for sample, row in zip(samples, rows, strict=True)]
+    return torch.cat([line[first:last] for line, (first, last) in zip(chosen, spans, strict=True)])
+
+
+class Learner:
+    """Holds the policy and its optimizer; `step` changes the policy in place."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.model = model
+        self.settings = settings
+        self.reference = copy.deepcopy(model).eval() if settings.kl else None
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
+
+    def step(self, samples: Sequence[Sample]) -> Report:
+        """One training step on the samples of one policy version; groups must be whole."""
+        advantages = group_advantages([s.reward for s in samples], [s.group for s in samples])
+        size = -(-len(samples) // self.settings.updates)
+        for first in range(0, len(samples), size):
+            last = self._update(samples[first : first + size], advantages[first : first + size])
+        return Report(sum(sample.reward for sample in samples) / len(samples), *last)
+
+    def _update(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[float, float, float]:
+        """One optimizer step; returns loss, gradient norm and clipped share."""
+        tokens = sum(len(sample.response_ids) for sample in samples)
+        # A sample without advantage has no gradient, unless it is held to the reference.
+        used = [i for i, a in enumerate(advantages) if a or self.reference is not None]
+        total, clipped, seen = 0.0, 0.0, 0
+        lengths = [len(samples[i].prompt_ids) + len(samples[i].response_ids) for i in used]
+        for batch in micro_batches(lengths, self.settings.micro_tokens):
+            places = [used[i] for i in batch]
+            losses, outside = self._losses([samples[i] for i in places], [advantages[i] for i in places])
+            (losses.sum() / tokens).backward()
+            total, clipped, seen = total + float(losses.detach().sum()), clipped + outside, seen + len(losses)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total / tokens, float(norm), clipped / max(1, seen)
+
+    def _losses(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[Tensor, float]:
+        """The loss of each token, shape [tokens], and how many tokens lie outside the clip range."""
+        now = response_logprobs(self.model, samples)
+        before = torch.tensor([value for sample in samples for value in sample.logprobs])
+        gain = torch.tensor([a for s, a in zip(samples, advantages, strict=True) for _ in s.response_ids])
+        low, high = self.settings.clip_low, self.settings.clip_high
+        losses = policy_loss(now, before, gain, low, high)
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = response_logprobs(self.reference, samples)
+            losses = losses + self.settings.kl * kl_penalty(now, reference)
+        ratio = (now.detach() - before).exp()
+        return losses, float(((ratio < 1 - low) | (ratio > 1 + high)).sum())

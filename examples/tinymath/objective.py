@@ -1,0 +1,48 @@
+"""The mathematics of GRPO, free of any model: advantages, the clipped loss, the penalty for drift."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], eps: float = 1e-4) -> list[float]:
+    """Each reward less its group's mean, over its group's standard deviation; 0 where all rewards agree."""
+    members: dict[Hashable, list[float]] = defaultdict(list)
+    for reward, group in zip(rewards, groups, strict=True):
+        members[group].append(reward)
+    mean = {group: sum(found) / len(found) for group, found in members.items()}
+    std = {g: (sum((r - mean[g]) ** 2 for r in found) / len(found)) ** 0.5 for g, found in members.items()}
+    return [
+        (reward - mean[group]) / (std[group] + eps) if std[group] > eps else 0.0
+        for reward, group in zip(rewards, groups, strict=True)
+    ]
+
+
+def policy_loss(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """The clipped loss of each token, all shapes [tokens]: -min(ratio * A, clip(ratio) * A)."""
+    ratio = (logprobs - behaviour).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Divergence from the reference for each token, the estimate that is never negative: e^d - d - 1."""
+    return (reference - logprobs).exp() - (reference - logprobs) - 1
+
+
+def micro_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Cuts rows of given lengths into batches of like length that hold at most `tokens` with padding.
+
+    Yields the places of each batch's rows, the shortest rows first.
+    """
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[place] > tokens:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch

@@ -1,0 +1,1 @@
+"""Compute kernels, each with a plain reference that defines its result."""

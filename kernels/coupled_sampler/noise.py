@@ -1,0 +1,142 @@
+"""The noise of coupled sampling: the specification, and its plain numpy reference.
+
+`g(seed, position, token)` is standard Gumbel noise and a pure function of three integers:
+
+    seed      64 bit, of the sample (services/platform/seeds.py)
+    position  32 bit, the count of tokens of the sample so far, tool tokens included, prompt excluded
+    token     token id; one Philox block serves four neighbouring ids
+
+**Integers.** With Philox4x32-10 (philox.py), key = (seed mod 2**32, seed div 2**32):
+
+    word = philox(counter=(token div 4, position, Domain.TOKEN, 0), key)[token mod 4]
+
+Every implementation yields these integers exactly. The third counter word keeps the noise of other uses
+apart (`Domain`); uniforms have block 0 and their `Purpose` in the fourth word.
+
+**Uniform.** u = (word + 1/2) / 2**32, so 0 and 1 cannot occur and u is symmetric about 1/2.
+
+**Gumbel.** g = -ln(-ln u), rising in the word, from G_MIN = -3.13 (word 0) to G_MAX = 22.874 (word 2**32-1,
+-ln u = 2**-33, so g = 33 ln 2). u itself does not fit float32 near 1, where the winners of an arg-max are:
+1 - u is therefore formed from the complementary integer, which keeps its relative precision. With 32 bits
+(not 24) a flat vocabulary of 150,000 entries has its two best entries on one word once in 28,000 draws
+instead of once in 110, and entries more likely than 2**-32 are all reachable.
+
+**Floats.** The map uses only IEEE float32 additions, multiplications and bit operations in the order written
+here, no library logarithm, so equal logits give equal tokens on every device that (a) rounds to nearest
+and (b) does not fuse multiply-adds (Triton: `enable_fp_fusion=False`). With f in [2/3, 4/3), r = f - 1 exact:
+
+    log1p(r)  = r + (r*r) * (r*P(r) - 1/2), P of degree 6 by Horner's rule (LOG_POLYNOMIAL; relative error 4e-8)
+    split(x)  : b = bits(x) - bits(2/3); e = b >> 23 (arithmetic); f = from_bits(bits(x) - (e << 23)); x = f * 2**e
+    ln_u      : e, f = split(float32(word) + 0.5); r = f - 1, but if e = 32 then
+                r = -(float32(2**32 - 1 - word) + 0.5) * 2**-32;   ln u = (e - 32) * LN2 + log1p(r)
+    g         : e, f = split(-ln u);   g = -(e * LN2 + log1p(f - 1))
+
+Checked once over all 2**32 words: g never falls, and its error is at most 2e-6 (one float32 ulp at 22).
+An implementation with another logarithm (a GPU's fast one) still takes the same token unless the two best
+scores lie within the sum of both errors, about 4e-6: less than the rounding of the logits themselves.
+
+**Token.** argmax over v of float32(float32(logit_v / T) + g_v), ties to the lowest id (reference.py).
+
+Known answers, seed 0x0123456789ABCDEF, position 7, tokens 0..4:
+    words  c3c9d5a3 (see tests/unit/kernels/test_noise.py for the full vectors)
+"""
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.coupled_sampler.philox import philox4x32, split_seed
+
+MAX_POSITION = (1 << 32) - 1
+
+LN2 = np.float32(0.6931472)
+# Minimax fit of (log1p(r) - r + r*r/2) / r**3 on [-1/3, 1/3], weighted for relative error; lowest degree first.
+LOG_POLYNOMIAL = tuple(
+    np.float32(c)
+    for c in (0.33333266, -0.25004232, 0.20007917, -0.16472466, 0.14042355, -0.15121378, 0.138199836)
+)
+TWO_THIRDS_BITS = np.int32(0x3F2AAAAB)
+EXPONENT_SHIFT = np.int32(23)
+ULP_32 = np.float32(2.0**-32)
+HALF = np.float32(0.5)
+ONE = np.float32(1.0)
+
+
+class Domain(IntEnum):
+    """Third counter word: draws of unlike use never share a Philox block."""
+
+    TOKEN = 1
+    """The noise that chooses a sample's tokens; drafters that share it agree with the target."""
+    RESIDUAL = 2
+    """Gumbel noise independent of TOKEN: residual sampling after a rejected draft."""
+    UNIFORM = 3
+    """Uniforms, told apart by `Purpose`."""
+
+
+class Purpose(IntEnum):
+    """Fourth counter word of uniform draws."""
+
+    LENIENT = 1
+    """Acceptance of a cached token by SPEC-RL's rule."""
+    REJECTION = 2
+    """Acceptance of a drafted token by standard speculative sampling."""
+
+
+def words(
+    seed: int, position: int, vocab_size: int, domain: Domain = Domain.TOKEN
+) -> NDArray[np.uint32]:
+    """The integers of one position: [vocab_size] uint32. ValueError for a seed or position out of range."""
+    _check_position(position)
+    blocks = (vocab_size + 3) // 4
+    counter = np.zeros((blocks, 4), dtype=np.uint32)
+    counter[:, 0] = np.arange(blocks)
+    counter[:, 1] = position
+    counter[:, 2] = domain
+    return philox4x32(counter, split_seed(seed)).reshape(-1)[:vocab_size]
+
+
+def gumbel(
+    seed: int, position: int, vocab_size: int, domain: Domain = Domain.TOKEN
+) -> NDArray[np.float32]:
+    """g(seed, position, token) for every token id: [vocab_size] float32 in [G_MIN, G_MAX]."""
+    return gumbel_of_words(words(seed, position, vocab_size, domain))
+
+
+def uniform(seed: int, position: int, purpose: Purpose) -> float:
+    """One uniform in (0, 1), exact in float64, independent of all token noise and of other purposes."""
+    _check_position(position)
+    counter = np.array([0, position, Domain.UNIFORM, purpose], dtype=np.uint32)
+    return (int(philox4x32(counter, split_seed(seed))[0]) + 0.5) * 2.0**-32
+
+
+def gumbel_of_words(word: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """The Gumbel map on integers of any shape: uint32 -> float32, bit for bit as specified above."""
+    exponent, fraction = _split(word.astype(np.float32) + HALF)
+    complement = -((~word).astype(np.float32) + HALF) * ULP_32
+    remainder = np.where(exponent == 32, complement, fraction - ONE)
+    log_u = (exponent - np.int32(32)).astype(np.float32) * LN2 + _log1p(remainder)
+    exponent, fraction = _split(-log_u)
+    return -(exponent.astype(np.float32) * LN2 + _log1p(fraction - ONE))
+
+
+def _split(x: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """x = fraction * 2**exponent with the fraction in [2/3, 4/3), for positive normal x."""
+    bits = x.view(np.int32)
+    exponent = (bits - TWO_THIRDS_BITS) >> EXPONENT_SHIFT
+    return exponent, (bits - (exponent << EXPONENT_SHIFT)).view(np.float32)
+
+
+def _log1p(r: NDArray[np.float32]) -> NDArray[np.float32]:
+    polynomial = np.full_like(r, LOG_POLYNOMIAL[-1])
+    for coefficient in LOG_POLYNOMIAL[-2::-1]:
+        polynomial = polynomial * r + coefficient
+    return r + (r * r) * (polynomial * r - HALF)
+
+
+def _check_position(position: int) -> None:
+    if not 0 <= position <= MAX_POSITION:
+        raise ValueError(f"position must be in [0, 2**32), got {position}")
+
+
+G_MIN, G_MAX = (float(g) for g in gumbel_of_words(np.array([0, 0xFFFFFFFF], dtype=np.uint32)))

@@ -1,0 +1,1 @@
+"""One generation instance: a vLLM engine that this process steps itself, behind gRPC."""

@@ -1,0 +1,96 @@
+"""Start an instance: `python -m services.generation --model DIR --redis-url URL`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import structlog
+from prometheus_client import REGISTRY
+
+from paceline.internal.v1 import generation_pb2_grpc as rpc
+from services.generation.config import GenerationConfig
+from services.generation.instance import Instance
+from services.generation.loop import EngineLoop
+from services.generation.metrics import EngineMetrics
+from services.generation.service import GenerationService
+from services.platform.metrics import start_metrics_server
+from services.platform.process import Shutdown, run
+from services.platform.registry import Registration
+from services.platform.server import GrpcServer
+from services.platform.store import Keys, connect
+
+_log = structlog.get_logger(__name__)
+_HEARTBEAT_SECONDS = 1.0
+
+
+async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
+    """Load the model, then serve until told to stop or the engine breaks."""
+    metrics = EngineMetrics(REGISTRY)
+    loop = EngineLoop(
+        lambda: _build_engine(config),
+        metrics,
+        flush_interval=config.flush_interval_seconds,
+        max_waiting=config.max_waiting,
+    )
+    loop.start()
+    await asyncio.wrap_future(loop.ready)
+    instance = Instance(config, loop, metrics)
+    server = GrpcServer(config, service="generation")
+    rpc.add_GenerationServiceServicer_to_server(GenerationService(instance), server.server)
+    await server.start()
+    instance.address = server.address
+    metrics_port = start_metrics_server(config, REGISTRY)
+    instance.metrics_address = f"{config.host}:{metrics_port}"
+    store = connect(config)
+    registration = Registration(store, Keys(config.namespace), instance.record())
+    instance.epoch = await registration.register()
+    beating = asyncio.create_task(_heartbeat(instance, registration, shutdown))
+    await server.set_serving(True)
+    shutdown.ready(server.address, metrics_port)
+    _log.info("serving", address=server.address, epoch=instance.epoch, model=config.model)
+    broken = asyncio.wrap_future(loop.broken)
+    waiting = asyncio.create_task(shutdown.wait())
+    await asyncio.wait({broken, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    await server.set_serving(False)
+    if not broken.done():
+        await instance.drain()
+        await asyncio.wrap_future(loop.stop())
+    beating.cancel()
+    await registration.deregister()
+    await server.stop(config.shutdown_grace_seconds)
+    await store.aclose()
+    waiting.cancel()
+    if broken.done():
+        raise broken.result()
+
+
+def _build_engine(config: GenerationConfig) -> object:
+    # Read by vLLM's CPU platform when the worker starts.
+    if config.threads_bind is not None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.threads_bind
+    from services.generation.engine.core import Engine
+    from services.generation.engine.warmup import warm_up
+
+    engine = Engine(config.engine_options())
+    warm_up(engine)
+    return engine
+
+
+async def _heartbeat(instance: Instance, registration: Registration, shutdown: Shutdown) -> None:
+    """Report state and load. A hung device is not reported alive: the process ends and its samples move on."""
+    while True:
+        if instance.hung:
+            _log.error("engine_hung", load=instance.load_values())
+            os._exit(1)
+        await registration.update(
+            state=instance.state,
+            policy_version=instance.loop.policy_version,
+            load=instance.load_values(),
+            epoch=instance.epoch,
+        )
+        await asyncio.sleep(_HEARTBEAT_SECONDS)
+
+
+if __name__ == "__main__":
+    run("generation", serve, GenerationConfig)

@@ -1,0 +1,65 @@
+"""Configuration of an instance."""
+
+from __future__ import annotations
+
+import socket
+
+from pydantic import Field
+
+from services.generation.engine.types import EngineOptions
+from services.platform.config import ServiceConfig
+
+
+class GenerationConfig(ServiceConfig):
+    """One generation instance. Lengths in tokens, memory in bytes, times in seconds."""
+
+    model: str
+    """Folder of the model in Hugging Face layout."""
+    instance_id: str = Field(default_factory=socket.gethostname)
+    """Stable name of the instance; a process that comes back under it gets a new epoch."""
+    initial_version: int = Field(default=0, ge=0)
+    """Policy version of the weights in `model`."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16, or auto for the model's own."""
+    max_num_seqs: int = Field(default=128, ge=1)
+    """Samples that run at once."""
+    max_waiting: int = Field(default=1024, ge=0)
+    """Samples that may wait in the engine before new ones are refused."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Prompt and response together. Default: the model's own limit."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens in one engine step. Default: vLLM's."""
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
+    """Memory for KV. Default: what vLLM finds free."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of GPU memory for weights and KV together, where kv_cache_memory_bytes is not set."""
+    block_size: int | None = Field(default=None, ge=1)
+    """Tokens in a KV block. Default: vLLM's."""
+    enable_prefix_caching: bool = True
+    """Share the KV of common prefixes, such as a group's prompt."""
+    enforce_eager: bool | None = None
+    """No CUDA graphs. Default: eager on CPU only."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that one instance spans."""
+    flush_interval_seconds: float = Field(default=0.05, gt=0)
+    """How often new tokens are reported; a lost instance costs at most what it generated since."""
+    step_timeout_seconds: float = Field(default=300, gt=0)
+    """An engine step that takes longer is a hung device: heartbeats stop and the process ends."""
+    threads_bind: str | None = None
+    """CPU cores that the CPU engine's threads are bound to, such as 0 or 0-3."""
+
+    def engine_options(self) -> EngineOptions:
+        """The part that the engine is built from."""
+        return EngineOptions(
+            model=self.model,
+            dtype=self.dtype,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            block_size=self.block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+            enforce_eager=self.enforce_eager,
+            tensor_parallel_size=self.tensor_parallel_size,
+        )

@@ -1,0 +1,301 @@
+"""The engine: vLLM's engine core in this process, stepped by the caller.
+
+    engine = Engine(EngineOptions(model="/models/policy"))
+    engine.add(SampleRequest("s-1", prompt, prefix=(), sampling=sampling, seed=seed))
+    while engine.has_work:
+        for step in engine.step():
+            ...
+
+Not safe for threads: one thread builds it and calls it. One engine a process (vLLM keeps global state).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+# Read by vLLM when it is imported. The V2 model runner has other hooks than the ones we use.
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.request import Request, RequestStatus
+
+from kernels.coupled_sampler.cpu import warm_up
+from services.generation.engine.runner import NOISE_KEY
+from services.generation.engine.sampler import SampleNoise
+from services.generation.engine.types import (
+    EngineLoad,
+    EngineOptions,
+    Finish,
+    SampleRequest,
+    SampleState,
+    SampleStep,
+)
+from services.platform.sampling import ModelLimits, Sampling
+
+_FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
+_WORKERS = {
+    "cpu": "services.generation.engine.worker.CoupledCPUWorker",
+    "cuda": "services.generation.engine.worker.CoupledGPUWorker",
+}
+
+
+class StaleKVError(RuntimeError):
+    """KV of the old weights could not be dropped; the engine must not serve."""
+
+
+class Engine:
+    """A vLLM engine core and the samples in it.
+
+    Raises at construction what vLLM raises for a model or a device it cannot use. An exception out of `step`
+    leaves vLLM returning nothing for ever: the caller hands over what it has and ends the process.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        config = _engine_args(options).create_engine_config()
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._scheduler: Any = self._core.scheduler
+        self._drafted: dict[str, int] = {}
+        self._eos = _end_tokens(config.model_config)
+        self.limits = ModelLimits(
+            vocab_size=config.model_config.get_vocab_size(), max_model_len=config.model_config.max_model_len
+        )
+        self.device = current_platform.device_name
+        self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        warm_up()
+
+    # -- samples ------------------------------------------------------------------------------------------
+
+    def add(self, request: SampleRequest) -> None:
+        """Queue a sample. Its tokens, prompt and lengths must have been checked (`services.platform.sampling`)."""
+        params = self._sampling_params(request)
+        sample = Request(
+            request_id=request.sample_id,
+            prompt_token_ids=list(request.prompt),
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=self._core.request_block_hasher,
+        )
+        if request.prefix:
+            self._adopt(sample, request, params)
+        self._core.add_request(sample)
+
+    def finished_by_prefix(self, request: SampleRequest) -> Finish | None:
+        """Whether the tokens that a sample brings along end it already, and how."""
+        if not request.prefix:
+            return None
+        if request.prefix[-1] in self._stop_tokens(request.sampling):
+            return Finish.STOP
+        return Finish.LENGTH if len(request.prefix) >= self._max_tokens(request) else None
+
+    def abort(self, sample_ids: Iterable[str]) -> None:
+        """End samples now and free their KV. Unknown ones are passed over."""
+        ids = list(sample_ids)
+        self._core.abort_requests(ids)
+        for sample_id in ids:
+            self._drafted.pop(sample_id, None)
+
+    def step(self) -> list[SampleStep]:
+        """Run one engine step: schedule, forward, verify, sample."""
+        outputs, _ = self._core.step()
+        found = [self._sample_step(output) for batch in outputs.values() for output in batch.outputs]
+        self._drafted.clear()
+        broken = [step.sample_id for step in found if step.finish is Finish.ERROR]
+        if broken:
+            self._core.abort_requests(broken)
+        return found
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._scheduler.has_requests())
+
+    @property
+    def load(self) -> EngineLoad:
+        """Samples and KV blocks right now."""
+        scheduler = self._scheduler
+        return EngineLoad(
+            len(scheduler.running), len(scheduler.waiting), float(scheduler.kv_cache_manager.usage)
+        )
+
+    # -- drafts -------------------------------------------------------------------------------------------
+
+    def decoding(self) -> list[SampleState]:
+        """Running samples that can verify a draft in the next step."""
+        limit = self.limits.max_model_len
+        return [
+            SampleState(
+                request.request_id,
+                request.prompt_token_ids,
+                request._output_token_ids,
+                min(request.max_tokens - request.num_output_tokens, limit - request.num_tokens) - 1,
+            )
+            for request in self._scheduler.running
+            if request.num_computed_tokens == request.num_tokens - 1
+        ]
+
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Set the draft tokens that the next step verifies. Ids must be in the vocabulary."""
+        requests = self._scheduler.requests
+        for sample_id, tokens in drafts.items():
+            requests[sample_id].spec_token_ids = list(tokens)
+            self._drafted[sample_id] = len(tokens)
+
+    # -- weights ------------------------------------------------------------------------------------------
+
+    def apply_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Load weights in place and drop every KV block of the old ones; the number of blocks dropped.
+
+        Args:
+            tensors: (checkpoint name, tensor) pairs, complete and checked: a failed load leaves vLLM unusable.
+
+        Raises:
+            StaleKVError: KV of the old weights is still referenced.
+        """
+        cached = self._cached_blocks()
+        self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        self.forget_kv()
+        return cached
+
+    def forget_kv(self) -> None:
+        """Drop every KV block.
+
+        Raises:
+            StaleKVError: a sample still holds some.
+        """
+        if not self._core.reset_prefix_cache():
+            raise StaleKVError("vLLM refused to reset its prefix cache: KV blocks are still in use")
+        pool = self._scheduler.kv_cache_manager.block_pool
+        # One block is vLLM's null block, which is never free.
+        if self._cached_blocks() or pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
+            raise StaleKVError("KV blocks survived the reset")
+
+    @property
+    def idle_of_samples(self) -> bool:
+        """Whether no sample is running or waiting."""
+        return not self._scheduler.has_unfinished_requests()
+
+    def shutdown(self) -> None:
+        """Release the device."""
+        self._core.shutdown()
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _adopt(self, sample: Request, request: SampleRequest, params: SamplingParams) -> None:
+        """Resume a sample from tokens: vLLM sees a preempted request, so the tokens stay output tokens."""
+        sample.append_output_token_ids(list(request.prefix))
+        sample.status = RequestStatus.PREEMPTED
+        groups = len(self._scheduler.kv_cache_config.kv_cache_groups)
+        args = (request.sample_id, list(request.prompt), list(request.prefix), params, groups)
+        self._core.collective_rpc("adopt_sample", args=args)
+
+    def _sampling_params(self, request: SampleRequest) -> SamplingParams:
+        sampling = request.sampling
+        stops = self._stop_tokens(sampling)
+        noise = SampleNoise(
+            seed=request.seed,
+            min_p=sampling.min_p,
+            min_tokens=sampling.min_tokens,
+            forbidden=stops if sampling.min_tokens else (),
+            processed_logprobs=sampling.processed_logprobs,
+        )
+        # min_p and min_tokens are left to our sampler, which applies them by row; vLLM's processors keep one
+        # value a request and would be wrong for the rows of a draft.
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            max_tokens=self._max_tokens(request),
+            stop_token_ids=list(stops),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            skip_clone=True,
+            extra_args={NOISE_KEY: asdict(noise)},
+        )
+
+    def _max_tokens(self, request: SampleRequest) -> int:
+        room = self.limits.max_model_len - len(request.prompt)
+        return room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
+
+    def _stop_tokens(self, sampling: Sampling) -> tuple[int, ...]:
+        own = sampling.stop_token_ids
+        return own if sampling.ignore_eos else tuple(dict.fromkeys((*own, *self._eos)))
+
+    def _sample_step(self, output: EngineCoreOutput) -> SampleStep:
+        tokens = output.new_token_ids
+        logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+        drafted = self._drafted.get(output.request_id, 0)
+        step = SampleStep(
+            output.request_id,
+            tokens,
+            logprobs,
+            _finish(output.finish_reason),
+            drafted,
+            min(max(len(tokens) - 1, 0), drafted) if drafted else 0,
+        )
+        if any(value != value for value in logprobs):
+            step.finish = Finish.ERROR
+            keep = next(i for i, value in enumerate(logprobs) if value != value)
+            del step.token_ids[keep:], step.logprobs[keep:]
+        return step
+
+    def _cached_blocks(self) -> int:
+        return len(self._scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+
+def _finish(reason: FinishReason | None) -> Finish | None:
+    return None if reason is None else _FINISH.get(reason, Finish.ERROR)
+
+
+def _end_tokens(model_config: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of the model, from its generation config or else its config."""
+    declared = model_config.try_get_generation_config().get("eos_token_id")
+    if declared is None:
+        declared = getattr(model_config.hf_text_config, "eos_token_id", None)
+    if declared is None:
+        return ()
+    return (declared,) if isinstance(declared, int) else tuple(declared)
+
+
+def _engine_args(options: EngineOptions) -> EngineArgs:
+    on_cpu = current_platform.is_cpu()
+    kind = "cpu" if on_cpu else "cuda"
+    chosen: dict[str, Any] = {
+        "max_model_len": options.max_model_len,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
+        "block_size": options.block_size,
+    }
+    return EngineArgs(
+        model=options.model,
+        tokenizer=options.model,
+        skip_tokenizer_init=True,
+        dtype=options.dtype,
+        max_num_seqs=options.max_num_seqs,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        enforce_eager=on_cpu if options.enforce_eager is None else options.enforce_eager,
+        tensor_parallel_size=options.tensor_parallel_size,
+        distributed_executor_backend="uni" if options.tensor_parallel_size == 1 else "mp",
+        async_scheduling=False,
+        disable_log_stats=True,
+        seed=0,
+        worker_cls=_WORKERS[kind] if options.coupled else "auto",
+        **{name: value for name, value in chosen.items() if value is not None},
+    )

@@ -1,0 +1,119 @@
+"""vLLM's model runner with the coupled sampler in place of its sampler and rejection sampler.
+
+Drafts are put on the scheduler's requests by our own loop (see `core.py`), without a `speculative_config`, so
+nothing of vLLM's own speculation is in the way: no padding of drafts, no rounding of CUDA graph sizes, nothing
+at all when no request carries a draft.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from services.generation.engine.sampler import Rows, SampleNoise, Verified, sample
+
+# The key under which a sample's `SampleNoise` fields travel in SamplingParams.extra_args.
+NOISE_KEY = "paceline_noise"
+# vLLM's filler for rejected positions in the [n, k + 1] matrix of sampled tokens.
+_NO_TOKEN = -1
+
+
+class CoupledRunnerMixin:
+    """Methods put in front of vLLM's model runner. The annotations name what is used of it."""
+
+    requests: dict[str, CachedRequestState]
+    input_batch: Any
+    speculative_config: Any
+
+    def init_coupled(self) -> None:
+        """Set up the state that this mixin adds. Called once, after vLLM's own constructor."""
+        self._noise: dict[str, SampleNoise] = {}
+
+    def adopt_sample(
+        self, sample_id: str, prompt: list[int], output: list[int], params: SamplingParams, kv_groups: int
+    ) -> None:
+        """Make known a sample that has output already, so that the scheduler can resume it.
+
+        The scheduler tells a runner of resumed requests by id only; for a request it has never seen, the
+        state that a preemption would have left behind is made here.
+        """
+        self.requests[sample_id] = CachedRequestState(
+            req_id=sample_id,
+            prompt_token_ids=prompt,
+            mm_features=[],
+            sampling_params=params,
+            generator=None,
+            block_ids=tuple([] for _ in range(kv_groups)),
+            num_computed_tokens=0,
+            output_token_ids=list(output),
+        )
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        # vLLM lays out several rows of logits for a request only under a speculative config. Being there is
+        # all that is asked of it in this method.
+        if not scheduler_output.scheduled_spec_decode_tokens:
+            return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        self.speculative_config = object()
+        try:
+            return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        finally:
+            self.speculative_config = None
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        assert logits is not None
+        batch = self.input_batch
+        rows = self._rows(batch, spec_decode_metadata)
+        noise = [self._noise_of(sample_id) for sample_id in batch.req_ids]
+        verified = sample(logits, rows, batch.sampling_metadata, noise)
+        return _sampler_output(rows, verified, logits.device)
+
+    def _rows(self, batch: Any, spec: Any) -> Rows:
+        n = batch.num_reqs
+        positions = (batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]).astype(np.int64)
+        if spec is None:
+            return Rows(np.arange(n + 1), positions, np.empty(0, np.int64))
+        cu = np.zeros(n + 1, np.int64)
+        np.cumsum(np.asarray(spec.num_draft_tokens) + 1, out=cu[1:])
+        return Rows(cu, positions, spec.draft_token_ids.cpu().numpy().astype(np.int64))
+
+    def _noise_of(self, sample_id: str) -> SampleNoise:
+        known = self._noise.get(sample_id)
+        if known is None:
+            params = self.requests[sample_id].sampling_params
+            known = SampleNoise(**params.extra_args[NOISE_KEY])  # type: ignore[union-attr,index]
+            self._noise[sample_id] = known
+        return known
+
+    def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
+        self._noise.pop(req_id, None)
+        super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
+
+
+def _sampler_output(rows: Rows, verified: Verified, device: torch.device) -> SamplerOutput:
+    """Lay the emitted tokens out as vLLM expects: [n, longest] with -1 behind each sample's last token."""
+    n, width = len(verified.counts), int(np.diff(rows.cu).max())
+    keep = np.arange(width) < verified.counts[:, None]
+    source = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
+    # A row that could not be sampled is shown as token 0 with a NaN log-probability; the engine ends it.
+    tokens = np.where(keep, np.maximum(verified.tokens[source], 0), _NO_TOKEN).astype(np.int32)
+    logprobs = np.where(keep, verified.logprobs[source], 0).astype(np.float32)
+    return SamplerOutput(
+        sampled_token_ids=torch.from_numpy(tokens).to(device),
+        logprobs_tensors=LogprobsTensors(
+            torch.from_numpy(np.maximum(tokens, 0).reshape(n * width, 1)),
+            torch.from_numpy(logprobs.reshape(n * width, 1)),
+            torch.zeros(n * width, dtype=torch.int32),
+        ),
+    )
+
+
+@cache
+def coupled(runner_class: type) -> type:
+    """The coupled version of a model runner class."""
+    return type(f"Coupled{runner_class.__name__}", (CoupledRunnerMixin, runner_class), {})

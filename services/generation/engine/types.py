@@ -1,0 +1,92 @@
+"""Plain data that passes between the engine and the rest of the instance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from services.platform.sampling import Sampling
+
+
+class Finish(Enum):
+    """Why the engine stopped a sample."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    # The model produced logits that no token can be sampled from (NaN, or every entry -inf).
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What an engine is built from. Memory in bytes, lengths in tokens; None leaves the choice to vLLM."""
+
+    model: str
+    dtype: str = "auto"
+    max_num_seqs: int = 128
+    max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    enforce_eager: bool | None = None
+    tensor_parallel_size: int = 1
+    coupled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample to generate. `prefix` holds response tokens that exist already: they count as output."""
+
+    sample_id: str
+    prompt: tuple[int, ...]
+    prefix: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(slots=True)
+class SampleStep:
+    """What one engine step did for one sample.
+
+    `token_ids` and `logprobs` have the same length: accepted draft tokens and the one after them.
+    `drafted` and `accepted` count the draft tokens that this step verified.
+    """
+
+    sample_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: Finish | None = None
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Samples running and waiting, and the share of KV blocks in use (0 to 1)."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleState:
+    """A running sample as a drafter sees it. The lists are the engine's own: read, never keep or change."""
+
+    sample_id: str
+    prompt: list[int]
+    response: list[int]
+    # Most draft tokens that verification could use: the rest would be past the sample's length limit.
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype of a weight in the model's checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str

@@ -1,0 +1,23 @@
+"""First steps before an instance reports ready: vLLM's first run of every shape is seconds slow."""
+
+from __future__ import annotations
+
+from services.generation.engine.core import Engine
+from services.generation.engine.types import SampleRequest
+from services.platform.sampling import Sampling
+
+_PROMPT_TOKENS = 8
+_RESPONSE_TOKENS = 4
+
+
+def warm_up(engine: Engine) -> None:
+    """Generate a few tokens at batch 1, a middle size and the largest, then forget their KV."""
+    sampling = Sampling(max_tokens=_RESPONSE_TOKENS, ignore_eos=True)
+    length = min(_PROMPT_TOKENS, engine.limits.max_model_len - _RESPONSE_TOKENS)
+    for batch in (1, 8, 64):
+        for i in range(batch):
+            prompt = tuple((i + j) % engine.limits.vocab_size for j in range(length))
+            engine.add(SampleRequest(f"warm-up-{batch}-{i}", prompt, (), sampling, i))
+        while engine.has_work:
+            engine.step()
+    engine.forget_kv()

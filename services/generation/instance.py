@@ -1,0 +1,173 @@
+"""An instance: the engine loop, the weights it serves, and what it tells the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from paceline.v1 import fleet_pb2
+from services.generation.config import GenerationConfig
+from services.generation.engine.types import TensorSpec
+from services.generation.items import Terms
+from services.generation.loop import EngineLoop
+from services.generation.metrics import EngineMetrics
+from services.generation.weights import StagedWeights, read_manifest, stage
+from services.platform.errors import FailedPrecondition
+from services.platform.registry import InstanceRecord
+
+_log = structlog.get_logger(__name__)
+_STATES = {
+    "serving": fleet_pb2.INSTANCE_STATE_SERVING,
+    "paused": fleet_pb2.INSTANCE_STATE_PAUSED,
+    "draining": fleet_pb2.INSTANCE_STATE_DRAINING,
+}
+
+
+class Instance:
+    """State of one instance. Built when the engine is ready; its methods run in the event loop."""
+
+    def __init__(self, config: GenerationConfig, loop: EngineLoop, metrics: EngineMetrics) -> None:
+        self.loop = loop
+        self.staged: StagedWeights | None = None
+        self._config = config
+        self._metrics = metrics
+        self._engine = loop.ready.result()
+        self._manifest: Mapping[str, TensorSpec] = read_manifest(Path(config.model))
+        self._draining = False
+        self._updating = asyncio.Lock()
+        self._registered_at = time.time()
+        self.address = self.metrics_address = ""
+        self.epoch = 0
+        self._set_version(config.initial_version)
+
+    @property
+    def state(self) -> str:
+        """serving, paused or draining."""
+        if self._draining:
+            return "draining"
+        return "paused" if self.loop.paused else "serving"
+
+    def terms(self) -> Terms:
+        """On what terms samples are taken now."""
+        closed = "it is draining" if self._draining else ""
+        return Terms(self.loop.policy_version, self._engine.limits, closed)
+
+    async def pause(self, paused: bool) -> None:
+        """Stop stepping, or go on."""
+
+        def set_paused() -> None:
+            self.loop.paused = paused
+
+        await asyncio.wrap_future(self.loop.call(set_paused))
+
+    async def drain(self) -> int:
+        """Take nothing more and hand back every sample with the tokens it has; the number handed back."""
+        self._draining = True
+        return await asyncio.wrap_future(self.loop.call(self.loop.abort_all))
+
+    async def stage(self, version: int, folder: Path, checksum: str) -> StagedWeights:
+        """Read and check weights in a thread of their own; the engine steps on meanwhile."""
+        async with self._updating:
+            self.staged = await asyncio.to_thread(stage, folder, version, self._manifest, checksum)
+        _log.info("weights_staged", version=version, checksum=self.staged.checksum)
+        return self.staged
+
+    async def apply(self, version: int) -> int:
+        """Serve the staged weights from the next step on; the KV blocks that were dropped.
+
+        Raises:
+            FailedPrecondition: these weights are not staged, or samples of the old version are running.
+        """
+        async with self._updating:
+            if self.loop.policy_version == version:
+                return 0
+            staged = self.staged
+            if staged is None or staged.version != version:
+                have = "nothing" if staged is None else str(staged.version)
+                raise FailedPrecondition(
+                    "NOT_STAGED", f"version {version} is not staged", requested=str(version), staged=have
+                )
+            dropped = await asyncio.wrap_future(self.loop.call(lambda: self._apply(staged)))
+            self.staged = None
+        _log.info("weights_applied", version=version, dropped_blocks=dropped)
+        return dropped
+
+    def _apply(self, staged: StagedWeights) -> int:
+        if self.loop.sample_count:
+            raise FailedPrecondition(
+                "SAMPLES_RUNNING",
+                f"{self.loop.sample_count} samples of version {self.loop.policy_version} are running",
+                running=str(self.loop.sample_count),
+            )
+        try:
+            dropped: int = self._engine.apply_weights(staged.items())
+        except Exception as error:
+            # Half-loaded weights or surviving KV: nothing that this engine says can be trusted any more.
+            self.loop.fail(error)
+            raise
+        self._set_version(staged.version)
+        return dropped
+
+    def _set_version(self, version: int) -> None:
+        self.loop.policy_version = version
+        self._metrics.policy_version.set(version)
+
+    def discard(self, version: int) -> None:
+        """Forget staged weights of a version."""
+        if self.staged is not None and self.staged.version == version:
+            self.staged = None
+
+    @property
+    def hung(self) -> bool:
+        """Whether the engine thread has made no progress for longer than a step may take."""
+        silent = time.monotonic() - self.loop.last_progress
+        return self.loop.sample_count > 0 and not self.loop.paused and silent > self._config.step_timeout_seconds
+
+    def load_values(self) -> dict[str, Any]:
+        """The load as the registry stores it."""
+        load = self.loop.load
+        return {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
+
+    def record(self) -> InstanceRecord:
+        """What the registry says of this instance."""
+        return InstanceRecord(
+            service="generation",
+            instance_id=self._config.instance_id,
+            epoch=self.epoch,
+            address=self.address,
+            metrics_address=self.metrics_address,
+            state=self.state,
+            policy_version=self.loop.policy_version,
+            load=self.load_values(),
+            max_running=self._config.max_num_seqs,
+            max_model_len=self._engine.limits.max_model_len,
+            vocab_size=self._engine.limits.vocab_size,
+            model=self._config.model,
+            device=self._engine.device,
+            registered_at=self._registered_at,
+        )
+
+    def describe(self) -> fleet_pb2.Instance:
+        """The public form of the record."""
+        record = self.record()
+        described = fleet_pb2.Instance(
+            instance_id=record.instance_id,
+            epoch=record.epoch,
+            address=record.address,
+            state=_STATES[record.state],
+            policy_version=record.policy_version,
+            load=self.loop.load,
+            max_running=record.max_running,
+            max_model_len=record.max_model_len,
+            vocab_size=record.vocab_size,
+            model=record.model,
+            device=record.device,
+            metrics_address=record.metrics_address,
+        )
+        described.registered_at.FromNanoseconds(int(record.registered_at * 1e9))
+        return described

@@ -1,0 +1,125 @@
+"""GenerationService: translation between the protocol and the engine loop, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.internal.v1 import generation_pb2_grpc as rpc
+from paceline.v1 import sample_pb2, weight_pb2
+from services.generation.instance import Instance
+from services.generation.items import Refusal, check_item
+from services.generation.samples import WorkStream
+from services.platform.errors import FailedPrecondition, ServiceError, Unimplemented
+
+
+class GenerationService(rpc.GenerationServiceServicer):
+    """One instance, as its gateway sees it."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+
+    async def Work(
+        self, request_iterator: AsyncIterator[pb.WorkRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.WorkResponse]:
+        """Take samples in and send tokens out until the caller or the engine ends."""
+        stream = WorkStream(asyncio.get_running_loop())
+        loop = self._instance.loop
+        await asyncio.wrap_future(loop.call(lambda: loop.open(stream)))
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        try:
+            while (event := await stream.outbox.get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            reader.cancel()
+            with suppress(asyncio.CancelledError, grpc.RpcError):
+                await reader
+            loop.call(lambda: loop.close(stream))
+
+    async def _read(self, stream: WorkStream, requests: AsyncIterator[pb.WorkRequest]) -> None:
+        try:
+            async for request in requests:
+                self._instance.loop.call(self._taker(stream, request))
+        finally:
+            stream.put(None)
+
+    def _taker(self, stream: WorkStream, request: pb.WorkRequest) -> Callable[[], None]:
+        """A function for the engine thread that starts and aborts what a request says."""
+        instance, loop = self._instance, self._instance.loop
+
+        def take() -> None:
+            for item in request.start:
+                try:
+                    sample = check_item(item, instance.terms(), stream.samples, loop.next_sample_id)
+                    loop.start_sample(stream, item.handle, sample)
+                except ServiceError as error:
+                    stream.refuse(Refusal.of(item.handle, error))
+            chosen = [stream.samples[handle] for handle in request.abort if handle in stream.samples]
+            loop.abort_samples(chosen)
+
+        return take
+
+    async def GetStatus(
+        self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetStatusResponse:
+        """The instance as it is now."""
+        staged = self._instance.staged
+        return pb.GetStatusResponse(
+            instance=self._instance.describe(), staged_version=0 if staged is None else staged.version
+        )
+
+    async def PauseEngine(
+        self, request: pb.PauseEngineRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.PauseEngineResponse:
+        """Stop stepping; samples stay as they are."""
+        await self._instance.pause(True)
+        return pb.PauseEngineResponse()
+
+    async def ResumeEngine(
+        self, request: pb.ResumeEngineRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ResumeEngineResponse:
+        """Go on stepping."""
+        await self._instance.pause(False)
+        return pb.ResumeEngineResponse()
+
+    async def DrainEngine(
+        self, request: pb.DrainEngineRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DrainEngineResponse:
+        """Refuse new samples from now on, and hand back the running ones."""
+        return pb.DrainEngineResponse(handed_over=await self._instance.drain())
+
+    async def StageWeights(
+        self, request: pb.StageWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.StageWeightsResponse:
+        """Read and check weights beside the running engine."""
+        if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
+            raise Unimplemented("drafter weights", "this instance has no drafter with weights of its own")
+        began = time.monotonic()
+        staged = await self._instance.stage(
+            request.version, Path(request.disk.path), request.disk.checksum
+        )
+        return pb.StageWeightsResponse(checksum=staged.checksum, seconds=time.monotonic() - began)
+
+    async def ApplyWeights(
+        self, request: pb.ApplyWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ApplyWeightsResponse:
+        """Put staged weights into the engine, between two steps."""
+        began = time.monotonic()
+        dropped = await self._instance.apply(request.version)
+        return pb.ApplyWeightsResponse(seconds=time.monotonic() - began, dropped_blocks=dropped)
+
+    async def DiscardWeights(
+        self, request: pb.DiscardWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DiscardWeightsResponse:
+        """Forget staged weights."""
+        self._instance.discard(request.version)
+        return pb.DiscardWeightsResponse()

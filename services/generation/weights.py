@@ -1,0 +1,172 @@
+"""Weights on their way into the engine: read once, checked in full, kept in host memory until they are applied.
+
+A reload that fails half-way leaves vLLM unusable, so nothing reaches the engine that has not passed here:
+names, shapes, dtypes, finiteness and checksum. Every file is read once, into memory, and hashed and parsed from
+there, so what was checked is what is applied, whatever happens to the folder in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from services.generation.engine.types import TensorSpec
+from services.platform.errors import DataLoss, InvalidArgument
+from services.platform.violations import Violation
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# More than this many faults of one kind help nobody.
+_MOST_VIOLATIONS = 16
+# A safetensors header larger than this is not one.
+_MOST_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """A complete, checked set of weights in host memory. `checksum` is "sha256:<hex>"."""
+
+    version: int
+    checksum: str
+    tensors: dict[str, torch.Tensor]
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) pairs as the engine loads them."""
+        return iter(self.tensors.items())
+
+
+def read_manifest(folder: Path) -> dict[str, TensorSpec]:
+    """Names, shapes and dtypes of the tensors in a folder of safetensors, from their headers alone.
+
+    Raises:
+        InvalidArgument: no such folder, or no safetensors in it.
+        DataLoss: a file ends inside its header.
+    """
+    found: dict[str, TensorSpec] = {}
+    for file in _weight_files(folder):
+        for name, entry in _header(file).items():
+            found[name] = TensorSpec(name, tuple(entry["shape"]), entry["dtype"])
+    return found
+
+
+def stage(
+    folder: Path, version: int, expected: Mapping[str, TensorSpec], checksum: str = ""
+) -> StagedWeights:
+    """Read and check the weights of a policy version.
+
+    Args:
+        folder: where the safetensors files are.
+        version: the policy version that they will be.
+        expected: the manifest of the model that is served.
+        checksum: what the sender computed, or "" when it did not.
+
+    Raises:
+        InvalidArgument: folder missing, or names, shapes, dtypes or values that cannot be served.
+        DataLoss: a file is truncated or corrupt, or the checksum differs.
+    """
+    digest = hashlib.sha256()
+    tensors: dict[str, torch.Tensor] = {}
+    found: dict[str, TensorSpec] = {}
+    for file in _weight_files(folder):
+        content = file.read_bytes()
+        digest.update(content)
+        tensors |= _parse(file, content)
+    found = {name: _spec(name, tensor) for name, tensor in tensors.items()}
+    computed = f"sha256:{digest.hexdigest()}"
+    if checksum and checksum != computed:
+        raise DataLoss(f"checksum of {folder} is {computed}, the sender computed {checksum}")
+    _drop_tied_head(tensors, found, expected)
+    violations = _compare(found, expected) or _nonfinite(tensors)
+    if violations:
+        raise InvalidArgument(violations)
+    return StagedWeights(version, computed, tensors)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder in name order, the order of the checksum."""
+    if not folder.is_dir():
+        raise InvalidArgument([Violation("disk.path", f"{folder} is not a folder that this instance can read")])
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InvalidArgument([Violation("disk.path", f"{folder} holds no *.safetensors file")])
+    return files
+
+
+def _header(file: Path) -> dict[str, dict[str, list[int] | str]]:
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        content = stream.read(size) if 0 < size <= _MOST_HEADER_BYTES else b""
+    if not content or len(content) != size:
+        raise DataLoss(f"{file} is truncated: its safetensors header is incomplete")
+    header: dict[str, dict[str, list[int] | str]] = json.loads(content)
+    header.pop("__metadata__", None)
+    return header
+
+
+def _parse(file: Path, content: bytes) -> dict[str, torch.Tensor]:
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
+
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
+
+
+def _drop_tied_head(
+    tensors: dict[str, torch.Tensor], found: dict[str, TensorSpec], expected: Mapping[str, TensorSpec]
+) -> None:
+    """A trainer's state dict may name the tied output head that the checkpoint leaves out: the same tensor."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if head in expected or head not in tensors or embedding not in tensors:
+        return
+    if torch.equal(tensors[head], tensors[embedding]):
+        del tensors[head], found[head]
+
+
+def _compare(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> list[Violation]:
+    violations = [
+        Violation(f"tensors[{name}]", "is missing; the model that is served has it")
+        for name in sorted(expected.keys() - found.keys())
+    ]
+    violations += [
+        Violation(f"tensors[{name}]", "is not a tensor of the model that is served")
+        for name in sorted(found.keys() - expected.keys())
+    ]
+    for name in sorted(found.keys() & expected.keys()):
+        got, want = found[name], expected[name]
+        if got.shape != want.shape:
+            text = f"has shape {list(got.shape)}, allowed is {list(want.shape)}"
+            violations.append(Violation(f"tensors[{name}]", text))
+        elif want.dtype in _FLOATS and got.dtype not in _FLOATS:
+            text = f"has dtype {got.dtype}, allowed are {', '.join(sorted(_FLOATS))}"
+            violations.append(Violation(f"tensors[{name}]", text))
+    return violations[:_MOST_VIOLATIONS]
+
+
+def _nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[Violation]:
+    violations = []
+    for name, tensor in tensors.items():
+        if not torch.is_floating_point(tensor):
+            continue
+        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        if bad:
+            violations.append(Violation(f"tensors[{name}]", f"has {bad} values that are NaN or infinite"))
+    return violations[:_MOST_VIOLATIONS]
