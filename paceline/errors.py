@@ -173,7 +173,7 @@ _CLASSES: dict[grpc.StatusCode, type[PacelineError]] = {
 def from_rpc(error: grpc.RpcError) -> PacelineError:
     """Translates what grpc or grpc.aio raised, details included."""
     code: grpc.StatusCode = error.code()
-    pairs: Iterable[tuple[str, Any]] = error.trailing_metadata() or ()
+    pairs: Any = error.trailing_metadata() or ()
     trailing = {key: value for key, value in pairs}
     request_id = trailing.get(REQUEST_ID_KEY)
     details = parse_details(trailing.get(STATUS_KEY, b""))

@@ -63,8 +63,9 @@ class Member:
     since: float
     reason: str = ""
     present: bool = True
-    # Whether only a completed update makes it serve.
+    # Whether only a completed update makes it serve; and whether that is so because it failed one.
     needs_update: bool = False
+    weights_unknown: bool = False
     heard_at: float = float("-inf")
     serving_since: float = float("inf")
     losses: int = 0
@@ -141,7 +142,8 @@ class Fleet:
         if self.published is None:
             self.published = version
         self._note_version(member, version)
-        member.needs_update = member.needs_update and not updated and self.recorded
+        member.weights_unknown = member.weights_unknown and not updated
+        member.needs_update = member.needs_update and not updated and (self.recorded or member.weights_unknown)
         if version != self.published or member.needs_update:
             self._enter(member, State.STALE, f"has version {version}, published is {self.published}", now)
             return False
@@ -158,7 +160,7 @@ class Fleet:
         """The member failed an update: nobody knows its weights. It serves after a completed update."""
         member = self.member(instance_id, epoch)
         if member is not None and member.state is not State.DEAD:
-            member.needs_update = True
+            member.needs_update = member.weights_unknown = True
             self._enter(member, State.STALE, reason, now)
 
     def publish(self, version: int, *, recorded: bool, now: float) -> None:

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-# Read by vLLM when it is imported. The V2 model runner has other hooks than the ones we use.
+# Read by vLLM when it is imported. Without multiprocessing the executor is in this process too; the V2 model
+# runner has other hooks than the ones we use.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -1,0 +1,216 @@
+"""The journal of batches in Redis: what makes a stream resumable and a sample delivered exactly once.
+
+Per batch it holds the request, the tokens so far of every unfinished sample, and the finished samples as
+a list in completion order. Nothing is delivered that is not in the list. Reads and writes are small and
+may be repeated; whoever calls decides what an outage means. What a Redis server acknowledged and then
+lost (one without append-only file, say) the journal cannot bring back: that is told as DATA_LOSS.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from paceline.v1 import rollout_pb2
+from services.gateway import scripts
+from services.gateway.assemble import Write
+from services.gateway.batch import BatchKey
+from services.gateway.keys import BatchKeys, GatewayKeys
+from services.platform.errors import Unavailable
+
+# Samples whose partial tokens are read in one round trip when a batch is recovered.
+_RECOVER_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The record of a batch: `created` by this very call, or known before."""
+
+    fingerprint: str
+    total: int
+    created: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where a batch stands: samples wanted, events journaled."""
+
+    total: int
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Journaled tokens (packed uint32) and log-probabilities (packed float32) of an unfinished sample."""
+
+    index: int
+    tokens: bytes
+    logprobs: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """All that the journal knows of a batch."""
+
+    request: rollout_pb2.SubmitRolloutsRequest
+    accepted_at: float
+    total: int
+    done: frozenset[int]
+    cancels: list[rollout_pb2.CancelRolloutsRequest]
+    partials: list[Partial]
+
+
+class Fenced(Exception):
+    """Another gateway has taken over."""
+
+
+class Gone(Exception):
+    """Redis has lost the batch."""
+
+
+def fingerprint(request: rollout_pb2.SubmitRolloutsRequest) -> str:
+    """What two requests under one batch id must share: every field."""
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
+
+
+@contextlib.contextmanager
+def reachable() -> Iterator[None]:
+    """For calls on behalf of a caller who can come again: an outage of Redis becomes UNAVAILABLE."""
+    try:
+        yield
+    except (RedisConnectionError, RedisTimeoutError) as error:
+        raise Unavailable(f"the journal cannot be reached: {error}", retry_after=1.0) from error
+
+
+class Journal:
+    """Reads and writes the journal as `owner`, the holder of the lease."""
+
+    def __init__(self, redis: Redis, namespace: str, owner: str, retention_seconds: float) -> None:
+        self._redis: Any = redis
+        self._namespace = namespace
+        self._owner = owner
+        self._retention = int(retention_seconds)
+        self._keys = GatewayKeys(namespace)
+
+    async def create(self, request: rollout_pb2.SubmitRolloutsRequest, accepted_at: float) -> Known:
+        """Records a batch, unless one of this id is known already."""
+        key = (request.run_id, request.batch_id)
+        total = sum(group.samples for group in request.groups)
+        pipe = self._redis.pipeline(transaction=False)
+        # Listed first: a batch that is recorded but not listed would never be resumed.
+        pipe.sadd(self._keys.batches, ":".join(key))
+        meta = BatchKeys.of(self._namespace, key).meta
+        payload = request.SerializeToString(deterministic=True)
+        pipe.eval(
+            scripts.CREATE, 1, meta, self._owner, fingerprint(request), payload, repr(accepted_at), total
+        )
+        _, (known, recorded_total, created) = await pipe.execute()
+        return Known(_text(known), int(recorded_total), bool(created))
+
+    async def write(self, writes: Sequence[Write], now: float) -> list[list[int] | Exception]:
+        """Writes all in one round trip, each batch atomically; per batch the cursors of its ended
+        samples, or why it could not be written (Fenced, Gone, or what Redis said)."""
+        pipe = self._redis.pipeline(transaction=False)
+        for write in writes:
+            keys, args = self._write_arguments(write, now)
+            pipe.eval(scripts.WRITE, len(keys), *keys, *args)
+        replies = await pipe.execute(raise_on_error=False)
+        return [_judge(reply) for reply in replies]
+
+    async def events(self, key: BatchKey, cursor: int, count: int) -> list[bytes]:
+        """Up to `count` serialised samples after `cursor`."""
+        name = BatchKeys.of(self._namespace, key).events
+        found: list[bytes] = await self._redis.lrange(name, cursor, cursor + count - 1)
+        return found
+
+    async def head(self, key: BatchKey) -> Head | None:
+        """Where the batch stands; None when it is not known (any more)."""
+        keys = BatchKeys.of(self._namespace, key)
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.hget(keys.meta, "total")
+        pipe.llen(keys.events)
+        total, events = await pipe.execute()
+        return None if total is None else Head(int(total), events)
+
+    async def cancel(self, request: rollout_pb2.CancelRolloutsRequest) -> None:
+        """Records a cancellation, so that a restart does not forget it."""
+        keys = BatchKeys.of(self._namespace, (request.run_id, request.batch_id))
+        await self._redis.rpush(keys.cancels, request.SerializeToString())
+
+    async def unfinished(self) -> list[BatchKey]:
+        """The batches that are listed as unfinished."""
+        names = await self._redis.smembers(self._keys.batches)
+        pairs = (_text(name).split(":", 1) for name in names)
+        return sorted((run_id, batch_id) for run_id, batch_id in pairs)
+
+    async def unlist(self, key: BatchKey) -> None:
+        """Takes a batch off the list of unfinished ones."""
+        await self._redis.srem(self._keys.batches, ":".join(key))
+
+    async def adopt(self, key: BatchKey) -> Recovered | None:
+        """Makes this gateway the owner of a batch and reads it; None when there is nothing left of it."""
+        keys = BatchKeys.of(self._namespace, key)
+        request, accepted_at, total = await self._redis.hmget(keys.meta, "request", "accepted_at", "total")
+        if request is None:
+            return None
+        # From here on a former owner can write nothing any more, so what is read next stays true.
+        await self._redis.hset(keys.meta, "owner", self._owner)
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.hkeys(keys.done)
+        pipe.lrange(keys.cancels, 0, -1)
+        done_fields, cancels = await pipe.execute()
+        done = frozenset(int(index) for index in done_fields)
+        return Recovered(
+            rollout_pb2.SubmitRolloutsRequest.FromString(request),
+            float(accepted_at),
+            int(total),
+            done,
+            [rollout_pb2.CancelRolloutsRequest.FromString(cancel) for cancel in cancels],
+            await self._partials(keys, [index for index in range(int(total)) if index not in done]),
+        )
+
+    async def _partials(self, keys: BatchKeys, indexes: Sequence[int]) -> list[Partial]:
+        found = []
+        for begin in range(0, len(indexes), _RECOVER_CHUNK):
+            chunk = indexes[begin : begin + _RECOVER_CHUNK]
+            pipe = self._redis.pipeline(transaction=False)
+            for index in chunk:
+                pipe.mget(*keys.partial(index))
+            for index, (tokens, logprobs) in zip(chunk, await pipe.execute(), strict=True):
+                if tokens and logprobs:
+                    found.append(Partial(index, tokens, logprobs))
+        return found
+
+    def _write_arguments(self, write: Write, now: float) -> tuple[list[str], list[object]]:
+        names = BatchKeys.of(self._namespace, write.key)
+        keys = [names.meta, names.events, names.done, names.cancels]
+        args: list[object] = [self._owner, self._retention, repr(now), len(write.extensions)]
+        for extension in write.extensions:
+            keys += names.partial(extension.index)
+            args += (extension.offset, extension.tokens, extension.logprobs)
+        for ended in write.ended:
+            keys += names.partial(ended.index)
+            args += (ended.index, ended.payload)
+        return keys, args
+
+
+def _judge(reply: object) -> list[int] | Exception:
+    if isinstance(reply, ResponseError) and str(reply).startswith(("FENCED", "GONE")):
+        return Fenced(str(reply)) if str(reply).startswith("FENCED") else Gone(str(reply))
+    if isinstance(reply, Exception):
+        return reply
+    assert isinstance(reply, list)
+    return [int(cursor) for cursor in reply]
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+__all__ = ["Fenced", "Gone", "Head", "Journal", "Known", "Partial", "Recovered", "RedisError", "fingerprint"]

@@ -1,0 +1,45 @@
+"""What a local platform consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from services.local.restarts import RestartPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformConfig:
+    """One gateway, some instances and a Redis, all on this machine."""
+
+    model: Path
+    """Model folder in Hugging Face layout."""
+    instances: int = 2
+    port: int = 0
+    """The gateway's; 0 picks a free one."""
+    redis_url: str | None = None
+    """None starts an embedded server of its own."""
+    folder: Path = Path("runs/local")
+    """Where logs and ready files go."""
+    token: str | None = None
+    """Bearer token that the gateway and the instances ask for; None asks for none (loopback only)."""
+    instance_options: tuple[str, ...] = ()
+    """More flags for every instance, such as ("--max-num-seqs", "64")."""
+    gateway_options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    """More environment variables for every process."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    pin: bool = True
+    """On CPU, share the cores out among the instances, so that none disturbs another."""
+    restarts: RestartPolicy | None = None
+    """How instances that died are started again; None leaves them dead."""
+    start_timeout: float = 180.0
+    """Seconds within which every process must be ready."""
+    stop_timeout: float = 15.0
+    """Seconds that a process has to stop by itself before it is killed."""
+
+    @property
+    def logs(self) -> Path:
+        """Folder of one log file per process."""
+        return self.folder / "logs"

@@ -1,0 +1,243 @@
+"""The whole platform on this machine: Redis, instances and a gateway as processes.
+
+    with Platform(PlatformConfig(model=Path("examples/tinymath/model"))) as platform:
+        client = platform.client()
+
+Start it from the main thread. When the launcher dies, by whatever signal, its processes die with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+from paceline import Client, PacelineError, RetryPolicy
+from paceline.types import InstanceState
+from services.local import pinning, specs
+from services.local.child import Child, PlatformError, Ready
+from services.local.config import PlatformConfig
+from services.local.restarts import Restarts
+from services.platform.embedded_redis import EmbeddedRedis
+
+_POLL_SECONDS = 0.1
+
+__all__ = ["Platform", "PlatformError"]
+
+
+class Platform:
+    """Starts in `__enter__`, stops in `__exit__`: gateway first, then the instances, then Redis."""
+
+    def __init__(self, config: PlatformConfig) -> None:
+        self.config = config
+        self.gateway: Child | None = None
+        self.instances: list[Child] = []
+        self.redis: EmbeddedRedis | None = None
+        self._redis_url = ""
+        self._state = Path()
+        # One thread starts all processes: each dies with the thread that started it.
+        self._spawner = ThreadPoolExecutor(1, "spawner")
+        self._stopping = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._on_purpose: set[str] = set()
+        """Names of processes that were killed by a caller and are to stay dead."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts everything and returns when every instance serves; on failure nothing is left running."""
+        deadline = time.monotonic() + self.config.start_timeout
+        try:
+            self._start(deadline)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends every process in order; harmless when it was done before."""
+        self._stopping.set()
+        if self._keeper is not None:
+            self._keeper.join()
+        for group in ([self.gateway] if self.gateway else []), self.instances:
+            _stop_together(group, self.config.stop_timeout)
+        if self.redis is not None:
+            self.redis.stop()
+        self._spawner.shutdown()
+        if self._state != Path():
+            shutil.rmtree(self._state, ignore_errors=True)
+
+    @property
+    def gateway_address(self) -> str:
+        """host:port for `paceline.Client`."""
+        return self._ready(self.gateway).address
+
+    @property
+    def redis_url(self) -> str:
+        """The store's address."""
+        return self._redis_url
+
+    @property
+    def processes(self) -> list[Child]:
+        """The gateway and the instances."""
+        return ([self.gateway] if self.gateway else []) + self.instances
+
+    def client(self, *, retry: RetryPolicy | None = None) -> Client:
+        """A new SDK client on the gateway."""
+        return Client(self.gateway_address, token=self.config.token, retry=retry)
+
+    def kill(self, index: int) -> None:
+        """Kills an instance as a crash would. It comes back only if restarts are configured."""
+        self.instances[index].kill()
+
+    def remove(self, index: int) -> None:
+        """Stops an instance for good, cleanly, as a scale-down would."""
+        child = self.instances[index]
+        self._on_purpose.add(child.spec.name)
+        child.stop(self.config.stop_timeout)
+
+    def restart_instance(self, index: int, *, wait: bool = True) -> None:
+        """Starts an instance again under its id, after it died or was removed; waits until it serves."""
+        child = self.instances[index]
+        self._on_purpose.add(child.spec.name)
+        child.stop(self.config.stop_timeout)
+        child.start()
+        self._on_purpose.discard(child.spec.name)
+        if wait:
+            deadline = time.monotonic() + self.config.start_timeout
+            child.wait_ready(deadline)
+            self.wait_serving(len(self._wanted()), deadline)
+
+    def restart_gateway(self, *, kill: bool = False) -> None:
+        """Replaces the gateway process, on the same port; returns when the new one takes calls."""
+        assert self.gateway is not None, "the platform is not started"
+        if kill:
+            self.gateway.kill()
+        else:
+            self.gateway.stop(self.config.stop_timeout)
+        self.gateway.start()
+        self.gateway.wait_ready(time.monotonic() + self.config.start_timeout)
+
+    def wait_serving(self, count: int, deadline: float) -> None:
+        """Returns when the gateway says that `count` instances serve; PlatformError at the deadline."""
+        with self.client() as client:
+            while (serving := _serving(client)) < count:
+                self._check_all()
+                if time.monotonic() > deadline:
+                    raise PlatformError(f"{serving} of {count} instances serve.\n{self._tails()}")
+                self._stopping.wait(_POLL_SECONDS)
+
+    def _start(self, deadline: float) -> None:
+        config = self.config
+        if not (config.model / "config.json").is_file():
+            raise PlatformError(f"{config.model} is not a model folder: it has no config.json")
+        self._state = Path(tempfile.mkdtemp(prefix="paceline-"))
+        shutil.rmtree(config.logs, ignore_errors=True)
+        self._redis_url = config.redis_url or self._start_redis()
+        self.instances = [self._instance(index) for index in range(config.instances)]
+        self.gateway = self._child(specs.gateway_spec(config, self._state, self._redis_url, config.port))
+        for child in self.processes:
+            child.start()
+        for child in self.processes:
+            child.wait_ready(deadline, self._check_all)
+        self._keep_port()
+        self.wait_serving(config.instances, deadline)
+        if config.restarts is not None:
+            self._keeper = threading.Thread(target=self._keep_alive, name="keeper", daemon=True)
+            self._keeper.start()
+
+    def _start_redis(self) -> str:
+        self.redis = EmbeddedRedis(self._state / "redis")
+        return self.redis.start()
+
+    def _instance(self, index: int) -> Child:
+        config = self.config
+        if config.device == "cuda" or (config.device == "auto" and _gpus()):
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            environment, cores = pinning.cuda_environment(visible, max(1, _gpus()), index), ()
+        elif config.pin:
+            cores = pinning.share_cores(_cores(), config.instances, index)
+            environment = pinning.cpu_environment(cores)
+        else:
+            environment, cores = {}, ()
+        return self._child(
+            specs.instance_spec(config, self._state, self._redis_url, index, environment, cores)
+        )
+
+    def _child(self, spec: specs.ChildSpec) -> Child:
+        return Child(spec, self._spawner)
+
+    def _keep_port(self) -> None:
+        """From now on the gateway starts on the port that it has."""
+        port = int(self.gateway_address.rpartition(":")[2])
+        assert self.gateway is not None, "the platform is not started"
+        self.gateway.spec = specs.gateway_spec(self.config, self._state, self._redis_url, port)
+
+    def _keep_alive(self) -> None:
+        """Starts instances that died again, by the restart policy. Runs in a thread until the stop."""
+        assert self.config.restarts is not None, "no restart policy"
+        history = {child.spec.name: Restarts(self.config.restarts) for child in self.instances}
+        due: dict[str, float | None] = {}
+        while not self._stopping.wait(_POLL_SECONDS):
+            for child in self._wanted():
+                name, now = child.spec.name, time.monotonic()
+                if child.alive:
+                    due.pop(name, None)
+                    continue
+                when = due.setdefault(name, None) if name in due else history[name].died(now)
+                due[name] = when
+                if when is not None and now >= when:
+                    child.start()
+
+    def _wanted(self) -> list[Child]:
+        return [child for child in self.instances if child.spec.name not in self._on_purpose]
+
+    def _check_all(self) -> None:
+        if self.config.restarts is None or self._keeper is None:
+            for child in [*([self.gateway] if self.gateway else []), *self._wanted()]:
+                child.check_alive()
+
+    def _tails(self) -> str:
+        return "\n".join(child.tail() for child in self.processes)
+
+    def _ready(self, child: Child | None) -> Ready:
+        if child is None or child.ready is None:
+            raise PlatformError("the platform is not started")
+        return child.ready
+
+
+def _serving(client: Client) -> int:
+    try:
+        return sum(instance.state is InstanceState.SERVING for instance in client.instances())
+    except PacelineError:
+        return 0
+
+
+def _stop_together(children: list[Child], timeout: float) -> None:
+    """Asks all to end at once, then waits for each."""
+    threads = [threading.Thread(target=child.stop, args=(timeout,)) for child in children]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _cores() -> list[int]:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _gpus() -> int:
+    """NVIDIA GPUs of this machine, counted without starting CUDA."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

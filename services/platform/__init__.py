@@ -1,0 +1,1 @@
+"""What every service shares: configuration, gRPC server and channel, errors, logs, metrics, registry."""

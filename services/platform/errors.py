@@ -1,0 +1,197 @@
+"""Errors that cross a process boundary: a gRPC code, a message, and google.rpc details to act on.
+
+Services raise these; the server turns them into a `google.rpc.Status` in the trailing metadata
+`grpc-status-details-bin`, where the SDK finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from services.platform.violations import Violation
+
+DOMAIN = "paceline"
+"""The `domain` of every ErrorInfo."""
+MAX_MESSAGE = 1024
+"""Longest error message, in characters."""
+MAX_DETAILS = 4096
+"""Most bytes of details. A peer refuses trailing metadata over 8 KiB and the error would be lost."""
+MAX_TEXT = 512
+"""Longest description of one violation and longest metadata value, in characters."""
+
+
+class ServiceError(Exception):
+    """Ends an RPC with `code`, `message` and `details` (google.rpc messages)."""
+
+    code = grpc.StatusCode.UNKNOWN
+
+    def __init__(
+        self, message: str, *details: Message, code: grpc.StatusCode | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code or type(self).code
+        self.message = message
+        self.details: list[Message] = list(details)
+
+
+class InvalidArgument(ServiceError):
+    """Fields of the request are wrong, whatever the state of the system."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        self.violations = list(violations)
+        message = "; ".join(f"{each.field}: {each.description}" for each in self.violations)
+        super().__init__(message, _bad_request(self.violations), _info("INVALID_ARGUMENT"))
+
+
+class FailedPrecondition(ServiceError):
+    """The system is not in the state that the request needs; `reason` is an UPPER_SNAKE constant."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, reason: str, message: str, **metadata: str) -> None:
+        self.reason = reason
+        failure = error_details_pb2.PreconditionFailure()
+        failure.violations.add(type=reason, subject=DOMAIN, description=message[:MAX_TEXT])
+        super().__init__(message, failure, _info(reason, metadata))
+
+
+class NotFound(ServiceError):
+    """There is no `kind` called `name`."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+    def __init__(self, kind: str, name: str) -> None:
+        message = f"{kind} {name!r} not found"
+        super().__init__(message, *_resource("NOT_FOUND", kind, name, message))
+
+
+class AlreadyExists(ServiceError):
+    """There is a `kind` called `name` already, and it is not the same."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+    def __init__(self, kind: str, name: str, message: str = "") -> None:
+        message = message or f"{kind} {name!r} exists already"
+        super().__init__(message, *_resource("ALREADY_EXISTS", kind, name, message))
+
+
+class ResourceExhausted(ServiceError):
+    """`resource` is used up. `retry_after` is in seconds; None when coming again will not help."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, resource: str, message: str, retry_after: float | None = None) -> None:
+        failure = error_details_pb2.QuotaFailure()
+        failure.violations.add(subject=resource, description=message[:MAX_TEXT])
+        info = _info("RESOURCE_EXHAUSTED", {"resource": resource})
+        super().__init__(message, failure, info, *_retry(retry_after))
+
+
+class Unavailable(ServiceError):
+    """Cannot be served right now; come again after `retry_after` seconds."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message, _info("UNAVAILABLE"), *_retry(retry_after))
+
+
+class DataLoss(ServiceError):
+    """Data is missing or damaged beyond recovery."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, _info("DATA_LOSS"))
+
+
+class Unimplemented(ServiceError):
+    """`feature` is not there, or not with this configuration."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+    def __init__(self, feature: str, message: str) -> None:
+        super().__init__(message, _info("UNIMPLEMENTED", {"feature": feature}))
+
+
+class DeadlineExceeded(ServiceError):
+    """The time that the caller gave is over."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, _info("DEADLINE_EXCEEDED"))
+
+
+class Unauthenticated(ServiceError):
+    """The caller did not say, or could not prove, who it is."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, _info("UNAUTHENTICATED"))
+
+
+class PermissionDenied(ServiceError):
+    """The caller is known and may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, _info("PERMISSION_DENIED"))
+
+
+def to_status(error: ServiceError) -> status_pb2.Status:
+    """The google.rpc.Status of `error`; details that would not fit into a trailer are left out."""
+    status = status_pb2.Status(code=error.code.value[0], message=_clip(error.message, MAX_MESSAGE))
+    room = MAX_DETAILS
+    for detail in error.details:
+        size = detail.ByteSize() + len(detail.DESCRIPTOR.full_name) + 32
+        if size <= room:
+            status.details.add().Pack(detail)
+            room -= size
+    return status
+
+
+def _bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadRequest:
+    request = error_details_pb2.BadRequest()
+    for each in violations:
+        request.field_violations.add(
+            field=_clip(each.field, MAX_TEXT), description=_clip(each.description, MAX_TEXT)
+        )
+        if request.ByteSize() > MAX_DETAILS - MAX_TEXT:
+            # The rest would not fit; the caller has plenty to mend before it matters.
+            del request.field_violations[-1]
+            break
+    return request
+
+
+def _info(reason: str, metadata: Mapping[str, str] | None = None) -> error_details_pb2.ErrorInfo:
+    clipped = {key: _clip(str(value), MAX_TEXT) for key, value in (metadata or {}).items()}
+    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=clipped)
+
+
+def _resource(reason: str, kind: str, name: str, message: str) -> tuple[Message, Message]:
+    resource = error_details_pb2.ResourceInfo(
+        resource_type=kind, resource_name=_clip(name, MAX_TEXT), description=_clip(message, MAX_TEXT)
+    )
+    return resource, _info(reason, {"kind": kind, "name": name})
+
+
+def _retry(seconds: float | None) -> list[Message]:
+    if seconds is None:
+        return []
+    delay = Duration()
+    delay.FromMilliseconds(round(seconds * 1000))
+    return [error_details_pb2.RetryInfo(retry_delay=delay)]
+
+
+def _clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

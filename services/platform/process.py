@@ -1,0 +1,120 @@
+"""The life of a service process: configuration, logs, metrics, event loop, signals, exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+import structlog
+
+from services.platform.config import ConfigError, ServiceConfig, load_config
+from services.platform.logs import configure_logging
+from services.platform.metrics import start_metrics_server
+
+log = structlog.get_logger(__name__)
+
+C = TypeVar("C", bound=ServiceConfig)
+
+FAILED = 1
+"""Exit status after an error."""
+
+
+class Shutdown:
+    """Tells a service when to end, and the launcher when it is ready."""
+
+    def __init__(self, metrics_port: int = 0, ready_file: Path | None = None) -> None:
+        self.requested = asyncio.Event()
+        self.reason: str | None = None
+        self.metrics_port = metrics_port
+        self._ready_file = ready_file
+
+    def request(self, reason: str) -> None:
+        """Asks the service to end; the first reason stays."""
+        if not self.requested.is_set():
+            self.reason = reason
+            self.requested.set()
+
+    async def wait(self) -> str:
+        """Returns the reason once the end is asked for."""
+        await self.requested.wait()
+        return self.reason or ""
+
+    def ready(self, address: str, metrics_port: int | None = None) -> None:
+        """Says that the service takes calls at `address`; writes the ready file when there is to be one."""
+        port = self.metrics_port if metrics_port is None else metrics_port
+        log.info("ready", address=address, metrics_port=port)
+        if self._ready_file is not None:
+            write_ready_file(self._ready_file, address, port)
+
+
+def write_ready_file(path: Path, address: str, metrics_port: int) -> None:
+    """Writes {pid, address, metrics_port}; whoever sees the file sees all of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(json.dumps({"pid": os.getpid(), "address": address, "metrics_port": metrics_port}))
+    part.replace(path)
+
+
+def run(
+    service: str,
+    main: Callable[[C, Shutdown], Awaitable[None]],
+    config_class: type[C],
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Runs `main` and ends the process: status 0 when it returns, 1 when it raises, 2 for bad configuration.
+
+    SIGTERM and SIGINT set `Shutdown.requested`; `main` is expected to return soon after. A second signal
+    ends the process at once.
+    """
+    config = load_config(config_class, argv)
+    configure_logging(service, config)
+    sys.exit(_run(service, main, config))
+
+
+def _run(service: str, main: Callable[[C, Shutdown], Awaitable[None]], config: C) -> int:
+    try:
+        _remove(config.ready_file)
+        asyncio.run(_main(main, config, start_metrics_server(config)))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except Exception:
+        log.exception("service_failed", service=service)
+        return FAILED
+    finally:
+        _remove(config.ready_file)
+    log.info("stopped")
+    return 0
+
+
+async def _main(main: Callable[[C, Shutdown], Awaitable[None]], config: C, metrics_port: int) -> None:
+    shutdown = Shutdown(metrics_port, config.ready_file)
+    _handle_signals(shutdown)
+    await main(config, shutdown)
+
+
+def _handle_signals(shutdown: Shutdown) -> None:
+    loop = asyncio.get_running_loop()
+    seen: list[int] = []
+
+    # A plain handler rather than the loop's own, so that a second signal ends a loop that hangs.
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        loop.call_soon_threadsafe(shutdown.request, signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+
+
+def _remove(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)
