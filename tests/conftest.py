@@ -13,6 +13,12 @@ from services.platform.embedded_redis import EmbeddedRedis
 MARKED_FOLDERS = ("integration", "e2e", "chaos", "gpu")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the folders known as markers."""
+    for name in MARKED_FOLDERS:
+        config.addinivalue_line("markers", f"{name}: lies in a folder tests/**/{name}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks every test with the folder it lies in."""
     for item in items:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
 
 import structlog
 from prometheus_client import REGISTRY
@@ -14,11 +17,10 @@ from services.generation.instance import Instance
 from services.generation.loop import EngineLoop
 from services.generation.metrics import EngineMetrics
 from services.generation.service import GenerationService
-from services.platform.metrics import start_metrics_server
 from services.platform.process import Shutdown, run
 from services.platform.registry import Registration
 from services.platform.server import GrpcServer
-from services.platform.store import Keys, connect
+from services.platform.store import OUTAGES, Keys, connect
 
 _log = structlog.get_logger(__name__)
 _HEARTBEAT_SECONDS = 1.0
@@ -40,29 +42,42 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
     rpc.add_GenerationServiceServicer_to_server(GenerationService(instance), server.server)
     await server.start()
     instance.address = server.address
-    metrics_port = start_metrics_server(config, REGISTRY)
-    instance.metrics_address = f"{config.host}:{metrics_port}"
-    store = connect(config)
-    registration = Registration(store, Keys(config.namespace), instance.record())
-    instance.epoch = await registration.register()
-    beating = asyncio.create_task(_heartbeat(instance, registration, shutdown))
-    await server.set_serving(True)
-    shutdown.ready(server.address, metrics_port)
-    _log.info("serving", address=server.address, epoch=instance.epoch, model=config.model)
-    broken = asyncio.wrap_future(loop.broken)
-    waiting = asyncio.create_task(shutdown.wait())
-    await asyncio.wait({broken, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    instance.metrics_address = f"{server.address.rpartition(':')[0]}:{shutdown.metrics_port}"
+    async with connect(config) as store:
+        registration = Registration(store, Keys(config.namespace), instance.record())
+        instance.epoch = await registration.register()
+        await server.set_serving(True)
+        shutdown.ready(server.address)
+        try:
+            await _until_over(shutdown, loop, _heartbeat(instance, registration))
+        finally:
+            await _leave(config, instance, server, registration)
+
+
+async def _until_over(shutdown: Shutdown, loop: EngineLoop, beating: Coroutine[Any, Any, None]) -> None:
+    """Wait until the process should end. Raises what broke the engine, or why this process may not go on."""
+    beats = asyncio.create_task(beating)
+    ends = {asyncio.create_task(shutdown.wait()), beats, asyncio.ensure_future(asyncio.wrap_future(loop.broken))}
+    done, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for other in others:
+        other.cancel()
+    if loop.broken.done():
+        raise RuntimeError("the engine failed") from loop.broken.result()
+    if beats in done:
+        beats.result()
+
+
+async def _leave(
+    config: GenerationConfig, instance: Instance, server: GrpcServer, registration: Registration
+) -> None:
+    """Hand back every sample, leave the fleet, stop."""
     await server.set_serving(False)
-    if not broken.done():
+    if instance.loop.is_alive():
         await instance.drain()
-        await asyncio.wrap_future(loop.stop())
-    beating.cancel()
-    await registration.deregister()
+        await asyncio.wrap_future(instance.loop.stop())
+    with suppress(*OUTAGES):
+        await registration.deregister()
     await server.stop(config.shutdown_grace_seconds)
-    await store.aclose()
-    waiting.cancel()
-    if broken.done():
-        raise broken.result()
 
 
 def _build_engine(config: GenerationConfig) -> object:
@@ -77,7 +92,7 @@ def _build_engine(config: GenerationConfig) -> object:
     return engine
 
 
-async def _heartbeat(instance: Instance, registration: Registration, shutdown: Shutdown) -> None:
+async def _heartbeat(instance: Instance, registration: Registration) -> None:
     """Report state and load. A hung device is not reported alive: the process ends and its samples move on."""
     while True:
         if instance.hung:
@@ -87,7 +102,6 @@ async def _heartbeat(instance: Instance, registration: Registration, shutdown: S
             state=instance.state,
             policy_version=instance.loop.policy_version,
             load=instance.load_values(),
-            epoch=instance.epoch,
         )
         await asyncio.sleep(_HEARTBEAT_SECONDS)
 

@@ -54,7 +54,14 @@ class Child:
         self.spec = spec
         self._spawner = spawner
         self._process: subprocess.Popen[bytes] | None = None
-        self.ready: Ready | None = None
+        self._ready: Ready | None = None
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the process said when it was ready; None before."""
+        if self._ready is None:
+            self._ready = self._read_ready()
+        return self._ready
 
     @property
     def pid(self) -> int:
@@ -80,20 +87,18 @@ class Child:
         if spec.ready_file is not None:
             spec.ready_file.parent.mkdir(parents=True, exist_ok=True)
             spec.ready_file.unlink(missing_ok=True)
-        self.ready = None
+        self._ready = None
         self._process = self._spawner.submit(self._spawn).result()
 
     def wait_ready(self, deadline: float, healthy: Callable[[], None] = lambda: None) -> Ready:
         """Waits for the ready file until `deadline` (monotonic). `healthy` raises when waiting is in vain."""
-        while self.ready is None:
-            self.ready = self._read_ready()
-            if self.ready is None:
-                healthy()
-                self.check_alive()
-                if time.monotonic() > deadline:
-                    raise PlatformError(f"{self.spec.name} was not ready in time.\n{self.tail()}")
-                self._exited_within(_POLL_SECONDS)
-        return self.ready
+        while (ready := self.ready) is None:
+            healthy()
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise PlatformError(f"{self.spec.name} was not ready in time.\n{self.tail()}")
+            self._exited_within(_POLL_SECONDS)
+        return ready
 
     def check_alive(self) -> None:
         """PlatformError with the end of the log when the process is gone."""

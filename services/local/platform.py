@@ -20,9 +20,9 @@ from typing import Self
 from paceline import Client, PacelineError, RetryPolicy
 from paceline.types import InstanceState
 from services.local import pinning, specs
-from services.local.child import Child, PlatformError, Ready
+from services.local.child import Child, ChildSpec, PlatformError, Ready
 from services.local.config import PlatformConfig
-from services.local.restarts import Restarts
+from services.local.keeper import Keeper
 from services.platform.embedded_redis import EmbeddedRedis
 
 _POLL_SECONDS = 0.1
@@ -43,7 +43,7 @@ class Platform:
         # One thread starts all processes: each dies with the thread that started it.
         self._spawner = ThreadPoolExecutor(1, "spawner")
         self._stopping = threading.Event()
-        self._keeper: threading.Thread | None = None
+        self._keeper: Keeper | None = None
         self._on_purpose: set[str] = set()
         """Names of processes that were killed by a caller and are to stay dead."""
 
@@ -67,7 +67,7 @@ class Platform:
         """Ends every process in order; harmless when it was done before."""
         self._stopping.set()
         if self._keeper is not None:
-            self._keeper.join()
+            self._keeper.stop()
         for group in ([self.gateway] if self.gateway else []), self.instances:
             _stop_together(group, self.config.stop_timeout)
         if self.redis is not None:
@@ -97,7 +97,10 @@ class Platform:
 
     def kill(self, index: int) -> None:
         """Kills an instance as a crash would. It comes back only if restarts are configured."""
-        self.instances[index].kill()
+        child = self.instances[index]
+        if self.config.restarts is None:
+            self._on_purpose.add(child.spec.name)
+        child.kill()
 
     def remove(self, index: int) -> None:
         """Stops an instance for good, cleanly, as a scale-down would."""
@@ -152,7 +155,7 @@ class Platform:
         self._keep_port()
         self.wait_serving(config.instances, deadline)
         if config.restarts is not None:
-            self._keeper = threading.Thread(target=self._keep_alive, name="keeper", daemon=True)
+            self._keeper = Keeper(config.restarts, self._wanted)
             self._keeper.start()
 
     def _start_redis(self) -> str:
@@ -161,19 +164,19 @@ class Platform:
 
     def _instance(self, index: int) -> Child:
         config = self.config
+        cores: tuple[int, ...] = ()
+        environment: dict[str, str] = {}
         if config.device == "cuda" or (config.device == "auto" and _gpus()):
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            environment, cores = pinning.cuda_environment(visible, max(1, _gpus()), index), ()
+            environment = pinning.cuda_environment(visible, max(1, _gpus()), index)
         elif config.pin:
             cores = pinning.share_cores(_cores(), config.instances, index)
             environment = pinning.cpu_environment(cores)
-        else:
-            environment, cores = {}, ()
         return self._child(
             specs.instance_spec(config, self._state, self._redis_url, index, environment, cores)
         )
 
-    def _child(self, spec: specs.ChildSpec) -> Child:
+    def _child(self, spec: ChildSpec) -> Child:
         return Child(spec, self._spawner)
 
     def _keep_port(self) -> None:
@@ -182,27 +185,11 @@ class Platform:
         assert self.gateway is not None, "the platform is not started"
         self.gateway.spec = specs.gateway_spec(self.config, self._state, self._redis_url, port)
 
-    def _keep_alive(self) -> None:
-        """Starts instances that died again, by the restart policy. Runs in a thread until the stop."""
-        assert self.config.restarts is not None, "no restart policy"
-        history = {child.spec.name: Restarts(self.config.restarts) for child in self.instances}
-        due: dict[str, float | None] = {}
-        while not self._stopping.wait(_POLL_SECONDS):
-            for child in self._wanted():
-                name, now = child.spec.name, time.monotonic()
-                if child.alive:
-                    due.pop(name, None)
-                    continue
-                when = due.setdefault(name, None) if name in due else history[name].died(now)
-                due[name] = when
-                if when is not None and now >= when:
-                    child.start()
-
     def _wanted(self) -> list[Child]:
         return [child for child in self.instances if child.spec.name not in self._on_purpose]
 
     def _check_all(self) -> None:
-        if self.config.restarts is None or self._keeper is None:
+        if self._keeper is None:
             for child in [*([self.gateway] if self.gateway else []), *self._wanted()]:
                 child.check_alive()
 

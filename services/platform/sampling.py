@@ -123,8 +123,8 @@ def _check_counts(sampling: Sampling, limits: ModelLimits, field: str) -> list[V
         description = f"{sampling.min_tokens} is not allowed; must be >= 0"
         found.append(Violation(_join(field, "min_tokens"), description))
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens >= 1:
-        allowed = f"must be at most max_tokens, {sampling.max_tokens}"
-        found.append(Violation(_join(field, "min_tokens"), f"{sampling.min_tokens} is not allowed; {allowed}"))
+        description = f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}"
+        found.append(Violation(_join(field, "min_tokens"), description))
     return found
 
 

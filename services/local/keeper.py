@@ -1,0 +1,47 @@
+"""Starts processes again that died, by the restart policy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from services.local.child import Child
+from services.local.restarts import RestartPolicy, Restarts
+
+_POLL_SECONDS = 0.1
+
+
+class Keeper:
+    """A thread that watches processes until it is stopped. `wanted` says which are to be alive."""
+
+    def __init__(self, policy: RestartPolicy, wanted: Callable[[], Iterable[Child]]) -> None:
+        self._policy = policy
+        self._wanted = wanted
+        self._restarts: dict[str, Restarts] = {}
+        self._due: dict[str, float | None] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when nothing will be started any more."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_POLL_SECONDS):
+            for child in self._wanted():
+                self._look_after(child, time.monotonic())
+
+    def _look_after(self, child: Child, now: float) -> None:
+        name = child.spec.name
+        if child.alive:
+            self._due.pop(name, None)
+        elif name not in self._due:
+            self._due[name] = self._restarts.setdefault(name, Restarts(self._policy)).died(now)
+        elif (due := self._due[name]) is not None and now >= due:
+            child.start()
