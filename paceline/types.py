@@ -125,7 +125,7 @@ class Group:
 
     prompt_id: str
     """Unique in the batch, stable over epochs: history is kept under it."""
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] | TokenIds
     """[prompt_len]; not empty."""
     samples: int
     """G, the samples wanted; >= 1."""
@@ -173,13 +173,13 @@ class SampleRequest:
 
     run_id: str
     prompt_id: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] | TokenIds
     """[prompt_len]; not empty."""
     slot: int = 0
     step: int = 0
     policy_version: int | None = None
     """None: the current version."""
-    prefix_token_ids: Sequence[int] = ()
+    prefix_token_ids: Sequence[int] | TokenIds = ()
     """[prefix_len], tokens that the sample already has; noise goes on at the position after them."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     exactness: Exactness = field(default_factory=Exactness)

@@ -21,7 +21,7 @@ RELATIVE_SLACK = 2.0**-21
 
 
 def word_thresholds() -> NDArray[np.uint64]:
-    """Entry i is the first word with g(word) >= LOWEST_GAP + i / CELLS_PER_UNIT; UNREACHABLE from G_MAX on."""
+    """Entry i: the first word with g(word) >= LOWEST_GAP + i / CELLS_PER_UNIT; UNREACHABLE from G_MAX on."""
     cells = int(np.ceil((G_MAX - LOWEST_GAP) * CELLS_PER_UNIT)) + 1
     gaps = LOWEST_GAP + np.arange(cells) / CELLS_PER_UNIT
     low = np.zeros(cells, dtype=np.uint64)

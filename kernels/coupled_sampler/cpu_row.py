@@ -1,10 +1,16 @@
 """One row of the compiled sampler: look at the logits once, draw noise only where it could matter.
 
-The row is cut into chunks. The first pass takes the largest logit of each chunk. Noise is drawn for the chunk
-of the row's largest logit first; its winner sets the bar for the others. A chunk whose gap to the bar no noise
-can bridge costs nothing; one whose integers all stay below the word that the gap needs costs Philox but no
-logarithm. Both tests are exact (bounds.py), so peaked and top-p-masked rows visit few chunks, flat rows all.
+The row is cut into chunks. The first pass takes the largest logit of each chunk. Noise is drawn for the
+chunk of the row's largest logit first; its winner sets the bar for the others. A chunk whose gap to the bar
+no noise can bridge costs nothing; one whose integers all stay below the word that the gap needs costs Philox
+but no logarithm. Both tests are exact (bounds.py); peaked and top-p-masked rows visit few chunks, flat all.
+
+Rows are addressed by an unsigned offset in the flat logits and scratch arrays are passed one by one: slices
+and tuples of arrays are reference-counted at every call, which cost a third of the time at 512 entries.
 """
+
+# mypy: disable-error-code="no-untyped-def"
+# Compiled functions carry numba types, which annotations cannot say.
 
 import numpy as np
 
@@ -25,121 +31,140 @@ from kernels.coupled_sampler.cpu_noise import (
 )
 from kernels.coupled_sampler.jit import kernel
 from kernels.coupled_sampler.noise import MAX_POSITION
+from kernels.coupled_sampler.philox import ROUNDS
 from kernels.coupled_sampler.reference import INVALID
 
 CHUNK = 128
-"""Entries per chunk: a few vector registers of Philox blocks, and a bound that still tells regions apart."""
+"""Entries per chunk: enough Philox blocks to fill vector registers, few enough for a bound that tells regions
+apart. 64 and 256 were slower at 512 entries; 256 gains a tenth at 32k and more."""
 
+_CHUNK = np.uint64(CHUNK)
+_TWO, _THREE = np.uint64(2), np.uint64(3)
+_INVALID = np.int64(INVALID)
 _MAX_POSITION = np.int64(MAX_POSITION)
 _UNREACHABLE = np.uint64(UNREACHABLE)
-_ANY = np.uint64(0)
+_NO_BOUND = np.uint64(0)
 _LOWEST_KEY = np.int32(-(1 << 31))
+_FARTHEST = np.int32((1 << 31) - 1)
 _INFINITY_BITS = np.int32(0x7F800000)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-_FARTHEST = np.int32(0x7FFFFFFF)
 _ZERO = np.float32(0.0)
 _INFINITY = np.float32(np.inf)
-_CELLS = np.float64(CELLS_PER_UNIT)
 
 
 @kernel
-def sample_row(row, seed, position, temperature, domain, maxima, keys, pairs, scores):  # type: ignore[no-untyped-def]
-    """Token of one row, exactly reference.py's; `maxima` [chunks], `keys`, `pairs`, `scores` are scratch."""
-    top, valid = chunk_maxima(row, maxima)
+def make_scratch(vocab_size):
+    """Buffers that rows of one size share: chunk maxima, round keys, words (as pairs and single), scores."""
+    pairs = np.empty(CHUNK // 2, dtype=np.uint64)
+    return (
+        np.empty((vocab_size + CHUNK - 1) // CHUNK, dtype=np.float32),
+        np.empty(2 * ROUNDS, dtype=np.uint64),
+        pairs,
+        pairs.view(np.uint32),
+        np.empty(CHUNK, dtype=np.float32),
+    )
+
+
+@kernel
+def sample_row(logits, row, width, seed, position, temperature, domain, maxima, keys, pairs, words, scores):
+    """Token of the row logits[row : row + width], exactly reference.py's.
+
+    logits flat float32; row, width, seed, domain uint64; position int64; temperature float32; then scratch.
+    """
+    top, valid = chunk_maxima(logits, row, width, maxima)
     if not valid or not (temperature >= _ZERO and temperature < _INFINITY):
-        return np.int64(INVALID)
+        return _INVALID
     if position < 0 or position > _MAX_POSITION:
-        return np.int64(INVALID)
+        return _INVALID
     if temperature == _ZERO:
-        return first_equal(row[top * CHUNK : (top + 1) * CHUNK], maxima[top]) + top * CHUNK
+        start = top * _CHUNK
+        return np.int64(start + first_equal(logits, row + start, min(_CHUNK, width - start), maxima[top]))
     schedule_keys(seed, keys)
-    best = -_INFINITY
-    token = np.int64(INVALID)
-    counter_position = np.uint64(position)
+    place = np.uint64(position)
+    best, token = -_INFINITY, _INVALID
     for visit in range(-1, len(maxima)):
-        chunk = top if visit < 0 else visit
-        if visit == top:
+        if visit == np.int64(top):
             continue
+        chunk = top if visit < 0 else np.uint64(visit)
         needed = word_needed(best, maxima[chunk] / temperature)
         if needed == _UNREACHABLE:
             continue
-        start = chunk * CHUNK
-        part = row[start : start + CHUNK]
-        blocks = pairs[: 2 * ((len(part) + 3) >> 2)]
-        fill_words(keys, counter_position, domain, start >> 2, blocks)
-        words = blocks.view(np.uint32)
-        if needed > _ANY and np.uint64(largest(words)) < needed:
+        start = chunk * _CHUNK
+        count = min(_CHUNK, width - start)
+        fill_words(keys, place, domain, start >> _TWO, (count + _THREE) >> _TWO, pairs)
+        if needed > _NO_BOUND and np.uint64(largest(words, count)) < needed:
             continue
-        score = score_chunk(part, words, temperature, scores)
-        if score > best or (score == best and chunk < token // CHUNK):
+        score = score_chunk(logits, row + start, count, words, temperature, scores)
+        if score > best or (score == best and np.int64(start) < token):
             best = score
-            token = first_equal(scores[: len(part)], score) + start
+            token = np.int64(start + first_equal(scores, np.uint64(0), count, score))
     return token
 
 
 @kernel
-def chunk_maxima(row, maxima):  # type: ignore[no-untyped-def]
-    """Write each chunk's largest logit; return (first chunk that holds the row's, whether the row is samplable)."""
-    top = 0
+def chunk_maxima(logits, row, width, maxima):
+    """Write each chunk's largest logit; return (first chunk with the row's, whether the row is valid)."""
+    top = np.uint64(0)
     top_key = _LOWEST_KEY
     magnitude = np.int32(0)
-    for chunk in range(len(maxima)):
-        part = row[chunk * CHUNK : (chunk + 1) * CHUNK]
+    for chunk in range(np.uint64(len(maxima))):
+        start = chunk * _CHUNK
+        count = min(_CHUNK, width - start)
         key = _LOWEST_KEY
-        for j in range(len(part)):
-            value = part[j] + _ZERO  # makes -0 a +0, which compares equal but has another key
+        for j in range(count):
+            value = logits[row + start + j] + _ZERO  # makes -0 a +0, which compares equal but has another key
             key = max(key, order_key(value))
             magnitude = max(magnitude, np.int32(np.float32(value).view(np.int32) & _MAGNITUDE))
         maxima[chunk] = from_order_key(key)
         if key > top_key:
             top_key = key
-            top = chunk
-    nan = magnitude > _INFINITY_BITS
-    return top, not nan and -_INFINITY < maxima[top] and maxima[top] < _INFINITY
+            top = np.uint64(chunk)
+    no_nan = magnitude <= _INFINITY_BITS
+    return top, no_nan and maxima[top] > -_INFINITY and maxima[top] < _INFINITY
 
 
 @kernel
-def word_needed(best, scaled):  # type: ignore[no-untyped-def]
+def word_needed(best, scaled):
     """The least word with which an entry of at most `scaled` could reach `best`; 0 if that is not known."""
     if best == -_INFINITY:
-        return _ANY
+        return _NO_BOUND
     if scaled == -_INFINITY:
         return _UNREACHABLE
     slack = ABSOLUTE_SLACK + RELATIVE_SLACK * (abs(np.float64(best)) + abs(np.float64(scaled)))
-    gap = np.float64(best) - np.float64(scaled) - slack
-    if not gap > LOWEST_GAP:  # a NaN of two infinities too
-        return _ANY
-    cell = (gap - LOWEST_GAP) * _CELLS
+    above = np.float64(best) - np.float64(scaled) - slack - LOWEST_GAP
+    if not above > 0.0:  # a NaN, of two infinities, too
+        return _NO_BOUND
+    cell = above * CELLS_PER_UNIT
     if cell >= len(WORD_THRESHOLDS):
         return _UNREACHABLE
-    return WORD_THRESHOLDS[np.int64(cell)]
+    return WORD_THRESHOLDS[np.uint64(cell)]
 
 
 @kernel
-def largest(words):  # type: ignore[no-untyped-def]
-    """The largest of some uint32 words."""
+def largest(words, count):
+    """The largest of the first `count` uint32 words."""
     result = np.uint32(0)
-    for j in range(len(words)):
+    for j in range(count):
         result = max(result, words[j])
     return result
 
 
 @kernel
-def score_chunk(part, words, temperature, scores):  # type: ignore[no-untyped-def]
-    """Write float32(part / T) + g to `scores`; return the largest."""
+def score_chunk(logits, start, count, words, temperature, scores):
+    """Write float32(logit / T) + g of `count` entries to `scores`; return the largest."""
     key = _LOWEST_KEY
-    for j in range(len(part)):
-        score = part[j] / temperature + gumbel_of_word(words[j]) + _ZERO
+    for j in range(count):
+        score = logits[start + j] / temperature + gumbel_of_word(words[j]) + _ZERO
         scores[j] = score
         key = max(key, order_key(score))
     return from_order_key(key)
 
 
 @kernel
-def first_equal(values, wanted):  # type: ignore[no-untyped-def]
-    """Index of the first of `values` equal to `wanted`, which is among them; a minimum, since that vectorises."""
-    first = np.int32(len(values))
-    for j in range(len(values)):
-        index = np.int32(j) if values[j] == wanted else _FARTHEST
+def first_equal(values, start, count, wanted):
+    """Index after `start` of the first value equal to `wanted`, which is there; a minimum vectorises."""
+    first = _FARTHEST
+    for j in range(count):
+        index = np.int32(j) if values[start + j] == wanted else _FARTHEST
         first = min(first, index)
-    return np.int64(first)
+    return np.uint64(first)

@@ -18,27 +18,29 @@ apart (`Domain`); uniforms have block 0 and their `Purpose` in the fourth word.
 **Gumbel.** g = -ln(-ln u), rising in the word, from G_MIN = -3.13 (word 0) to G_MAX = 22.874 (word 2**32-1,
 -ln u = 2**-33, so g = 33 ln 2). u itself does not fit float32 near 1, where the winners of an arg-max are:
 1 - u is therefore formed from the complementary integer, which keeps its relative precision. With 32 bits
-(not 24) a flat vocabulary of 150,000 entries has its two best entries on one word once in 28,000 draws
-instead of once in 110, and entries more likely than 2**-32 are all reachable.
+a flat vocabulary of 150,000 entries has its two best entries on one word (a tie) once in 57,000 draws; with
+24 bits it would be once in 220.
 
 **Floats.** The map uses only IEEE float32 additions, multiplications and bit operations in the order written
 here, no library logarithm, so equal logits give equal tokens on every device that (a) rounds to nearest
-and (b) does not fuse multiply-adds (Triton: `enable_fp_fusion=False`). With f in [2/3, 4/3), r = f - 1 exact:
+and (b) does not fuse multiply-adds (Triton: `enable_fp_fusion=False`). x = f * 2**e, f in [2/3, 4/3):
 
-    log1p(r)  = r + (r*r) * (r*P(r) - 1/2), P of degree 6 by Horner's rule (LOG_POLYNOMIAL; relative error 4e-8)
-    split(x)  : b = bits(x) - bits(2/3); e = b >> 23 (arithmetic); f = from_bits(bits(x) - (e << 23)); x = f * 2**e
+    log1p(r)  = r + (r*r) * (r*P(r) - 1/2), P by Horner's rule (LOG_POLYNOMIAL; relative error 4e-8)
+    split(x)  : e = (bits(x) - bits(2/3)) >> 23 (arithmetic); f = from_bits(bits(x) - (e << 23))
     ln_u      : e, f = split(float32(word) + 0.5); r = f - 1, but if e = 32 then
                 r = -(float32(2**32 - 1 - word) + 0.5) * 2**-32;   ln u = (e - 32) * LN2 + log1p(r)
     g         : e, f = split(-ln u);   g = -(e * LN2 + log1p(f - 1))
 
-Checked once over all 2**32 words: g never falls, and its error is at most 2e-6 (one float32 ulp at 22).
-An implementation with another logarithm (a GPU's fast one) still takes the same token unless the two best
-scores lie within the sum of both errors, about 4e-6: less than the rounding of the logits themselves.
+Checked once: over all 2**32 words g never falls; its error is below 2e-6, one float32 ulp at 22. An
+implementation with another logarithm (a GPU's fast one) still takes the same token unless the two best
+scores lie within the sum of both errors, about 4e-6, which is what rounding does to the logits themselves.
 
 **Token.** argmax over v of float32(float32(logit_v / T) + g_v), ties to the lowest id (reference.py).
 
-Known answers, seed 0x0123456789ABCDEF, position 7, tokens 0..4:
-    words  c3c9d5a3 (see tests/unit/kernels/test_noise.py for the full vectors)
+Known answers for seed 0x0123456789ABCDEF, position 7, tokens 0..5 (floats are exact):
+
+    word  855a5df1    425715c3     12d22138    84949d54    e0cff381  0da312fc
+    g     0.42743823  -0.30038732  -0.9594321  0.41856965  2.0409012  -1.0758178
 """
 
 from enum import IntEnum
@@ -51,7 +53,8 @@ from kernels.coupled_sampler.philox import philox4x32, split_seed
 MAX_POSITION = (1 << 32) - 1
 
 LN2 = np.float32(0.6931472)
-# Minimax fit of (log1p(r) - r + r*r/2) / r**3 on [-1/3, 1/3], weighted for relative error; lowest degree first.
+# Minimax fit of (log1p(r) - r + r*r/2) / r**3 on [-1/3, 1/3], weighted for the relative error of log1p;
+# lowest degree first.
 LOG_POLYNOMIAL = tuple(
     np.float32(c)
     for c in (0.33333266, -0.25004232, 0.20007917, -0.16472466, 0.14042355, -0.15121378, 0.138199836)
@@ -83,9 +86,7 @@ class Purpose(IntEnum):
     """Acceptance of a drafted token by standard speculative sampling."""
 
 
-def words(
-    seed: int, position: int, vocab_size: int, domain: Domain = Domain.TOKEN
-) -> NDArray[np.uint32]:
+def words(seed: int, position: int, vocab_size: int, domain: Domain = Domain.TOKEN) -> NDArray[np.uint32]:
     """The integers of one position: [vocab_size] uint32. ValueError for a seed or position out of range."""
     _check_position(position)
     blocks = (vocab_size + 3) // 4
@@ -96,9 +97,7 @@ def words(
     return philox4x32(counter, split_seed(seed)).reshape(-1)[:vocab_size]
 
 
-def gumbel(
-    seed: int, position: int, vocab_size: int, domain: Domain = Domain.TOKEN
-) -> NDArray[np.float32]:
+def gumbel(seed: int, position: int, vocab_size: int, domain: Domain = Domain.TOKEN) -> NDArray[np.float32]:
     """g(seed, position, token) for every token id: [vocab_size] float32 in [G_MIN, G_MAX]."""
     return gumbel_of_words(words(seed, position, vocab_size, domain))
 

@@ -143,7 +143,9 @@ class Fleet:
             self.published = version
         self._note_version(member, version)
         member.weights_unknown = member.weights_unknown and not updated
-        member.needs_update = member.needs_update and not updated and (self.recorded or member.weights_unknown)
+        member.needs_update = (
+            member.needs_update and not updated and (self.recorded or member.weights_unknown)
+        )
         if version != self.published or member.needs_update:
             self._enter(member, State.STALE, f"has version {version}, published is {self.published}", now)
             return False
@@ -166,6 +168,7 @@ class Fleet:
     def publish(self, version: int, *, recorded: bool, now: float) -> None:
         """From now on work is done with this version; members without it are STALE."""
         self.published, self.recorded = version, recorded
+        self.revision += 1
         for member in self.members.values():
             if member.state is not State.DEAD and member.version != version:
                 self._enter(member, State.STALE, f"has version {member.version}", now)

@@ -6,23 +6,19 @@ may be repeated; whoever calls decides what an outage means. What a Redis server
 lost (one without append-only file, say) the journal cannot bring back: that is told as DATA_LOSS.
 """
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import ResponseError
 
 from paceline.v1 import rollout_pb2
 from services.gateway import scripts
 from services.gateway.assemble import Write
 from services.gateway.batch import BatchKey
 from services.gateway.keys import BatchKeys, GatewayKeys
-from services.platform.errors import Unavailable
 
 # Samples whose partial tokens are read in one round trip when a batch is recovered.
 _RECOVER_CHUNK = 256
@@ -79,15 +75,6 @@ def fingerprint(request: rollout_pb2.SubmitRolloutsRequest) -> str:
     return hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
 
 
-@contextlib.contextmanager
-def reachable() -> Iterator[None]:
-    """For calls on behalf of a caller who can come again: an outage of Redis becomes UNAVAILABLE."""
-    try:
-        yield
-    except (RedisConnectionError, RedisTimeoutError) as error:
-        raise Unavailable(f"the journal cannot be reached: {error}", retry_after=1.0) from error
-
-
 class Journal:
     """Reads and writes the journal as `owner`, the holder of the lease."""
 
@@ -112,6 +99,12 @@ class Journal:
         )
         _, (known, recorded_total, created) = await pipe.execute()
         return Known(_text(known), int(recorded_total), bool(created))
+
+    async def known(self, key: BatchKey) -> Known | None:
+        """The record of a batch, if there is one."""
+        meta = BatchKeys.of(self._namespace, key).meta
+        recorded, total = await self._redis.hmget(meta, "fingerprint", "total")
+        return None if recorded is None else Known(_text(recorded), int(total), created=False)
 
     async def write(self, writes: Sequence[Write], now: float) -> list[list[int] | Exception]:
         """Writes all in one round trip, each batch atomically; per batch the cursors of its ended
@@ -211,6 +204,3 @@ def _judge(reply: object) -> list[int] | Exception:
 
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-__all__ = ["Fenced", "Gone", "Head", "Journal", "Known", "Partial", "Recovered", "RedisError", "fingerprint"]

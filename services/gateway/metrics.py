@@ -17,9 +17,7 @@ class GatewayMetrics:
             return Gauge(f"paceline_gateway_{name}", text, labels, registry=registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(
-                f"paceline_gateway_{name}", text, labels, registry=registry, buckets=buckets
-            )
+            return Histogram(f"paceline_gateway_{name}", text, labels, registry=registry, buckets=buckets)
 
         self.samples = counter("samples_total", "Samples ended, by status.", "status")
         self.tokens = counter("tokens_total", "Response tokens received from instances.", "instance")
@@ -41,7 +39,5 @@ class GatewayMetrics:
         self.sample_tokens = histogram(
             "sample_tokens", "Response tokens of samples.", (16, 64, 256, 1024, 4096, 16384, 65536)
         )
-        self.update_seconds = histogram(
-            "update_seconds", "Phases of weight updates.", _SECONDS, "phase"
-        )
+        self.update_seconds = histogram("update_seconds", "Phases of weight updates.", _SECONDS, "phase")
         self.updates = counter("updates_total", "Weight updates, by outcome.", "outcome")

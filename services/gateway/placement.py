@@ -26,7 +26,7 @@ class Waiting(Generic[Ref]):
     order: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slots:
     """What an instance can take: `room` more samples; `load` predicted tokens are still to come on it;
     `prompts` counts its samples by prompt."""
@@ -42,6 +42,16 @@ class Slots:
         self.room -= 1
         self.load += predicted
         self.prompts[prompt] = self.prompts.get(prompt, 0) + 1
+
+    def give_back(self, prompt: Hashable, predicted: float) -> None:
+        """Undoes `take`."""
+        self.room += 1
+        self.load -= predicted
+        left = self.prompts.get(prompt, 0) - 1
+        if left > 0:
+            self.prompts[prompt] = left
+        else:
+            self.prompts.pop(prompt, None)
 
 
 @dataclass(frozen=True, slots=True)

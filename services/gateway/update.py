@@ -125,7 +125,12 @@ class UpdateBook:
     def staged(self, update_id: str, path: str, checksum: str, now: float) -> Update:
         """Every instance that answers has checked and staged the weights."""
         update = self.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-        update.phase, update.path, update.checksum, update.touched_at = UpdatePhase.STAGED, path, checksum, now
+        update.phase, update.path, update.checksum, update.touched_at = (
+            UpdatePhase.STAGED,
+            path,
+            checksum,
+            now,
+        )
         return update
 
     def applying(self, update_id: str, unfinished: int, now: float) -> Update:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 
 import structlog
+from redis.exceptions import RedisError
 
 from services.gateway.assemble import Write, collect
 from services.gateway.batch import Batch, BatchKey
-from services.gateway.journal import Fenced, Gone, Journal, RedisError
+from services.gateway.journal import Fenced, Gone, Journal
 from services.gateway.metrics import GatewayMetrics
 
 log = structlog.get_logger(__name__)

@@ -57,7 +57,11 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
 async def _until_over(shutdown: Shutdown, loop: EngineLoop, beating: Coroutine[Any, Any, None]) -> None:
     """Wait until the process should end. Raises what broke the engine, or why this process may not go on."""
     beats = asyncio.create_task(beating)
-    ends = {asyncio.create_task(shutdown.wait()), beats, asyncio.ensure_future(asyncio.wrap_future(loop.broken))}
+    ends: set[asyncio.Future[Any]] = {
+        asyncio.create_task(shutdown.wait()),
+        beats,
+        asyncio.ensure_future(asyncio.wrap_future(loop.broken)),
+    }
     done, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for other in others:
         other.cancel()

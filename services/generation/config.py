@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Literal
 
 from pydantic import Field
 
@@ -45,6 +46,14 @@ class GenerationConfig(ServiceConfig):
     """How often new tokens are reported; a lost instance costs at most what it generated since."""
     step_timeout_seconds: float = Field(default=300, gt=0)
     """An engine step that takes longer is a hung device: heartbeats stop and the process ends."""
+    speculation: Literal["off", "fixed"] = "fixed"
+    """off: plain decoding. fixed: verify the best offer of the drafters, up to draft_window tokens."""
+    drafters: tuple[Literal["given", "suffix"], ...] = ("given", "suffix")
+    """Which drafters make offers."""
+    draft_window: int = Field(default=8, ge=1, le=128)
+    """Most draft tokens of a sample in one step."""
+    draft_floor: float = Field(default=0.5, ge=0, le=1)
+    """Offers whose first token is less likely to be accepted than this are left out."""
     threads_bind: str | None = None
     """CPU cores that the CPU engine's threads are bound to, such as 0 or 0-3."""
 

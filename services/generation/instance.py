@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,11 @@ import structlog
 
 from paceline.v1 import fleet_pb2
 from services.generation.config import GenerationConfig
+from services.generation.drafting.drafter import Drafter
+from services.generation.drafting.given import GivenDrafter
+from services.generation.drafting.plan import FixedPlan
+from services.generation.drafting.speculation import Speculation
+from services.generation.drafting.suffix import SuffixDrafter
 from services.generation.engine.types import TensorSpec
 from services.generation.items import Terms
 from services.generation.loop import EngineLoop
@@ -26,6 +31,16 @@ _STATES = {
     "paused": fleet_pb2.INSTANCE_STATE_PAUSED,
     "draining": fleet_pb2.INSTANCE_STATE_DRAINING,
 }
+
+
+_DRAFTERS: dict[str, Callable[[], Drafter]] = {"given": GivenDrafter, "suffix": SuffixDrafter}
+
+
+def _speculation(config: GenerationConfig, vocab_size: int, metrics: EngineMetrics) -> Speculation | None:
+    if config.speculation == "off":
+        return None
+    drafters = [_DRAFTERS[name]() for name in config.drafters]
+    return Speculation(drafters, FixedPlan(config.draft_window, config.draft_floor), vocab_size, metrics)
 
 
 class Instance:
@@ -43,6 +58,7 @@ class Instance:
         self._registered_at = time.time()
         self.address = self.metrics_address = ""
         self.epoch = 0
+        loop.speculation = _speculation(config, self._engine.limits.vocab_size, metrics)
         self._set_version(config.initial_version)
 
     @property
@@ -126,7 +142,9 @@ class Instance:
     def hung(self) -> bool:
         """Whether the engine thread has made no progress for longer than a step may take."""
         silent = time.monotonic() - self.loop.last_progress
-        return self.loop.sample_count > 0 and not self.loop.paused and silent > self._config.step_timeout_seconds
+        return (
+            self.loop.sample_count > 0 and not self.loop.paused and silent > self._config.step_timeout_seconds
+        )
 
     def load_values(self) -> dict[str, Any]:
         """The load as the registry stores it."""

@@ -88,4 +88,6 @@ def check_item(
         violations.append(Violation("handle", f"{item.handle} names a sample that is still running"))
     if violations:
         raise InvalidArgument(violations)
-    return SampleRequest(next_id(), tuple(prompt), tuple(prefix), sampling, item.seed)
+    return SampleRequest(
+        next_id(), tuple(prompt), tuple(prefix), sampling, item.seed, tuple(item.given_draft), item.prompt_id
+    )

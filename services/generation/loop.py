@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -17,10 +17,13 @@ import structlog
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2
+from services.generation.drafting.drafter import DraftContext
+from services.generation.drafting.speculation import Speculation
 from services.generation.engine.types import (
     EngineLoad,
     Finish,
     SampleRequest,
+    SampleState,
     SampleStep,
 )
 from services.generation.metrics import EngineMetrics
@@ -40,6 +43,8 @@ class StepEngine(Protocol):
     def finished_by_prefix(self, request: SampleRequest) -> Finish | None: ...
     def abort(self, sample_ids: Iterable[str]) -> None: ...
     def step(self) -> list[SampleStep]: ...
+    def decoding(self) -> list[SampleState]: ...
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None: ...
     @property
     def has_work(self) -> bool: ...
     @property
@@ -67,6 +72,8 @@ class EngineLoop(threading.Thread):
         self.ready: Future[Any] = Future()
         self.broken: Future[BaseException] = Future()
         self.paused = False
+        # None: nothing is drafted, and the engine runs plain.
+        self.speculation: Speculation | None = None
         self.policy_version = 0
         self.last_progress = clock()
         self._factory = factory
@@ -146,6 +153,10 @@ class EngineLoop(threading.Thread):
             return
         self._samples[request.sample_id] = sample
         self._engine.add(request)
+        if self.speculation is not None:
+            self.speculation.begin(
+                DraftContext(request.sample_id, request.prompt, request.given, request.prompt_id)
+            )
 
     def next_sample_id(self) -> str:
         """An id that this engine has never seen: vLLM must not meet the same one twice."""
@@ -157,7 +168,7 @@ class EngineLoop(threading.Thread):
         chosen = [sample for sample in samples if sample.request.sample_id in self._samples]
         self._engine.abort(sample.request.sample_id for sample in chosen)
         for sample in chosen:
-            del self._samples[sample.request.sample_id]
+            self._forget(sample)
             sample.stream.finish(sample, sample.finished(None, self._clock()))
         self._flush()
         return len(chosen)
@@ -169,10 +180,10 @@ class EngineLoop(threading.Thread):
     def close(self, stream: WorkStream) -> None:
         """Forget a stream whose caller is gone, and abort its samples."""
         self._streams.discard(stream)
-        orphans = [s.request.sample_id for s in stream.samples.values() if s.request.sample_id in self._samples]
-        self._engine.abort(orphans)
-        for sample_id in orphans:
-            del self._samples[sample_id]
+        orphans = [s for s in stream.samples.values() if s.request.sample_id in self._samples]
+        self._engine.abort(sample.request.sample_id for sample in orphans)
+        for sample in orphans:
+            self._forget(sample)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -198,6 +209,8 @@ class EngineLoop(threading.Thread):
             self._flush()
             return
         began = self._clock()
+        if self.speculation is not None:
+            self._engine.put_drafts(self.speculation.drafts(self._engine.decoding()))
         steps = self._engine.step()
         self._record(steps, began)
         now = self._clock()
@@ -231,15 +244,23 @@ class EngineLoop(threading.Thread):
         sample = self._samples.get(step.sample_id)
         if sample is None:
             return
-        sample.record(step, began, "")
+        speculation = self.speculation
+        sample.record(step, began, "" if speculation is None else speculation.drafter_of(step.sample_id))
+        if speculation is not None:
+            speculation.learn(step)
         if step.finish is None:
             return
-        del self._samples[step.sample_id]
+        self._forget(sample)
         if step.finish is Finish.ERROR:
             sample.stream.samples.pop(sample.handle, None)
             sample.stream.refuse(_unsampleable(sample))
             return
         sample.stream.finish(sample, sample.finished(step.finish, now))
+
+    def _forget(self, sample: RunningSample) -> None:
+        del self._samples[sample.request.sample_id]
+        if self.speculation is not None:
+            self.speculation.end(sample.request.sample_id)
 
     def _flush(self) -> None:
         load = self.load

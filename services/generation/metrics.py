@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from paceline.v1 import fleet_pb2
 
 _STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.05, 0.1, 0.2, 0.5, 1, 5)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Outcomes of one drafter since the last publication: how many drafts had, and kept, how many tokens."""
+
+    drafted: Counts[int] = field(default_factory=Counts)
+    accepted: Counts[int] = field(default_factory=Counts)
+
+
+def reached(lengths: Mapping[int, int]) -> list[tuple[int, int]]:
+    """(position, how many lengths go beyond it), from counts by length."""
+    longest = max(lengths, default=0)
+    return [
+        (position, sum(count for length, count in lengths.items() if length > position))
+        for position in range(longest)
+    ]
 
 
 class EngineMetrics:
@@ -30,6 +51,56 @@ class EngineMetrics:
             f"{prefix}weight_seconds", "Time to stage or apply weights.", ["phase"], registry=registry
         )
 
+        labels = ["drafter", "position"]
+        drafts = "paceline_speculation_"
+        self.drafted = Counter(
+            f"{drafts}drafted_tokens_total", "Draft tokens verified.", labels, registry=registry
+        )
+        self.accepted = Counter(
+            f"{drafts}accepted_tokens_total",
+            "Draft tokens that verification kept.",
+            labels,
+            registry=registry,
+        )
+        self.verify_steps = Counter(
+            f"{drafts}verify_steps_total",
+            "Drafts verified, one a sample and step.",
+            ["drafter"],
+            registry=registry,
+        )
+        self.block_efficiency = Gauge(
+            f"{drafts}block_efficiency",
+            "Tokens per verified draft: accepted + 1.",
+            ["drafter"],
+            registry=registry,
+        )
+        self.faults = Counter(
+            f"{drafts}drafter_faults_total", "Offers that broke the rules.", ["drafter"], registry=registry
+        )
+        self._tallies: dict[str, Tally] = {}
+
+    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
+        """Count one verified draft; published with the next `load`."""
+        tally = self._tallies.get(drafter)
+        if tally is None:
+            tally = self._tallies[drafter] = Tally()
+        tally.drafted[drafted] += 1
+        tally.accepted[accepted] += 1
+
+    def fault(self, drafter: str) -> None:
+        """Count an offer that broke the rules."""
+        self.faults.labels(drafter).inc()
+
+    def _publish(self, drafter: str, tally: Tally) -> None:
+        for position, count in reached(tally.drafted):
+            self.drafted.labels(drafter, position).inc(count)
+        for position, count in reached(tally.accepted):
+            self.accepted.labels(drafter, position).inc(count)
+        steps = sum(tally.drafted.values())
+        kept = sum(length * count for length, count in tally.accepted.items())
+        self.verify_steps.labels(drafter).inc(steps)
+        self.block_efficiency.labels(drafter).set(kept / steps + 1)
+
     def step(self, seconds: float, tokens: int, samples: int) -> None:
         """Count one engine step."""
         self.steps.observe(seconds)
@@ -41,3 +112,6 @@ class EngineMetrics:
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.kv_usage.set(load.kv_usage)
+        for drafter, tally in self._tallies.items():
+            self._publish(drafter, tally)
+        self._tallies = {}

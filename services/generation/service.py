@@ -13,11 +13,11 @@ import grpc
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
-from paceline.v1 import sample_pb2, weight_pb2
+from paceline.v1 import weight_pb2
 from services.generation.instance import Instance
 from services.generation.items import Refusal, check_item
 from services.generation.samples import WorkStream
-from services.platform.errors import FailedPrecondition, ServiceError, Unimplemented
+from services.platform.errors import ServiceError, Unimplemented
 
 
 class GenerationService(rpc.GenerationServiceServicer):
@@ -104,9 +104,7 @@ class GenerationService(rpc.GenerationServiceServicer):
         if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
             raise Unimplemented("drafter weights", "this instance has no drafter with weights of its own")
         began = time.monotonic()
-        staged = await self._instance.stage(
-            request.version, Path(request.disk.path), request.disk.checksum
-        )
+        staged = await self._instance.stage(request.version, Path(request.disk.path), request.disk.checksum)
         return pb.StageWeightsResponse(checksum=staged.checksum, seconds=time.monotonic() - began)
 
     async def ApplyWeights(

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -52,7 +53,7 @@ def read_manifest(folder: Path) -> dict[str, TensorSpec]:
     found: dict[str, TensorSpec] = {}
     for file in _weight_files(folder):
         for name, entry in _header(file).items():
-            found[name] = TensorSpec(name, tuple(entry["shape"]), entry["dtype"])
+            found[name] = TensorSpec(name, tuple(entry["shape"]), str(entry["dtype"]))
     return found
 
 
@@ -92,21 +93,23 @@ def stage(
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder in name order, the order of the checksum."""
     if not folder.is_dir():
-        raise InvalidArgument([Violation("disk.path", f"{folder} is not a folder that this instance can read")])
+        raise InvalidArgument(
+            [Violation("disk.path", f"{folder} is not a folder that this instance can read")]
+        )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise InvalidArgument([Violation("disk.path", f"{folder} holds no *.safetensors file")])
     return files
 
 
-def _header(file: Path) -> dict[str, dict[str, list[int] | str]]:
+def _header(file: Path) -> dict[str, dict[str, Any]]:
     with file.open("rb") as stream:
         prefix = stream.read(8)
         size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         content = stream.read(size) if 0 < size <= _MOST_HEADER_BYTES else b""
     if not content or len(content) != size:
         raise DataLoss(f"{file} is truncated: its safetensors header is incomplete")
-    header: dict[str, dict[str, list[int] | str]] = json.loads(content)
+    header: dict[str, dict[str, Any]] = json.loads(content)
     header.pop("__metadata__", None)
     return header
 

@@ -37,11 +37,10 @@ def pinned(command: Sequence[str], cores: Sequence[int]) -> list[str]:
 
 
 def cpu_environment(cores: Sequence[int]) -> dict[str, str]:
-    """Threads for an instance on these cores. They sleep, not spin, when they have nothing to do."""
+    """Threads for an instance on these cores."""
     return {
         "OMP_NUM_THREADS": str(len(cores)),
         "VLLM_CPU_OMP_THREADS_BIND": cpu_list(cores),
-        "OMP_WAIT_POLICY": "PASSIVE",
     }
 
 

@@ -6,7 +6,9 @@ Services raise these; the server turns them into a `google.rpc.Status` in the tr
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -17,12 +19,14 @@ from services.platform.violations import Violation
 
 DOMAIN = "paceline"
 """The `domain` of every ErrorInfo."""
+# A peer refuses trailing metadata over 8 KiB, and then the error would be lost. The message goes twice, as
+# itself and in the status; binary values grow by a third where they have to be sent as text.
 MAX_MESSAGE = 1024
-"""Longest error message, in characters."""
-MAX_DETAILS = 4096
-"""Most bytes of details. A peer refuses trailing metadata over 8 KiB and the error would be lost."""
+"""Longest error message, in bytes as it is sent."""
+MAX_DETAILS = 3072
+"""Most bytes of details."""
 MAX_TEXT = 512
-"""Longest description of one violation and longest metadata value, in characters."""
+"""Longest description of one violation and longest metadata value, in bytes as they are sent."""
 
 
 class ServiceError(Exception):
@@ -30,9 +34,7 @@ class ServiceError(Exception):
 
     code = grpc.StatusCode.UNKNOWN
 
-    def __init__(
-        self, message: str, *details: Message, code: grpc.StatusCode | None = None
-    ) -> None:
+    def __init__(self, message: str, *details: Message, code: grpc.StatusCode | None = None) -> None:
         super().__init__(message)
         self.code = code or type(self).code
         self.message = message
@@ -58,7 +60,7 @@ class FailedPrecondition(ServiceError):
     def __init__(self, reason: str, message: str, **metadata: str) -> None:
         self.reason = reason
         failure = error_details_pb2.PreconditionFailure()
-        failure.violations.add(type=reason, subject=DOMAIN, description=message[:MAX_TEXT])
+        failure.violations.add(type=reason, subject=DOMAIN, description=_clip(message, MAX_TEXT))
         super().__init__(message, failure, _info(reason, metadata))
 
 
@@ -89,7 +91,7 @@ class ResourceExhausted(ServiceError):
 
     def __init__(self, resource: str, message: str, retry_after: float | None = None) -> None:
         failure = error_details_pb2.QuotaFailure()
-        failure.violations.add(subject=resource, description=message[:MAX_TEXT])
+        failure.violations.add(subject=resource, description=_clip(message, MAX_TEXT))
         info = _info("RESOURCE_EXHAUSTED", {"resource": resource})
         super().__init__(message, failure, info, *_retry(retry_after))
 
@@ -194,4 +196,14 @@ def _retry(seconds: float | None) -> list[Message]:
 
 
 def _clip(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    """`text` cut so that it takes at most `limit` bytes in a gRPC message, where é is "%C3%A9"."""
+    clean = text.encode("utf-8", "replace").decode()
+    sizes = list(accumulate(_sent_size(character) for character in clean[: limit + 1]))
+    if not sizes or sizes[-1] <= limit:
+        return clean
+    return f"{clean[: bisect_right(sizes, limit - 3)]}..."
+
+
+def _sent_size(character: str) -> int:
+    plain = " " <= character <= "~" and character != "%"
+    return 1 if plain else 3 * len(character.encode())

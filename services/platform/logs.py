@@ -50,5 +50,6 @@ def configure_logging(service: str, config: ServiceConfig) -> None:
 def _renderers(config: ServiceConfig) -> list[Processor]:
     if config.log_format == "console":
         # The default traceback shows local variables, and with them secrets.
-        return [structlog.dev.ConsoleRenderer(sys.stdout.isatty(), exception_formatter=structlog.dev.plain_traceback)]
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(sys.stdout.isatty(), exception_formatter=plain)]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]

@@ -2,10 +2,11 @@
 
 H is BLAKE2b with an 8-byte digest read as a little-endian integer, over
 
-    run_seed (8 bytes LE) | step (8 bytes LE; left out with coupled history) | slot (8 bytes LE) | prompt_id (UTF-8)
+    run_seed (8 bytes) | step (8 bytes; left out with coupled history) | slot (8 bytes) | prompt_id (UTF-8)
 
-Only the last field varies in length, so no two inputs have one encoding. The two modes are kept apart by
-BLAKE2b's personalisation ("paceline-fresh", "paceline-history"): the missing step cannot be mimicked.
+Integers are little-endian. Only the last field varies in length, so no two inputs have one encoding. The two
+modes are kept apart by BLAKE2b's personalisation ("paceline-fresh", "paceline-history"), so that no seed of
+one mode can stand for one of the other.
 Known answers are in tests/unit/platform/test_seeds.py; changing any of this changes every sample.
 """
 
@@ -17,9 +18,7 @@ _FRESH = b"paceline-fresh"
 _HISTORY = b"paceline-history"
 
 
-def sample_seed(
-    run_seed: int, step: int, prompt_id: str, slot: int, *, coupled_history: bool = False
-) -> int:
+def sample_seed(run_seed: int, step: int, prompt_id: str, slot: int, *, coupled_history: bool = False) -> int:
     """The 64-bit seed of one sample's noise.
 
     With `coupled_history` (exactness COUPLED_HISTORY) the step does not enter, so a prompt seen again in a

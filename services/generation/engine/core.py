@@ -12,6 +12,7 @@ Not safe for threads: one thread builds it and calls it. One engine a process (v
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -33,9 +34,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request, RequestStatus
 
-from kernels.coupled_sampler.cpu import warm_up
-from services.generation.engine.runner import NOISE_KEY
-from services.generation.engine.sampler import SampleNoise
+from services.generation.engine.noise import NOISE_KEY, SampleNoise
 from services.generation.engine.types import (
     EngineLoad,
     EngineOptions,
@@ -65,6 +64,7 @@ class Engine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
+        _refuse_early_numba()
         config = _engine_args(options).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
@@ -75,6 +75,8 @@ class Engine:
         )
         self.device = current_platform.device_name
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        from kernels.coupled_sampler.cpu import warm_up
+
         warm_up()
 
     # -- samples ------------------------------------------------------------------------------------------
@@ -258,6 +260,12 @@ class Engine:
 
     def _cached_blocks(self) -> int:
         return len(self._scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+
+def _refuse_early_numba() -> None:
+    """vLLM's CPU platform walks all loaded modules while it builds a worker, and trips over llvmlite's proxies."""
+    if current_platform.is_cpu() and "llvmlite.binding" in sys.modules:
+        raise RuntimeError("numba was imported before the engine was built; vLLM 0.32 cannot start after it")
 
 
 def _finish(reason: FinishReason | None) -> Finish | None:

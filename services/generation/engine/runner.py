@@ -7,7 +7,6 @@ at all when no request carries a draft.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from services.generation.engine.sampler import Rows, SampleNoise, Verified, sample
+from services.generation.engine.noise import NOISE_KEY, SampleNoise
+from services.generation.engine.sampler import Rows, Verified, sample
 
-# The key under which a sample's `SampleNoise` fields travel in SamplingParams.extra_args.
-NOISE_KEY = "paceline_noise"
 # vLLM's filler for rejected positions in the [n, k + 1] matrix of sampled tokens.
 _NO_TOKEN = -1
 
@@ -113,7 +111,6 @@ def _sampler_output(rows: Rows, verified: Verified, device: torch.device) -> Sam
     )
 
 
-@cache
 def coupled(runner_class: type) -> type:
     """The coupled version of a model runner class."""
     return type(f"Coupled{runner_class.__name__}", (CoupledRunnerMixin, runner_class), {})

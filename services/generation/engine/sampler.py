@@ -18,23 +18,9 @@ from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from kernels.coupled_sampler.cpu import coupled_verify
+from services.generation.engine.noise import SampleNoise
 
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleNoise:
-    """What the sampler knows of one sample: its seed, and what vLLM's batch does not keep by row.
-
-    `min_p` is a probability relative to the largest; `forbidden` may not be sampled before `min_tokens`
-    response tokens are there.
-    """
-
-    seed: int
-    min_p: float = 0.0
-    min_tokens: int = 0
-    forbidden: tuple[int, ...] = ()
-    processed_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +197,7 @@ def _logprobs(
     return result
 
 
-def _chosen_logprobs(
-    logits: torch.Tensor, emitted: IntArray, tokens: IntArray
-) -> npt.NDArray[np.float32]:
+def _chosen_logprobs(logits: torch.Tensor, emitted: IntArray, tokens: IntArray) -> npt.NDArray[np.float32]:
     index = torch.from_numpy(emitted).to(logits.device)
     part = logits if len(emitted) == len(logits) else logits[index]
     # A row that could not be sampled has token -1: any entry will do, its log-probability is NaN anyhow.

@@ -38,13 +38,18 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One sample to generate. `prefix` holds response tokens that exist already: they count as output."""
+    """One sample to generate. `prefix` holds response tokens that exist already: they count as output.
+
+    `given` is a guess of the whole response and `prompt_id` names the prompt: for drafters, not for the engine.
+    """
 
     sample_id: str
     prompt: tuple[int, ...]
     prefix: tuple[int, ...]
     sampling: Sampling
     seed: int
+    given: tuple[int, ...] = ()
+    prompt_id: str = ""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,8 @@ FOLDER = Path(examples.tinymath.__file__).parent / "model"
 def test_every_character_comes_back() -> None:
     text = tokenizer.BOS + tokenizer.ALPHABET + tokenizer.EOS + tokenizer.PAD
     ids = tokenizer.encode(text)
-    assert ids[0] == tokenizer.BOS_ID and ids[-2:] == [tokenizer.EOS_ID, tokenizer.PAD_ID]
+    assert ids[0] == tokenizer.BOS_ID
+    assert ids[-2:] == [tokenizer.EOS_ID, tokenizer.PAD_ID]
     assert tokenizer.decode(ids) == text
     assert len(set(tokenizer.TOKENS)) == len(tokenizer.TOKENS) <= tokenizer.SIZE
 

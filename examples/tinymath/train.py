@@ -1,0 +1,177 @@
+"""A GRPO trainer on Paceline. It knows the platform only through the SDK.
+
+    paceline up --model examples/tinymath/model --instances 2
+    python -m examples.tinymath.train --address 127.0.0.1:7400
+
+A step: submit a batch of groups, take the samples as they finish, reward them, learn, send the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import paceline
+from examples.tinymath import tokenizer
+from examples.tinymath.grpo import Learner, Sample, Settings
+from examples.tinymath.records import StepRecord, Timing, record_step
+from examples.tinymath.tasks import Problem, make_problems
+from paceline import Group, Reward, Run, SamplingParams
+
+MODEL = Path(__file__).parent / "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How long and on what to train."""
+
+    steps: int = 10
+    prompts: int = 16
+    """Groups of a step."""
+    samples: int = 8
+    """Samples of a group."""
+    pool: int = 64
+    """Problems in all; each epoch goes through them in a new order."""
+    max_tokens: int = 1024
+    temperature: float = 1.0
+    lr: float = 3e-4
+    seed: int = 0
+
+
+Watch = Callable[[int, int, int], None]
+"""Told (step, finished, total) when a sample comes; finished = total means that learning begins."""
+
+
+def train(
+    run: Run, learner: Learner, options: Options, watch: Watch = lambda *_: None
+) -> Iterator[StepRecord]:
+    """Trains, one step for each record taken from the iterator."""
+    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    schedule = list(plan(options))
+    for step, problems in enumerate(schedule):
+        began = time.monotonic()
+        rollout = run.rollout(step, groups(problems, options), sampling)
+        version = rollout.batch.policy_version
+        if step + 1 < len(schedule):
+            hint(run, step + 1, groups(schedule[step + 1], options), sampling, version + 1)
+        samples = collect(rollout, lambda done, total, step=step: watch(step, done, total))
+        rolled_out = time.monotonic()
+        rewards = reward(problems, samples)
+        report_rewards(run, rollout.batch.batch_id, samples, rewards)
+        report = learner.step(lessons(problems, samples, rewards))
+        learned = time.monotonic()
+        run.push_weights(learner.model.state_dict())
+        timing = Timing(rolled_out - began, learned - rolled_out, time.monotonic() - learned)
+        yield record_step(step, samples, report.reward, report.loss, timing, version)
+
+
+def plan(options: Options) -> Iterator[list[Problem]]:
+    """The problems of each step: epoch after epoch over the pool."""
+    pool = make_problems(options.seed, max(options.pool, options.prompts))
+    rng = Random(options.seed)
+    queue: list[Problem] = []
+    for _ in range(options.steps):
+        if len(queue) < options.prompts:
+            queue = rng.sample(pool, len(pool))
+        yield [queue.pop() for _ in range(options.prompts)]
+
+
+def groups(problems: Sequence[Problem], options: Options) -> list[Group]:
+    """The batch of a step."""
+    return [Group(p.id, tokenizer.prompt_ids(p.question), options.samples) for p in problems]
+
+
+def hint(run: Run, step: int, groups: list[Group], sampling: SamplingParams, version: int) -> None:
+    """Names the next step's prompts, which idle instances may pre-generate."""
+    with contextlib.suppress(paceline.UnimplementedError):
+        run.hint(step, groups, sampling, expected_version=version)
+
+
+def collect(rollout: paceline.Rollout, watch: Callable[[int, int], None]) -> list[paceline.Sample]:
+    """All samples of the batch, in completion order. Nothing else is done meanwhile: the cores are the engines'."""
+    samples: list[paceline.Sample] = []
+    for sample in rollout:
+        if sample.status is paceline.SampleStatus.FAILED:
+            raise RuntimeError(f"sample {sample.prompt_id}/{sample.slot} failed: {sample.error}")
+        samples.append(sample)
+        watch(len(samples), len(rollout))
+    return samples
+
+
+def reward(problems: Sequence[Problem], samples: Sequence[paceline.Sample]) -> list[float]:
+    """The verifier's score of each sample, in [0, 1]."""
+    known = {problem.id: problem for problem in problems}
+    return [known[s.prompt_id].reward(tokenizer.decode(s.token_ids.tolist())) for s in samples]
+
+
+def report_rewards(
+    run: Run, batch_id: str, samples: Sequence[paceline.Sample], rewards: Sequence[float]
+) -> None:
+    """Tells the platform, for reward-weighted drafter learning."""
+    named = [Reward(s.prompt_id, s.slot, value) for s, value in zip(samples, rewards, strict=True)]
+    with contextlib.suppress(paceline.UnimplementedError):
+        run.report_rewards(batch_id, named)
+
+
+def lessons(
+    problems: Sequence[Problem], samples: Sequence[paceline.Sample], rewards: Sequence[float]
+) -> list[Sample]:
+    """What the learner needs, in an order that does not depend on who finished first."""
+    prompts = {problem.id: tokenizer.prompt_ids(problem.question) for problem in problems}
+    made = [
+        Sample(s.prompt_id, prompts[s.prompt_id], s.token_ids.tolist(), s.logprobs.tolist(), value)
+        for s, value in sorted(zip(samples, rewards, strict=True), key=lambda p: (p[0].prompt_id, p[0].slot))
+    ]
+    return made
+
+
+def new_learner(model: Path, lr: float) -> Learner:
+    """A learner on the weights of a model folder, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return Learner(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), Settings(lr=lr))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of `Options`."""
+    for name, value in asdict(Options()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+
+
+def read_options(given: argparse.Namespace) -> Options:
+    """The options that were given."""
+    return Options(**{name: getattr(given, name) for name in asdict(Options())})
+
+
+def main() -> None:
+    """Trains on a platform that runs already, and prints a line per step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--address", default="127.0.0.1:7400")
+    parser.add_argument("--token")
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--weights", type=Path, default=Path("runs/train/weights"))
+    parser.add_argument("--run-id", default=f"tinymath-{time.time_ns():x}")
+    add_options(parser)
+    given = parser.parse_args()
+    options = read_options(given)
+    folder = paceline.WeightFolder(given.weights, given.model)
+    learner = new_learner(given.model, options.lr)
+    with (
+        paceline.Client(given.address, token=given.token) as client,
+        client.run(given.run_id, seed=options.seed, weights=folder) as run,
+    ):
+        for record in train(run, learner, options):
+            rate = f"{record.tokens_per_second:.0f} tokens/s"
+            print(
+                f"step {record.step}  reward {record.reward:.3f}  {record.tokens} tokens  {rate}", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""Gives samples to instances and takes in what they send: the centre of the gateway.
+
+All of this runs on one event loop and, apart from deadlines, only in answer to something:
+a batch, a message of an instance, a lost instance. What is decided is decided in the pure modules.
+"""
+
+import asyncio
+import time
+from collections.abc import Hashable, Iterable
+
+import structlog
+
+from paceline.internal.v1 import generation_pb2
+from paceline.v1 import sample_pb2
+from services.gateway.assemble import work_item
+from services.gateway.batch import Batch, BatchKey, Phase, Verdict
+from services.gateway.config import GatewayConfig
+from services.gateway.fleet import Fleet, State
+from services.gateway.lengths import LengthPredictor
+from services.gateway.links import Held, WorkLink
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement import Assignment, Waiting, WaitingQueue
+from services.gateway.pulse import Pulse
+from services.gateway.running import Ref, Running
+from services.gateway.writer import JournalWriter
+
+log = structlog.get_logger(__name__)
+
+_INVALID_ARGUMENT = 3
+# Samples of one batch rank within this range after its order.
+_ORDER_STEP = 1 << 32
+
+
+class Dispatcher:
+    """Batches, the queue and the links. `unfinished` counts the samples that have not ended."""
+
+    def __init__(self, config: GatewayConfig, fleet: Fleet, metrics: GatewayMetrics) -> None:
+        self.batches: dict[BatchKey, Running] = {}
+        self.links: dict[str, WorkLink] = {}
+        self.lengths = LengthPredictor()
+        # Finished batches that are still listed as unfinished, and a beat for each.
+        self.finished: list[BatchKey] = []
+        self.changed = Pulse()
+        self.unfinished = 0
+        self._config = config
+        self._fleet = fleet
+        self._metrics = metrics
+        self._queue: WaitingQueue[Ref] = WaitingQueue()
+        self._orders = 0
+        self._pump_due = False
+        self._loop = asyncio.get_running_loop()
+        self._writer: JournalWriter | None = None
+
+    def journal_with(self, writer: JournalWriter) -> None:
+        """Sets who carries tokens and finished samples into the journal."""
+        self._writer = writer
+
+    # Batches -------------------------------------------------------------------------------------------
+
+    def add(self, batch: Batch, *, fingerprint: str = "", private: bool = False, events: int = 0) -> Running:
+        """Starts to work on a batch (or goes on with it); `events` of it are in the journal already."""
+        self._orders += _ORDER_STEP
+        running = Running(batch, self._orders, fingerprint, private, events)
+        self.batches[batch.key] = running
+        self._metrics.batches.set(len(self.batches))
+        for sample in batch.remaining():
+            self.unfinished += 1
+            if sample.cancelled:
+                self._settle(running, sample.index, batch.abort(sample.index, time.time()), "")
+            else:
+                self._enqueue(running, sample.index)
+        left = max(0.0, batch.deadline_at - time.time())
+        running.timers.append(self._loop.call_later(left, self._expire, running))
+        self._saved_later(running)
+        self.pump_soon()
+        return running
+
+    def cancel(self, running: Running, indexes: Iterable[int], keep_partial: bool) -> int:
+        """Ends samples as ABORTED, now or when their instance has answered; returns how many."""
+        cancelled = 0
+        for index in indexes:
+            phase = running.batch.cancel(index, keep_partial)
+            cancelled += phase is not Phase.ENDED
+            if phase is Phase.WAITING:
+                self._queue.discard((running.batch.key, index))
+                self._settle(running, index, running.batch.abort(index, time.time()), "")
+            elif phase is Phase.ASSIGNED:
+                link, handle = running.places[index]
+                link.abort(handle)
+                wait = self._config.abort_timeout_seconds
+                running.timers.append(self._loop.call_later(wait, self._give_up, running, index))
+        self._saved_later(running)
+        return cancelled
+
+    def drop(self, running: Running) -> None:
+        """Forgets a batch; what of it is still on instances is aborted there."""
+        if self.batches.get(running.batch.key) is not running:
+            return
+        running.stop_timers()
+        del self.batches[running.batch.key]
+        for sample in running.batch.remaining():
+            self.unfinished -= 1
+            self._queue.discard((running.batch.key, sample.index))
+        for link, handle in running.places.values():
+            link.abort(handle)
+        running.places.clear()
+        self._metrics.batches.set(len(self.batches))
+        self._gauge_queue()
+        running.changed.beat()
+
+    def written(self, key: BatchKey, events: int) -> None:
+        """The journal now has this many finished samples of the batch: they may be delivered."""
+        running = self.batches.get(key)
+        if running is None:
+            return
+        running.events = max(running.events, events)
+        if running.events >= len(running.batch.samples):
+            self._metrics.batch_seconds.observe(time.time() - running.batch.accepted_at)
+            log.info("batch_finished", batch=key, samples=running.events)
+            self.drop(running)
+            self.finished.append(key)
+            self.changed.beat()
+        running.changed.beat()
+
+    def gone(self, key: BatchKey, reason: str) -> None:
+        """Redis has lost the batch: nothing more of it can be delivered exactly once."""
+        running = self.batches.get(key)
+        if running is not None:
+            log.error("batch_lost_by_journal", batch=key, reason=reason)
+            running.broken = reason
+            self.drop(running)
+
+    # Links ---------------------------------------------------------------------------------------------
+
+    def link_up(self, link: WorkLink) -> None:
+        """The instance can be given work."""
+        self.links[link.instance_id] = link
+        self.pump_soon()
+
+    def link_lost(self, link: WorkLink, reason: str) -> None:
+        """The instance can be given no work any more; its samples go on elsewhere."""
+        if self.links.get(link.instance_id) is link:
+            del self.links[link.instance_id]
+            self._metrics.running.labels(link.instance_id).set(0)
+        held, link.held = link.held, {}
+        if held:
+            log.warning("resubmitting", instance=link.instance_id, samples=len(held), reason=reason)
+        now = time.time()
+        for each in held.values():
+            self._take_back(each, each.batch.lost(each.index, each.attempt, now), "lost")
+        self.pump_soon()
+
+    def responded(self, link: WorkLink, response: generation_pb2.WorkResponse) -> None:
+        """Takes in one message of an instance."""
+        self._fleet.heard(link.instance_id, link.epoch, self._loop.time())
+        now = time.time()
+        touched: dict[BatchKey, Running] = {}
+        self._extend(link, response, now, touched)
+        for finished in response.finished:
+            held = link.release(finished.handle)
+            if held is not None:
+                verdict = held.batch.finish(held.index, held.attempt, finished, now)
+                self._take_back(held, verdict, "handed_over")
+        for refused in response.refused:
+            self._refused(link, refused, now)
+        for running in touched.values():
+            self._saved_later(running)
+        if response.finished or response.refused:
+            self._metrics.running.labels(link.instance_id).set(len(link.held))
+            self.pump_soon()
+        if not response.refused and (response.deltas or response.finished):
+            link.refusals = 0
+
+    def _extend(
+        self,
+        link: WorkLink,
+        response: generation_pb2.WorkResponse,
+        now: float,
+        touched: dict[BatchKey, Running],
+    ) -> None:
+        tokens = 0
+        for delta in response.deltas:
+            held = link.held.get(delta.handle)
+            if held is None:
+                continue
+            if len(delta.token_ids) != len(delta.logprobs):
+                raise ValueError(f"{len(delta.token_ids)} tokens with {len(delta.logprobs)} logprobs")
+            if held.batch.extend(held.index, held.attempt, delta.token_ids, delta.logprobs, now):
+                tokens += len(delta.token_ids)
+                running = self.batches.get(held.batch.key)
+                if running is not None:
+                    touched[held.batch.key] = running
+        if tokens:
+            self._metrics.tokens.labels(link.instance_id).inc(tokens)
+
+    def _refused(self, link: WorkLink, refused: generation_pb2.Refused, now: float) -> None:
+        held = link.release(refused.handle)
+        if held is None:
+            return
+        self._metrics.refusals.labels(link.instance_id, str(refused.code)).inc()
+        if refused.code == _INVALID_ARGUMENT:
+            error = f"{link.instance_id} refused {refused.field or 'the sample'}: {refused.message}"
+            self._take_back(held, held.batch.fail(held.index, error, now), "")
+            return
+        pause = self._config.refusal_pause_seconds * 2 ** min(link.refusals, 16)
+        pause = min(pause, self._config.refusal_pause_most_seconds)
+        if link.closed_until <= self._loop.time():
+            link.refusals += 1
+            link.closed_until = self._loop.time() + pause
+            self._loop.call_later(pause, self.pump_soon)
+            log.info(
+                "instance_refused", instance=link.instance_id, code=refused.code, message=refused.message
+            )
+        self._take_back(held, held.batch.refused(held.index, held.attempt, now), "")
+
+    # Placement -----------------------------------------------------------------------------------------
+
+    def pump_soon(self) -> None:
+        """Places waiting samples once the current event has been dealt with."""
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_due = False
+        if len(self._queue):
+            now = self._loop.time()
+            free = [link.slots for link in self.links.values() if self._is_open(link, now)]
+            for assignment in self._queue.place(free, self._config.affinity_slack):
+                self._give(assignment)
+        self._gauge_queue()
+
+    def _is_open(self, link: WorkLink, now: float) -> bool:
+        member = self._fleet.member(link.instance_id, link.epoch)
+        return member is not None and member.state is State.SERVING and link.closed_until <= now
+
+    def _give(self, assignment: Assignment[Ref]) -> None:
+        key, index = assignment.waiting.ref
+        running, link = self.batches[key], self.links[assignment.instance_id]
+        now = time.time()
+        attempt = running.batch.assign(index, link.instance_id, now)
+        handle = link.next_handle()
+        sample = running.batch.samples[index]
+        link.give(
+            Held(running.batch, index, attempt, assignment.waiting.prompt, assignment.waiting.predicted),
+            work_item(running.batch, sample, handle),
+        )
+        running.places[index] = (link, handle)
+        self._metrics.placements.labels(link.instance_id).inc()
+        self._metrics.running.labels(link.instance_id).set(len(link.held))
+        if attempt == 1:
+            self._metrics.queue_seconds.observe(now - running.batch.accepted_at)
+        log.debug("placed", batch=key, sample=index, instance=link.instance_id, attempt=attempt)
+
+    def _enqueue(self, running: Running, index: int) -> None:
+        batch, sample = running.batch, running.batch.samples[index]
+        group = batch.groups[sample.group]
+        limit = group.sampling.max_tokens if group.sampling.HasField("max_tokens") else None
+        run_id = batch.key[0]
+        predicted = self.lengths.predict(run_id, group.prompt_id, group.expected_tokens, limit)
+        prompt: Hashable = (run_id, group.prompt_id)
+        self._queue.push(
+            Waiting(
+                ref=(batch.key, index),
+                prompt=prompt,
+                policy_version=batch.policy_version,
+                predicted=max(1.0, predicted - len(sample.tokens)),
+                order=running.order + index,
+            )
+        )
+
+    # What became of a sample ---------------------------------------------------------------------------
+
+    def _take_back(self, held: Held, verdict: Verdict, cause: str) -> None:
+        running = self.batches.get(held.batch.key)
+        if running is not None and running.batch is held.batch:
+            self._settle(running, held.index, verdict, cause)
+            self._saved_later(running)
+
+    def _settle(self, running: Running, index: int, verdict: Verdict, cause: str) -> None:
+        if verdict is Verdict.IGNORED:
+            return
+        running.places.pop(index, None)
+        if verdict is Verdict.WAITING:
+            self._enqueue(running, index)
+            if cause:
+                self._metrics.resubmissions.labels(cause).inc()
+            return
+        self._ended(running, index)
+
+    def _ended(self, running: Running, index: int) -> None:
+        self.unfinished -= 1
+        batch, sample = running.batch, running.batch.samples[index]
+        ending = batch.endings[-1]
+        self._metrics.samples.labels(sample_pb2.SampleStatus.Name(ending.status)[14:].lower()).inc()
+        self._metrics.sample_tokens.observe(len(sample.tokens))
+        if ending.status == sample_pb2.SAMPLE_STATUS_FAILED:
+            log.warning("sample_failed", batch=batch.key, sample=index, error=ending.error)
+        if ending.status in (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED):
+            self.lengths.observe(batch.key[0], batch.groups[sample.group].prompt_id, len(sample.tokens))
+            # Its siblings that still wait have a better prediction now.
+            for sibling in running.members[sample.group]:
+                if (batch.key, sibling) in self._queue:
+                    self._enqueue(running, sibling)
+
+    def _saved_later(self, running: Running) -> None:
+        if running.private or self._writer is None:
+            running.changed.beat()
+        elif running.batch.endings or running.batch.unjournaled:
+            self._writer.touch(running.batch)
+
+    def _expire(self, running: Running) -> None:
+        remaining = [sample.index for sample in running.batch.remaining()]
+        if remaining:
+            log.warning("deadline_passed", batch=running.batch.key, samples=len(remaining))
+            self.cancel(running, remaining, keep_partial=True)
+
+    def _give_up(self, running: Running, index: int) -> None:
+        verdict = running.batch.abort(index, time.time())
+        if verdict is Verdict.ENDED:
+            log.warning("abort_unanswered", batch=running.batch.key, sample=index)
+            self._settle(running, index, verdict, "")
+            self._saved_later(running)
+
+    def _gauge_queue(self) -> None:
+        self._metrics.queued.set(len(self._queue))

@@ -1,0 +1,145 @@
+"""FleetService as gRPC sees it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from paceline.internal.v1 import generation_pb2
+from paceline.v1 import fleet_pb2, fleet_pb2_grpc
+from services.gateway.assemble import timestamp
+from services.gateway.fleet import Member, State
+from services.gateway.roster import Connection
+from services.gateway.term import Term
+from services.platform.errors import NotFound, ServiceError, Unavailable, Unimplemented
+
+Context = grpc.aio.ServicerContext
+
+_STATES = {
+    State.STALE: fleet_pb2.INSTANCE_STATE_STALE,
+    State.SERVING: fleet_pb2.INSTANCE_STATE_SERVING,
+    State.PAUSED: fleet_pb2.INSTANCE_STATE_PAUSED,
+    State.DRAINING: fleet_pb2.INSTANCE_STATE_DRAINING,
+    State.DEAD: fleet_pb2.INSTANCE_STATE_DEAD,
+}
+_CALL_SECONDS = 5.0
+_NO_POLICY = "there is no policy service yet; knobs are those of each instance's configuration"
+
+
+class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
+    """`term` gives the current term of leadership, or raises Unavailable."""
+
+    def __init__(self, term: Callable[[], Term]) -> None:
+        self._term = term
+
+    async def ListInstances(
+        self, request: fleet_pb2.ListInstancesRequest, context: Context
+    ) -> fleet_pb2.ListInstancesResponse:
+        return fleet_pb2.ListInstancesResponse(instances=_instances(self._term()))
+
+    async def WatchFleet(
+        self, request: fleet_pb2.WatchFleetRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
+        while True:
+            term = self._term()
+            response = fleet_pb2.WatchFleetResponse(instances=_instances(term))
+            changed = asyncio.ensure_future(term.roster.changed.wait())
+            yield response
+            await changed
+
+    async def Pause(self, request: fleet_pb2.PauseRequest, context: Context) -> fleet_pb2.PauseResponse:
+        term = self._term()
+        wanted = _connections(term, request.instance_ids)
+        for connection in wanted:
+            self._report(term, connection, State.PAUSED)
+            await _call(connection, "PauseEngine", generation_pb2.PauseEngineRequest(), _CALL_SECONDS)
+        return fleet_pb2.PauseResponse(instance_ids=[each.instance_id for each in wanted])
+
+    async def Resume(self, request: fleet_pb2.ResumeRequest, context: Context) -> fleet_pb2.ResumeResponse:
+        term = self._term()
+        wanted = _connections(term, request.instance_ids)
+        for connection in wanted:
+            await _call(connection, "ResumeEngine", generation_pb2.ResumeEngineRequest(), _CALL_SECONDS)
+            self._report(term, connection, State.SERVING)
+        term.dispatcher.pump_soon()
+        return fleet_pb2.ResumeResponse(instance_ids=[each.instance_id for each in wanted])
+
+    async def Drain(self, request: fleet_pb2.DrainRequest, context: Context) -> fleet_pb2.DrainResponse:
+        term = self._term()
+        (connection,) = _connections(term, [request.instance_id])
+        self._report(term, connection, State.DRAINING)
+        reply = await _call(
+            connection, "DrainEngine", generation_pb2.DrainEngineRequest(), context.time_remaining()
+        )
+        return fleet_pb2.DrainResponse(handed_over=reply.handed_over)
+
+    async def GetPolicy(
+        self, request: fleet_pb2.GetPolicyRequest, context: Context
+    ) -> fleet_pb2.GetPolicyResponse:
+        raise Unimplemented("GetPolicy", _NO_POLICY)
+
+    async def SetPolicy(
+        self, request: fleet_pb2.SetPolicyRequest, context: Context
+    ) -> fleet_pb2.SetPolicyResponse:
+        raise Unimplemented("SetPolicy", _NO_POLICY)
+
+    async def WatchDecisions(
+        self, request: fleet_pb2.WatchDecisionsRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
+        raise Unimplemented("WatchDecisions", _NO_POLICY)
+        yield  # makes this a stream
+
+    def _report(self, term: Term, connection: Connection, state: State) -> None:
+        term.fleet.report(connection.instance_id, state, asyncio.get_running_loop().time())
+        term.roster.notify()
+
+
+def _connections(term: Term, instance_ids: Sequence[str]) -> list[Connection]:
+    """The connections named, or all. NotFound for one that is not there."""
+    wanted = instance_ids or sorted(term.roster.connections)
+    for instance_id in wanted:
+        if instance_id not in term.roster.connections:
+            raise NotFound("instance", instance_id)
+    return [term.roster.connections[instance_id] for instance_id in wanted]
+
+
+async def _call(connection: Connection, method: str, request: Message, seconds: float | None) -> Any:
+    try:
+        return await getattr(connection.stub, method)(request, timeout=seconds)
+    except grpc.aio.AioRpcError as error:
+        message = f"{connection.instance_id}: {error.details()}"
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            raise Unavailable(message) from error
+        raise ServiceError(message, code=error.code()) from error
+
+
+def _instances(term: Term) -> list[fleet_pb2.Instance]:
+    return [_instance(member) for _, member in sorted(term.fleet.members.items())]
+
+
+def _instance(member: Member) -> fleet_pb2.Instance:
+    record, load = member.record, member.load
+    return fleet_pb2.Instance(
+        instance_id=record.instance_id,
+        epoch=record.epoch,
+        address=record.address,
+        state=_STATES[member.state],
+        policy_version=member.version,
+        load=fleet_pb2.InstanceLoad(
+            running=int(load.get("running", 0)),
+            waiting=int(load.get("waiting", 0)),
+            kv_usage=load.get("kv_usage", 0.0),
+            step_seconds=load.get("step_seconds", 0.0),
+            generated_tokens=int(load.get("generated_tokens", 0)),
+            steps=int(load.get("steps", 0)),
+        ),
+        max_running=record.max_running,
+        max_model_len=record.max_model_len,
+        vocab_size=record.vocab_size,
+        model=record.model,
+        device=record.device,
+        registered_at=timestamp(record.registered_at),
+        metrics_address=record.metrics_address,
+    )

@@ -1,0 +1,82 @@
+"""One term of leadership: all that works while this gateway has the lease."""
+
+import asyncio
+import contextlib
+
+import structlog
+from redis.asyncio import Redis
+
+from services.gateway.config import GatewayConfig
+from services.gateway.dispatcher import Dispatcher
+from services.gateway.fleet import Fleet
+from services.gateway.journal import Fenced, Journal
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.rollouts import Rollouts
+from services.gateway.roster import Roster
+from services.gateway.update import UpdateBook
+from services.gateway.updater import Updater
+from services.gateway.versions import VersionStore
+from services.gateway.writer import JournalWriter
+from services.platform.registry import Registry
+from services.platform.store import OUTAGES, Keys
+
+log = structlog.get_logger(__name__)
+
+
+class Term:
+    """Everything that must not be done by two gateways at once. Build it with `open`, then `run` it; when
+    `run` ends, by cancellation or because it was fenced, nothing of the term goes on."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        redis: Redis,
+        token: str,
+        book: UpdateBook,
+        versions: VersionStore,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self.book = book
+        self.fleet = Fleet()
+        if book.published is not None:
+            self.fleet.publish(book.published.version, recorded=bool(book.published.path), now=0.0)
+        self.dispatcher = Dispatcher(config, self.fleet, metrics)
+        self.journal = Journal(redis, config.namespace, token, config.retention_seconds)
+        self._writer = JournalWriter(self.journal, metrics, self.dispatcher.written, self.dispatcher.gone)
+        self.dispatcher.journal_with(self._writer)
+        registry = Registry(redis, Keys(config.namespace))
+        self.roster = Roster(config, registry, self.fleet, book, self.dispatcher, metrics)
+        self.updater = Updater(config, book, versions, self.fleet, self.roster, self.dispatcher, metrics)
+        self.rollouts = Rollouts(config, self.journal, self.dispatcher, self.fleet, book)
+
+    @classmethod
+    async def open(cls, config: GatewayConfig, redis: Redis, token: str, metrics: GatewayMetrics) -> "Term":
+        """Reads what former terms left. Raises what Redis raises."""
+        versions = VersionStore(redis, config.namespace, token)
+        book = await versions.load(config.update_timeout_seconds)
+        term = cls(config, redis, token, book, versions, metrics)
+        await term.rollouts.recover()
+        return term
+
+    async def run(self) -> None:
+        """Works until cancelled, or until another gateway has taken over."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._writer.run(), name="journal-writer")
+                group.create_task(self.roster.run(), name="roster")
+                group.create_task(self.updater.run(), name="updater")
+                group.create_task(self._unlist(), name="unlist")
+        except* Fenced as fenced:
+            log.warning("fenced", reason=str(fenced.exceptions[0]))
+        finally:
+            for running in list(self.dispatcher.batches.values()):
+                self.dispatcher.drop(running)
+
+    async def _unlist(self) -> None:
+        """Takes finished batches off the list of unfinished ones; if that fails, a later gateway does it."""
+        while True:
+            await self.dispatcher.changed.wait()
+            finished, self.dispatcher.finished = self.dispatcher.finished, []
+            for key in finished:
+                with contextlib.suppress(*OUTAGES):
+                    await self.journal.unlist(key)

@@ -1,0 +1,100 @@
+"""TLS and mutual TLS over a real socket, for gRPC and for metrics."""
+
+from __future__ import annotations
+
+import ssl
+import urllib.error
+import urllib.request
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from paceline.v1 import fleet_pb2, fleet_pb2_grpc
+from services.platform.channel import open_channel
+from services.platform.config import ServiceConfig, TlsConfig
+from services.platform.metrics import start_metrics_server
+
+REQUEST = fleet_pb2.ListInstancesRequest()
+
+
+async def code_of(address: str, config: ServiceConfig) -> grpc.StatusCode:
+    async with open_channel(address, config) as channel:
+        try:
+            await fleet_pb2_grpc.FleetServiceStub(channel).ListInstances(REQUEST, timeout=2)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_a_peer_that_trusts_the_authority_is_answered(serve: Any, authority: Any) -> None:
+    tls = authority("ours").tls("server")
+    only_trust = TlsConfig(ca_file=tls.ca_file)
+    config = ServiceConfig(tls=tls, token="t")
+    async with serve(config, ServiceConfig(tls=only_trust, token="t")) as toy:
+        assert (await toy.stub.ListInstances(REQUEST, timeout=5)).instances
+        wrong_token = ServiceConfig(tls=only_trust, token="other")
+        assert await code_of(toy.server.address, wrong_token) == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_plain_text_and_foreign_authorities_are_not_let_through(serve: Any, authority: Any) -> None:
+    async with serve(ServiceConfig(tls=authority("ours").tls("server"), token="t")) as toy:
+        assert await code_of(toy.server.address, ServiceConfig(token="t")) != grpc.StatusCode.OK
+        foreign = ServiceConfig(tls=TlsConfig(ca_file=authority("theirs").tls("x").ca_file), token="t")
+        assert await code_of(toy.server.address, foreign) != grpc.StatusCode.OK
+
+
+async def test_mutual_tls_asks_clients_for_a_certificate(serve: Any, authority: Any) -> None:
+    ours, theirs = authority("ours"), authority("theirs")
+    server = ours.tls("server", client_auth=True)
+    async with serve(ServiceConfig(tls=server, token="t"), ServiceConfig(tls=ours.tls("peer"), token="t")) as toy:
+        assert (await toy.stub.ListInstances(REQUEST, timeout=5)).instances
+        without = ServiceConfig(tls=TlsConfig(ca_file=server.ca_file), token="t")
+        assert await code_of(toy.server.address, without) == grpc.StatusCode.UNAVAILABLE
+        foreign = theirs.tls("peer").model_copy(update={"ca_file": server.ca_file})
+        assert await code_of(toy.server.address, ServiceConfig(tls=foreign, token="t")) != grpc.StatusCode.OK
+
+
+async def test_a_server_is_known_by_a_name_other_than_its_address(serve: Any, authority: Any) -> None:
+    tls = authority("ours").tls("instances.paceline", server_name="instances.paceline")
+    async with serve(ServiceConfig(tls=tls, token="t")) as toy:
+        assert (await toy.stub.ListInstances(REQUEST, timeout=5)).instances
+        wrong = tls.model_copy(update={"server_name": "gateway.paceline"})
+        assert await code_of(toy.server.address, ServiceConfig(tls=wrong, token="t")) != grpc.StatusCode.OK
+
+
+async def test_with_tls_and_token_the_server_listens_beyond_loopback(serve: Any, authority: Any) -> None:
+    config = ServiceConfig(
+        host="0.0.0.0", tls=authority("ours").tls("server"), token="t", advertise_host="127.0.0.1"
+    )
+    async with serve(config) as toy:
+        assert (await toy.stub.ListInstances(REQUEST, timeout=5)).instances
+
+
+def metrics_of(config: ServiceConfig, **headers: str) -> str:
+    registry = CollectorRegistry()
+    Counter("paceline_toys", "Toys.", registry=registry).inc()
+    port = start_metrics_server(config, registry)
+    scheme = "http" if config.tls is None else "https"
+    request = urllib.request.Request(f"{scheme}://127.0.0.1:{port}/metrics", headers=headers)
+    context = None if config.tls is None else ssl.create_default_context(cafile=str(config.tls.ca_file))
+    with urllib.request.urlopen(request, timeout=5, context=context) as answer:
+        return str(answer.read().decode())
+
+
+def test_metrics_are_served_in_plain_text_on_loopback() -> None:
+    assert "paceline_toys_total 1.0" in metrics_of(ServiceConfig())
+
+
+def test_metrics_over_tls_ask_for_the_token(authority: Any) -> None:
+    config = ServiceConfig(tls=authority("ours").tls("server"), token="t")
+    assert "paceline_toys_total 1.0" in metrics_of(config, Authorization="Bearer t")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        metrics_of(config)
+
+
+def test_metrics_under_mutual_tls_ask_for_a_certificate(authority: Any) -> None:
+    config = ServiceConfig(tls=authority("ours").tls("server", client_auth=True), token="t")
+    with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)):
+        metrics_of(config, Authorization="Bearer t")

@@ -1,0 +1,242 @@
+"""The sync client against a real gRPC server."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2
+
+import paceline
+from paceline import Batch, Client, Group, RetryPolicy, Reward, SampleKey, SampleRequest, SamplingParams
+from tests.integration.sdk.gateway_double import GatewayDouble
+
+QUICK = RetryPolicy(attempts=40, initial=0.01, maximum=0.2)
+
+
+def batch(samples: int = 3, step: int = 0) -> Batch:
+    groups = [Group("a", [1, 2], samples), Group("b", np.array([1, 2, 3]), samples)]
+    return Batch("run", f"batch-{step}", step, 4, groups, SamplingParams(temperature=1.0), run_seed=2**64 - 1)
+
+
+@pytest.fixture
+def client(gateway: GatewayDouble) -> Iterator[Client]:
+    with Client(gateway.address, token="secret", timeout=10, retry=QUICK) as client:
+        yield client
+
+
+def test_the_same_batch_twice_is_one_batch(client: Client) -> None:
+    assert client.submit(batch()) == paceline.Submitted("batch-0", 6, False)
+    assert client.submit(batch()).already_submitted
+    with pytest.raises(paceline.AlreadyExistsError):
+        client.submit(batch(samples=4))
+
+
+def test_samples_come_as_arrays_with_their_place_in_the_stream(client: Client) -> None:
+    client.submit(batch())
+    events = list(client.stream("run", "batch-0"))
+    assert [event.cursor for event in events] == [1, 2, 3, 4, 5, 6]
+    assert (events[-1].finished, events[-1].total) == (6, 6)
+    sample = events[4].sample
+    assert sample.key == SampleKey("b", 1)
+    assert sample.token_ids.dtype == np.int64
+    assert sample.token_ids.tolist() == [3, 1, 7]
+    assert sample.logprobs.dtype == np.float32
+    assert sample.seed == 2**63 + 1
+    assert sample.version_spans == (paceline.VersionSpan(0, 3, 4),)
+    assert sample.status is paceline.SampleStatus.COMPLETED
+
+
+def test_a_stream_goes_on_from_its_cursor(client: Client) -> None:
+    client.submit(batch())
+    assert [event.cursor for event in client.stream("run", "batch-0", cursor=4)] == [5, 6]
+
+
+def test_a_gateway_restart_is_invisible_to_a_stream(gateway: GatewayDouble, client: Client) -> None:
+    client.submit(batch())
+    gateway.state.stall_after = 3
+    events = client.stream("run", "batch-0")
+    seen = [next(events).cursor, next(events).cursor]
+
+    def restart() -> None:
+        gateway.stop()
+        gateway.state.stall_after = None
+        gateway.start()
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    seen += [event.cursor for event in events]
+    restarting.join()
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert gateway.names().count("StreamRollouts") == 2
+
+
+def test_a_stream_that_was_ended_early_goes_on(gateway: GatewayDouble, client: Client) -> None:
+    client.submit(batch())
+    gateway.state.cut_after = 4
+    assert [event.cursor for event in client.stream("run", "batch-0")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_unavailable_is_tried_again_no_sooner_than_the_service_asks(
+    gateway: GatewayDouble, client: Client
+) -> None:
+    info = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=300_000_000))
+    gateway.state.failures["ListInstances"] = [(grpc.StatusCode.UNAVAILABLE, "no store", [info])]
+    began = time.monotonic()
+    (instance,) = client.instances()
+    assert time.monotonic() - began >= 0.3
+    assert instance.state is paceline.InstanceState.SERVING
+    assert instance.load.running == 3
+
+
+def test_an_unreachable_service_is_given_up_by_the_policy(gateway: GatewayDouble) -> None:
+    gateway.stop()
+    retry = RetryPolicy(attempts=3, initial=0.01)
+    with Client(gateway.address, retry=retry) as client, pytest.raises(paceline.UnavailableError):
+        client.versions()
+
+
+def test_close_ends_a_wait_for_the_next_attempt(gateway: GatewayDouble) -> None:
+    gateway.stop()
+    client = Client(gateway.address, retry=RetryPolicy(attempts=100, initial=60, maximum=60))
+    raised: list[paceline.PacelineError] = []
+
+    def ask() -> None:
+        try:
+            client.versions()
+        except paceline.PacelineError as error:
+            raised.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    closing = threading.Timer(0.3, client.close)
+    closing.start()
+    asking.join(10)
+    assert isinstance(raised[0], paceline.UnavailableError)
+
+
+def test_errors_carry_what_was_wrong(gateway: GatewayDouble, client: Client) -> None:
+    field = error_details_pb2.BadRequest.FieldViolation(
+        field="groups[0].samples", description="is 0, allowed is >= 1"
+    )
+    bad = error_details_pb2.BadRequest(field_violations=[field])
+    gateway.state.failures["SubmitRollouts"] = [(grpc.StatusCode.INVALID_ARGUMENT, "bad batch", [bad])]
+    with pytest.raises(paceline.InvalidArgumentError) as caught:
+        client.submit(batch())
+    assert caught.value.violations == (paceline.Violation("groups[0].samples", "is 0, allowed is >= 1"),)
+    assert caught.value.request_id == "req-1"
+    assert gateway.names().count("SubmitRollouts") == 1, "only UNAVAILABLE is tried again"
+
+
+def test_the_token_goes_with_every_call(gateway: GatewayDouble, client: Client) -> None:
+    client.submit(batch())
+    list(client.stream("run", "batch-0"))
+    assert {metadata["authorization"] for _, metadata in gateway.state.calls} == {"Bearer secret"}
+
+
+def test_a_call_that_takes_too_long_is_ended(gateway: GatewayDouble) -> None:
+    gateway.state.hanging.add("GetVersions")
+    with Client(gateway.address, timeout=0.2) as client, pytest.raises(paceline.DeadlineExceededError):
+        client.versions()
+
+
+def test_generate_gives_deltas_then_the_sample(client: Client) -> None:
+    *deltas, sample = client.generate(SampleRequest("run", "a", [1]))
+    assert [delta.token_ids.tolist() for delta in deltas] == [[5], [6]]
+    assert isinstance(sample, paceline.Sample)
+    assert sample.token_ids.tolist() == [5, 6]
+
+
+def test_generate_is_not_begun_again_after_tokens_came(gateway: GatewayDouble, client: Client) -> None:
+    gateway.state.failures["Generate.middle"] = [(grpc.StatusCode.UNAVAILABLE, "instance lost", [])]
+    tokens = client.generate(SampleRequest("run", "a", [1]))
+    assert [next(tokens).token_ids.tolist(), next(tokens).token_ids.tolist()] == [[5], [6]]
+    with pytest.raises(paceline.UnavailableError):
+        next(tokens)
+    assert gateway.names().count("Generate") == 1
+
+
+def test_the_small_calls(client: Client) -> None:
+    assert client.cancel("run", "batch-0") == 99
+    assert client.cancel("run", "batch-0", [SampleKey("a", 1)], keep_partial=True) == 1
+    assert client.report_rewards("run", "batch-0", [Reward("a", 0, 1.0), Reward("a", 1, 0.0)]) == 2
+    assert client.hint(paceline.BatchHint("run", 1, 5, [Group("a", [1], 4)])) == 4
+    assert client.pause() == ("i0",)
+    assert client.drain("i0") == 5
+    assert client.policy("run") == paceline.Policy(3, {"window": 16})
+    assert next(iter(client.watch_fleet()))[0].epoch == 2
+
+
+def test_a_capability_that_is_missing_is_unimplemented(client: Client) -> None:
+    with pytest.raises(paceline.UnimplementedError):
+        client.set_policy("run", paceline.Policy(3, {}))
+
+
+def test_a_restarted_trainer_gets_the_same_batch(client: Client) -> None:
+    groups = [Group("a", [1, 2], 2)]
+    first = client.run("run", seed=7).rollout(3, groups)
+    again = client.run("run", seed=7).rollout(3, groups)
+    assert first.batch == again.batch
+    assert first.batch.policy_version == 4
+    assert again.submitted.already_submitted
+    assert [sample.slot for sample in again] == [0, 1]
+
+
+def test_every_batch_of_a_step_has_its_own_id(client: Client) -> None:
+    run = client.run("run")
+    ids = [run.rollout(step, [Group("a", [1], 1)]).batch.batch_id for step in (0, 0, 1)]
+    assert ids == ["step-000000.0", "step-000000.1", "step-000001.0"]
+
+
+def test_a_rollout_left_in_the_middle_goes_on(client: Client) -> None:
+    rollout = client.run("run").rollout(0, [Group("a", [1], 3)])
+    assert len(rollout) == 3
+    first = next(iter(rollout))
+    assert [first.slot, *(sample.slot for sample in rollout)] == [0, 1, 2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> paceline.WeightFolder:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return paceline.WeightFolder(tmp_path / "weights", model)
+
+
+def test_weights_go_through_the_four_phases(
+    gateway: GatewayDouble, client: Client, folder: paceline.WeightFolder
+) -> None:
+    run = client.run("run", weights=folder)
+    assert run.push_weights({"w": np.ones(3, np.float32)}).version == 5
+    assert gateway.names() == ["GetVersions", "StartUpdate", "UpdateWeights", "FinishUpdate"]
+    assert gateway.state.disk is not None
+    assert gateway.state.disk.path == str(folder.root / "v00000005")
+    assert gateway.state.disk.checksum.startswith("sha256:")
+
+
+def test_an_update_that_fails_is_aborted(
+    gateway: GatewayDouble, client: Client, folder: paceline.WeightFolder
+) -> None:
+    gateway.state.failures["UpdateWeights"] = [(grpc.StatusCode.DATA_LOSS, "checksum differs", [])]
+    with pytest.raises(paceline.DataLossError):
+        client.run("run", weights=folder).push_weights({"w": np.ones(3, np.float32)})
+    assert gateway.names()[-1] == "AbortUpdate"
+    assert client.versions().policy_version == 4
+
+
+def test_an_update_whose_answer_was_lost_counts_as_published(
+    gateway: GatewayDouble, client: Client, folder: paceline.WeightFolder
+) -> None:
+    gateway.state.failures["FinishUpdate.answer"] = [(grpc.StatusCode.INTERNAL, "cut", [])]
+    assert client.run("run", weights=folder).push_weights({"w": np.ones(3, np.float32)}).version == 5
+    assert "AbortUpdate" not in gateway.names()
+
+
+def test_tensors_need_a_folder_to_be_written_to(gateway: GatewayDouble, client: Client) -> None:
+    with pytest.raises(ValueError, match="WeightFolder"):
+        client.run("run").push_weights({"w": np.ones(3, np.float32)})
+    assert "StartUpdate" not in gateway.names()

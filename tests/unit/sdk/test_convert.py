@@ -1,0 +1,56 @@
+"""Translation keeps everything."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import convert
+from paceline import types as t
+from paceline.v1 import sample_pb2
+
+
+def test_unset_sampling_fields_stay_unset() -> None:
+    message = convert.sampling_to_proto(t.SamplingParams(top_k=0, temperature=0.0))
+    assert message.HasField("top_k")
+    assert message.HasField("temperature")
+    assert not message.HasField("top_p")
+    assert not message.HasField("max_tokens")
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**32 - 1)), st.integers(1, 2**31))
+def test_a_batch_keeps_its_numbers(seed: int, prompt: list[int], samples: int) -> None:
+    group = t.Group("p", prompt, samples, t.SamplingParams(min_p=0.5), expected_tokens=3)
+    message = convert.batch_to_proto(t.Batch("r", "b", 1, 2, [group], run_seed=seed, deadline=1.5))
+    assert message.run_seed == seed
+    assert list(message.groups[0].prompt_token_ids) == prompt
+    assert message.groups[0].samples == samples
+    assert message.groups[0].sampling.min_p == 0.5
+    assert message.deadline.ToMilliseconds() == 1500
+
+
+def test_no_deadline_is_none() -> None:
+    assert not convert.batch_to_proto(t.Batch("r", "b", 1, 2, [])).HasField("deadline")
+
+
+@pytest.mark.parametrize("level", [level for level in t.ExactnessLevel])
+def test_exactness_there_and_back(level: t.ExactnessLevel) -> None:
+    wanted = t.Exactness(level, 1.5 if level is t.ExactnessLevel.LENIENT else None)
+    assert convert.exactness(convert.exactness_to_proto(wanted)) == wanted
+
+
+def test_an_enum_value_from_the_future_is_unspecified() -> None:
+    message = sample_pb2.Sample(token_ids=[1], logprobs=[0.0])
+    message.status = 99  # type: ignore[assignment]
+    assert convert.sample(message).status is t.SampleStatus.UNSPECIFIED
+
+
+def test_instance_spans_are_in_seconds() -> None:
+    message = sample_pb2.Provenance(accepted=6, verify_steps=3)
+    span = message.instance_spans.add(instance_id="i0", begin_token=0, end_token=5)
+    span.begin.FromMilliseconds(1_700_000_000_250)
+    span.end.FromMilliseconds(1_700_000_001_500)
+    provenance = convert.provenance(message)
+    assert provenance.instance_spans[0].begin == pytest.approx(1_700_000_000.25)
+    assert provenance.instance_spans[0].end == pytest.approx(1_700_000_001.5)
+    assert provenance.block_efficiency == 3.0
+    assert t.Provenance().block_efficiency == 1.0
