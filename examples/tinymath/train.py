@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -59,7 +60,7 @@ def train(
         version = rollout.batch.policy_version
         if step + 1 < len(schedule):
             hint(run, step + 1, groups(schedule[step + 1], options), sampling, version + 1)
-        samples = collect(rollout, lambda done, total, step=step: watch(step, done, total))
+        samples = collect(rollout, partial(watch, step))
         rolled_out = time.monotonic()
         rewards = reward(problems, samples)
         report_rewards(run, rollout.batch.batch_id, samples, rewards)
@@ -123,11 +124,10 @@ def lessons(
 ) -> list[Sample]:
     """What the learner needs, in an order that does not depend on who finished first."""
     prompts = {problem.id: tokenizer.prompt_ids(problem.question) for problem in problems}
-    made = [
+    return [
         Sample(s.prompt_id, prompts[s.prompt_id], s.token_ids.tolist(), s.logprobs.tolist(), value)
         for s, value in sorted(zip(samples, rewards, strict=True), key=lambda p: (p[0].prompt_id, p[0].slot))
     ]
-    return made
 
 
 def new_learner(model: Path, lr: float) -> Learner:

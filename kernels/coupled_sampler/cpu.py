@@ -11,6 +11,7 @@ NUMBA_CACHE_DIR does in a read-only container. The kernels release the GIL and s
 # mypy: disable-error-code="no-untyped-def"
 # Compiled functions carry numba types, which annotations cannot say.
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from numba import float32, int64, types, uint64, void
 from numpy.typing import NDArray
 
 from kernels.coupled_sampler.cpu_row import make_scratch, sample_row
-from kernels.coupled_sampler.jit import kernel
+from kernels.coupled_sampler.jit import entry, source_fingerprint
 from kernels.coupled_sampler.noise import Domain
 from kernels.coupled_sampler.verify import UNSAMPLED, check_ragged
 
@@ -99,36 +100,34 @@ def warm_up() -> None:
         _verify_rows.compile(_VERIFY_SIGNATURE)
 
 
-@kernel
-def _verify_rows(logits, seeds, positions, temperature, draft_ids, cu_rows, domain, tokens, counts):
-    width = np.uint64(logits.shape[1])
-    flat = logits.reshape(-1)
-    maxima, keys, pairs, words, scores = make_scratch(logits.shape[1])
-    for n in range(len(counts)):
-        first, end = cu_rows[n], cu_rows[n + 1]
-        row = first
-        while True:
-            token = sample_row(
-                flat,
-                np.uint64(row) * width,
-                width,
-                seeds[n],
-                positions[n] + (row - first),
-                temperature[n],
-                domain,
-                maxima,
-                keys,
-                pairs,
-                words,
-                scores,
-            )
-            tokens[row] = token
-            row += 1
-            # The drafts of request n start n entries before its rows: each earlier request has one fewer.
-            if row == end or token < 0 or token != draft_ids[row - 1 - n]:
-                break
-        counts[n] = row - first
-        tokens[row:end] = _UNSAMPLED
+def _build_entry(fingerprint: str) -> Any:
+    @entry
+    def verify_rows(logits, seeds, positions, temperature, draft_ids, cu_rows, domain, tokens, counts):
+        fingerprint  # noqa: B018  captured for the key of the cache, see jit.py
+        width = np.uint64(logits.shape[1])
+        flat = logits.reshape(-1)
+        maxima, keys, pairs, words, scores = make_scratch(logits.shape[1])
+        for n in range(len(counts)):
+            first, end = cu_rows[n], cu_rows[n + 1]
+            row = first
+            while True:
+                start, position = np.uint64(row) * width, positions[n] + (row - first)
+                token = sample_row(
+                    flat, start, width, seeds[n], position, temperature[n], domain,
+                    maxima, keys, pairs, words, scores,
+                )  # fmt: skip
+                tokens[row] = token
+                row += 1
+                # The drafts of request n start n entries before its rows: each earlier request has one fewer.
+                if row == end or token < 0 or token != draft_ids[row - 1 - n]:
+                    break
+            counts[n] = row - first
+            tokens[row:end] = _UNSAMPLED
+
+    return verify_rows
+
+
+_verify_rows = _build_entry(source_fingerprint(Path(__file__).parent))
 
 
 def _check_logits(logits: Any) -> NDArray[np.float32]:

@@ -1,12 +1,18 @@
-"""How CPU kernels are compiled: strict IEEE arithmetic, without the GIL, cached on disk.
+"""How CPU kernels are compiled: strict IEEE arithmetic, without the GIL, the entry cached on disk.
 
 The cache lies beside the source, or where NUMBA_CACHE_DIR says. In a container with a read-only root file
 system set NUMBA_CACHE_DIR to a writable volume (or to one filled at image build): numba refuses to
 define a cached function when it finds nowhere to write, and then we compile anew in every process.
+
+Numba renews a cached function when its own file changes, but not when the functions and constants that went
+into it do. So only entries are cached, and each captures a fingerprint of all sources, which numba makes
+part of the key.
 """
 
+import hashlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -15,9 +21,23 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "nu
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """A compiled kernel: single-threaded (the engine owns one core), division by zero as IEEE has it."""
+    """A compiled part of an entry: single-threaded, division by zero as IEEE has it."""
+    return numba.njit(**_OPTIONS)(function)
+
+
+def entry(function: Callable[..., Any]) -> Any:
+    """A compiled function called from Python; its closure must hold `source_fingerprint`."""
     try:
         return numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError as error:
         logging.getLogger(__name__).warning("compiling without a cache (set NUMBA_CACHE_DIR): %s", error)
-        return numba.njit(**_OPTIONS)(function)
+        return kernel(function)
+
+
+def source_fingerprint(folder: Path) -> str:
+    """A digest of the Python sources in `folder`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.glob("*.py")):
+        source = path.read_bytes()
+        digest.update(f"{path.name} {len(source)}\n".encode() + source)
+    return digest.hexdigest()

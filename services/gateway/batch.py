@@ -11,6 +11,8 @@ that goes on elsewhere does so from the tokens that it has, less the last one: t
 which nobody else can know for the model's own end-of-sequence token.
 """
 
+from __future__ import annotations
+
 import enum
 from array import array
 from collections.abc import Iterable, Sequence

@@ -69,15 +69,17 @@ class Engine:
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
         self._drafted: dict[str, int] = {}
+        self._coupled = options.coupled
         self._eos = _end_tokens(config.model_config)
         self.limits = ModelLimits(
             vocab_size=config.model_config.get_vocab_size(), max_model_len=config.model_config.max_model_len
         )
         self.device = current_platform.device_name
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
-        from kernels.coupled_sampler.cpu import warm_up
+        if options.coupled:
+            from kernels.coupled_sampler.cpu import warm_up
 
-        warm_up()
+            warm_up()
 
     # -- samples ------------------------------------------------------------------------------------------
 
@@ -198,6 +200,8 @@ class Engine:
 
     def _adopt(self, sample: Request, request: SampleRequest, params: SamplingParams) -> None:
         """Resume a sample from tokens: vLLM sees a preempted request, so the tokens stay output tokens."""
+        if not self._coupled:
+            raise ValueError("a sample with a prefix needs the coupled runner")
         sample.append_output_token_ids(list(request.prefix))
         sample.status = RequestStatus.PREEMPTED
         groups = len(self._scheduler.kv_cache_config.kv_cache_groups)
@@ -207,15 +211,6 @@ class Engine:
     def _sampling_params(self, request: SampleRequest) -> SamplingParams:
         sampling = request.sampling
         stops = self._stop_tokens(sampling)
-        noise = SampleNoise(
-            seed=request.seed,
-            min_p=sampling.min_p,
-            min_tokens=sampling.min_tokens,
-            forbidden=stops if sampling.min_tokens else (),
-            processed_logprobs=sampling.processed_logprobs,
-        )
-        # min_p and min_tokens are left to our sampler, which applies them by row; vLLM's processors keep one
-        # value a request and would be wrong for the rows of a draft.
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -229,8 +224,26 @@ class Engine:
             logprobs=0,
             detokenize=False,
             skip_clone=True,
-            extra_args={NOISE_KEY: asdict(noise)},
+            **self._by_row(request, stops),
         )
+
+    def _by_row(self, request: SampleRequest, stops: tuple[int, ...]) -> dict[str, Any]:
+        """The parameters that our sampler applies itself, row by row.
+
+        vLLM's processors for min_p and min_tokens keep one value a request, wrong for the rows of a draft.
+        """
+        sampling = request.sampling
+        if not self._coupled:
+            return {"min_p": sampling.min_p, "min_tokens": sampling.min_tokens}
+        noise = SampleNoise(
+            seed=request.seed,
+            min_p=sampling.min_p,
+            min_tokens=sampling.min_tokens,
+            forbidden=stops if sampling.min_tokens else (),
+            processed_logprobs=sampling.processed_logprobs,
+            verifier=request.verifier,
+        )
+        return {"extra_args": {NOISE_KEY: asdict(noise)}}
 
     def _max_tokens(self, request: SampleRequest) -> int:
         room = self.limits.max_model_len - len(request.prompt)

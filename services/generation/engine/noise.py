@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.generation.engine.types import Verifier
+
 # The key under which a sample's `SampleNoise` fields travel in SamplingParams.extra_args.
 NOISE_KEY = "paceline_noise"
 
@@ -21,3 +23,4 @@ class SampleNoise:
     min_tokens: int = 0
     forbidden: tuple[int, ...] = ()
     processed_logprobs: bool = False
+    verifier: Verifier = Verifier.COUPLED

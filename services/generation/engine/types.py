@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 from services.platform.sampling import Sampling
 
@@ -17,9 +17,23 @@ class Finish(Enum):
     ERROR = "error"
 
 
+class Verifier(StrEnum):
+    """How the drafts of a sample are verified. Both give samples of the policy.
+
+    COUPLED: accepted iff equal to the token that the sample's noise picks, so drafts do not change the tokens.
+    REJECTION: standard speculative sampling, whose tokens depend on the drafts.
+    """
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What an engine is built from. Memory in bytes, lengths in tokens; None leaves the choice to vLLM."""
+    """What an engine is built from. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
+
+    `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
+    """
 
     model: str
     dtype: str = "auto"
@@ -50,6 +64,7 @@ class SampleRequest:
     seed: int
     given: tuple[int, ...] = ()
     prompt_id: str = ""
+    verifier: Verifier = Verifier.COUPLED
 
 
 @dataclass(slots=True)

@@ -1,0 +1,221 @@
+"""The whole of Paceline on this machine: instances, gateway, and a trainer that learns arithmetic.
+
+    python -m examples.tinymath.demo            # ten steps on two instances
+    python -m examples.tinymath.demo --steps 3 --prompts 8 --out runs/small
+
+Writes `summary.json`, `steps.json`, `report.html` and logs to a folder under runs/; runs/latest is the
+last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
+from examples.tinymath.report import write_report
+from examples.tinymath.train import MODEL, Options, add_options, new_learner, read_options, train
+from paceline import Client, WeightFolder
+from services.local import Platform, PlatformConfig, PlatformError
+
+_COLUMNS = (
+    "step",
+    "reward",
+    "tokens",
+    "p50/p95/max",
+    "rollout s",
+    "tokens/s",
+    "bubbles s",
+    "update s",
+    "send s",
+)
+_SPECULATION_COLUMNS = ("accepted/drafted", "block eff.")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the demo starts, beside the training options."""
+
+    model: Path
+    instances: int
+    dtype: str
+    out: Path
+    instance_options: tuple[str, ...]
+
+
+class Screen:
+    """The progress of the step, above it a line for each finished one."""
+
+    def __init__(self, console: Console, options: Options) -> None:
+        self._options = options
+        self._records: list[StepRecord] = []
+        self._progress = Progress(
+            TextColumn("{task.description:24}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn()
+        )
+        self._task = self._progress.add_task("submitting", total=options.prompts * options.samples)
+        self.live = Live(self._progress, console=console, refresh_per_second=4)
+
+    def watch(self, step: int, finished: int, total: int) -> None:
+        """A sample came."""
+        doing = "rollout" if finished < total else "reward, learn, send"
+        text = f"step {step}: {doing}"
+        self._progress.update(self._task, description=text, completed=finished, total=total)
+
+    def add(self, record: StepRecord) -> None:
+        """A step is finished."""
+        self._records.append(record)
+        last = len(self._records) == self._options.steps
+        table = steps_table(self._records)
+        self._progress.reset(self._task, description=f"step {record.step + 1}: submitting")
+        self.live.update(table if last else _below(table, self._progress))
+
+
+def _below(table: Table, progress: Progress) -> Table:
+    grid = Table.grid()
+    grid.add_row(table)
+    grid.add_row(progress)
+    return grid
+
+
+def steps_table(records: Sequence[StepRecord]) -> Table:
+    """A line for each step; figures of speculation when there was any."""
+    speculation = any(record.drafted for record in records)
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in _COLUMNS + (_SPECULATION_COLUMNS if speculation else ()):
+        table.add_column(name, justify="right")
+    for record in records:
+        cells = [
+            str(record.step),
+            f"{record.reward:.3f}",
+            str(record.tokens),
+            "/".join(map(str, percentiles(record.lengths))),
+            f"{record.timing.rollout:.2f}",
+            f"{record.tokens_per_second:.0f}",
+            " ".join(f"{seconds:.2f}" for seconds in record.bubbles.values()),
+            f"{record.timing.update:.2f}",
+            f"{record.timing.push:.2f}",
+        ]
+        if speculation:
+            cells += [f"{record.accepted}/{record.drafted}", f"{record.block_efficiency:.2f}"]
+        table.add_row(*cells)
+    return table
+
+
+def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]:
+    """Runs everything and returns the summary."""
+    began, started = time.monotonic(), datetime.now().astimezone()
+    setup.out.mkdir(parents=True, exist_ok=True)
+    console.print(f"Starting {setup.instances} instances of {setup.model} and a gateway ...")
+    config = PlatformConfig(
+        model=setup.model.absolute(),
+        instances=setup.instances,
+        folder=setup.out,
+        instance_options=(f"--dtype={setup.dtype}", *setup.instance_options),
+    )
+    with Platform(config) as platform, platform.client() as client:
+        ready = time.monotonic()
+        console.print(f"Gateway on {platform.gateway_address}; ready after {ready - began:.0f} s.")
+        device = client.instances()[0].device
+        records = _train(client, setup, options, console)
+    summary = {
+        "name": f"tinymath, GRPO, {options.steps} steps",
+        "started": started.strftime("%Y-%m-%d %H:%M"),
+        "model": _shown(setup.model),
+        "instances": setup.instances,
+        "device": device,
+        "start_seconds": ready - began,
+        "wall_seconds": time.monotonic() - began,
+        "report": str(setup.out / "report.html"),
+        **summarize(records, {**asdict(options), "dtype": setup.dtype}),
+    }
+    save_steps(setup.out / "steps.json", records)
+    (setup.out / "summary.json").write_text(json.dumps(summary, indent=2))
+    write_report(setup.out / "report.html", records, summary)
+    return summary
+
+
+def _train(client: Client, setup: Setup, options: Options, console: Console) -> list[StepRecord]:
+    learner = new_learner(setup.model, options.lr)
+    weights = WeightFolder(setup.out / "weights", setup.model)
+    screen = Screen(console, options)
+    records = []
+    with client.run(f"tinymath-{time.time_ns():x}", seed=options.seed, weights=weights) as run, screen.live:
+        for record in train(run, learner, options, screen.watch):
+            records.append(record)
+            screen.add(record)
+    return records
+
+
+def _shown(path: Path) -> str:
+    """Relative to here where that is shorter."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _link_latest(out: Path) -> None:
+    """Points runs/latest, beside the run's folder, at it."""
+    link = out.parent / "latest"
+    if out.name == "latest" or (link.exists() and not link.is_symlink()):
+        return
+    link.unlink(missing_ok=True)
+    link.symlink_to(out.name)
+
+
+def _print_summary(summary: dict[str, Any], console: Console) -> None:
+    console.print(
+        f"\nReward {summary['reward_first']:.3f} in the first step, {summary['reward_last']:.3f} in the last; "
+        f"{summary['samples']} samples, {summary['tokens']} tokens, "
+        f"{summary['tokens_per_second']:.0f} tokens/s; {summary['wall_seconds']:.0f} s in all."
+    )
+    console.print(f"Report: {summary['report']}")
+
+
+def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="paceline demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--model", type=Path, default=MODEL, help="model folder in Hugging Face layout")
+    parser.add_argument("--dtype", default="float32", help="of the instances: float32, bfloat16 or auto")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
+    parser.add_argument(
+        "--instance-option",
+        action="append",
+        default=[],
+        help="more flags for instances, e.g. --max-num-seqs=64",
+    )
+    add_options(parser)
+    given = parser.parse_args(arguments)
+    setup = Setup(given.model, given.instances, given.dtype, given.out, tuple(given.instance_option))
+    return setup, read_options(given)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demo; returns the exit status."""
+    setup, options = read_arguments(arguments)
+    console = Console()
+    try:
+        summary = run_demo(setup, options, console)
+    except PlatformError as error:
+        console.print(f"The platform failed: {error}", markup=False)
+        return 1
+    _link_latest(setup.out)
+    _print_summary(summary, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

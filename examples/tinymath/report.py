@@ -1,0 +1,102 @@
+"""Writes the report of a run: one HTML file with everything in it.
+
+    python -m examples.tinymath.report runs/latest
+
+makes it again from the run's `steps.json` and `summary.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from examples.tinymath import pictures
+from examples.tinymath.records import StepRecord, bubble_seconds, load_steps, percentiles
+
+
+def write_report(path: Path, records: Sequence[StepRecord], summary: Mapping[str, Any]) -> None:
+    """Renders the report of finished steps."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    page = environment.get_template("report.html.j2").render(
+        summary=summary,
+        tiles=tiles(records, summary),
+        rows=[row(record) for record in records],
+        speculation=any(record.drafted for record in records),
+        pictures={
+            "reward": pictures.reward_curve(records),
+            "lengths": pictures.length_histogram(records),
+            "shares": pictures.time_shares(records),
+            "throughput": pictures.throughput(records),
+            "timelines": pictures.timelines(records),
+        },
+    )
+    path.write_text(page)
+
+
+def tiles(records: Sequence[StepRecord], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The figures at the top: name, value, remark."""
+    first, last = summary["reward_first"], summary["reward_last"]
+    whole = sum(r.timing.rollout + r.timing.update + r.timing.push for r in records)
+    rollout = sum(record.timing.rollout for record in records)
+    found = [
+        ("Mean reward", f"{first:.2f} → {last:.2f}", f"first and last of {len(records)} steps"),
+        ("Samples", f"{summary['samples']:,}", f"{summary['tokens']:,} tokens"),
+        ("Throughput", f"{summary['tokens_per_second']:,.0f}", "tokens per second of rollout"),
+        ("Rollout share", f"{rollout / whole:.0%}", f"of {whole:.0f} s in steps"),
+        ("Bubbles", f"{bubble_share(records):.0%}", "of the instances' rollout time is idle"),
+    ]
+    if summary["drafted"]:
+        rate = summary["accepted"] / summary["drafted"]
+        found.append(
+            ("Block efficiency", f"{summary['block_efficiency']:.2f}", f"{rate:.0%} of drafts accepted")
+        )
+    return found
+
+
+def bubble_share(records: Sequence[StepRecord]) -> float:
+    """Idle instance seconds over all instance seconds of the rollouts, 0 to 1."""
+    idle = busy = 0.0
+    for record in records:
+        bubbles = bubble_seconds(record.spans)
+        idle += sum(bubbles.values())
+        busy += len(bubbles) * max((span.end for span in record.spans), default=0.0)
+    return idle / busy if busy else 0.0
+
+
+def row(record: StepRecord) -> dict[str, str]:
+    """One line of the table."""
+    median, high, longest = percentiles(record.lengths)
+    return {
+        "step": str(record.step),
+        "version": str(record.policy_version),
+        "reward": f"{record.reward:.3f}",
+        "tokens": f"{record.tokens:,}",
+        "lengths": f"{median} / {high} / {longest}",
+        "rollout": f"{record.timing.rollout:.2f}",
+        "rate": f"{record.tokens_per_second:,.0f}",
+        "bubbles": " / ".join(f"{seconds:.2f}" for seconds in record.bubbles.values()),
+        "learn": f"{record.timing.update:.2f}",
+        "push": f"{record.timing.push:.2f}",
+        "accepted": f"{record.accepted:,} / {record.drafted:,}",
+        "efficiency": f"{record.block_efficiency:.2f}",
+    }
+
+
+def main() -> None:
+    """Makes a report again."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/latest"))
+    folder = parser.parse_args().folder
+    summary = json.loads((folder / "summary.json").read_text())
+    write_report(folder / "report.html", load_steps(folder / "steps.json"), summary)
+    print(folder / "report.html")
+
+
+if __name__ == "__main__":
+    main()

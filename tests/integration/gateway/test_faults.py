@@ -1,0 +1,428 @@
+"""Instances, gateways and Redis die in mid-step: every sample comes back exactly once, and the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paceline.v1 import rollout_pb2, sample_pb2
+from services.gateway.config import GatewayConfig
+from services.platform.embedded_redis import EmbeddedRedis
+from services.platform.store import connect
+from tests.integration.gateway.conftest import (
+    CALL,
+    Cluster,
+    Trainer,
+    check_samples,
+    details,
+    make_batch,
+    until,
+)
+from tests.support.fake_instance import FakeInstance
+
+
+async def _all_held(fakes: list[FakeInstance], count: int, length: int) -> None:
+    """Waits until `count` samples run on the instances and all have `length` tokens."""
+    await until(
+        lambda: [s.length for fake in fakes for s in fake.running()] == [length] * count,
+        f"{count} samples have {length} tokens",
+    )
+
+
+async def test_the_samples_of_a_killed_instance_go_on_elsewhere(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fakes = [await cluster.instance(name) for name in ("i0", "i1")]
+    for fake in fakes:
+        fake.hold_at = 12
+    await cluster.serving(gateway, 2)
+    request = make_batch(groups=4, samples=4, ignore_eos=True)
+    await gateway.trainer.submit(request)
+    await _all_held(fakes, 16, 12)
+    on_first = len(fakes[0].running())
+    assert 0 < on_first < 16
+    before = len(fakes[1].accepted)
+    await fakes[0].kill()
+    await until(lambda: len(fakes[1].running()) == 16, "the survivor has them all", seconds=5)
+    moved = fakes[1].accepted[before:]
+    assert len(moved) == on_first
+    # All that was reported but the last token, which is sampled again.
+    assert {len(item.prefix_token_ids) for item in moved} <= {7, 11}
+    fakes[1].hold_at = None
+    events = await gateway.trainer.collect(request)
+    check_samples(request, events)
+    assert sum(event.sample.provenance.resubmissions for event in events) == on_first
+    moved_spans = [[s.instance_id for s in e.sample.provenance.instance_spans] for e in events]
+    assert moved_spans.count(["i0", "i1"]) == on_first
+    assert gateway.metric("resubmissions_total", cause="lost") == on_first
+
+
+async def test_a_frozen_instance_is_noticed_within_five_seconds_and_ignored_when_it_wakes(
+    cluster: Cluster,
+) -> None:
+    gateway = await cluster.gateway()
+    fakes = [await cluster.instance(name) for name in ("i0", "i1")]
+    for fake in fakes:
+        fake.hold_at = 12
+    await cluster.serving(gateway, 2)
+    request = make_batch(groups=4, samples=4, ignore_eos=True)
+    await gateway.trainer.submit(request)
+    await _all_held(fakes, 16, 12)
+    fakes[0].freeze()
+    frozen_at = time.monotonic()
+    await until(lambda: len(fakes[1].running()) == 16, "the survivor has them all", seconds=10)
+    assert time.monotonic() - frozen_at < 5
+    # It wakes while its samples run elsewhere, and would go on to send what it had.
+    fakes[0].hold_at = fakes[1].hold_at = 20
+    fakes[0].thaw()
+    await _all_held(fakes[1:], 16, 20)
+    await until(lambda: not fakes[0].running(), "its stream is gone, and its samples with it")
+    fakes[1].hold_at = None
+    check_samples(request, await gateway.trainer.collect(request))
+    # The same process serves again: for the version that the fleet started with its word has to do.
+    await cluster.serving(gateway, 2)
+
+
+async def test_work_waits_for_a_new_process_when_no_instance_is_left(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fake = await cluster.instance("i0")
+    fake.hold_at = 9
+    await cluster.serving(gateway, 1)
+    request = make_batch(groups=2, samples=2)
+    await gateway.trainer.submit(request)
+    await until(lambda: len(fake.accepted) == 4, "all are placed")
+    await fake.kill()
+    await until(lambda: not gateway.links(), "the loss is noticed", seconds=5)
+    await cluster.instance("i0")
+    check_samples(request, await gateway.trainer.collect(request))
+
+
+async def test_an_instance_that_refuses_gets_a_pause_and_others_get_the_work(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fakes = [await cluster.instance(name) for name in ("i0", "i1")]
+    fakes[0].refuse_with = grpc.StatusCode.RESOURCE_EXHAUSTED
+    await cluster.serving(gateway, 2)
+    request = make_batch()
+    await gateway.trainer.submit(request)
+    check_samples(request, await gateway.trainer.collect(request))
+    assert fakes[0].accepted == []
+    assert gateway.metric("refusals_total", instance="i0", code="8") > 0
+
+
+async def test_samples_that_are_refused_everywhere_fail_and_do_not_hang(cluster: Cluster) -> None:
+    gateway = await cluster.gateway(max_attempts=3, refusal_pause_seconds=0.01)
+    fake = await cluster.instance("i0")
+    fake.refuse_with = grpc.StatusCode.RESOURCE_EXHAUSTED
+    await cluster.serving(gateway, 1)
+    request = make_batch(groups=1, samples=2)
+    await gateway.trainer.submit(request)
+    events = await gateway.trainer.collect(request)
+    assert [event.sample.status for event in events] == [sample_pb2.SAMPLE_STATUS_FAILED] * 2
+    assert "3 attempts" in events[0].sample.error
+
+
+async def test_an_invalid_sample_fails_with_the_instances_words(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fake = await cluster.instance("i0")
+    fake.refuse_with = grpc.StatusCode.INVALID_ARGUMENT
+    await cluster.serving(gateway, 1)
+    request = make_batch(groups=1, samples=1)
+    await gateway.trainer.submit(request)
+    (event,) = await gateway.trainer.collect(request)
+    assert event.sample.status == sample_pb2.SAMPLE_STATUS_FAILED
+    assert event.sample.error == "i0 refused seed: refused"
+
+
+async def test_a_drained_instance_hands_its_samples_over(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fakes = [await cluster.instance(name) for name in ("i0", "i1")]
+    for fake in fakes:
+        fake.hold_at = 12
+    await cluster.serving(gateway, 2)
+    request = make_batch(groups=4, samples=4, ignore_eos=True)
+    await gateway.trainer.submit(request)
+    await _all_held(fakes, 16, 12)
+    from paceline.v1 import fleet_pb2
+
+    count = len(fakes[0].running())
+    reply = await gateway.trainer.fleet.Drain(fleet_pb2.DrainRequest(instance_id="i0"), timeout=CALL)
+    assert reply.handed_over == count
+    await until(lambda: len(fakes[1].running()) == 16, "the other has them all")
+    fakes[1].hold_at = None
+    check_samples(request, await gateway.trainer.collect(request))
+    assert gateway.metric("resubmissions_total", cause="handed_over") == count
+
+
+async def test_a_restarted_gateway_goes_on_where_the_last_one_was_cut_off(cluster: Cluster) -> None:
+    first = await cluster.gateway()
+    fakes = [await cluster.instance(name) for name in ("i0", "i1")]
+    await cluster.serving(first, 2)
+    fakes[0].hold_at = fakes[1].hold_at = 20
+    request = make_batch(groups=6, samples=4)
+    await first.trainer.submit(request)
+    stream = first.trainer.stream(request)
+    head = [await stream.read() for _ in range(3)]
+    await until(lambda: all(s.length == 20 for f in fakes for s in f.running()), "the rest is held")
+    await first.kill()
+    for fake in fakes:
+        await until(lambda fake=fake: not fake.running(), "the instances have dropped the samples")
+        fake.accepted.clear()
+    second = await cluster.gateway()
+    await cluster.serving(second, 2)
+    for fake in fakes:
+        fake.hold_at = None
+    tail = await second.trainer.collect(request, cursor=head[-1].cursor)
+    check_samples(request, head + tail)
+    assert (await second.trainer.submit(request)).already_submitted
+    resumed = [item for fake in fakes for item in fake.accepted]
+    assert max(len(item.prefix_token_ids) for item in resumed) >= 15
+    assert await connect(GatewayConfig(redis_url=cluster.redis_url)).keys(
+        f"{cluster.namespace}:*tokens*"
+    ) == []
+
+
+async def test_a_cancellation_survives_a_restart(cluster: Cluster) -> None:
+    first = await cluster.gateway()
+    fake = await cluster.instance("i0")
+    fake.hold_at, fake.deaf = 8, True
+    await cluster.serving(first, 1)
+    request = make_batch(groups=1, samples=2, ignore_eos=True)
+    await first.trainer.submit(request)
+    await until(lambda: [s.length for s in fake.running()] == [8, 8], "both are held")
+    journal = connect(GatewayConfig(redis_url=cluster.redis_url))
+    key = f"{cluster.namespace}:{{run:{request.batch_id}}}:tokens:0"
+    await until(lambda: _length(journal, key, 32), "the journal has eight tokens")
+    cancel = rollout_pb2.CancelRolloutsRequest(
+        run_id="run",
+        batch_id=request.batch_id,
+        keep_partial=True,
+        samples=[rollout_pb2.SampleKey(prompt_id="p0", slot=0)],
+    )
+    await first.trainer.rollouts.CancelRollouts(cancel, timeout=CALL)
+    await first.kill()
+    second = await cluster.gateway()
+    await cluster.serving(second, 1)
+    fake.hold_at, fake.deaf = None, False
+    events = {e.sample.slot: e.sample for e in await second.trainer.collect(request)}
+    assert events[0].status == sample_pb2.SAMPLE_STATUS_ABORTED
+    assert len(events[0].token_ids) == 7
+    assert events[1].status == sample_pb2.SAMPLE_STATUS_TRUNCATED
+    await journal.aclose()
+
+
+async def _length(redis: object, key: str, wanted: int) -> bool:
+    return await redis.strlen(key) == wanted  # type: ignore[attr-defined]
+
+
+async def test_a_standby_takes_over_when_the_leader_is_silent(cluster: Cluster) -> None:
+    leader = await cluster.gateway()
+    standby = await cluster.gateway(leading=False)
+    fake = await cluster.instance("i0")
+    fake.hold_at = 10
+    await cluster.serving(leader, 1)
+    request = make_batch(ignore_eos=True)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await standby.trainer.submit(request)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "RetryInfo" in details(error.value)
+    await leader.trainer.submit(request)
+    await _all_held([fake], 12, 10)
+    await leader.kill()
+    await until(lambda: standby.gateway._term is not None, "the standby leads")
+    fake.hold_at = None
+    check_samples(request, await standby.trainer.collect(request))
+
+
+async def test_a_leader_that_lost_its_lease_writes_nothing_more(cluster: Cluster) -> None:
+    leader = await cluster.gateway(lease_seconds=30.0)
+    fake = await cluster.instance("i0")
+    fake.hold_at = 10
+    await cluster.serving(leader, 1)
+    request = make_batch(ignore_eos=True)
+    await leader.trainer.submit(request)
+    await _all_held([fake], 12, 10)
+    # As if it had been frozen for longer than its lease: another one holds it and owns the batch.
+    redis = connect(GatewayConfig(redis_url=cluster.redis_url))
+    await redis.set(f"{cluster.namespace}:{{gateway}}:lease", "another")
+    await redis.hset(f"{cluster.namespace}:{{run:{request.batch_id}}}:meta", "owner", "another")
+    fake.hold_at = None
+    await until(lambda: leader.gateway._term is None, "the leader steps down")
+    assert await redis.llen(f"{cluster.namespace}:{{run:{request.batch_id}}}:events") == 0
+    # The other one goes, and the batch is taken over by whoever leads next.
+    await redis.delete(f"{cluster.namespace}:{{gateway}}:lease")
+    await until(lambda: leader.gateway._term is not None, "it leads again")
+    check_samples(request, await leader.trainer.collect(request))
+    await redis.aclose()
+
+
+async def test_redis_may_be_restarted_in_mid_step(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    cluster = Cluster(server.start(), "ns")
+    try:
+        gateway = await cluster.gateway(lease_seconds=5.0)
+        fakes = [await cluster.instance(name) for name in ("i0", "i1")]
+        for fake in fakes:
+            fake.hold_at = 10
+        await cluster.serving(gateway, 2)
+        request = make_batch(groups=6, samples=4)
+        await gateway.trainer.submit(request)
+        stream = gateway.trainer.stream(request)
+        await until(lambda: all(s.length == 10 for f in fakes for s in f.running()), "all are held")
+        await asyncio.to_thread(server.stop)
+        # The instances finish their samples while nothing can be journaled.
+        for fake in fakes:
+            fake.hold_at = None
+        await until(lambda: not any(f.running() for f in fakes), "all samples have ended")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await gateway.trainer.submit(make_batch())
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        server.start()
+        check_samples(request, [event async for event in stream])
+        assert gateway.metric("instance_losses_total", instance="i0") == 0
+        again = make_batch()
+        await gateway.trainer.submit(again)
+        check_samples(again, await gateway.trainer.collect(again))
+    finally:
+        await cluster.close()
+        server.stop()
+
+
+async def test_a_batch_that_redis_has_lost_is_told_as_data_loss(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fake = await cluster.instance("i0")
+    fake.hold_at = 10
+    await cluster.serving(gateway, 1)
+    request = make_batch(ignore_eos=True)
+    await gateway.trainer.submit(request)
+    await _all_held([fake], 12, 10)
+    stream = asyncio.create_task(gateway.trainer.collect(request))
+    await until(lambda: gateway.metric("streams") == 1, "the stream waits")
+    redis = connect(GatewayConfig(redis_url=cluster.redis_url))
+    await redis.delete(f"{cluster.namespace}:{{run:{request.batch_id}}}:meta")
+    await redis.aclose()
+    fake.hold_at = None
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stream
+    assert error.value.code() is grpc.StatusCode.DATA_LOSS
+    await until(lambda: gateway.gateway.term().dispatcher.unfinished == 0, "nothing is left of it")
+
+
+# With real processes and real signals ------------------------------------------------------------------
+
+
+class Process:
+    """A process of ours, ended with the test."""
+
+    def __init__(self, *command: str) -> None:
+        self.command = command
+
+    async def __aenter__(self) -> Process:
+        self.process = await asyncio.create_subprocess_exec(sys.executable, "-m", *self.command)
+        return self
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+def _gateway_process(cluster: Cluster, ready: Path) -> Process:
+    return Process(
+        "services.gateway", "--port", "0", "--redis-url", cluster.redis_url,
+        "--namespace", cluster.namespace, "--ready-file", str(ready), "--lease-seconds", "1",
+    )  # fmt: skip
+
+
+def _instance_process(cluster: Cluster, name: str) -> Process:
+    return Process(
+        "tests.support.fake_instance", "--id", name, "--redis-url", cluster.redis_url,
+        "--namespace", cluster.namespace, "--step-seconds", "0.02",
+    )  # fmt: skip
+
+
+async def _connect(ready: Path) -> Trainer:
+    await until(ready.exists, "the gateway is ready")
+    address = json.loads(ready.read_text())["address"]
+    return Trainer(grpc.aio.insecure_channel(address))
+
+
+async def test_sigkill_of_the_gateway_and_of_an_instance_lose_nothing(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    request = make_batch(groups=8, samples=4, max_tokens=120)
+    async with _instance_process(cluster, "i0") as victim, _instance_process(cluster, "i1"):
+        async with _gateway_process(cluster, tmp_path / "one.json") as first:
+            trainer = await _connect(tmp_path / "one.json")
+            await until(lambda: _accepted(trainer, request), "the batch is accepted")
+            stream = trainer.stream(request)
+            head = [await stream.read() for _ in range(4)]
+            victim.signal(signal.SIGKILL)
+            head.append(await stream.read())
+            first.signal(signal.SIGKILL)
+            await first.process.wait()
+        async with _gateway_process(cluster, tmp_path / "two.json"):
+            trainer = await _connect(tmp_path / "two.json")
+            tail = await _patiently(trainer, request, head[-1].cursor)
+            check_samples(request, head + tail)
+
+
+async def test_sigstop_of_an_instance_loses_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    request = make_batch(groups=8, samples=4, max_tokens=100, ignore_eos=True)
+    async with (
+        _instance_process(cluster, "i0") as victim,
+        _instance_process(cluster, "i1"),
+        _gateway_process(cluster, tmp_path / "ready.json"),
+    ):
+        trainer = await _connect(tmp_path / "ready.json")
+        await until(lambda: _two_serve(trainer), "both instances serve")
+        await trainer.submit(request)
+        events = asyncio.create_task(trainer.collect(request))
+        victim.signal(signal.SIGSTOP)
+        collected = await events
+        victim.signal(signal.SIGCONT)
+        check_samples(request, collected)
+        assert sum(event.sample.provenance.resubmissions for event in collected) > 0
+
+
+async def _two_serve(trainer: Trainer) -> bool:
+    from paceline.v1 import fleet_pb2
+
+    try:
+        reply = await trainer.fleet.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=CALL)
+    except grpc.aio.AioRpcError:
+        return False
+    return [i.state for i in reply.instances] == [fleet_pb2.INSTANCE_STATE_SERVING] * 2
+
+
+async def _accepted(trainer: Trainer, request: rollout_pb2.SubmitRolloutsRequest) -> bool:
+    try:
+        return bool((await trainer.submit(request)).samples)
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE, error
+        return False
+
+
+async def _patiently(
+    trainer: Trainer, request: rollout_pb2.SubmitRolloutsRequest, cursor: int
+) -> list[rollout_pb2.StreamRolloutsResponse]:
+    """As the SDK does: opens the stream again after UNAVAILABLE, from the last cursor."""
+    events: list[rollout_pb2.StreamRolloutsResponse] = []
+    while True:
+        try:
+            async for event in trainer.stream(request, cursor):
+                events.append(event)
+                cursor = event.cursor
+            return events
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE, error
+            await asyncio.sleep(0.05)

@@ -1,0 +1,378 @@
+"""A generation instance without a model: what the gateway is tested against.
+
+It stands for a vLLM instance as the gateway sees one: a gRPC server of GenerationService and a record in
+a real Redis with a heartbeat. It keeps that contract in full (order of events, refusals, aborts, prefixes,
+stage and apply), over real sockets. What it does not have is a model: the token at a position is a hash of
+(seed, position, policy version), and a token of 0 ends a sample as an end-of-sequence token would, which
+only the instance knows of. So a test can say what every sample must be, whatever happened to it. Tests of
+the real engine are elsewhere.
+
+In a test: `async with FakeInstance(...) as fake`, and then its controls (`hold_at`, `freeze`, `kill`,
+`refuse_with`, `fail_stage`, ...). As a process, to be killed or stopped by signals:
+`python -m tests.support.fake_instance --id i0 --redis-url ... --namespace ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import grpc
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.internal.v1 import generation_pb2_grpc as rpc
+from paceline.v1 import fleet_pb2, sample_pb2
+from services.platform.config import ServiceConfig
+from services.platform.errors import FailedPrecondition, ServiceError
+from services.platform.registry import InstanceRecord, Registration
+from services.platform.server import GrpcServer
+from services.platform.store import Keys, connect
+
+VOCAB = 1000
+MAX_MODEL_LEN = 512
+EOS = 0
+
+
+def token_at(seed: int, position: int, version: int) -> tuple[int, float]:
+    """The token and log-probability at a response position. One in 64 is the end of the sequence."""
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed, position, version), digest_size=8).digest()
+    value = int.from_bytes(digest, "little")
+    token = EOS if value % 64 == 0 else 1 + value % (VOCAB - 1)
+    # A multiple of 1/64: exact in float32.
+    return token, -((value >> 32) % 640) / 64
+
+
+def response_of(
+    seed: int, version: int, max_tokens: int, ignore_eos: bool = False
+) -> tuple[list[int], list[float]]:
+    """The whole response of a sample that nothing happened to."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < max_tokens and (ignore_eos or EOS not in tokens[-1:]):
+        token, logprob = token_at(seed, len(tokens), version)
+        tokens.append(token)
+        logprobs.append(logprob)
+    return tokens, logprobs
+
+
+@dataclass(eq=False)
+class _Sample:
+    item: pb.WorkItem
+    stream: _Stream
+    length: int
+    new_tokens: list[int] = field(default_factory=list)
+    new_logprobs: list[float] = field(default_factory=list)
+    steps: int = 0
+
+
+class _Stream:
+    def __init__(self) -> None:
+        self.samples: dict[int, _Sample] = {}
+        self.outbox: asyncio.Queue[pb.WorkResponse | Exception] = asyncio.Queue()
+
+
+class FakeInstance(rpc.GenerationServiceServicer):
+    """One fake instance. Its controls may be set at any time and work from the next step on."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        namespace: str,
+        instance_id: str,
+        *,
+        version: int = 0,
+        max_running: int = 64,
+        step_seconds: float = 0.001,
+        flush_every: int = 4,
+    ) -> None:
+        self.config = ServiceConfig(redis_url=redis_url, namespace=namespace)
+        self.instance_id = instance_id
+        self.version = version
+        self.max_running = max_running
+        self.step_seconds = step_seconds
+        self.flush_every = flush_every
+        # Controls ---------------------------------------------------------------------------------------
+        # No sample grows beyond this many tokens, so that it is sure to be unfinished.
+        self.hold_at: int | None = None
+        # Every item is refused with this code.
+        self.refuse_with: grpc.StatusCode | None = None
+        self.fail_stage: ServiceError | None = None
+        self.fail_apply: ServiceError | None = None
+        # Set to let StageWeights or ApplyWeights go on; they wait for it.
+        self.stage_gate = asyncio.Event()
+        self.apply_gate = asyncio.Event()
+        self.stage_gate.set()
+        self.apply_gate.set()
+        # Do not answer aborts.
+        self.deaf = False
+        # What happened ----------------------------------------------------------------------------------
+        self.accepted: list[pb.WorkItem] = []
+        self.aborted: list[int] = []
+        self.applied: list[int] = []
+        self.discarded: list[int] = []
+        self.streams: set[_Stream] = set()
+        self.staged: tuple[int, str] | None = None
+        self.paused = False
+        self.draining = False
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._redis = connect(self.config)
+        self._server: GrpcServer | None = None
+        self.registration: Registration | None = None
+
+    async def __aenter__(self) -> FakeInstance:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def start(self) -> None:
+        """Listens and registers."""
+        self._server = GrpcServer(self.config, service="generation")
+        rpc.add_GenerationServiceServicer_to_server(self, self._server.server)
+        await self._server.start()
+        record = InstanceRecord(
+            "generation",
+            self.instance_id,
+            address=self._server.address,
+            state="serving",
+            policy_version=self.version,
+            max_running=self.max_running,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB,
+            model="fake",
+            device="none",
+        )
+        self.registration = Registration(self._redis, Keys(self.config.namespace), record)
+        await self.registration.register()
+        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._steps())]
+
+    async def kill(self) -> None:
+        """Goes as a killed process does: sockets close, the record stays until it expires."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._thawed.set()
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+            await self._redis.aclose()
+
+    def freeze(self) -> None:
+        """Stops as SIGSTOP does: sockets stay open, nothing moves, no heartbeat."""
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        """Goes on as SIGCONT does."""
+        self._thawed.set()
+
+    def running(self) -> list[_Sample]:
+        """The samples that are not finished."""
+        return [sample for stream in self.streams for sample in stream.samples.values()]
+
+    # GenerationService ---------------------------------------------------------------------------------
+
+    async def Work(
+        self, request_iterator: AsyncIterator[pb.WorkRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WorkResponse]:
+        await self._thawed.wait()
+        stream = _Stream()
+        self.streams.add(stream)
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        try:
+            while True:
+                event = await stream.outbox.get()
+                await self._thawed.wait()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            reader.cancel()
+            self.streams.discard(stream)
+
+    async def GetStatus(
+        self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetStatusResponse:
+        await self._thawed.wait()
+        assert self.registration is not None
+        return pb.GetStatusResponse(
+            instance=fleet_pb2.Instance(
+                instance_id=self.instance_id,
+                epoch=self.registration.record.epoch,
+                policy_version=self.version,
+                max_running=self.max_running,
+                max_model_len=MAX_MODEL_LEN,
+                vocab_size=VOCAB,
+            ),
+            staged_version=self.staged[0] if self.staged else 0,
+        )
+
+    async def PauseEngine(
+        self, request: pb.PauseEngineRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PauseEngineResponse:
+        self.paused = True
+        return pb.PauseEngineResponse()
+
+    async def ResumeEngine(
+        self, request: pb.ResumeEngineRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResumeEngineResponse:
+        self.paused = False
+        return pb.ResumeEngineResponse()
+
+    async def DrainEngine(
+        self, request: pb.DrainEngineRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DrainEngineResponse:
+        self.draining = True
+        samples = self.running()
+        for sample in samples:
+            self._finish(sample, sample_pb2.FINISH_REASON_ABORTED)
+        return pb.DrainEngineResponse(handed_over=len(samples))
+
+    async def StageWeights(
+        self, request: pb.StageWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StageWeightsResponse:
+        await self.stage_gate.wait()
+        if self.fail_stage is not None:
+            raise self.fail_stage
+        self.staged = (request.version, request.disk.path)
+        return pb.StageWeightsResponse(checksum=f"sha256:{request.disk.path}", seconds=0.01)
+
+    async def ApplyWeights(
+        self, request: pb.ApplyWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ApplyWeightsResponse:
+        await self.apply_gate.wait()
+        if self.fail_apply is not None:
+            raise self.fail_apply
+        if self.running():
+            raise FailedPrecondition("SAMPLES_RUNNING", f"{len(self.running())} samples are running")
+        if self.staged is None or self.staged[0] != request.version:
+            raise FailedPrecondition("NOT_STAGED", f"version {request.version} is not staged")
+        self.version, self.staged = request.version, None
+        self.applied.append(request.version)
+        assert self.registration is not None
+        await self.registration.update(policy_version=self.version)
+        return pb.ApplyWeightsResponse(seconds=0.02, dropped_blocks=7)
+
+    async def DiscardWeights(
+        self, request: pb.DiscardWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DiscardWeightsResponse:
+        self.discarded.append(request.version)
+        self.staged = None
+        return pb.DiscardWeightsResponse()
+
+    # The engine ----------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        assert self.registration is not None
+        while True:
+            await self._thawed.wait()
+            await self.registration.update()
+            await asyncio.sleep(1.0)
+
+    async def _read(self, stream: _Stream, requests: AsyncIterator[pb.WorkRequest]) -> None:
+        async for request in requests:
+            await self._thawed.wait()
+            for item in request.start:
+                self._start(stream, item)
+            for handle in request.abort:
+                self.aborted.append(handle)
+                sample = stream.samples.get(handle)
+                if sample is not None and not self.deaf:
+                    self._finish(sample, sample_pb2.FINISH_REASON_ABORTED)
+
+    def _start(self, stream: _Stream, item: pb.WorkItem) -> None:
+        code = self.refuse_with
+        if self.draining or item.policy_version != self.version:
+            code = grpc.StatusCode.FAILED_PRECONDITION
+        if code is not None:
+            refused = pb.Refused(handle=item.handle, code=code.value[0], message="refused", field="seed")
+            stream.outbox.put_nowait(pb.WorkResponse(refused=[refused], policy_version=self.version))
+            return
+        self.accepted.append(item)
+        stream.samples[item.handle] = _Sample(item, stream, len(item.prefix_token_ids))
+
+    async def _steps(self) -> None:
+        steps = 0
+        while True:
+            await asyncio.sleep(self.step_seconds)
+            await self._thawed.wait()
+            if self.paused:
+                continue
+            steps += 1
+            for sample in self.running()[: self.max_running]:
+                self._step(sample)
+            if steps % self.flush_every == 0:
+                for stream in self.streams:
+                    self._flush(stream)
+
+    def _step(self, sample: _Sample) -> None:
+        if self.hold_at is not None and sample.length >= self.hold_at:
+            return
+        sampling = sample.item.sampling
+        token, logprob = token_at(sample.item.seed, sample.length, self.version)
+        sample.length += 1
+        sample.steps += 1
+        sample.new_tokens.append(token)
+        sample.new_logprobs.append(logprob)
+        limit = MAX_MODEL_LEN - len(sample.item.prompt_token_ids)
+        if sampling.HasField("max_tokens"):
+            limit = min(limit, sampling.max_tokens)
+        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+            self._finish(sample, sample_pb2.FINISH_REASON_STOP)
+        elif sample.length >= limit:
+            self._finish(sample, sample_pb2.FINISH_REASON_LENGTH)
+
+    def _finish(self, sample: _Sample, reason: sample_pb2.FinishReason) -> None:
+        del sample.stream.samples[sample.item.handle]
+        finished = pb.Finished(
+            handle=sample.item.handle,
+            finish_reason=reason,
+            decode_steps=sample.steps,
+            queue_seconds=0.001,
+            generation_seconds=sample.steps * self.step_seconds,
+            draft_sources=[sample_pb2.DraftSource(drafter="suffix", drafted=4, accepted=3)],
+        )
+        response = pb.WorkResponse(finished=[finished], policy_version=self.version)
+        self._take(sample, response)
+        sample.stream.outbox.put_nowait(response)
+
+    def _flush(self, stream: _Stream) -> None:
+        response = pb.WorkResponse(policy_version=self.version)
+        for sample in stream.samples.values():
+            self._take(sample, response)
+        if response.deltas:
+            response.load.running = len(stream.samples)
+            stream.outbox.put_nowait(response)
+
+    def _take(self, sample: _Sample, response: pb.WorkResponse) -> None:
+        if sample.new_tokens:
+            response.deltas.add(
+                handle=sample.item.handle, token_ids=sample.new_tokens, logprobs=sample.new_logprobs
+            )
+            sample.new_tokens, sample.new_logprobs = [], []
+
+
+async def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--id", required=True)
+    parser.add_argument("--redis-url", required=True)
+    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--step-seconds", type=float, default=0.001)
+    parser.add_argument("--hold-at", type=int)
+    given = parser.parse_args()
+    fake = FakeInstance(given.redis_url, given.namespace, given.id, step_seconds=given.step_seconds)
+    fake.hold_at = given.hold_at
+    async with fake:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

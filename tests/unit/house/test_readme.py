@@ -1,0 +1,23 @@
+"""The README's two commands exist and are the ones that continuous integration runs."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_readme_shows_the_two_commands_and_ci_runs_the_tests_by_the_same_one() -> None:
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = re.findall(r"^make (\w+)$", readme, re.MULTILINE)
+    assert commands[:2] == ["demo", "test"]
+    assert set(commands) <= targets
+    ci = (ROOT / ".ci/run").read_text()
+    assert re.search(r"^make (\w+ )*test$", ci, re.MULTILINE)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for document in documents:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
