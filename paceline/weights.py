@@ -66,6 +66,8 @@ def push(
     try:
         yield calls.update_weights(started.update_id, str(folder), checksum)
         finished: t.UpdateFinished = yield from _finish(started.update_id, version, target)
+    except GeneratorExit:
+        raise
     except BaseException:
         yield from _abort(started.update_id)
         raise

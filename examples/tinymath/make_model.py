@@ -156,7 +156,7 @@ def main() -> None:
     """Reads the options, trains, saves."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
-    options.add_argument("--steps", type=int, default=1000)
+    options.add_argument("--steps", type=int, default=1200)
     options.add_argument("--tokens", type=int, default=2048, help="tokens in a step, with padding")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--snapshots", type=Path, help="folder for the model after each 200 steps")

@@ -24,6 +24,7 @@ from kernels.coupled_sampler.noise import Domain
 from kernels.coupled_sampler.verify import UNSAMPLED, check_ragged
 
 _UNSAMPLED = np.int64(UNSAMPLED)
+_NO_DRAFT = np.int64(-1)
 _LOGITS = types.Array(float32, 2, "C", readonly=True)
 _SEEDS = types.Array(uint64, 1, "C", readonly=True)
 _INTEGERS = types.Array(int64, 1, "C", readonly=True)
@@ -112,14 +113,15 @@ def _build_entry(fingerprint: str) -> Any:
             row = first
             while True:
                 start, position = np.uint64(row) * width, positions[n] + (row - first)
+                # The drafts of request n start n entries before its rows: each earlier request has one fewer.
+                draft = draft_ids[row - n] if row + 1 < end else _NO_DRAFT
                 token = sample_row(
-                    flat, start, width, seeds[n], position, temperature[n], domain,
+                    flat, start, width, seeds[n], position, temperature[n], domain, draft,
                     maxima, keys, pairs, words, scores,
                 )  # fmt: skip
                 tokens[row] = token
                 row += 1
-                # The drafts of request n start n entries before its rows: each earlier request has one fewer.
-                if row == end or token < 0 or token != draft_ids[row - 1 - n]:
+                if row == end or token < 0 or token != draft:
                     break
             counts[n] = row - first
             tokens[row:end] = _UNSAMPLED

@@ -1,9 +1,10 @@
 """One row of the compiled sampler: look at the logits once, draw noise only where it could matter.
 
-The row is cut into chunks. The first pass takes the largest logit of each chunk. Noise is drawn for the
-chunk of the row's largest logit first; its winner sets the bar for the others. A chunk whose gap to the bar
-no noise can bridge costs nothing; one whose integers all stay below the word that the gap needs costs Philox
-but no logarithm. Both tests are exact (bounds.py); peaked and top-p-masked rows visit few chunks, flat all.
+The row is cut into chunks. The first pass takes the largest logit of each chunk. Noise is drawn first for
+the chunk of the drafted token, or else of the row's largest logit; its winner sets the bar for the others. A
+chunk whose gap to the bar no noise can bridge costs nothing; one whose integers all stay below the word that
+the gap needs costs Philox but no logarithm. Both tests are exact (bounds.py). Peaked and top-p-masked rows
+visit few chunks, flat ones all.
 
 Rows are addressed by an unsigned offset in the flat logits and scratch arrays are passed one by one: slices
 and tuples of arrays are reference-counted at every call, which cost a third of the time at 512 entries.
@@ -66,10 +67,13 @@ def make_scratch(vocab_size):
 
 
 @kernel
-def sample_row(logits, row, width, seed, position, temperature, domain, maxima, keys, pairs, words, scores):
+def sample_row(
+    logits, row, width, seed, position, temperature, domain, hint, maxima, keys, pairs, words, scores
+):
     """Token of the row logits[row : row + width], exactly reference.py's.
 
-    logits flat float32; row, width, seed, domain uint64; position int64; temperature float32; then scratch.
+    logits flat float32; row, width, seed, domain uint64; position int64; temperature float32; then
+    scratch. `hint` int64 is a guess of the token (negative: none): a true one makes the row cheaper.
     """
     top, valid = chunk_maxima(logits, row, width, maxima)
     if not valid or not (temperature >= _ZERO and temperature < _INFINITY):
@@ -80,6 +84,8 @@ def sample_row(logits, row, width, seed, position, temperature, domain, maxima, 
         start = top * _CHUNK
         return np.int64(start + first_equal(logits, row + start, min(_CHUNK, width - start), maxima[top]))
     schedule_keys(seed, keys)
+    if 0 <= hint < np.int64(width):
+        top = np.uint64(hint) // _CHUNK
     place = np.uint64(position)
     best, token = -_INFINITY, _INVALID
     for visit in range(-1, len(maxima)):

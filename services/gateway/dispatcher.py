@@ -97,6 +97,7 @@ class Dispatcher:
         if self.batches.get(running.batch.key) is not running:
             return
         running.stop_timers()
+        running.dropped = True
         del self.batches[running.batch.key]
         for sample in running.batch.remaining():
             self.unfinished -= 1

@@ -11,7 +11,7 @@ from paceline.internal.v1 import generation_pb2
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.gateway.assemble import timestamp
 from services.gateway.fleet import Member, State
-from services.gateway.roster import Connection
+from services.gateway.roster import Connection, ConnectionBroken, within
 from services.gateway.term import Term
 from services.platform.errors import NotFound, ServiceError, Unavailable, Unimplemented
 
@@ -45,16 +45,16 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         while True:
             term = self._term()
             response = fleet_pb2.WatchFleetResponse(instances=_instances(term))
-            changed = asyncio.ensure_future(term.roster.changed.wait())
+            changed = term.roster.changed.mark()
             yield response
-            await changed
+            await changed.wait()
 
     async def Pause(self, request: fleet_pb2.PauseRequest, context: Context) -> fleet_pb2.PauseResponse:
         term = self._term()
         wanted = _connections(term, request.instance_ids)
         for connection in wanted:
-            self._report(term, connection, State.PAUSED)
             await _call(connection, "PauseEngine", generation_pb2.PauseEngineRequest(), _CALL_SECONDS)
+            self._report(term, connection, State.PAUSED)
         return fleet_pb2.PauseResponse(instance_ids=[each.instance_id for each in wanted])
 
     async def Resume(self, request: fleet_pb2.ResumeRequest, context: Context) -> fleet_pb2.ResumeResponse:
@@ -69,10 +69,15 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def Drain(self, request: fleet_pb2.DrainRequest, context: Context) -> fleet_pb2.DrainResponse:
         term = self._term()
         (connection,) = _connections(term, [request.instance_id])
+        # Said first, so that nothing it hands over comes back to it.
         self._report(term, connection, State.DRAINING)
-        reply = await _call(
-            connection, "DrainEngine", generation_pb2.DrainEngineRequest(), context.time_remaining()
-        )
+        try:
+            reply = await _call(
+                connection, "DrainEngine", generation_pb2.DrainEngineRequest(), context.time_remaining()
+            )
+        except ServiceError:
+            self._report(term, connection, State.SERVING)
+            raise
         return fleet_pb2.DrainResponse(handed_over=reply.handed_over)
 
     async def GetPolicy(
@@ -107,7 +112,9 @@ def _connections(term: Term, instance_ids: Sequence[str]) -> list[Connection]:
 
 async def _call(connection: Connection, method: str, request: Message, seconds: float | None) -> Any:
     try:
-        return await getattr(connection.stub, method)(request, timeout=seconds)
+        return await within(connection, getattr(connection.stub, method)(request, timeout=seconds))
+    except ConnectionBroken as error:
+        raise Unavailable(str(error)) from error
     except grpc.aio.AioRpcError as error:
         message = f"{connection.instance_id}: {error.details()}"
         if error.code() is grpc.StatusCode.UNAVAILABLE:

@@ -19,6 +19,7 @@ from services.gateway import scripts
 from services.gateway.assemble import Write
 from services.gateway.batch import BatchKey
 from services.gateway.keys import BatchKeys, GatewayKeys
+from services.platform.errors import Unavailable
 
 # Samples whose partial tokens are read in one round trip when a batch is recovered.
 _RECOVER_CHUNK = 256
@@ -62,7 +63,7 @@ class Recovered:
     partials: list[Partial]
 
 
-class Fenced(Exception):
+class Fenced(Unavailable):
     """Another gateway has taken over."""
 
 
@@ -101,9 +102,12 @@ class Journal:
         return Known(_text(known), int(recorded_total), bool(created))
 
     async def known(self, key: BatchKey) -> Known | None:
-        """The record of a batch, if there is one."""
-        meta = BatchKeys.of(self._namespace, key).meta
-        recorded, total = await self._redis.hmget(meta, "fingerprint", "total")
+        """The record of a batch, if there is one. Fenced when another gateway has the lease."""
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.hmget(BatchKeys.of(self._namespace, key).meta, "fingerprint", "total")
+        pipe.get(self._keys.lease)
+        (recorded, total), holder = await pipe.execute()
+        self._check_holder(holder)
         return None if recorded is None else Known(_text(recorded), int(total), created=False)
 
     async def write(self, writes: Sequence[Write], now: float) -> list[list[int] | Exception]:
@@ -147,7 +151,9 @@ class Journal:
         await self._redis.srem(self._keys.batches, ":".join(key))
 
     async def adopt(self, key: BatchKey) -> Recovered | None:
-        """Makes this gateway the owner of a batch and reads it; None when there is nothing left of it."""
+        """Makes this gateway the owner of a batch and reads it; None when there is nothing left of it.
+        Fenced when another gateway has the lease."""
+        self._check_holder(await self._redis.get(self._keys.lease))
         keys = BatchKeys.of(self._namespace, key)
         request, accepted_at, total = await self._redis.hmget(keys.meta, "request", "accepted_at", "total")
         if request is None:
@@ -167,6 +173,10 @@ class Journal:
             [rollout_pb2.CancelRolloutsRequest.FromString(cancel) for cancel in cancels],
             await self._partials(keys, [index for index in range(int(total)) if index not in done]),
         )
+
+    def _check_holder(self, holder: bytes | None) -> None:
+        if holder is not None and _text(holder) != self._owner:
+            raise Fenced(f"the lease belongs to {_text(holder)}")
 
     async def _partials(self, keys: BatchKeys, indexes: Sequence[int]) -> list[Partial]:
         found = []

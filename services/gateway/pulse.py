@@ -15,6 +15,10 @@ class Pulse:
         self._event.set()
         self._event = asyncio.Event()
 
+    def mark(self) -> asyncio.Event:
+        """Set by the next beat after now: for who must look away between looking and waiting."""
+        return self._event
+
     async def wait(self) -> None:
         """Returns at the next beat."""
         await self._event.wait()

@@ -16,7 +16,7 @@ from services.gateway.batch import Batch, BatchKey
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.fleet import Fleet
-from services.gateway.journal import Journal, Recovered, fingerprint
+from services.gateway.journal import Journal, Known, Recovered, fingerprint
 from services.gateway.running import Running
 from services.gateway.update import UpdateBook
 from services.platform.errors import (
@@ -73,7 +73,7 @@ class Rollouts:
             total = sum(group.samples for group in request.groups)
             with self._reserve(total):
                 accepted_at = time.time()
-                await self._journal.create(request, accepted_at)
+                _check_same(request, await self._journal.create(request, accepted_at))
                 batch = self._batch(request, accepted_at)
             self._dispatcher.add(batch, fingerprint=fingerprint(request))
         log.info("batch_accepted", batch=key, samples=total, version=request.policy_version)
@@ -90,6 +90,8 @@ class Rollouts:
         if cursor > head.events:
             allowed = f"the last event so far has cursor {head.events}"
             raise InvalidArgument([Violation("cursor", f"is {cursor}; {allowed}")])
+        if head.events < head.total:
+            await self._take_up(key)
         while cursor < head.total:
             for payload in await self._journal.events(key, cursor, _CHUNK):
                 cursor += 1
@@ -153,9 +155,7 @@ class Rollouts:
         known = await self._journal.known(key)
         if known is None:
             return None
-        if known.fingerprint != fingerprint(request):
-            name = "/".join(key)
-            raise AlreadyExists("batch", name, f"batch {name} was submitted before with another content")
+        _check_same(request, known)
         if key not in self._dispatcher.batches:
             # A former call may have recorded the batch and then broken off.
             await self._resume(key)
@@ -216,6 +216,13 @@ class Rollouts:
             seed_of=_seed,
         )
 
+    async def _take_up(self, key: BatchKey) -> None:
+        """Works on a batch that is recorded and that nobody works on: its submission may have been cut off
+        between the record and the work."""
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            if key not in self._dispatcher.batches:
+                await self._resume(key)
+
     async def _resume(self, key: BatchKey) -> None:
         recovered = await self._journal.adopt(key)
         if recovered is None or len(recovered.done) >= recovered.total:
@@ -249,6 +256,12 @@ class Rollouts:
             head = await self._journal.head(key)
             if head is None or head.events <= cursor:
                 raise Unavailable(f"batch {'/'.join(key)} is not being worked on here; come again")
+
+
+def _check_same(request: rollout_pb2.SubmitRolloutsRequest, known: Known) -> None:
+    if known.fingerprint != fingerprint(request):
+        name = f"{request.run_id}/{request.batch_id}"
+        raise AlreadyExists("batch", name, f"batch {name} was submitted before with another content")
 
 
 def _restore(running: Running, recovered: Recovered) -> None:
@@ -288,6 +301,8 @@ async def _deltas(running: Running) -> AsyncIterator[rollout_pb2.GenerateRespons
             sent = len(sample.tokens)
         elif running.batch.is_done():
             return
+        elif running.dropped:
+            raise Unavailable("this gateway no longer leads; go on from the tokens so far")
         else:
             await running.changed.wait()
 

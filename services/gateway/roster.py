@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import grpc
 import structlog
@@ -28,6 +30,9 @@ SERVICE = "generation"
 _LOAD_PAUSE, _LOAD_PAUSE_MOST = 1.0, 30.0
 
 
+Reply = TypeVar("Reply")
+
+
 class ConnectionBroken(Exception):
     """The instance cannot be worked with; the message says why."""
 
@@ -44,7 +49,8 @@ class Connection:
     task: asyncio.Task[None] | None = None
     # Whether the handshake is done.
     ready: bool = False
-    closed: bool = False
+    # Set when the connection is given up.
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
     # Version that an update has staged here; 0 for none.
     staged_version: int = 0
 
@@ -55,6 +61,21 @@ class Connection:
     @property
     def epoch(self) -> int:
         return self.member.epoch
+
+
+async def within(connection: Connection, call: Awaitable[Reply]) -> Reply:
+    """The answer of a call to an instance; ConnectionBroken as soon as the instance is given up, however
+    long the call's own deadline is."""
+    calling = asyncio.ensure_future(call)
+    gone = asyncio.ensure_future(connection.gone.wait())
+    try:
+        await asyncio.wait((calling, gone), return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ConnectionBroken(f"{connection.instance_id} was lost: {connection.member.reason}")
+        return await calling
+    finally:
+        calling.cancel()
+        gone.cancel()
 
 
 class Roster:
@@ -88,6 +109,7 @@ class Roster:
                 await asyncio.sleep(self._config.registry_poll_seconds)
         finally:
             await self._close_all()
+            self.changed.beat()
 
     def live(self) -> list[Connection]:
         """Connections to instances that answer and are not on their way out."""
@@ -173,7 +195,7 @@ class Roster:
             log.exception("connection_failed", instance=connection.instance_id)
             reason = "internal error of the gateway"
         finally:
-            if not connection.closed:
+            if not connection.gone.is_set():
                 for loss in self._fleet.lost(
                     connection.instance_id, connection.epoch, reason, self._loop.time()
                 ):
@@ -232,15 +254,15 @@ class Roster:
 
     def _lost(self, loss: Loss) -> None:
         log.warning("instance_lost", instance=loss.instance_id, epoch=loss.epoch, reason=loss.reason)
-        self._metrics.losses.labels(loss.instance_id).inc()
         connection = self.connections.get(loss.instance_id)
         if connection is not None and connection.epoch == loss.epoch:
+            self._metrics.losses.labels(loss.instance_id).inc()
             self._close(connection, loss.reason)
 
     def _close(self, connection: Connection, reason: str) -> None:
-        if connection.closed:
+        if connection.gone.is_set():
             return
-        connection.closed = True
+        connection.gone.set()
         self.connections.pop(connection.instance_id, None)
         self._dispatcher.link_lost(connection.link, reason)
         if connection.task is not None and connection.task is not asyncio.current_task():

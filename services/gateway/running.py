@@ -30,6 +30,8 @@ class Running:
     members: dict[int, list[int]] = field(init=False)
     # Why the batch can never be delivered, if so.
     broken: str = ""
+    # Nobody works on it any more.
+    dropped: bool = False
 
     def __post_init__(self) -> None:
         # Group number -> indexes of its samples.

@@ -154,9 +154,7 @@ class Updater:
             raise _passed_on(culprit.instance_id, refusal)
         for connection, _, error in results:
             if error is not None:
-                self._roster.quarantine(
-                    connection, f"did not stage {update.version}: {error.details()}"
-                )
+                self._roster.quarantine(connection, f"did not stage {update.version}: {error.details()}")
         staged = {
             each.instance_id: self._checksums[each.instance_id] for each, _, error in results if not error
         }
@@ -213,9 +211,7 @@ class Updater:
         for connection, _, error in results:
             connection.staged_version = 0
             if error is not None:
-                self._roster.quarantine(
-                    connection, f"did not apply {update.version}: {error.details()}"
-                )
+                self._roster.quarantine(connection, f"did not apply {update.version}: {error.details()}")
         return results
 
     async def _apply(self, connection: Connection, version: int) -> weight_pb2.InstanceUpdate:

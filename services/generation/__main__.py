@@ -17,6 +17,7 @@ from services.generation.instance import Instance
 from services.generation.loop import EngineLoop
 from services.generation.metrics import EngineMetrics
 from services.generation.service import GenerationService
+from services.platform.errors import Unavailable
 from services.platform.process import Shutdown, run
 from services.platform.registry import Registration
 from services.platform.server import GrpcServer
@@ -60,7 +61,8 @@ async def _until_over(shutdown: Shutdown, loop: EngineLoop, beating: Coroutine[A
     ends: set[asyncio.Future[Any]] = {
         asyncio.create_task(shutdown.wait()),
         beats,
-        asyncio.ensure_future(asyncio.wrap_future(loop.broken)),
+        # Shielded: what is cancelled below must not be the loop's own future.
+        asyncio.shield(asyncio.wrap_future(loop.broken)),
     }
     done, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for other in others:
@@ -76,7 +78,8 @@ async def _leave(
 ) -> None:
     """Hand back every sample, leave the fleet, stop."""
     await server.set_serving(False)
-    if instance.loop.is_alive():
+    # Unavailable: the engine is gone, and has ended the streams itself.
+    with suppress(Unavailable):
         await instance.drain()
         await asyncio.wrap_future(instance.loop.stop())
     with suppress(*OUTAGES):

@@ -89,7 +89,8 @@ class Instance:
     async def stage(self, version: int, folder: Path, checksum: str) -> StagedWeights:
         """Read and check weights in a thread of their own; the engine steps on meanwhile."""
         async with self._updating:
-            self.staged = await asyncio.to_thread(stage, folder, version, self._manifest, checksum)
+            with self._metrics.weight_seconds.labels("stage").time():
+                self.staged = await asyncio.to_thread(stage, folder, version, self._manifest, checksum)
         _log.info("weights_staged", version=version, checksum=self.staged.checksum)
         return self.staged
 
@@ -108,7 +109,8 @@ class Instance:
                 raise FailedPrecondition(
                     "NOT_STAGED", f"version {version} is not staged", requested=str(version), staged=have
                 )
-            dropped = await asyncio.wrap_future(self.loop.call(lambda: self._apply(staged)))
+            with self._metrics.weight_seconds.labels("apply").time():
+                dropped = await asyncio.wrap_future(self.loop.call(lambda: self._apply(staged)))
             self.staged = None
         _log.info("weights_applied", version=version, dropped_blocks=dropped)
         return dropped

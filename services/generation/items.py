@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
+from google.rpc import code_pb2
+
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
-from services.generation.engine.types import SampleRequest
+from services.generation.engine.types import SampleRequest, Verifier
 from services.platform.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -16,6 +18,7 @@ from services.platform.errors import (
 )
 from services.platform.sampling import (
     ModelLimits,
+    Sampling,
     check_lengths,
     check_sampling,
     check_tokens,
@@ -27,6 +30,7 @@ _SERVED = {
     sample_pb2.EXACTNESS_LEVEL_UNSPECIFIED,
     sample_pb2.EXACTNESS_LEVEL_EXACT,
     sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY,
+    sample_pb2.EXACTNESS_LEVEL_REJECTION,
 }
 
 
@@ -51,6 +55,11 @@ class Refusal:
             field = error.violations[0].field
         code: int = error.code.value[0]
         return pb.Refused(handle=handle, code=code, message=error.message, field=field)
+
+    @staticmethod
+    def unexpected(handle: int, error: Exception) -> pb.Refused:
+        """The refusal of an item that passed every check and that the engine would not take all the same."""
+        return pb.Refused(handle=handle, code=code_pb2.INTERNAL, message=f"the engine refused it: {error!r}")
 
 
 def check_item(
@@ -82,12 +91,29 @@ def check_item(
         *check_tokens(prefix, terms.limits, "prefix_token_ids", allow_empty=True),
         *check_tokens(item.given_draft, terms.limits, "given_draft", allow_empty=True),
         *check_sampling(sampling, terms.limits, "sampling"),
-        *check_lengths(len(prompt), len(prefix), sampling, terms.limits, "prompt_token_ids"),
+        *_check_lengths(len(prompt), len(prefix), sampling, terms.limits),
     ]
     if item.handle in taken:
         violations.append(Violation("handle", f"{item.handle} names a sample that is still running"))
     if violations:
         raise InvalidArgument(violations)
+    rejection = item.exactness.level == sample_pb2.EXACTNESS_LEVEL_REJECTION
     return SampleRequest(
-        next_id(), tuple(prompt), tuple(prefix), sampling, item.seed, tuple(item.given_draft), item.prompt_id
+        next_id(),
+        tuple(prompt),
+        tuple(prefix),
+        sampling,
+        item.seed,
+        tuple(item.given_draft),
+        item.prompt_id,
+        Verifier.REJECTION if rejection else Verifier.COUPLED,
     )
+
+
+def _check_lengths(prompt: int, prefix: int, sampling: Sampling, limits: ModelLimits) -> list[Violation]:
+    """As `check_lengths`, but a prefix that is the whole response is allowed: its sample finishes at once."""
+    room = limits.max_model_len - prompt
+    longest = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+    if 0 < prefix == longest:
+        return []
+    return check_lengths(prompt, prefix, sampling, limits, "prompt_token_ids")

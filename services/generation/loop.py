@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -86,6 +87,8 @@ class EngineLoop(threading.Thread):
         self._streams: set[WorkStream] = set()
         self._failure: BaseException | None = None
         self._stopping = False
+        # The thread has ended or is about to: commands are answered with an error.
+        self._over = False
         self._step_seconds = 0.0
         self._generated = self._steps = self._serial = 0
         self._flushed_at = clock()
@@ -93,16 +96,23 @@ class EngineLoop(threading.Thread):
     # -- from any thread ----------------------------------------------------------------------------------
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function in the engine thread, between two steps."""
+        """Run a function in the engine thread, between two steps. Unavailable when the thread has ended."""
         future: Future[T] = Future()
 
         def command() -> None:
+            # Whoever asked may have gone away meanwhile, and the future with it.
+            if not future.set_running_or_notify_cancel():
+                return
             try:
+                if self._over:
+                    raise Unavailable("the engine of this instance has stopped")
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
 
         self._commands.put(command)
+        if self._over:
+            self._answer_commands()
         return future
 
     def fail(self, error: BaseException) -> None:
@@ -146,13 +156,13 @@ class EngineLoop(threading.Thread):
         if self._engine.load.waiting >= self._max_waiting:
             raise ResourceExhausted("engine queue", f"{self._max_waiting} samples are waiting already")
         sample = RunningSample(handle, request, stream, self._clock())
-        stream.samples[handle] = sample
         finish = self._engine.finished_by_prefix(request)
         if finish is not None:
             stream.finish(sample, sample.finished(finish, self._clock()))
             return
-        self._samples[request.sample_id] = sample
         self._engine.add(request)
+        stream.samples[handle] = sample
+        self._samples[request.sample_id] = sample
         if self.speculation is not None:
             self.speculation.begin(
                 DraftContext(request.sample_id, request.prompt, request.given, request.prompt_id)
@@ -190,6 +200,13 @@ class EngineLoop(threading.Thread):
     def run(self) -> None:
         """Build the engine, then step it until stopped or broken."""
         try:
+            self._serve()
+        finally:
+            self._over = True
+            self._answer_commands()
+
+    def _serve(self) -> None:
+        try:
             self._engine = self._factory()
         except BaseException as error:
             self.ready.set_exception(error)
@@ -224,9 +241,17 @@ class EngineLoop(threading.Thread):
             except queue.Empty:
                 return
             wait = False
+            # Before the command: what it starts is not late because nothing was asked for so long.
+            self.last_progress = self._clock()
             command()
             if self._failure is not None:
                 raise self._failure
+
+    def _answer_commands(self) -> None:
+        """Answer what the thread will not run any more. Called by any thread, once `_over` is set."""
+        with suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
 
     def _record(self, steps: list[SampleStep], began: float) -> None:
         now = self._clock()
@@ -238,7 +263,7 @@ class EngineLoop(threading.Thread):
             tokens += len(step.token_ids)
             self._record_sample(step, began, now)
         self._generated += tokens
-        self._metrics.step(took, tokens, len(self._samples))
+        self._metrics.step(took, tokens)
 
     def _record_sample(self, step: SampleStep, began: float, now: float) -> None:
         sample = self._samples.get(step.sample_id)
@@ -277,11 +302,13 @@ class EngineLoop(threading.Thread):
 
     def _break(self, error: BaseException) -> None:
         _log.error("engine_broken", error=repr(error), samples=len(self._samples), exc_info=error)
-        self._flush()
-        for stream in self._streams:
-            stream.put(Unavailable("the engine of this instance failed; resume elsewhere"))
-        self._stopping = True
-        self.broken.set_result(error)
+        try:
+            self._flush()
+        finally:
+            for stream in self._streams:
+                stream.put(Unavailable("the engine of this instance failed; resume elsewhere"))
+            self._stopping = True
+            self.broken.set_result(error)
 
 
 def _unsampleable(sample: RunningSample) -> pb.Refused:

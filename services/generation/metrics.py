@@ -101,11 +101,10 @@ class EngineMetrics:
         self.verify_steps.labels(drafter).inc(steps)
         self.block_efficiency.labels(drafter).set(kept / steps + 1)
 
-    def step(self, seconds: float, tokens: int, samples: int) -> None:
+    def step(self, seconds: float, tokens: int) -> None:
         """Count one engine step."""
         self.steps.observe(seconds)
         self.tokens.inc(tokens)
-        self.running.set(samples)
 
     def load(self, load: fleet_pb2.InstanceLoad) -> None:
         """Publish the load of this moment."""

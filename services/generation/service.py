@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import structlog
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
@@ -18,6 +19,8 @@ from services.generation.instance import Instance
 from services.generation.items import Refusal, check_item
 from services.generation.samples import WorkStream
 from services.platform.errors import ServiceError, Unimplemented
+
+_log = structlog.get_logger(__name__)
 
 
 class GenerationService(rpc.GenerationServiceServicer):
@@ -32,9 +35,10 @@ class GenerationService(rpc.GenerationServiceServicer):
         """Take samples in and send tokens out until the caller or the engine ends."""
         stream = WorkStream(asyncio.get_running_loop())
         loop = self._instance.loop
-        await asyncio.wrap_future(loop.call(lambda: loop.open(stream)))
+        opened = loop.call(lambda: loop.open(stream))
         reader = asyncio.create_task(self._read(stream, request_iterator))
         try:
+            await asyncio.wrap_future(opened)
             while (event := await stream.outbox.get()) is not None:
                 if isinstance(event, Exception):
                     raise event
@@ -63,6 +67,9 @@ class GenerationService(rpc.GenerationServiceServicer):
                     loop.start_sample(stream, item.handle, sample)
                 except ServiceError as error:
                     stream.refuse(Refusal.of(item.handle, error))
+                except Exception as error:
+                    _log.exception("item_failed", handle=item.handle)
+                    stream.refuse(Refusal.unexpected(item.handle, error))
             chosen = [stream.samples[handle] for handle in request.abort if handle in stream.samples]
             loop.abort_samples(chosen)
 

@@ -24,6 +24,7 @@ from services.platform.errors import DataLoss, InvalidArgument
 from services.platform.violations import Violation
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # More than this many faults of one kind help nobody.
 _MOST_VIOLATIONS = 16
 # A safetensors header larger than this is not one.
@@ -44,7 +45,9 @@ class StagedWeights:
 
 
 def read_manifest(folder: Path) -> dict[str, TensorSpec]:
-    """Names, shapes and dtypes of the tensors in a folder of safetensors, from their headers alone.
+    """Names, shapes and dtypes of a model's tensors, from the headers of its safetensors alone.
+
+    An output head that is tied to the embedding is left out, whether or not the checkpoint has a copy of it.
 
     Raises:
         InvalidArgument: no such folder, or no safetensors in it.
@@ -54,6 +57,8 @@ def read_manifest(folder: Path) -> dict[str, TensorSpec]:
     for file in _weight_files(folder):
         for name, entry in _header(file).items():
             found[name] = TensorSpec(name, tuple(entry["shape"]), str(entry["dtype"]))
+    if _ties_head(folder):
+        found.pop(_HEAD, None)
     return found
 
 
@@ -74,11 +79,13 @@ def stage(
     """
     digest = hashlib.sha256()
     tensors: dict[str, torch.Tensor] = {}
-    found: dict[str, TensorSpec] = {}
     for file in _weight_files(folder):
-        content = file.read_bytes()
+        content = _read(file)
         digest.update(content)
-        tensors |= _parse(file, content)
+        parsed = _parse(file, content)
+        if twice := sorted(tensors.keys() & parsed.keys()):
+            raise InvalidArgument(_twice(twice, folder))
+        tensors |= parsed
     found = {name: _spec(name, tensor) for name, tensor in tensors.items()}
     computed = f"sha256:{digest.hexdigest()}"
     if checksum and checksum != computed:
@@ -114,11 +121,32 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
+def _ties_head(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and bool(json.loads(config.read_bytes()).get("tie_word_embeddings"))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InvalidArgument([Violation("disk.path", f"{file} cannot be read: {error.strerror}")]) from error
+
+
 def _parse(file: Path, content: bytes) -> dict[str, torch.Tensor]:
     try:
         return load(content)
     except SafetensorError as error:
         raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
+    except KeyError as error:
+        # A dtype of the format that torch has no name for.
+        text = f"{file} has a tensor of dtype {error.args[0]}, allowed are {', '.join(sorted(_FLOATS))}"
+        raise InvalidArgument([Violation("disk.path", text)]) from error
+
+
+def _twice(names: list[str], folder: Path) -> list[Violation]:
+    text = f"is in more than one file of {folder}"
+    return [Violation(f"tensors[{name}]", text) for name in names[:_MOST_VIOLATIONS]]
 
 
 _DTYPE_NAMES = {
@@ -137,11 +165,10 @@ def _drop_tied_head(
     tensors: dict[str, torch.Tensor], found: dict[str, TensorSpec], expected: Mapping[str, TensorSpec]
 ) -> None:
     """A trainer's state dict may name the tied output head that the checkpoint leaves out: the same tensor."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if head in expected or head not in tensors or embedding not in tensors:
+    if _HEAD in expected or _HEAD not in tensors or _EMBEDDING not in tensors:
         return
-    if torch.equal(tensors[head], tensors[embedding]):
-        del tensors[head], found[head]
+    if torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
+        del tensors[_HEAD], found[_HEAD]
 
 
 def _compare(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> list[Violation]:

@@ -111,8 +111,9 @@ class Child:
             self._process.send_signal(number)
 
     def stop(self, timeout: float) -> None:
-        """SIGTERM, then SIGKILL after `timeout` seconds; returns when the process is gone."""
-        self.signal(signal.SIGTERM)
+        """SIGTERM, then SIGKILL after `timeout` seconds (0: at once); returns when the process is gone."""
+        if timeout:
+            self.signal(signal.SIGTERM)
         if not self._exited_within(timeout):
             self.kill()
 

@@ -33,7 +33,7 @@ class PlatformConfig:
     pin: bool = True
     """On CPU, share the cores out among the instances, so that none disturbs another."""
     restarts: RestartPolicy | None = None
-    """How instances that died are started again; None leaves them dead."""
+    """How processes that died are started again; None leaves them dead."""
     start_timeout: float = 180.0
     """Seconds within which every process must be ready."""
     stop_timeout: float = 15.0

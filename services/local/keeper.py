@@ -32,6 +32,10 @@ class Keeper:
         self._stopping.set()
         self._thread.join()
 
+    def gave_up(self, child: Child) -> bool:
+        """True when a dead process is not started again: it died too often."""
+        return child.spec.name in self._due and self._due[child.spec.name] is None
+
     def _watch(self) -> None:
         while not self._stopping.wait(_POLL_SECONDS):
             for child in self._wanted():
@@ -40,8 +44,9 @@ class Keeper:
     def _look_after(self, child: Child, now: float) -> None:
         name = child.spec.name
         if child.alive:
-            self._due.pop(name, None)
+            self._due.pop(name, None)  # started by a caller
         elif name not in self._due:
             self._due[name] = self._restarts.setdefault(name, Restarts(self._policy)).died(now)
         elif (due := self._due[name]) is not None and now >= due:
+            del self._due[name]
             child.start()

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -98,7 +99,7 @@ class Platform:
     def kill(self, index: int) -> None:
         """Kills an instance as a crash would. It comes back only if restarts are configured."""
         child = self.instances[index]
-        if self.config.restarts is None:
+        if self._keeper is None:
             self._on_purpose.add(child.spec.name)
         child.kill()
 
@@ -118,23 +119,28 @@ class Platform:
         if wait:
             deadline = time.monotonic() + self.config.start_timeout
             child.wait_ready(deadline)
-            self.wait_serving(len(self._wanted()), deadline)
+            self.wait_serving(len(self._wanted(self.instances)), deadline)
 
     def restart_gateway(self, *, kill: bool = False) -> None:
         """Replaces the gateway process, on the same port; returns when the new one takes calls."""
         assert self.gateway is not None, "the platform is not started"
-        if kill:
-            self.gateway.kill()
-        else:
-            self.gateway.stop(self.config.stop_timeout)
+        self._on_purpose.add(self.gateway.spec.name)
+        self.gateway.stop(0.0 if kill else self.config.stop_timeout)
         self.gateway.start()
+        self._on_purpose.discard(self.gateway.spec.name)
         self.gateway.wait_ready(time.monotonic() + self.config.start_timeout)
+
+    def check(self) -> None:
+        """PlatformError with the end of its log when a process is gone and will not be started again."""
+        for child in self._wanted(self.processes):
+            if self._keeper is None or self._keeper.gave_up(child):
+                child.check_alive()
 
     def wait_serving(self, count: int, deadline: float) -> None:
         """Returns when the gateway says that `count` instances serve; PlatformError at the deadline."""
         with self.client() as client:
             while (serving := _serving(client)) < count:
-                self._check_all()
+                self.check()
                 if time.monotonic() > deadline:
                     raise PlatformError(f"{serving} of {count} instances serve.\n{self._tails()}")
                 self._stopping.wait(_POLL_SECONDS)
@@ -151,11 +157,11 @@ class Platform:
         for child in self.processes:
             child.start()
         for child in self.processes:
-            child.wait_ready(deadline, self._check_all)
+            child.wait_ready(deadline, self.check)
         self._keep_port()
         self.wait_serving(config.instances, deadline)
         if config.restarts is not None:
-            self._keeper = Keeper(config.restarts, self._wanted)
+            self._keeper = Keeper(config.restarts, lambda: self._wanted(self.processes))
             self._keeper.start()
 
     def _start_redis(self) -> str:
@@ -185,13 +191,9 @@ class Platform:
         assert self.gateway is not None, "the platform is not started"
         self.gateway.spec = specs.gateway_spec(self.config, self._state, self._redis_url, port)
 
-    def _wanted(self) -> list[Child]:
-        return [child for child in self.instances if child.spec.name not in self._on_purpose]
-
-    def _check_all(self) -> None:
-        if self._keeper is None:
-            for child in [*([self.gateway] if self.gateway else []), *self._wanted()]:
-                child.check_alive()
+    def _wanted(self, children: Sequence[Child]) -> list[Child]:
+        """Those that nobody took down on purpose."""
+        return [child for child in children if child.spec.name not in self._on_purpose]
 
     def _tails(self) -> str:
         return "\n".join(child.tail() for child in self.processes)

@@ -11,7 +11,7 @@ import math
 import re
 import time
 import uuid
-from asyncio import CancelledError
+from asyncio import CancelledError, Task, current_task
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ STATUS_DETAILS = "grpc-status-details-bin"
 """Trailing metadata key of the serialized google.rpc.Status."""
 HEALTH = "/grpc.health.v1.Health/"
 """Methods that probes call, without token or deadline."""
+WATCH = f"{HEALTH}Watch"
+"""The method whose calls never end by themselves."""
 
 _SAFE_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -50,6 +52,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._service = service
         self._token = token
         self._metrics = metrics
+        self._watchers: set[Task[Any]] = set()
+
+    def end_watchers(self) -> None:
+        """Ends the streams that watch health."""
+        for watcher in self._watchers:
+            watcher.cancel()
 
     async def intercept_service(
         self,
@@ -93,6 +101,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         code = grpc.StatusCode.UNKNOWN.name
         try:
             self._admit(method, unary, context)
+            if method == WATCH:
+                self._track(current_task())
             yield
             code = _code(context)
             _keep(context, trailer)
@@ -111,6 +121,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._metrics.in_flight.labels(*labels).dec()
             self._metrics.requests.labels(*labels, code).inc()
             self._metrics.seconds.labels(*labels).observe(time.perf_counter() - began)
+
+    def _track(self, watcher: Task[Any] | None) -> None:
+        if watcher is not None:
+            self._watchers.add(watcher)
+            watcher.add_done_callback(self._watchers.discard)
 
     def _admit(self, method: str, unary: bool, context: Context) -> None:
         if method.startswith(HEALTH):

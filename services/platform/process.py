@@ -17,6 +17,7 @@ import structlog
 from services.platform.config import ConfigError, ServiceConfig, load_config
 from services.platform.logs import configure_logging
 from services.platform.metrics import start_metrics_server
+from services.platform.server import stop_servers
 
 log = structlog.get_logger(__name__)
 
@@ -97,7 +98,10 @@ def _run(service: str, main: Callable[[C, Shutdown], Awaitable[None]], config: C
 async def _main(main: Callable[[C, Shutdown], Awaitable[None]], config: C, metrics_port: int) -> None:
     shutdown = Shutdown(metrics_port, config.ready_file)
     _handle_signals(shutdown)
-    await main(config, shutdown)
+    try:
+        await main(config, shutdown)
+    finally:
+        await stop_servers(0)
 
 
 def _handle_signals(shutdown: Shutdown) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,7 +20,11 @@ from services.platform.transport import server_credentials, server_options
 LIVENESS = "liveness"
 """Name under which health says SERVING from start to stop, whether or not the service can take work."""
 
+WATCHER_GRACE = 0.1
+"""Seconds that watchers of health get to hear that it is over; they never end by themselves."""
+
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
+_running: set[GrpcServer] = set()
 
 
 class GrpcServer:
@@ -36,10 +41,9 @@ class GrpcServer:
         self._config = config
         token = config.token.get_secret_value() if config.token is not None else None
         metrics = rpc_metrics(REGISTRY if registry is None else registry)
+        self._interceptor = CallInterceptor(service, token, metrics)
         self.server = _NamingServer(
-            grpc.aio.server(
-                interceptors=[CallInterceptor(service, token, metrics)], options=server_options(config)
-            )
+            grpc.aio.server(interceptors=[self._interceptor], options=server_options(config))
         )
         self.port = 0
         self._health = health.aio.HealthServicer()
@@ -55,10 +59,17 @@ class GrpcServer:
             raise ConfigError(problems)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection([*self.server.names, reflection.SERVICE_NAME], self.server)
-        self.port = self._bind(f"{_bracketed(self._config.host)}:{self._config.port}")
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
+        try:
+            self.port = self._bind(f"{_bracketed(self._config.host)}:{self._config.port}")
+        except RuntimeError:
+            # A server that was given a port and never ran crashes the process when it is collected.
+            await self.server.start()
+            await self.server.stop(0)
+            raise
         await self.server.start()
+        _running.add(self)
 
     async def set_serving(self, serving: bool) -> None:
         """What health answers for the server as a whole ("") and for every service on it."""
@@ -69,13 +80,22 @@ class GrpcServer:
 
     async def stop(self, grace: float) -> None:
         """Ends: health says NOT_SERVING, new calls are refused, running ones get `grace` seconds."""
+        _running.discard(self)
         await self._health.enter_graceful_shutdown()
-        await self.server.stop(grace)
+        stopping = asyncio.create_task(self.server.stop(grace))
+        await asyncio.wait([stopping], timeout=WATCHER_GRACE)
+        self._interceptor.end_watchers()
+        await stopping
 
     def _bind(self, address: str) -> int:
         if self._config.tls is None:
             return self.server.add_insecure_port(address)
         return self.server.add_secure_port(address, server_credentials(self._config.tls))
+
+
+async def stop_servers(grace: float) -> None:
+    """Stops every server of the process that still runs: one left behind keeps the process from ending."""
+    await asyncio.gather(*(server.stop(grace) for server in list(_running)))
 
 
 class _NamingServer(grpc.aio.Server):

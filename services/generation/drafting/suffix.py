@@ -69,9 +69,8 @@ class SuffixDrafter:
         index.taken = len(sample.response)
         if len(text) < _NGRAM:
             return None
-        # The n-gram at the very end is looked up before it is indexed: it would find itself.
-        place = index.places.get(tuple(text[-_NGRAM:]))
         _extend(index)
+        place = index.places.get(tuple(text[-_NGRAM:]))
         if place is None:
             return None
         source, position = index.texts[place[0]], place[1]
@@ -82,11 +81,11 @@ class SuffixDrafter:
 
 
 def _extend(index: _Index) -> None:
-    """Index the n-grams that end in text 0 beyond what is indexed, the last one included."""
+    """Index the n-grams that end in text 0 beyond what is indexed, but for the last: it would find itself."""
     text = index.texts[0]
-    for end in range(max(index.indexed + 1, _NGRAM), len(text) + 1):
+    for end in range(max(index.indexed + 1, _NGRAM), len(text)):
         index.places[tuple(text[end - _NGRAM : end])] = (0, end)
-    index.indexed = len(text)
+    index.indexed = max(len(text) - 1, 0)
 
 
 def _match_length(text: Sequence[int], source: Sequence[int], position: int) -> int:

@@ -3,7 +3,7 @@
 One row of logits is one position of one sample. A sample with k draft tokens has k + 1 rows, in order: row j
 was computed with the first j draft tokens in place, so it is the target's distribution after them. Plain
 decoding is the case k = 0 for every sample; there is no other code path, and that is what makes speculation on
-and off agree token for token (DESIGN section 4).
+and off agree token for token (DESIGN section 4). Samples that ask for it are verified by rejection instead, in the same step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from kernels.coupled_sampler.cpu import coupled_verify
 from services.generation.engine.noise import SampleNoise
+from services.generation.engine.rejection import rejection_verify
+from services.generation.engine.types import Verifier
 
 IntArray = npt.NDArray[np.int64]
 
@@ -51,6 +53,13 @@ class Rows:
         begin, end = int(self.cu[sample]) - sample, int(self.cu[sample + 1]) - sample - 1
         return self.drafts[begin:end].tolist()  # type: ignore[no-any-return]
 
+    def part(self, chosen: npt.NDArray[np.bool_]) -> tuple[IntArray, Rows]:
+        """The rows of some samples ([n] bool): their indices here, and their layout among themselves."""
+        index = np.flatnonzero(chosen[self.samples])
+        cu = np.concatenate(([0], np.cumsum(np.diff(self.cu)[chosen])))
+        draft_owner = np.repeat(np.arange(len(chosen)), np.diff(self.cu) - 1)
+        return index, Rows(cu, self.positions[chosen], self.drafts[chosen[draft_owner]])
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:
@@ -80,12 +89,31 @@ def sample(
     processed, divided = _constrain(raw, rows, metadata, noise, temperature)
     # A row that the masks have divided by its temperature already is sampled at 1; greedy stays 0.
     effective = np.where(temperature > 0, np.float32(1), np.float32(0)) if divided else temperature
-    seeds = np.fromiter((item.seed for item in noise), np.uint64, len(noise))
-    tokens, counts = coupled_verify(
-        _numpy(processed), seeds, rows.positions, effective.astype(np.float32), rows.drafts, rows.cu
-    )
+    tokens, counts = _verify(_numpy(processed), rows, effective.astype(np.float32), noise)
     logprobs = _logprobs(raw, processed, divided, temperature, rows, noise, tokens, counts)
     return Verified(tokens, counts, logprobs)
+
+
+def _verify(
+    logits: npt.NDArray[np.float32],
+    rows: Rows,
+    temperature: npt.NDArray[np.float32],
+    noise: list[SampleNoise],
+) -> tuple[IntArray, IntArray]:
+    """(tokens [R], emitted tokens [n]), each sample by its own verifier."""
+    seeds = np.fromiter((item.seed for item in noise), np.uint64, len(noise))
+    by_rejection = np.fromiter((item.verifier is Verifier.REJECTION for item in noise), bool, len(noise))
+    if not by_rejection.any():
+        return coupled_verify(logits, seeds, rows.positions, temperature, rows.drafts, rows.cu)
+    tokens, counts = np.empty(len(logits), np.int64), np.empty(len(noise), np.int64)
+    for verify, chosen in ((rejection_verify, by_rejection), (coupled_verify, ~by_rejection)):
+        if not chosen.any():
+            continue
+        index, part = rows.part(chosen)
+        tokens[index], counts[chosen] = verify(
+            logits[index], seeds[chosen], part.positions, temperature[chosen], part.drafts, part.cu
+        )
+    return tokens, counts
 
 
 def _numpy(tensor: torch.Tensor) -> npt.NDArray[np.float32]:

@@ -49,9 +49,7 @@ class Trainer:
         self.weights: Any = weight_pb2_grpc.WeightServiceStub(self.channel)
         self.fleet: Any = fleet_pb2_grpc.FleetServiceStub(self.channel)
 
-    async def submit(
-        self, request: rollout_pb2.SubmitRolloutsRequest
-    ) -> rollout_pb2.SubmitRolloutsResponse:
+    async def submit(self, request: rollout_pb2.SubmitRolloutsRequest) -> rollout_pb2.SubmitRolloutsResponse:
         return await self.rollouts.SubmitRollouts(request, timeout=CALL)
 
     def stream(self, request: rollout_pb2.SubmitRolloutsRequest, cursor: int = 0) -> Any:

@@ -183,9 +183,9 @@ async def test_a_restarted_gateway_goes_on_where_the_last_one_was_cut_off(cluste
     assert (await second.trainer.submit(request)).already_submitted
     resumed = [item for fake in fakes for item in fake.accepted]
     assert max(len(item.prefix_token_ids) for item in resumed) >= 15
-    assert await connect(GatewayConfig(redis_url=cluster.redis_url)).keys(
-        f"{cluster.namespace}:*tokens*"
-    ) == []
+    assert (
+        await connect(GatewayConfig(redis_url=cluster.redis_url)).keys(f"{cluster.namespace}:*tokens*") == []
+    )
 
 
 async def test_a_cancellation_survives_a_restart(cluster: Cluster) -> None:
@@ -351,7 +351,7 @@ def _instance_process(cluster: Cluster, name: str) -> Process:
 
 
 async def _connect(ready: Path) -> Trainer:
-    await until(ready.exists, "the gateway is ready")
+    await until(ready.exists, "the gateway is ready", seconds=60)
     address = json.loads(ready.read_text())["address"]
     return Trainer(grpc.aio.insecure_channel(address))
 

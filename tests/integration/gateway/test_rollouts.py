@@ -80,9 +80,7 @@ async def test_cancelled_samples_are_delivered_as_aborted(cluster: Cluster, keep
     await gateway.trainer.submit(request)
     await until(lambda: [s.length for s in fake.running()] == [6] * 4, "four samples have six tokens")
     response = await gateway.trainer.rollouts.CancelRollouts(
-        rollout_pb2.CancelRolloutsRequest(
-            run_id="run", batch_id=request.batch_id, keep_partial=keep_partial
-        ),
+        rollout_pb2.CancelRolloutsRequest(run_id="run", batch_id=request.batch_id, keep_partial=keep_partial),
         timeout=CALL,
     )
     assert response.cancelled == 12

@@ -98,6 +98,25 @@ def test_tokens_equal_the_reference_when_all_scores_nearly_tie(seed, size, level
     np.testing.assert_array_equal(coupled_argmax(logits, seeds, positions, full(2, 1.0)), expected)
 
 
+@PROPERTY
+@given(
+    seed=rng_seeds,
+    chunks=st.integers(2, 8),
+    level=st.sampled_from([0.0, -8.0, 300.0, 3e4, -1e6, 1e7, 1e9]),
+    ulps=st.integers(0, 2),
+)
+def test_tokens_equal_the_reference_when_the_best_of_all_chunks_nearly_tie(seed, chunks, level, ulps):
+    """Constant logits within a chunk make its bound as tight as can be; its best nearly ties the others'."""
+    rng = np.random.default_rng(seed)
+    seeds, positions = draw_keys(1, rng)
+    noise = gumbel(int(seeds[0]), int(positions[0]), chunks * CHUNK).reshape(chunks, CHUNK)
+    levels = np.float32(level) - noise.max(axis=1)
+    levels += rng.integers(-ulps, ulps + 1, chunks).astype(np.float32) * np.spacing(levels)
+    logits = np.repeat(levels, CHUNK)[None, :]
+    expected = coupled_argmax_reference(logits, seeds, positions, full(1, 1.0))
+    np.testing.assert_array_equal(coupled_argmax(logits, seeds, positions, full(1, 1.0)), expected)
+
+
 @pytest.mark.parametrize("size", [32_000, 151_936])
 @pytest.mark.parametrize("kind", ["flat", "spread", "peaked", "few"])
 def test_tokens_equal_the_reference_for_large_vocabularies(size, kind):
@@ -127,7 +146,9 @@ def test_temperature_zero_is_greedy_with_ties_to_the_lowest_id():
     assert sample_one(row, temperature=0.0) == 140
     assert sample_one(np.zeros(300), temperature=0.0) == 0
     assert sample_one([-0.0, 0.0], temperature=0.0) == 0
-    assert sample_one([-1.0, -0.0, 0.0], temperature=0.0) == 1
+    row = np.full(300, -1.0)
+    row[10], row[200] = -0.0, 0.0
+    assert sample_one(row, temperature=0.0) == 10
 
 
 def test_masked_entries_never_win():

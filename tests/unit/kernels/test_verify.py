@@ -99,6 +99,19 @@ def test_an_invalid_row_ends_its_request_and_no_other():
     assert counts.tolist() == [2, 1]
 
 
+@pytest.mark.parametrize("draft", [-(2**63), -1, 0, 299, 300, 2**63 - 1])
+def test_a_draft_changes_no_token_even_if_it_is_masked_or_no_token_at_all(draft):
+    logits = np.full((2, 300), -np.inf, dtype=np.float32)
+    logits[:, 128:200] = 0.5
+    logits[:, 150] = 2.0
+    for seed in range(20):
+        keys = (np.array([seed, seed], dtype=np.uint64), np.array([4, 5]), np.ones(2, dtype=np.float32))
+        expected = coupled_argmax_reference(logits, *keys)
+        tokens, counts = coupled_verify(logits, keys[0][:1], [4], [1.0], [draft], [0, 2])
+        assert tokens.tolist() == [expected[0], UNSAMPLED]
+        assert counts.tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("cu_rows", "drafts", "message"),
     [

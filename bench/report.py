@@ -1,0 +1,59 @@
+"""How benchmarks show and keep their figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Figures = Mapping[str, Any]
+
+
+def write(name: str, figures: Figures) -> Path:
+    """Write runs/bench/NAME.json: the figures, and the machine and time they are from."""
+    path = Path("runs/bench") / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"cpus": len(cores()), "processor": _processor(), "python": platform.python_version()}
+    stamp = datetime.now(UTC).isoformat(timespec="seconds")
+    path.write_text(json.dumps({**figures, "machine": machine, "measured_at": stamp}, indent=2) + "\n")
+    Console().print(f"written to {path}")
+    return path
+
+
+def show(title: str, figures: Figures) -> None:
+    """Print figures as a two-column table."""
+    show_rows(title, ("figure", "value"), [(name, format_value(value)) for name, value in figures.items()])
+
+
+def show_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first column is text, the others are numbers."""
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def format_value(value: Any) -> str:
+    """Three significant digits for floats."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def cores() -> tuple[int, ...]:
+    """The cores that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,161 @@
+"""Registration, expiry and epochs on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError
+
+from services.platform.config import ServiceConfig
+from services.platform.embedded_redis import EmbeddedRedis
+from services.platform.errors import FailedPrecondition
+from services.platform.registry import InstanceRecord, Registration, Registry
+from services.platform.store import Keys, connect
+
+RECORD = InstanceRecord("generation", "g0", address="127.0.0.1:1", state="stale", vocab_size=100)
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(ServiceConfig(redis_url=redis_url))
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def keys(namespace: str) -> Keys:
+    return Keys(namespace)
+
+
+@asynccontextmanager
+async def beating(registration: Registration) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs the heartbeat of a registration."""
+    task = asyncio.create_task(registration.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, FailedPrecondition):
+            await task
+
+
+async def test_a_registered_instance_is_listed_as_it_is(store: Redis, keys: Keys) -> None:
+    registration = Registration(store, keys, RECORD)
+    assert await registration.register() == 1
+    registry = Registry(store, keys)
+    listed = await registry.list("generation")
+    assert listed == {"g0": registration.record}
+    assert listed["g0"].registered_at > 0
+    assert await registry.list("gateway") == {}
+    await registration.update(state="serving", policy_version=7, load={"running": 2})
+    record = (await registry.list("generation"))["g0"]
+    assert (record.state, record.policy_version, record.load) == ("serving", 7, {"running": 2})
+    assert record.vocab_size == 100
+
+
+async def test_namespaces_do_not_see_each_other(store: Redis, keys: Keys) -> None:
+    await Registration(store, keys, RECORD).register()
+    assert await Registry(store, Keys(f"{keys.namespace}-other")).list("generation") == {}
+
+
+async def test_a_record_goes_when_its_heartbeat_stops(store: Redis, keys: Keys, poll: Any) -> None:
+    registry = Registry(store, keys)
+    lasting = Registration(store, keys, RECORD, ttl=0.5, interval=0.1)
+    other = InstanceRecord("generation", "g1")
+    ending = Registration(store, keys, other, ttl=0.5, interval=0.1)
+    await lasting.register()
+    await ending.register()
+    async with beating(lasting):
+        async with beating(ending):
+            assert (await registry.list("generation")).keys() == {"g0", "g1"}
+
+        async def ended() -> bool:
+            return (await registry.list("generation")).keys() == {"g0"}
+
+        await poll(ended)
+
+
+async def test_deregistering_removes_the_record_at_once(store: Redis, keys: Keys) -> None:
+    registration = Registration(store, keys, RECORD, interval=0.01)
+    await registration.register()
+    async with beating(registration) as task:
+        await registration.deregister()
+        await asyncio.wait_for(task, 5)
+    await registration.update(state="serving")
+    assert await Registry(store, keys).list("generation") == {}
+    assert await store.zcard(keys.registry_index("generation")) == 0
+
+
+async def test_the_epoch_grows_with_every_registration(store: Redis, keys: Keys) -> None:
+    first = Registration(store, keys, RECORD)
+    assert await first.register() == 1
+    await first.deregister()
+    assert await Registration(store, keys, RECORD).register() == 2
+    assert await Registration(store, keys, RECORD).register() == 3
+    other = Registration(store, keys, InstanceRecord("generation", "g1"))
+    assert await other.register() == 1
+
+
+async def test_an_older_process_gives_way_to_a_younger_one(store: Redis, keys: Keys) -> None:
+    old = Registration(store, keys, RECORD, interval=0.01)
+    await old.register()
+    async with beating(old) as task:
+        young = Registration(store, keys, RECORD)
+        await young.register()
+        with pytest.raises(FailedPrecondition, match="another process") as caught:
+            await asyncio.wait_for(task, 5)
+    assert caught.value.reason == "SUPERSEDED"
+    await old.deregister()
+    listed = await Registry(store, keys).list("generation")
+    assert listed["g0"].epoch == 2
+
+
+async def test_one_unreadable_record_does_not_hide_the_rest(store: Redis, keys: Keys) -> None:
+    await Registration(store, keys, RECORD).register()
+    await store.zadd(keys.registry_index("generation"), {"broken": 1e12})
+    await store.set(keys.registry("generation", "broken"), b"\xff{")
+    assert (await Registry(store, keys).list("generation")).keys() == {"g0"}
+
+
+async def test_registration_survives_a_restart_of_redis(tmp_path: Path, keys: Keys, poll: Any) -> None:
+    server = EmbeddedRedis(tmp_path)
+    store = connect(ServiceConfig(redis_url=server.start()))
+    registry = Registry(store, keys)
+    registration = Registration(store, keys, RECORD, ttl=0.5, interval=0.1)
+    await registration.register()
+    async with beating(registration) as task:
+        server.kill()
+        with pytest.raises(ConnectionError):
+            await registry.list("generation")
+        await registration.update(state="serving")
+        assert not task.done()
+        server.start()
+
+        async def back() -> bool:
+            listed = await registry.list("generation")
+            return "g0" in listed and listed["g0"].state == "serving"
+
+        await poll(back)
+        assert registration.record.epoch == 1
+    await store.aclose()
+    server.stop()
+
+
+async def test_an_epoch_lives_on_when_redis_loses_its_data(store: Redis, keys: Keys, poll: Any) -> None:
+    registration = Registration(store, keys, RECORD, interval=0.05)
+    for _ in range(3):
+        await registration.register()
+    async with beating(registration):
+        await store.delete(keys.epoch("generation", "g0"), keys.registry("generation", "g0"))
+
+        async def back() -> bool:
+            return "g0" in await Registry(store, keys).list("generation")
+
+        await poll(back)
+    assert await Registration(store, keys, RECORD).register() == 4

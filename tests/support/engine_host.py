@@ -1,0 +1,170 @@
+"""A real engine in a process of its own, run through scenarios from a test.
+
+    with EngineHost(EngineOptions(model=str(folder), dtype="float32")) as host:
+        plain = host.run(Scenario(requests))
+        again = host.run(Scenario(requests, Drafts("true", truth=plain.tokens)))
+
+vLLM keeps global state and must be imported before numba, so an engine has a process to itself; starting one
+takes about ten seconds, so many scenarios share it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from services.generation.engine.types import EngineOptions, Finish, SampleRequest, SampleState
+from tests.support.draft_policies import Drafting, Drafts
+
+_START_SECONDS = 120
+_RUN_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Samples and how they are run. Request i arrives before step `arrivals[i]`, by default all before the first.
+
+    `cold` drops all KV beforehand, so that nothing is found in the prefix cache.
+    """
+
+    requests: tuple[SampleRequest, ...]
+    drafts: Drafts = Drafts()
+    arrivals: tuple[int, ...] = ()
+    cold: bool = True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came out, by sample id; a prefix is not repeated in the tokens."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[float]] = field(default_factory=dict)
+    finishes: dict[str, Finish] = field(default_factory=dict)
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    most_running: int = 0
+
+
+class EngineHost:
+    """The parent's side. A context manager: the process ends with it."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, options), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.vocab_size: int = self._answer(_START_SECONDS)
+
+    def run(self, scenario: Scenario) -> Outcome:
+        """Run a scenario to its end."""
+        self._pipe.send(scenario)
+        outcome: Outcome = self._answer(_RUN_SECONDS)
+        return outcome
+
+    def _answer(self, seconds: float) -> Any:
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"no answer from the engine process in {seconds} s")
+        answer = self._pipe.recv()
+        if isinstance(answer, _Failure):
+            raise RuntimeError(f"in the engine process:\n{answer.text}")
+        return answer
+
+    def __enter__(self) -> EngineHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    text: str
+
+
+def _serve(pipe: Connection, options: EngineOptions) -> None:
+    """The child: build the engine, answer scenarios until the pipe closes."""
+    core = str(max(os.sched_getaffinity(0)))
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "HF_HUB_OFFLINE": "1"}
+    try:
+        from services.generation.engine.core import Engine
+
+        engine = Engine(options)
+        pipe.send(engine.limits.vocab_size)
+        serial = 0
+        while True:
+            serial += 1
+            pipe.send(_Run(engine, pipe.recv(), serial).outcome())
+    except EOFError:
+        return
+    except BaseException:
+        pipe.send(_Failure(traceback.format_exc()))
+
+
+class _Run:
+    """One scenario in the engine. Ids get a serial in front: vLLM must never meet the same one twice."""
+
+    def __init__(self, engine: Any, scenario: Scenario, serial: int) -> None:
+        self._engine = engine
+        self._scenario = scenario
+        self._prefix = f"{serial}/"
+        self._drafting = Drafting(scenario.drafts, engine.limits.vocab_size)
+        self._preempted: dict[str, int] = {}
+        self._found = Outcome()
+
+    def outcome(self) -> Outcome:
+        """Run it."""
+        engine, scenario = self._engine, self._scenario
+        if scenario.cold:
+            engine.forget_kv()
+        waiting = sorted(
+            zip(scenario.arrivals or [0] * len(scenario.requests), range(len(scenario.requests)), strict=True)
+        )
+        found = self._found
+        while waiting or engine.has_work:
+            while waiting and (waiting[0][0] <= found.steps or not engine.has_work):
+                self._add(scenario.requests[waiting.pop(0)[1]])
+            if scenario.drafts.policy != "none":
+                engine.put_drafts(self._drafts())
+            self._step()
+        found.preemptions = sum(self._preempted.values())
+        return found
+
+    def _add(self, request: SampleRequest) -> None:
+        self._found.tokens[request.sample_id] = []
+        self._found.logprobs[request.sample_id] = []
+        own = {name: getattr(request, name) for name in SampleRequest.__slots__}
+        self._engine.add(SampleRequest(**own | {"sample_id": self._prefix + request.sample_id}))
+
+    def _drafts(self) -> dict[str, list[int]]:
+        states = [
+            SampleState(state.sample_id.removeprefix(self._prefix), state.prompt, state.response, state.room)
+            for state in self._engine.decoding()
+        ]
+        return {self._prefix + sample_id: tokens for sample_id, tokens in self._drafting(states).items()}
+
+    def _step(self) -> None:
+        found, requests = self._found, self._engine._scheduler.requests
+        found.most_running = max(found.most_running, self._engine.load.running)
+        for step in self._engine.step():
+            sample_id = step.sample_id.removeprefix(self._prefix)
+            assert sample_id not in found.finishes, f"{sample_id} goes on after its end"
+            assert len(step.token_ids) == len(step.logprobs)
+            found.tokens[sample_id] += step.token_ids
+            found.logprobs[sample_id] += step.logprobs
+            found.drafted += step.drafted
+            found.accepted += step.accepted
+            if step.finish is not None:
+                found.finishes[sample_id] = step.finish
+        found.steps += 1
+        self._preempted |= {key: request.num_preemptions for key, request in requests.items()}

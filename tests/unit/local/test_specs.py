@@ -1,0 +1,31 @@
+"""Command lines of the processes."""
+
+from pathlib import Path
+
+from services.local import specs
+from services.local.config import PlatformConfig
+
+CONFIG = PlatformConfig(model=Path("/m"), token="secret", instance_options=("--kv-cache-memory-bytes", "5"))
+STATE = Path("/state")
+
+
+def test_the_token_is_not_on_the_command_line() -> None:
+    spec = specs.gateway_spec(CONFIG, STATE, "redis://x", 7400)
+    assert "secret" not in " ".join(spec.argv)
+    assert spec.environment["PACELINE_TOKEN"] == "secret"
+
+
+def test_an_instance_on_cpu_is_told_its_cores_and_its_memory() -> None:
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "1", "OMP_NUM_THREADS": "1"}
+    spec = specs.instance_spec(CONFIG, STATE, "redis://x", 1, environment, (1,))
+    assert "--threads-bind=1" in spec.argv
+    assert "--instance-id=instance-1" in spec.argv
+    assert f"--kv-cache-memory-bytes={specs.CPU_KV_BYTES}" in spec.argv
+    assert spec.argv[-2:] == CONFIG.instance_options, "given options come last, so they count"
+
+
+def test_an_instance_on_a_gpu_takes_the_memory_that_is_there() -> None:
+    spec = specs.instance_spec(
+        PlatformConfig(Path("/m")), STATE, "redis://x", 0, {"CUDA_VISIBLE_DEVICES": "0"}, ()
+    )
+    assert not any("kv-cache" in word or "threads-bind" in word for word in spec.argv)
