@@ -35,7 +35,7 @@ class Sample:
 class Settings:
     """How to learn."""
 
-    lr: float = 3e-4
+    lr: float = 1e-3
     clip_low: float = 0.2
     clip_high: float = 0.28
     """The ratio to the behaviour policy gains nothing outside [1 - clip_low, 1 + clip_high]."""

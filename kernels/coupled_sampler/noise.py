@@ -22,8 +22,9 @@ a flat vocabulary of 150,000 entries has its two best entries on one word (a tie
 24 bits it would be once in 220.
 
 **Floats.** The map uses only IEEE float32 additions, multiplications and bit operations in the order written
-here, no library logarithm, so equal logits give equal tokens on every device that (a) rounds to nearest
-and (b) does not fuse multiply-adds (Triton: `enable_fp_fusion=False`). x = f * 2**e, f in [2/3, 4/3):
+here, no library logarithm, so equal logits give equal tokens on every device that (a) rounds to nearest,
+(b) does not fuse multiply-adds (Triton: `enable_fp_fusion=False`) and (c) divides logit by T with correct
+rounding (Triton: `div_rn`). With x = f * 2**e and f in [2/3, 4/3):
 
     log1p(r)  = r + (r*r) * (r*P(r) - 1/2), P by Horner's rule (LOG_POLYNOMIAL; relative error 4e-8)
     split(x)  : e = (bits(x) - bits(2/3)) >> 23 (arithmetic); f = from_bits(bits(x) - (e << 23))

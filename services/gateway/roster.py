@@ -122,6 +122,14 @@ class Roster:
     def recycle(self, connection: Connection) -> None:
         """Connects anew, so that the instance is brought to the published version. It must hold no work."""
         self._close(connection, "recycled")
+        self._connect(connection.member)
+
+    async def settled(self) -> None:
+        """Returns when every instance has answered the handshake, or has had the time for it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.handshake_timeout_seconds):
+                while not all(each.ready for each in self.connections.values()):
+                    await self.changed.wait()
 
     def quarantine(self, connection: Connection, reason: str) -> None:
         """Nobody knows the weights of the instance: it serves after a completed update."""
@@ -215,6 +223,7 @@ class Roster:
         if instance.epoch != connection.epoch:
             raise ConnectionBroken(f"epoch {instance.epoch} answers for epoch {connection.epoch}")
         connection.ready = True
+        self.changed.beat()
         self.confirm(connection, instance.policy_version, updated=False)
 
     async def _bring_up(self, connection: Connection) -> None:

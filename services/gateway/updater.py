@@ -4,47 +4,26 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import grpc
 import structlog
-from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
 from redis.exceptions import RedisError
 
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import weight_pb2
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatcher import Dispatcher
-from services.gateway.fleet import Fleet
+from services.gateway.fleet import Fleet, State
+from services.gateway.journal import Fenced
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.outcomes import UNWELL, Outcome, attempt, passed_on
 from services.gateway.roster import Connection, Roster
 from services.gateway.update import Update, UpdateBook, UpdatePhase
 from services.gateway.versions import VersionStore
-from services.platform.errors import DataLoss, FailedPrecondition, ServiceError, Unavailable
-from services.platform.interceptor import STATUS_DETAILS
+from services.platform.errors import DataLoss, FailedPrecondition, Unavailable
 
 log = structlog.get_logger(__name__)
 
-# Codes by which an instance says that it is not well, rather than that the weights are not.
-_UNWELL = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.ABORTED,
-    }
-)
-_DETAILS: tuple[type[Message], ...] = (
-    error_details_pb2.BadRequest,
-    error_details_pb2.PreconditionFailure,
-    error_details_pb2.QuotaFailure,
-    error_details_pb2.ResourceInfo,
-    error_details_pb2.ErrorInfo,
-    error_details_pb2.RetryInfo,
-)
 # An instance may still be ending cancelled samples when it is told to apply.
 _SETTLE_SECONDS, _SETTLE_PAUSE = 5.0, 0.05
 _SAVE_PAUSE, _SAVE_PAUSE_MOST = 0.1, 2.0
@@ -78,12 +57,17 @@ class Updater:
 
     async def run(self) -> None:
         """Finishes an update that a former gateway left half applied, then drops abandoned ones."""
-        if self.book.is_applying():
-            await self._roll_forward()
-        while True:
-            await asyncio.sleep(min(1.0, self._config.update_timeout_seconds / 4))
-            async with self._lock:
-                await self._drop_abandoned()
+        try:
+            if self.book.is_applying():
+                async with self._lock:
+                    await self._roll_forward()
+            while True:
+                await asyncio.sleep(min(1.0, self._config.update_timeout_seconds / 4))
+                async with self._lock:
+                    await self._drop_abandoned()
+        finally:
+            for task in self._tasks:
+                task.cancel()
 
     async def start(self, run_id: str, version: int) -> Update:
         """Phase 1: claims the update."""
@@ -98,9 +82,10 @@ class Updater:
 
     async def stage(self, update_id: str, disk: weight_pb2.DiskWeights) -> list[weight_pb2.InstanceUpdate]:
         """Phase 2: every live instance checks and stages the weights. One that finds them wrong ends the
-        attempt everywhere, with its error; one that does not answer is quarantined and does not count."""
+        attempt everywhere, with its error; one that does not answer does not count."""
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+            await self._roster.settled()
             begin = time.perf_counter()
             results = await self._on_all(self._roster.live(), lambda each: self._stage(each, update, disk))
             self._metrics.update_seconds.labels("stage").observe(time.perf_counter() - begin)
@@ -146,15 +131,16 @@ class Updater:
             stage_seconds=reply.seconds,
         )
 
-    async def _judge_staging(self, update: Update, results: Sequence["Outcome"]) -> None:
-        wrong = [(each, error) for each, _, error in results if error and error.code() not in _UNWELL]
+    async def _judge_staging(self, update: Update, results: Sequence[Outcome]) -> None:
+        wrong = [(each, error) for each, _, error in results if error and error.code not in UNWELL]
         if wrong:
             await self._discard(update.version)
             culprit, refusal = wrong[0]
-            raise _passed_on(culprit.instance_id, refusal)
+            raise passed_on(culprit.instance_id, refusal)
         for connection, _, error in results:
             if error is not None:
-                self._roster.quarantine(connection, f"did not stage {update.version}: {error.details()}")
+                # It serves the old version for as long as that is published, and is brought up after.
+                log.warning("not_staged", instance=connection.instance_id, error=error.message)
         staged = {
             each.instance_id: self._checksums[each.instance_id] for each, _, error in results if not error
         }
@@ -176,13 +162,17 @@ class Updater:
 
         for connection, _, error in await self._on_all(self._roster.live(), discard):
             if error is not None:
-                log.warning("discard_failed", instance=connection.instance_id, error=error.details())
+                log.warning("discard_failed", instance=connection.instance_id, error=error.message)
 
     # Applying ------------------------------------------------------------------------------------------
 
     async def _finish(self, update_id: str) -> list[weight_pb2.InstanceUpdate]:
         async with self._lock:
-            update = self.book.open_for(update_id, UpdatePhase.STAGED)
+            update = self.book.open_for(update_id, UpdatePhase.STAGED, UpdatePhase.APPLYING)
+            if update.phase is UpdatePhase.APPLYING:
+                # An earlier attempt broke off past the point of no return.
+                await self._roll_forward()
+                return self.last
             staged = [each for each in self._roster.live() if each.staged_version == update.version]
             if not staged:
                 raise Unavailable("every instance that had staged the weights is gone; stage them again")
@@ -190,7 +180,7 @@ class Updater:
             self.book.applying(update_id, self._dispatcher.unfinished, time.time())
             try:
                 await self._store.save(self.book)
-            except RedisError:
+            except (RedisError, Fenced):
                 update.phase = UpdatePhase.STAGED
                 raise
             results = await self._apply_on(staged, update)
@@ -200,18 +190,18 @@ class Updater:
             await self._publish()
             for connection in applied:
                 self._roster.confirm(connection, update.version, updated=True)
-            self._reconcile(update.version)
+            self._reconcile()
             self.last = [result for _, result, _ in results]
             return self.last
 
-    async def _apply_on(self, staged: Sequence[Connection], update: Update) -> "list[Outcome]":
+    async def _apply_on(self, staged: Sequence[Connection], update: Update) -> list[Outcome]:
         begin = time.perf_counter()
         results = await self._on_all(staged, lambda each: self._apply(each, update.version))
         self._metrics.update_seconds.labels("apply").observe(time.perf_counter() - begin)
         for connection, _, error in results:
             connection.staged_version = 0
             if error is not None:
-                self._roster.quarantine(connection, f"did not apply {update.version}: {error.details()}")
+                self._roster.quarantine(connection, f"did not apply {update.version}: {error.message}")
         return results
 
     async def _apply(self, connection: Connection, version: int) -> weight_pb2.InstanceUpdate:
@@ -241,6 +231,7 @@ class Updater:
 
     async def _fail(self, update: Update) -> None:
         await self._forget("failed")
+        self._reconcile()
         raise FailedPrecondition(
             "NO_INSTANCE_APPLIED",
             f"no instance applied version {update.version}; {self.book.version} stays the published one",
@@ -255,10 +246,10 @@ class Updater:
         self._metrics.updates.labels("published").inc()
         log.info("version_published", version=published.version, path=published.path)
 
-    def _reconcile(self, version: int) -> None:
+    def _reconcile(self) -> None:
         """Connects anew to whoever has not the published version, so that it is brought to it."""
         for connection in list(self._roster.connections.values()):
-            if connection.ready and connection.member.version != version:
+            if connection.ready and connection.member.state is State.STALE:
                 self._roster.recycle(connection)
         self._roster.changed.beat()
         self._dispatcher.pump_soon()
@@ -266,12 +257,11 @@ class Updater:
     async def _roll_forward(self) -> None:
         """Some instances may have the new version already: publishing it makes the roster bring all of
         them to it, from the recorded path."""
-        async with self._lock:
-            update = self.book.active
-            assert update is not None, "nothing to roll forward"
-            log.warning("update_rolled_forward", update=update.update_id, version=update.version)
-            await self._publish()
-            self._reconcile(update.version)
+        update = self.book.active
+        assert update is not None, "nothing to roll forward"
+        log.warning("update_rolled_forward", update=update.update_id, version=update.version)
+        await self._publish()
+        self._reconcile()
 
     # All phases ----------------------------------------------------------------------------------------
 
@@ -279,10 +269,10 @@ class Updater:
         self,
         connections: Sequence[Connection],
         do: Callable[[Connection], Awaitable[weight_pb2.InstanceUpdate]],
-    ) -> "list[Outcome]":
+    ) -> list[Outcome]:
         if not connections:
             raise Unavailable("no live instance", retry_after=2.0)
-        return await asyncio.gather(*(_attempt(connection, do) for connection in connections))
+        return await asyncio.gather(*(attempt(connection, do) for connection in connections))
 
     async def _drop_abandoned(self) -> None:
         update = self.book.expired(time.time())
@@ -327,39 +317,3 @@ class Updater:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
-
-
-# What an instance did: the result, and the error if there was one.
-Outcome = tuple[Connection, weight_pb2.InstanceUpdate, grpc.aio.AioRpcError | None]
-
-
-async def _attempt(
-    connection: Connection, do: Callable[[Connection], Awaitable[weight_pb2.InstanceUpdate]]
-) -> Outcome:
-    try:
-        return connection, await do(connection), None
-    except grpc.aio.AioRpcError as error:
-        failed = weight_pb2.InstanceUpdate(
-            instance_id=connection.instance_id,
-            version=connection.member.version,
-            error=f"{error.code().name}: {error.details()}",
-        )
-        return connection, failed, error
-
-
-def _passed_on(instance_id: str, error: grpc.aio.AioRpcError) -> ServiceError:
-    """The instance's error as the trainer gets it, details included."""
-    details: list[Message | None] = []
-    for key, value in error.trailing_metadata() or ():
-        if key == STATUS_DETAILS and isinstance(value, bytes):
-            details += map(_unpack, status_pb2.Status.FromString(value).details)
-    return ServiceError(f"{instance_id}: {error.details()}", *filter(None, details), code=error.code())
-
-
-def _unpack(detail: Any) -> Message | None:
-    for kind in _DETAILS:
-        if detail.Is(kind.DESCRIPTOR):
-            message = kind()
-            detail.Unpack(message)
-            return message
-    return None

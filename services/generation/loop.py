@@ -121,7 +121,7 @@ class EngineLoop(threading.Thread):
 
     def stop(self) -> Future[None]:
         """End the thread after what is queued."""
-        return self.call(self._stop)
+        return self.call(self._end)
 
     @property
     def load(self) -> fleet_pb2.InstanceLoad:
@@ -294,11 +294,11 @@ class EngineLoop(threading.Thread):
         self._flushed_at = self._clock()
         self._metrics.load(load)
 
-    def _stop(self) -> None:
+    def _end(self) -> None:
+        self._stopping = True
         self._flush()
         for stream in self._streams:
             stream.put(None)
-        self._stopping = True
 
     def _break(self, error: BaseException) -> None:
         _log.error("engine_broken", error=repr(error), samples=len(self._samples), exc_info=error)

@@ -53,9 +53,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._token = token
         self._metrics = metrics
         self._watchers: set[Task[Any]] = set()
+        self._stopping = False
 
     def end_watchers(self) -> None:
         """Ends the streams that watch health."""
+        self._stopping = True
         for watcher in self._watchers:
             watcher.cancel()
 
@@ -99,6 +101,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._metrics.in_flight.labels(*labels).inc()
         began = time.perf_counter()
         code = grpc.StatusCode.UNKNOWN.name
+        error: ServiceError | None = None
         try:
             self._admit(method, unary, context)
             if method == WATCH:
@@ -112,15 +115,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except Exception as raised:
             error = _service_error(raised, request_id)
             code = error.code.name
-            metadata = (*trailer, (STATUS_DETAILS, to_status(error).SerializeToString()))
-            await context.abort(error.code, to_status(error).message, metadata)
         except (CancelledError, GeneratorExit):
             code = _cancelled_code(context)
-            raise
+            if not (self._stopping and method == WATCH):
+                raise
+            error = Unavailable("the server is stopping")
         finally:
             self._metrics.in_flight.labels(*labels).dec()
             self._metrics.requests.labels(*labels, code).inc()
             self._metrics.seconds.labels(*labels).observe(time.perf_counter() - began)
+        # Only now, so that whoever has the answer also finds the call counted.
+        if error is not None:
+            status = to_status(error)
+            details = (STATUS_DETAILS, status.SerializeToString())
+            await context.abort(error.code, status.message, (*trailer, details))
 
     def _track(self, watcher: Task[Any] | None) -> None:
         if watcher is not None:

@@ -120,8 +120,12 @@ class Registration:
         Raises FailedPrecondition (SUPERSEDED) when another process has registered under the id: this one
         must not go on under it.
         """
+        task = asyncio.current_task()
         while self._active:
             await self._beat()
+            # redis-py can swallow a cancellation that meets an answer; without this the loop would go on.
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError
             await asyncio.sleep(self._interval)
 
     async def deregister(self) -> None:

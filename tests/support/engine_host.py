@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from services.generation.engine.types import EngineOptions, Finish, SampleRequest, SampleState
+from tests.support.census import Census, Sequences, take_census
 from tests.support.draft_policies import Drafting, Drafts
 
 _START_SECONDS = 120
@@ -68,6 +69,12 @@ class EngineHost:
         outcome: Outcome = self._answer(_RUN_SECONDS)
         return outcome
 
+    def count(self, census: Census) -> Sequences:
+        """Take very many short samples."""
+        self._pipe.send(census)
+        sequences: Sequences = self._answer(_RUN_SECONDS)
+        return sequences
+
     def _answer(self, seconds: float) -> Any:
         if not self._pipe.poll(seconds):
             raise TimeoutError(f"no answer from the engine process in {seconds} s")
@@ -104,7 +111,11 @@ def _serve(pipe: Connection, options: EngineOptions) -> None:
         serial = 0
         while True:
             serial += 1
-            pipe.send(_Run(engine, pipe.recv(), serial).outcome())
+            order = pipe.recv()
+            if isinstance(order, Census):
+                pipe.send(take_census(engine, order, serial, options.max_num_seqs))
+            else:
+                pipe.send(_Run(engine, order, serial).outcome())
     except EOFError:
         return
     except BaseException:

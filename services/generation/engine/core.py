@@ -204,6 +204,9 @@ class Engine:
             raise ValueError("a sample with a prefix needs the coupled runner")
         sample.append_output_token_ids(list(request.prefix))
         sample.status = RequestStatus.PREEMPTED
+        # vLLM asserts that a first prefill finds no more than the prompt in the prefix cache; the tokens of an
+        # adopted sample may be there too, when this engine generated them.
+        sample.num_preemptions = 1
         groups = len(self._scheduler.kv_cache_config.kv_cache_groups)
         args = (request.sample_id, list(request.prompt), list(request.prefix), params, groups)
         self._core.collective_rpc("adopt_sample", args=args)

@@ -72,9 +72,7 @@ def rejection_verify(
     return tokens, counts
 
 
-def uniforms(
-    seeds: npt.NDArray[np.uint64], positions: IntArray, purpose: Purpose
-) -> npt.NDArray[np.float64]:
+def uniforms(seeds: npt.NDArray[np.uint64], positions: IntArray, purpose: Purpose) -> npt.NDArray[np.float64]:
     """`kernels.coupled_sampler.noise.uniform` for many (seed, position) pairs at once, [n] each."""
     counter = np.zeros((len(seeds), 4), np.uint32)
     counter[:, 1] = positions

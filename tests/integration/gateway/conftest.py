@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -27,15 +28,17 @@ CALL = 20.0
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = CALL) -> None:
     """Waits until the condition holds; fails when it does not within `seconds`."""
-    async with asyncio.timeout(seconds):
-        while True:
-            result = condition()
-            if isinstance(result, Awaitable):
-                result = await result
-            if result:
-                return
-            await asyncio.sleep(0.005)
-    pytest.fail(f"waited {seconds} s in vain until {what}")
+    try:
+        async with asyncio.timeout(seconds):
+            while not await _holds(condition):
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        pytest.fail(f"waited {seconds} s in vain until {what}")
+
+
+async def _holds(condition: Callable[[], Any]) -> bool:
+    result = condition()
+    return bool(await result if isinstance(result, Awaitable) else result)
 
 
 @dataclass
@@ -195,7 +198,7 @@ def check_complete(request: rollout_pb2.SubmitRolloutsRequest, sample: sample_pb
     covered = [(span.begin_token, span.end_token) for span in sample.provenance.instance_spans]
     assert covered[0][0] == 0
     assert covered[-1][1] == len(tokens)
-    assert all(end == begin for (_, end), (begin, _) in zip(covered, covered[1:], strict=False))
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(covered))
 
 
 def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:

@@ -92,6 +92,31 @@ async def test_deregistering_removes_the_record_at_once(store: Redis, keys: Keys
     assert await store.zcard(keys.registry_index("generation")) == 0
 
 
+class DeafStore:
+    """Answers a cancelled command as if nothing had happened, as redis-py does now and then."""
+
+    async def incr(self, key: str) -> int:
+        return 1
+
+    async def eval(self, *arguments: object) -> int:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.01)
+        return 1
+
+
+async def test_a_cancellation_that_the_client_swallows_still_ends_the_heartbeat(keys: Keys) -> None:
+    registration = Registration(DeafStore(), keys, RECORD, interval=0)  # type: ignore[arg-type]
+    await registration.register()
+    for turns in range(10):
+        task = asyncio.create_task(registration.run())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=5)
+        assert done, f"went on after a cancellation at turn {turns}"
+        assert task.cancelled()
+
+
 async def test_the_epoch_grows_with_every_registration(store: Redis, keys: Keys) -> None:
     first = Registration(store, keys, RECORD)
     assert await first.register() == 1

@@ -48,7 +48,9 @@ async def test_plain_text_and_foreign_authorities_are_not_let_through(serve: Any
 async def test_mutual_tls_asks_clients_for_a_certificate(serve: Any, authority: Any) -> None:
     ours, theirs = authority("ours"), authority("theirs")
     server = ours.tls("server", client_auth=True)
-    async with serve(ServiceConfig(tls=server, token="t"), ServiceConfig(tls=ours.tls("peer"), token="t")) as toy:
+    async with serve(
+        ServiceConfig(tls=server, token="t"), ServiceConfig(tls=ours.tls("peer"), token="t")
+    ) as toy:
         assert (await toy.stub.ListInstances(REQUEST, timeout=5)).instances
         without = ServiceConfig(tls=TlsConfig(ca_file=server.ca_file), token="t")
         assert await code_of(toy.server.address, without) == grpc.StatusCode.UNAVAILABLE

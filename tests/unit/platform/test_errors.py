@@ -78,7 +78,10 @@ def test_violations_are_in_details_and_message() -> None:
     error = errors.InvalidArgument([Violation("a.b", "is 1"), Violation("c", "is 2")])
     assert error.message == "a.b: is 1; c: is 2"
     found = unpacked(error)["BadRequest"]
-    assert [(each.field, each.description) for each in found.field_violations] == [("a.b", "is 1"), ("c", "is 2")]
+    assert [(each.field, each.description) for each in found.field_violations] == [
+        ("a.b", "is 1"),
+        ("c", "is 2"),
+    ]
 
 
 def test_precondition_carries_reason_and_metadata() -> None:

@@ -37,7 +37,7 @@ def test_fields_of_a_later_version_are_ignored() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"service": "s"}', "\x00"])
 def test_what_is_no_record_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="Expecting value|not an instance record"):
+    with pytest.raises(ValueError, match=r"Expecting value|not an instance record"):
         InstanceRecord.from_json(text)
 
 
@@ -63,6 +63,8 @@ def test_the_right_token_is_let_in(value: str) -> None:
     assert authenticated(value, "abc")
 
 
-@pytest.mark.parametrize("value", ["", "abc", "Bearer", "Bearer ", "Bearer ab", "Bearer abcd", "Basic abc", "Bearer é"])
+@pytest.mark.parametrize(
+    "value", ["", "abc", "Bearer", "Bearer ", "Bearer ab", "Bearer abcd", "Basic abc", "Bearer é"]
+)
 def test_any_other_is_not(value: str) -> None:
     assert not authenticated(value, "abc")

@@ -1,0 +1,196 @@
+"""Speculation changes no token: real vLLM, Qwen3, every kind of draft and of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from services.generation.engine.types import Finish, SampleRequest
+from services.platform.sampling import Sampling
+from tests.integration.exactness.conftest import T06, T1, Bench, requests_of, run
+from tests.support.draft_policies import POLICIES, Drafts
+from tests.support.engine_host import Outcome
+from tests.support.models import END_TOKEN
+
+VARIANTS = {
+    "greedy": Sampling(max_tokens=48, temperature=0),
+    "top-k": Sampling(max_tokens=48, top_k=20),
+    "min-p": Sampling(max_tokens=48, min_p=0.2),
+    "penalties": Sampling(max_tokens=48, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.3),
+    "min-tokens": Sampling(max_tokens=48, min_tokens=30, stop_token_ids=tuple(range(2, 60))),
+    "processed": replace(T06, processed_logprobs=True),
+    "everything": Sampling(
+        max_tokens=48,
+        temperature=0.8,
+        top_p=0.95,
+        top_k=200,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        min_tokens=5,
+        processed_logprobs=True,
+    ),
+}
+SAMPLINGS = {"T=1": T1, "T=0.6, top-p": T06} | VARIANTS
+DRAFTED = [name for name in POLICIES if name != "none"]
+
+
+class Plain:
+    """Plain decoding, run once for each way of sampling."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.of = cache(self._run)
+
+    def requests(self, name: str) -> tuple[SampleRequest, ...]:
+        return requests_of(self.bench.host.vocab_size, SAMPLINGS[name])
+
+    def _run(self, name: str) -> Outcome:
+        return run(self.bench, self.requests(name))
+
+
+@pytest.fixture(scope="module")
+def plain(qwen3: Bench) -> Plain:
+    return Plain(qwen3)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_plain_decoding_is_what_the_reference_samples(plain: Plain, name: str) -> None:
+    plain.bench.check(plain.requests(name), plain.of(name))
+
+
+@pytest.mark.parametrize("policy", DRAFTED)
+@pytest.mark.parametrize("name", ["T=1", "T=0.6, top-p"])
+def test_no_draft_changes_a_token(plain: Plain, name: str, policy: str) -> None:
+    expected, requests = plain.of(name), plain.requests(name)
+    found = run(plain.bench, requests, drafts=Drafts(policy, truth=expected.tokens))
+    assert found.tokens == expected.tokens
+    assert found.finishes == expected.finishes
+    plain.bench.check(requests, found)
+    assert found.drafted > 100
+    if policy == "true":
+        # A draft may run past the end of its sample only where the plain sample ends by a stop token.
+        assert found.accepted >= found.drafted - len(requests)
+        assert found.steps < expected.steps / 4
+
+
+@pytest.mark.parametrize("policy", ["adversarial", "varying"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_way_of_sampling_verifies_row_by_row(plain: Plain, name: str, policy: str) -> None:
+    expected, requests = plain.of(name), plain.requests(name)
+    found = run(plain.bench, requests, drafts=Drafts(policy, truth=expected.tokens))
+    assert found.tokens == expected.tokens
+    assert found.finishes == expected.finishes
+    assert found.accepted > 100
+    for key, values in expected.logprobs.items():
+        assert found.logprobs[key] == pytest.approx(values, abs=1e-4)
+
+
+def test_unlike_samples_share_a_batch(plain: Plain) -> None:
+    """Every way of sampling at once: no sample's settings touch another's tokens."""
+    requests, truth = [], {}
+    for name in SAMPLINGS:
+        for request in plain.requests(name)[:5]:
+            key = f"{name}/{request.sample_id}"
+            requests.append(replace(request, sample_id=key))
+            truth[key] = plain.of(name).tokens[request.sample_id]
+    for drafts in (Drafts(), Drafts("varying", truth=truth)):
+        assert run(plain.bench, tuple(requests), drafts=drafts).tokens == truth
+
+
+@pytest.mark.parametrize("policy", ["none", "varying"])
+def test_order_and_time_of_arrival_do_not_matter(plain: Plain, policy: str) -> None:
+    expected, requests = plain.of("T=1"), plain.requests("T=1")
+    drafts = Drafts(policy, seed=3, truth=expected.tokens)
+    assert run(plain.bench, requests[::-1], drafts=drafts).tokens == expected.tokens
+    late = tuple(3 * i for i in range(len(requests)))
+    found = run(plain.bench, requests, drafts=drafts, arrivals=late)
+    assert found.tokens == expected.tokens
+    assert found.most_running < len(requests)
+    alone = run(plain.bench, requests[:1], drafts=drafts)
+    assert alone.tokens["r0"] == expected.tokens["r0"]
+
+
+def test_a_filled_prefix_cache_changes_nothing(plain: Plain) -> None:
+    requests = requests_of(plain.bench.host.vocab_size, T1, lengths=(70, 120), seed=4)
+    cold = run(plain.bench, requests)
+    warm = run(plain.bench, requests, cold=False, drafts=Drafts("varying", truth=cold.tokens))
+    assert warm.tokens == cold.tokens
+    plain.bench.check(requests, cold)
+
+
+@pytest.mark.parametrize("name", ["T=1", "penalties", "min-tokens"])
+def test_a_resumed_sample_goes_on_with_the_same_noise(plain: Plain, name: str) -> None:
+    expected, drafts = plain.of(name).tokens, Drafts("varying", truth=plain.of(name).tokens)
+    requests = tuple(
+        replace(request, prefix=tuple(expected[request.sample_id][: 1 + i]))
+        for i, request in enumerate(plain.requests(name))
+        if len(expected[request.sample_id]) > 1 + i
+    )
+    assert len(requests) > 5
+    for how in (Drafts(), drafts):
+        found = run(plain.bench, requests, drafts=how)
+        for request in requests:
+            assert found.tokens[request.sample_id] == expected[request.sample_id][len(request.prefix) :]
+
+
+@pytest.mark.parametrize("policy", ["true", "varying"])
+def test_a_stop_token_inside_a_draft_ends_the_sample(plain: Plain, policy: str) -> None:
+    sampling = replace(T1, ignore_eos=True)
+    free = requests_of(plain.bench.host.vocab_size, sampling)
+    whole = run(plain.bench, free).tokens
+    stops = {key: tokens[20] for key, tokens in whole.items()}
+    requests = tuple(
+        replace(request, sampling=replace(sampling, stop_token_ids=(stops[request.sample_id],)))
+        for request in free
+    )
+    # The drafts go on past the stop token.
+    found = run(plain.bench, requests, drafts=Drafts(policy, truth=whole))
+    for key, tokens in found.tokens.items():
+        assert tokens == whole[key][: whole[key].index(stops[key]) + 1]
+        assert found.finishes[key] is Finish.STOP
+
+
+def test_the_models_end_token_inside_a_draft_ends_the_sample(plain: Plain) -> None:
+    requests = requests_of(
+        plain.bench.host.vocab_size, replace(T1, temperature=1.5, max_tokens=200), count=48
+    )
+    endless = tuple(replace(r, sampling=replace(r.sampling, ignore_eos=True)) for r in requests)
+    whole = run(plain.bench, endless).tokens
+    found = run(plain.bench, requests, drafts=Drafts("true", truth=whole))
+    stopped = [key for key, finish in found.finishes.items() if finish is Finish.STOP]
+    assert stopped
+    for key in stopped:
+        assert found.tokens[key] == whole[key][: whole[key].index(END_TOKEN) + 1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 17])
+def test_max_tokens_is_exact_with_drafts_that_go_beyond(plain: Plain, length: int) -> None:
+    requests = requests_of(plain.bench.host.vocab_size, replace(T1, ignore_eos=True), count=8)
+    whole = run(plain.bench, requests).tokens
+    short = tuple(replace(r, sampling=replace(r.sampling, max_tokens=length)) for r in requests)
+    found = run(plain.bench, short, drafts=Drafts("true", truth=whole))
+    assert found.tokens == {key: tokens[:length] for key, tokens in whole.items()}
+    assert set(found.finishes.values()) == {Finish.LENGTH}
+
+
+def test_the_models_length_ends_a_sample_inside_a_draft(plain: Plain) -> None:
+    sampling = Sampling(ignore_eos=True)
+    requests = requests_of(plain.bench.host.vocab_size, sampling, count=6, lengths=(215, 250))
+    expected = run(plain.bench, requests)
+    found = run(plain.bench, requests, drafts=Drafts("true", window=16, truth=expected.tokens))
+    assert found.tokens == expected.tokens
+    assert {key: len(tokens) for key, tokens in found.tokens.items()} == {
+        request.sample_id: 256 - len(request.prompt) for request in requests
+    }
+    assert set(found.finishes.values()) == {Finish.LENGTH}
+
+
+def test_the_longest_window_is_verified_in_one_step(plain: Plain) -> None:
+    sampling = Sampling(max_tokens=140, ignore_eos=True)
+    requests = requests_of(plain.bench.host.vocab_size, sampling, count=4)
+    expected = run(plain.bench, requests)
+    found = run(plain.bench, requests, drafts=Drafts("true", window=138, truth=expected.tokens))
+    assert found.tokens == expected.tokens
+    assert found.steps <= 3

@@ -1,0 +1,116 @@
+"""One real instance on a tiny model that the tests of this folder share, and what they ask it for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.internal.v1 import generation_pb2 as pb
+from tests.support.instances import CALL, InstanceProcess, Outcome, generate, item, stub_of
+from tests.support.models import VOCAB_SIZE, tiny_model
+
+# Prompts fill several blocks, so that KV is shared through the prefix cache and could be stale.
+BLOCK = 32
+PROMPT = 100
+
+
+@pytest.fixture(scope="package")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two policies of the same shape."""
+    folder = tmp_path_factory.mktemp("models")
+    return tiny_model(folder / "first", seed=0), tiny_model(folder / "second", seed=1)
+
+
+@pytest.fixture(scope="package")
+def start(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., InstanceProcess]:
+    """Makes instances of one fleet, not yet launched."""
+
+    def make(model: Path, name: str, **settings: Any) -> InstanceProcess:
+        folder = tmp_path_factory.mktemp(name)
+        common: dict[str, Any] = {"block_size": BLOCK, "namespace": "generation-tests", "instance_id": name}
+        return InstanceProcess(model, redis_url, folder, **(common | settings))
+
+    return make
+
+
+@pytest.fixture(scope="package")
+def instance(models: tuple[Path, Path], start: Callable[..., InstanceProcess]) -> Iterator[InstanceProcess]:
+    """The shared instance. Its policy version grows with the tests; its weights are the first model's."""
+    with start(models[0], "shared") as process:
+        yield process
+
+
+class Policy:
+    """An instance and the version it serves now."""
+
+    def __init__(self, address: str, stub: Any) -> None:
+        self.address = address
+        self.stub = stub
+        self.version = 0
+
+    async def look(self) -> pb.GetStatusResponse:
+        """Status; keeps the version."""
+        status: pb.GetStatusResponse = await self.stub.GetStatus(pb.GetStatusRequest(), timeout=CALL)
+        self.version = status.instance.policy_version
+        return status
+
+    def item(self, handle: int, prompt: Sequence[int] | None = None, **fields: Any) -> pb.WorkItem:
+        """An item of the version served; without a prompt, one that belongs to the handle. The seed too."""
+        fields = {"policy_version": self.version, "seed": 1000 + handle, "max_tokens": 40} | fields
+        return item(handle, prompt_of(handle) if prompt is None else prompt, **fields)
+
+    async def ask(self, *items: pb.WorkItem) -> dict[int, Outcome]:
+        """Outcomes of items on a stream of their own."""
+        return await generate(self.address, items)
+
+    async def tokens(self, handles: Sequence[int], **fields: Any) -> dict[int, list[int]]:
+        """Responses to the handles' own prompts."""
+        outcomes = await self.ask(*[self.item(handle, **fields) for handle in handles])
+        return {handle: outcome.tokens for handle, outcome in outcomes.items()}
+
+    async def stage(self, version: int, folder: Path, checksum: str = "") -> pb.StageWeightsResponse:
+        """Stage the weights in a folder."""
+        disk = {"path": str(folder), "checksum": checksum}
+        request = pb.StageWeightsRequest(version=version, disk=disk)
+        staged: pb.StageWeightsResponse = await self.stub.StageWeights(request, timeout=CALL)
+        return staged
+
+    async def apply(self, version: int) -> pb.ApplyWeightsResponse:
+        """Apply staged weights."""
+        request = pb.ApplyWeightsRequest(version=version)
+        applied: pb.ApplyWeightsResponse = await self.stub.ApplyWeights(request, timeout=CALL)
+        await self.look()
+        return applied
+
+    async def update(self, folder: Path) -> pb.ApplyWeightsResponse:
+        """Serve the weights in a folder as the next version."""
+        version = self.version + 1
+        await self.stage(version, folder)
+        return await self.apply(version)
+
+    async def pause(self) -> None:
+        """Stop stepping."""
+        await self.stub.PauseEngine(pb.PauseEngineRequest(), timeout=CALL)
+
+    async def resume(self) -> None:
+        """Go on stepping."""
+        await self.stub.ResumeEngine(pb.ResumeEngineRequest(), timeout=CALL)
+
+
+def prompt_of(handle: int) -> list[int]:
+    """A prompt of the handle's own."""
+    chosen = random.Random(handle)
+    return [chosen.randrange(2, VOCAB_SIZE) for _ in range(PROMPT)]
+
+
+@pytest.fixture
+async def policy(instance: InstanceProcess) -> AsyncIterator[Policy]:
+    """The shared instance, as a caller of its own sees it."""
+    async with stub_of(instance.address) as stub:
+        policy = Policy(instance.address, stub)
+        await policy.look()
+        yield policy

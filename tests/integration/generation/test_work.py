@@ -1,0 +1,310 @@
+"""The Work stream of a real instance: samples in, tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import fleet_pb2, sample_pb2
+from tests.integration.generation.conftest import PROMPT, Policy, prompt_of
+from tests.support.instances import Caller, InstanceProcess, calling
+from tests.support.models import END_TOKEN, VOCAB_SIZE
+
+MODEL_LENGTH = 512
+# Long enough that a caller can act while the sample runs.
+LONG = {"max_tokens": MODEL_LENGTH - PROMPT, "ignore_eos": True}
+
+
+async def until_load(policy: Policy, samples: int) -> None:
+    """Wait until so many samples are in the engine."""
+    async with asyncio.timeout(30):
+        while True:
+            load = (await policy.look()).instance.load
+            if load.running + load.waiting == samples:
+                return
+
+
+async def test_every_sample_gets_its_tokens_exactly_once(policy: Policy) -> None:
+    items = [
+        policy.item(handle, max_tokens=1 + 3 * handle, stop_token_ids=[handle, handle + 100])
+        for handle in range(1, 49)
+    ]
+    outcomes = await policy.ask(*items)
+    for handle, outcome in outcomes.items():
+        assert outcome.refused is None
+        assert outcome.finished is not None
+        assert all(math.isfinite(value) and value <= 0 for value in outcome.logprobs)
+        stops = {END_TOKEN, handle, handle + 100}
+        body, last = outcome.tokens[:-1], outcome.tokens[-1]
+        assert not stops & set(body)
+        if outcome.reason == "STOP":
+            assert last in stops
+        else:
+            assert outcome.reason == "LENGTH"
+            assert len(outcome.tokens) == 1 + 3 * handle
+        assert 0 < outcome.finished.decode_steps <= len(outcome.tokens)
+        assert outcome.finished.generation_seconds > 0
+    assert {outcome.reason for outcome in outcomes.values()} == {"STOP", "LENGTH"}
+    assert len({tuple(outcome.tokens[:8]) for outcome in outcomes.values()}) > 40
+
+
+async def test_the_same_seed_gives_the_same_tokens_in_any_company(policy: Policy) -> None:
+    alone = await policy.tokens([5])
+    together = await policy.tokens(range(1, 20))
+    again = await policy.ask(policy.item(5), policy.item(6, prompt_of(5)))
+    assert alone[5] == together[5] == again[5].tokens
+    assert again[6].tokens != alone[5]
+
+
+async def test_a_response_says_load_and_version(policy: Policy) -> None:
+    async with calling(policy.address) as caller:
+        await caller.send([policy.item(1)])
+        await caller.ended(1)
+        last = caller.responses[-1]
+    assert last.policy_version == policy.version
+    assert last.load.generated_tokens >= 40
+    assert 0 < last.load.step_seconds < 10
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "empty prompt": ({"prompt": []}, "prompt_token_ids"),
+    "token past the vocabulary": ({"prompt": [5, VOCAB_SIZE]}, "prompt_token_ids[1]"),
+    "huge token": ({"prompt": [2**32 - 1]}, "prompt_token_ids[0]"),
+    "prompt without room": ({"prompt": [5] * MODEL_LENGTH}, "prompt_token_ids"),
+    "bad prefix": ({"prefix_token_ids": [1, 2, 600]}, "prefix_token_ids[2]"),
+    "bad draft": ({"given_draft": [700]}, "given_draft[0]"),
+    "negative temperature": ({"temperature": -1}, "sampling.temperature"),
+    "NaN temperature": ({"temperature": math.nan}, "sampling.temperature"),
+    "zero top_p": ({"top_p": 0}, "sampling.top_p"),
+    "negative top_k": ({"top_k": -1}, "sampling.top_k"),
+    "min_p above one": ({"min_p": 1.5}, "sampling.min_p"),
+    "no tokens wanted": ({"max_tokens": 0}, "sampling.max_tokens"),
+    "too many tokens wanted": ({"max_tokens": 9999}, "sampling.max_tokens"),
+    "min above max": ({"min_tokens": 9, "max_tokens": 5}, "sampling.min_tokens"),
+    "unknown stop token": ({"stop_token_ids": [512]}, "sampling.stop_token_ids[0]"),
+    "unknown logprobs mode": ({"logprobs_mode": 77}, "sampling.logprobs_mode"),
+}
+
+
+async def test_bad_items_are_refused_by_field_and_harm_no_other(policy: Policy) -> None:
+    good = list(range(1, 9))
+    alone = await policy.tokens(good)
+    bad = {100 + i: (dict(fields), field) for i, (fields, field) in enumerate(BAD.values())}
+    bad_items = [
+        policy.item(handle, fields.pop("prompt", None), **fields) for handle, (fields, _) in bad.items()
+    ]
+    mixed = [
+        each for pair in zip([policy.item(h) for h in good] * 2, bad_items, strict=True) for each in pair
+    ]
+    once = {each.handle: each for each in mixed}
+    outcomes = await policy.ask(*once.values())
+    for handle, (_, field) in bad.items():
+        refused = outcomes[handle].refused
+        assert refused is not None
+        assert refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert refused.field == field
+        assert field in refused.message
+        assert not outcomes[handle].tokens
+    assert {handle: outcomes[handle].tokens for handle in good} == alone
+
+
+@pytest.mark.parametrize("ahead", [1, 5])
+async def test_another_policy_version_is_refused(policy: Policy, ahead: int) -> None:
+    outcomes = await policy.ask(policy.item(1, policy_version=policy.version + ahead), policy.item(2))
+    refused = outcomes[1].refused
+    assert refused is not None
+    assert refused.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+    assert f"served is {policy.version}" in refused.message
+    assert outcomes[2].reason == "LENGTH"
+
+
+async def test_lossy_exactness_levels_are_refused_and_exact_ones_served(policy: Policy) -> None:
+    levels = sample_pb2.ExactnessLevel.values()
+    items = [policy.item(1 + level, exactness={"level": level}) for level in levels]
+    outcomes = await policy.ask(*items)
+    names = {level: sample_pb2.ExactnessLevel.Name(level) for level in levels}
+    served = {names[level] for level in levels if outcomes[1 + level].refused is None}
+    assert served == {
+        "EXACTNESS_LEVEL_UNSPECIFIED",
+        "EXACTNESS_LEVEL_EXACT",
+        "EXACTNESS_LEVEL_COUPLED_HISTORY",
+    }
+    refused = outcomes[1 + sample_pb2.EXACTNESS_LEVEL_LENIENT].refused
+    assert refused is not None
+    assert refused.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
+
+
+@pytest.mark.parametrize("cut", [1, 17, 31, 59])
+async def test_a_prefix_is_gone_on_with_as_if_nothing_had_happened(policy: Policy, cut: int) -> None:
+    handles = range(1, 7)
+    fields: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+    whole = await policy.ask(*[policy.item(handle, **fields) for handle in handles])
+    resumed = await policy.ask(
+        *[policy.item(h, prefix_token_ids=whole[h].tokens[:cut], **fields) for h in handles]
+    )
+    for handle in handles:
+        assert resumed[handle].tokens == whole[handle].tokens[cut:]
+        assert resumed[handle].logprobs == pytest.approx(whole[handle].logprobs[cut:], abs=1e-4)
+        assert resumed[handle].reason == "LENGTH"
+
+
+async def test_a_prefix_that_is_complete_ends_at_once(policy: Policy) -> None:
+    tokens = (await policy.tokens([1], ignore_eos=True))[1]
+    filling = [5] * (MODEL_LENGTH - PROMPT)
+    outcomes = await policy.ask(
+        policy.item(1, prefix_token_ids=tokens, ignore_eos=True),
+        policy.item(2, prefix_token_ids=[*tokens[:3], END_TOKEN]),
+        policy.item(3, prefix_token_ids=[*tokens[:3], 77], stop_token_ids=[77]),
+        policy.item(4, prefix_token_ids=filling, max_tokens=None, ignore_eos=True),
+    )
+    assert [outcomes[handle].reason for handle in (1, 2, 3, 4)] == ["LENGTH", "STOP", "STOP", "LENGTH"]
+    assert not any(outcome.tokens for outcome in outcomes.values())
+
+
+async def test_a_prefix_longer_than_the_response_may_be_is_refused(policy: Policy) -> None:
+    outcomes = await policy.ask(
+        policy.item(1, prefix_token_ids=[5] * 41),
+        policy.item(2, prefix_token_ids=[5] * (MODEL_LENGTH - PROMPT + 1), max_tokens=None),
+    )
+    for outcome in outcomes.values():
+        assert outcome.refused is not None
+        assert outcome.refused.field == "prompt_token_ids"
+
+
+async def test_a_given_draft_changes_the_steps_and_not_the_tokens(policy: Policy) -> None:
+    plain = await policy.ask(policy.item(1, max_tokens=80, ignore_eos=True))
+    tokens = plain[1].tokens
+    wrong = [*tokens[:20], (tokens[20] + 1) % VOCAB_SIZE, *tokens[21:50], *tokens[55:]]
+    for draft, most_steps in ((tokens, 12), (wrong, 30), ([9] * 80, 80)):
+        outcome = (await policy.ask(policy.item(1, max_tokens=80, ignore_eos=True, given_draft=draft)))[1]
+        assert outcome.tokens == tokens
+        assert outcome.logprobs == pytest.approx(plain[1].logprobs, abs=1e-4)
+        assert outcome.finished is not None
+        assert outcome.finished.decode_steps <= most_steps
+    drafted = (await policy.ask(policy.item(1, max_tokens=80, ignore_eos=True, given_draft=tokens)))[1]
+    assert drafted.finished is not None
+    source = next(each for each in drafted.finished.draft_sources if each.drafter == "given")
+    assert source.drafted == source.accepted > 60
+
+
+async def test_abort_keeps_the_tokens_so_far(policy: Policy) -> None:
+    whole = await policy.tokens([1, 2], **LONG)
+    async with calling(policy.address) as caller:
+        await caller.send([policy.item(1, **LONG), policy.item(2, **LONG)])
+        await caller.started(1, 2)
+        await policy.pause()
+        await caller.send(abort=[1, 99])
+        await caller.ended(1)
+        await policy.resume()
+        await caller.ended(2)
+    aborted = caller.of(1)
+    assert aborted.reason == "ABORTED"
+    assert 0 < len(aborted.tokens) < len(whole[1])
+    assert aborted.tokens == whole[1][: len(aborted.tokens)]
+    assert caller.of(2).tokens == whole[2]
+
+
+async def run_twins(policy: Policy, first: Caller, second: Caller, handles: Sequence[int]) -> None:
+    """Long samples with the same handles on two streams."""
+    await first.send([policy.item(handle, **LONG) for handle in handles])
+    await second.send([policy.item(handle, **LONG) for handle in handles])
+    await first.started(*handles)
+    await second.started(*handles)
+
+
+async def test_a_caller_that_goes_away_takes_only_its_samples_along(policy: Policy) -> None:
+    handles = [1, 2, 3]
+    whole = await policy.tokens(handles, **LONG)
+    async with calling(policy.address) as gone, calling(policy.address) as stays:
+        await run_twins(policy, gone, stays, handles)
+        await policy.pause()
+        await until_load(policy, 6)
+        gone.leave()
+        await until_load(policy, 3)
+        await policy.resume()
+        outcomes = await stays.ended(*handles)
+    assert {handle: outcome.tokens for handle, outcome in outcomes.items()} == whole
+
+
+async def test_pause_holds_every_sample_and_resume_changes_no_token(policy: Policy) -> None:
+    handles = [1, 2, 3]
+    whole = await policy.tokens(handles, **LONG)
+    async with calling(policy.address) as caller:
+        await caller.send([policy.item(handle, **LONG) for handle in handles])
+        await caller.started(*handles)
+        await policy.pause()
+        before = (await policy.look()).instance
+        assert before.state == fleet_pb2.INSTANCE_STATE_PAUSED
+        # Taken while paused: it waits.
+        await caller.send([policy.item(4)])
+        await until_load(policy, 4)
+        after = (await policy.look()).instance
+        assert after.load.steps == before.load.steps
+        await policy.resume()
+        outcomes = await caller.ended(*handles, 4)
+    assert {handle: outcomes[handle].tokens for handle in handles} == whole
+    assert (await policy.look()).instance.state == fleet_pb2.INSTANCE_STATE_SERVING
+
+
+async def test_calls_that_are_given_up_do_not_harm_the_engine(policy: Policy) -> None:
+    whole = await policy.tokens([1, 2], **LONG)
+
+    async def hasty(deadline: float) -> bool:
+        """Whether a call with so short a deadline was answered all the same."""
+        try:
+            await policy.stub.ResumeEngine(pb.ResumeEngineRequest(), timeout=deadline)
+        except grpc.aio.AioRpcError as error:
+            assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            return False
+        return True
+
+    async with calling(policy.address) as caller:
+        await caller.send([policy.item(handle, **LONG) for handle in (1, 2)])
+        await caller.started(1, 2)
+        # Deadlines around the time that a step takes: calls are given up before, while and after they are heard.
+        answered = [await hasty(0.0001 * i) for i in range(1, 100)]
+        for _ in range(20):
+            async with calling(policy.address) as leaver:
+                await leaver.send([policy.item(1)])
+        outcomes = await caller.ended(1, 2)
+    assert set(answered) == {False, True}
+    assert {handle: outcome.tokens for handle, outcome in outcomes.items()} == whole
+
+
+async def test_status_describes_the_instance(policy: Policy, instance: InstanceProcess) -> None:
+    described = (await policy.look()).instance
+    assert described.instance_id == "shared"
+    assert described.address == instance.address
+    assert described.metrics_address == instance.metrics_address
+    assert (described.vocab_size, described.max_model_len, described.max_running) == (512, 512, 32)
+    assert described.epoch > 0
+
+
+async def test_metrics_count_what_was_generated_and_drafted(
+    policy: Policy, instance: InstanceProcess
+) -> None:
+    before = instance.metrics()
+    plain = (await policy.ask(policy.item(1, max_tokens=30, ignore_eos=True)))[1]
+    draft = plain.tokens
+    drafted = await policy.ask(policy.item(1, max_tokens=30, ignore_eos=True, given_draft=draft))
+    after = instance.metrics()
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert grown("paceline_generation_tokens_total") == 60
+    assert grown("paceline_generation_step_seconds_count") < 60
+    assert drafted[1].finished is not None
+    given = next(each for each in drafted[1].finished.draft_sources if each.drafter == "given")
+    for kind, expected in (("drafted", given.drafted), ("accepted", given.accepted)):
+        series = [name for name in after if name.startswith(f"paceline_speculation_{kind}_tokens_total{{")]
+        assert sum(grown(name) for name in series if 'drafter="given"' in name) == expected
+    assert grown('paceline_speculation_verify_steps_total{drafter="given"}') > 0
+    assert after["paceline_generation_policy_version"] == policy.version
+    assert after["paceline_generation_running_samples"] == 0

@@ -1,0 +1,72 @@
+"""Very many short samples of one prompt, for statistics: made and counted inside the engine's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.generation.engine.types import SampleRequest, Verifier
+from services.platform.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """`count` samples of `length` tokens of one prompt, with the seeds first_seed, first_seed + 1 and so on.
+
+    With `drafts` > 0, each step verifies that many random tokens.
+    """
+
+    prompt: tuple[int, ...]
+    count: int
+    length: int = 3
+    first_seed: int = 0
+    drafts: int = 0
+    sampling: Sampling = Sampling()
+    verifier: Verifier = Verifier.COUPLED
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Tokens by seed, [count, length], and the draft tokens verified and accepted."""
+
+    tokens: npt.NDArray[np.uint16]
+    drafted: int
+    accepted: int
+
+
+def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequences:
+    """Run the samples, at most `batch` at once."""
+    # One token more than is counted, so that a draft has room for all of those.
+    sampling = Sampling(
+        temperature=census.sampling.temperature,
+        top_p=census.sampling.top_p,
+        max_tokens=census.length + (1 if census.drafts else 0),
+        ignore_eos=True,
+    )
+    random, vocab_size = Random(census.first_seed), engine.limits.vocab_size
+    found: list[list[int]] = [[] for _ in range(census.count)]
+    started = drafted = accepted = 0
+    while started < census.count or engine.has_work:
+        while started < census.count and len(engine._scheduler.requests) < batch:
+            seed = census.first_seed + started
+            sample_id = f"{serial}/{started}"
+            engine.add(SampleRequest(sample_id, census.prompt, (), sampling, seed, verifier=census.verifier))
+            started += 1
+        if census.drafts:
+            engine.put_drafts(
+                {
+                    state.sample_id: random.choices(range(vocab_size), k=min(state.room, census.drafts))
+                    for state in engine.decoding()
+                    if state.room > 0
+                }
+            )
+        for step in engine.step():
+            found[int(step.sample_id.partition("/")[2])] += step.token_ids
+            drafted += step.drafted
+            accepted += step.accepted
+    tokens = np.array([response[: census.length] for response in found], np.uint16)
+    return Sequences(tokens, drafted, accepted)

@@ -1,0 +1,114 @@
+"""What a sample's tokens and log-probabilities must be, from transformers and the reference of coupled sampling.
+
+Shares nothing with the engine: the forward pass is transformers', the penalties and masks are written out here, and
+the token is the plain arg-max of `coupled_argmax_reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM
+
+from kernels.coupled_sampler.noise import gumbel
+from services.generation.engine.types import SampleRequest
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One response, judged position by position, [n] each.
+
+    `expected` is the token that the oracle picks after the response's own tokens before it, `gap` by how much its score
+    beats the score of the response's token (0 where they are the same).
+    """
+
+    expected: list[int]
+    gap: list[float]
+    raw: list[float]
+    processed: list[float]
+
+
+class Oracle:
+    """A model in transformers, float32 on one thread."""
+
+    def __init__(self, folder: Path, end_tokens: Sequence[int] = ()) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._end_tokens = tuple(end_tokens)
+
+    def logits(self, tokens: Sequence[int]) -> FloatArray:
+        """The logits after each token, [n, V]."""
+        with torch.inference_mode():
+            found = self._model(torch.tensor([list(tokens)])).logits[0]
+        result: FloatArray = found.double().numpy()
+        return result
+
+    def judge(self, request: SampleRequest, response: Sequence[int]) -> Judgement:
+        """Judge the whole response of a request, prefix included."""
+        if not response:
+            return Judgement([], [], [], [])
+        logits = self.logits([*request.prompt, *response[:-1]])[len(request.prompt) - 1 :]
+        rows = [self._judge_row(request, response, i, row) for i, row in enumerate(logits)]
+        return Judgement(*(list(column) for column in zip(*rows, strict=True)))
+
+    def _judge_row(
+        self, request: SampleRequest, response: Sequence[int], position: int, row: FloatArray
+    ) -> tuple[int, float, float, float]:
+        token, sampling = response[position], request.sampling
+        processed = self._process(request, list(response[:position]), row)
+        scores = processed
+        if sampling.temperature > 0:
+            scores = processed + gumbel(request.seed, position, len(row)).astype(np.float64)
+        expected = int(scores.argmax())
+        gap = float(scores[expected] - scores[token])
+        return expected, gap, _log_softmax(row)[token], _log_softmax(processed)[token]
+
+    def _process(self, request: SampleRequest, output: list[int], row: FloatArray) -> FloatArray:
+        """Penalties, end tokens, temperature, min-p, top-k, top-p: vLLM's order."""
+        sampling, logits = request.sampling, row.copy()
+        seen = sorted({*request.prompt, *output})
+        factor = sampling.repetition_penalty
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / factor, logits[seen] * factor)
+        counts = np.bincount(output, minlength=len(row)) if output else np.zeros(len(row))
+        logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        if len(output) < sampling.min_tokens:
+            own = () if sampling.ignore_eos else self._end_tokens
+            logits[[*sampling.stop_token_ids, *own]] = -np.inf
+        logits /= sampling.temperature or 1
+        return _top_p(_top_k(_min_p(logits, sampling.min_p), sampling.top_k), sampling.top_p)
+
+
+def _min_p(logits: FloatArray, min_p: float) -> FloatArray:
+    if not min_p:
+        return logits
+    return np.where(logits < logits.max() + np.log(min_p), -np.inf, logits)
+
+
+def _top_k(logits: FloatArray, top_k: int) -> FloatArray:
+    if not 0 < top_k < len(logits):
+        return logits
+    return np.where(logits < np.sort(logits)[-top_k], -np.inf, logits)
+
+
+def _top_p(logits: FloatArray, top_p: float) -> FloatArray:
+    """Keep the likeliest tokens until their probabilities reach top_p."""
+    if top_p >= 1:
+        return logits
+    order = np.argsort(-logits, kind="stable")
+    before = np.cumsum(np.exp(_log_softmax(logits))[order]) - np.exp(_log_softmax(logits))[order]
+    kept = np.full_like(logits, -np.inf)
+    chosen = order[before < top_p]
+    kept[chosen] = logits[chosen]
+    return kept
+
+
+def _log_softmax(row: FloatArray) -> FloatArray:
+    shifted = row - row.max()
+    result: FloatArray = shifted - np.log(np.exp(shifted).sum())
+    return result

@@ -1,0 +1,154 @@
+"""An engine that follows a script, for tests of what steps it: no model, no time of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.generation.engine.types import (
+    EngineLoad,
+    Finish,
+    SampleRequest,
+    SampleState,
+    SampleStep,
+)
+from services.platform.sampling import ModelLimits, Sampling
+
+
+@dataclass(slots=True)
+class Clock:
+    """Time that passes when it is told to."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True)
+class ScriptedEngine:
+    """Steps as often as it has permits; the token at response position p is p, its logprob -p.
+
+    Samples beyond `seats` wait. A step takes `step_time` of the clock. `errors` maps a sample's prompt to the
+    position where its logits are NaN; `fault` is raised by the coming step, `refusal` by the coming `add`.
+    """
+
+    clock: Clock = field(default_factory=Clock)
+    seats: int = 64
+    step_time: float = 10.0
+    permits: int = 0
+    errors: dict[tuple[int, ...], int] = field(default_factory=dict)
+    fault: BaseException | None = None
+    refusal: Exception | None = None
+    load_fault: Exception | None = None
+    apply_fault: Exception | None = None
+    limits: ModelLimits = field(default_factory=lambda: ModelLimits(512, 64))
+    device: str = "script"
+    requests: dict[str, SampleRequest] = field(default_factory=dict)
+    responses: dict[str, list[int]] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    applied: list[dict[str, Any]] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+
+    def allow(self, steps: int) -> None:
+        """Let the engine step so often."""
+        self.permits += steps
+
+    def add(self, request: SampleRequest) -> None:
+        if self.refusal is not None:
+            refusal, self.refusal = self.refusal, None
+            raise refusal
+        assert request.sample_id not in self.requests, "an id was used twice"
+        self.requests[request.sample_id] = request
+        self.responses[request.sample_id] = list(request.prefix)
+
+    def finished_by_prefix(self, request: SampleRequest) -> Finish | None:
+        full = len(request.prefix) >= (request.sampling.max_tokens or 1 << 30)
+        return Finish.LENGTH if full else None
+
+    def abort(self, sample_ids: Iterable[str]) -> None:
+        for sample_id in sample_ids:
+            self.aborted.append(sample_id)
+            self._forget(sample_id)
+
+    def step(self) -> list[SampleStep]:
+        self.threads.add(threading.get_ident())
+        self.permits -= 1
+        self.clock.now += self.step_time
+        if self.fault is not None:
+            raise self.fault
+        done = [self._step(sample_id) for sample_id in self._running]
+        self.drafts = {}
+        return done
+
+    def decoding(self) -> list[SampleState]:
+        return [
+            SampleState(sample_id, list(request.prompt), self.responses[sample_id], 16)
+            for sample_id, request in self.requests.items()
+            if sample_id in self._running
+        ]
+
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        self.drafts = {sample_id: list(tokens) for sample_id, tokens in drafts.items()}
+
+    def apply_weights(self, tensors: Iterable[tuple[str, Any]]) -> int:
+        self.applied.append(dict(tensors))
+        if self.apply_fault is not None:
+            raise self.apply_fault
+        return 7
+
+    @property
+    def has_work(self) -> bool:
+        return self.permits > 0 and (bool(self.requests) or self.fault is not None)
+
+    @property
+    def load(self) -> EngineLoad:
+        if self.load_fault is not None:
+            raise self.load_fault
+        running = len(self._running)
+        return EngineLoad(running, len(self.requests) - running, running / self.seats)
+
+    @property
+    def _running(self) -> list[str]:
+        return list(self.requests)[: self.seats]
+
+    def _step(self, sample_id: str) -> SampleStep:
+        request, response = self.requests[sample_id], self.responses[sample_id]
+        draft, accepted = self.drafts.get(sample_id, []), 0
+        while accepted < len(draft) and draft[accepted] == len(response) + accepted:
+            accepted += 1
+        tokens = [len(response) + i for i in range(accepted + 1)]
+        finish = self._finish(request, response, tokens)
+        response += tokens
+        if finish is not None:
+            self._forget(sample_id)
+        return SampleStep(
+            sample_id, tokens, [-float(token) for token in tokens], finish, len(draft), accepted
+        )
+
+    def _finish(self, request: SampleRequest, response: list[int], tokens: list[int]) -> Finish | None:
+        if self.errors.get(request.prompt) in tokens:
+            tokens.clear()
+            return Finish.ERROR
+        most = request.sampling.max_tokens
+        if most is not None and len(response) + len(tokens) >= most:
+            del tokens[most - len(response) :]
+            return Finish.LENGTH
+        return None
+
+    def _forget(self, sample_id: str) -> None:
+        self.requests.pop(sample_id, None)
+        self.responses.pop(sample_id, None)
+
+
+def sample_request(
+    sample_id: str, prompt: Sequence[int] = (5,), max_tokens: int | None = None, **fields: Any
+) -> SampleRequest:
+    """A request for a response of a given length."""
+    prefix = tuple(fields.pop("prefix", ()))
+    return SampleRequest(
+        sample_id, tuple(prompt), prefix, Sampling(max_tokens=max_tokens), fields.pop("seed", 1), **fields
+    )

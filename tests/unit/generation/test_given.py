@@ -1,0 +1,139 @@
+"""The given drafter: follows its sequence, finds its way back, and never offers what is not in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.generation.drafting.drafter import DraftContext, Offer
+from services.generation.drafting.given import GivenDrafter
+from services.generation.engine.types import SampleState
+
+WINDOW = 8
+few_letters = st.lists(st.integers(0, 2), max_size=40)
+
+
+def state(response: Sequence[int], sample_id: str = "s") -> SampleState:
+    return SampleState(sample_id, [9], list(response), 100)
+
+
+def drafter_with(sequence: Sequence[int]) -> GivenDrafter:
+    drafter = GivenDrafter()
+    drafter.begin(DraftContext("s", [9], tuple(sequence)))
+    return drafter
+
+
+def offered(drafter: GivenDrafter, response: Sequence[int], window: int = WINDOW) -> Offer | None:
+    (offer,) = drafter.offer([state(response)], window)
+    return offer
+
+
+def tokens_after(drafter: GivenDrafter, response: Sequence[int]) -> list[int]:
+    """What is offered after a response that came token by token."""
+    for length in range(len(response)):
+        offered(drafter, response[:length])
+    offer = offered(drafter, response)
+    return [] if offer is None else list(offer.tokens)
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=60), st.data())
+def test_offers_the_next_tokens_of_a_sequence_that_is_followed(
+    sequence: list[int], data: st.DataObject
+) -> None:
+    drafter = drafter_with(sequence)
+    length = 0
+    while length < len(sequence):
+        window = data.draw(st.integers(1, 12))
+        offer = offered(drafter, sequence[:length], window)
+        assert offer is not None
+        assert list(offer.tokens) == sequence[length : length + window]
+        length += data.draw(st.integers(1, 9))
+    assert offered(drafter, sequence) is None
+
+
+@given(few_letters, few_letters, st.integers(1, 10), st.lists(st.integers(1, 5), max_size=40))
+def test_every_offer_is_a_part_of_the_sequence_with_a_probability_per_token(
+    sequence: list[int], response: list[int], window: int, steps: list[int]
+) -> None:
+    drafter = drafter_with(sequence)
+    length = 0
+    for step in [0, *steps]:
+        length = min(length + step, len(response))
+        offer = offered(drafter, response[:length], window)
+        if offer is None:
+            continue
+        count = len(offer.tokens)
+        assert 0 < count <= window
+        assert len(offer.acceptance) == count
+        assert all(0 < probability <= 1 for probability in offer.acceptance)
+        assert list(offer.acceptance) == sorted(offer.acceptance)
+        assert any(sequence[i : i + count] == list(offer.tokens) for i in range(len(sequence)))
+
+
+@pytest.mark.parametrize("size", [1, 3, 20, 60])
+@pytest.mark.parametrize("place", [0, 1, 7, 50])
+def test_finds_its_way_back_after_an_insertion(place: int, size: int) -> None:
+    sequence = list(range(200))
+    response = [*sequence[:place], *range(900, 900 + size), *sequence[place : place + 4]]
+    assert tokens_after(drafter_with(sequence), response) == sequence[place + 4 : place + 4 + WINDOW]
+
+
+@pytest.mark.parametrize("size", [1, 3, 20, 60])
+@pytest.mark.parametrize("place", [0, 1, 7, 50])
+def test_finds_its_way_back_after_a_deletion(place: int, size: int) -> None:
+    sequence = list(range(200))
+    after = place + size
+    response = [*sequence[:place], *sequence[after : after + 4]]
+    assert tokens_after(drafter_with(sequence), response) == sequence[after + 4 : after + 4 + WINDOW]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_goes_on_at_the_same_offset_after_a_substitution(size: int) -> None:
+    sequence = list(range(100))
+    response = [*sequence[:10], *range(900, 900 + size)]
+    assert tokens_after(drafter_with(sequence), response) == sequence[10 + size : 10 + size + WINDOW]
+
+
+def test_several_differences_one_after_the_other() -> None:
+    sequence = list(range(200))
+    response = [*sequence[:20], 901, *sequence[20:40], *sequence[45:70], 902, *sequence[71:90]]
+    assert tokens_after(drafter_with(sequence), response) == sequence[90 : 90 + WINDOW]
+
+
+def test_goes_to_the_nearest_of_several_places_that_look_alike() -> None:
+    phrase = [1, 2, 3, 4]
+    sequence = [*range(100, 110), *phrase, 50, *range(200, 210), *phrase, 60, *range(300, 310)]
+    # Five tokens are skipped: the first phrase lies three tokens further, the second eighteen.
+    assert tokens_after(drafter_with(sequence), [*range(100, 105), *phrase])[0] == 50
+
+
+def test_predictions_drop_at_a_mismatch_and_recover_with_every_match() -> None:
+    sequence = list(range(100))
+    drafter = drafter_with(sequence)
+    first = []
+    response = [*sequence[:20], 999, *sequence[21:40]]
+    for length in range(18, len(response)):
+        offer = offered(drafter, response[:length])
+        assert offer is not None
+        first.append(offer.acceptance[0])
+    before, after = first[:3], first[3:]
+    assert len(set(before)) == 1
+    assert after[0] == min(first) < before[0]
+    assert after == sorted(after)
+    assert after[-1] == before[0]
+
+
+def test_samples_do_not_mix_and_an_ended_one_is_forgotten() -> None:
+    drafter = GivenDrafter()
+    drafter.begin(DraftContext("a", [9], (1, 2, 3)))
+    drafter.begin(DraftContext("b", [9], (4, 5, 6)))
+    drafter.begin(DraftContext("none", [9]))
+    states = [state([4], "b"), state([], "none"), state([], "unknown"), state([1, 2], "a")]
+    offers = drafter.offer(states, WINDOW)
+    assert [None if offer is None else list(offer.tokens) for offer in offers] == [[5, 6], None, None, [3]]
+    drafter.end("a")
+    drafter.end("never-begun")
+    assert drafter.offer([state([1], "a")], WINDOW) == [None]

@@ -1,0 +1,274 @@
+"""The plan of fixed length, and a speculation that no drafter can harm."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.generation.drafting.drafter import DraftContext, Offer
+from services.generation.drafting.plan import FixedPlan
+from services.generation.drafting.speculation import MAX_FAULTS, Speculation
+from services.generation.engine.types import SampleState, SampleStep
+
+VOCAB = 100
+WINDOW = 4
+
+
+def states(*ids: str, room: int = 50) -> list[SampleState]:
+    return [SampleState(sample_id, [1], [], room) for sample_id in ids]
+
+
+def offer(*tokens: int, p: float = 0.9) -> Offer:
+    return Offer(list(tokens), [p] * len(tokens))
+
+
+# -- the plan -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "expected"), [([], 0.0), ([0.5], 0.5), ([0.5, 0.5], 0.75), ([1, 1, 0, 1], 2.0)]
+)
+def test_an_offer_is_worth_the_sum_of_its_survival_products(acceptance: list[float], expected: float) -> None:
+    assert Offer([1] * len(acceptance), acceptance).expected == expected
+
+
+@pytest.mark.parametrize(
+    ("window", "room", "count"), [(4, 50, 4), (9, 50, 6), (4, 2, 2), (4, 0, 0), (4, -1, 0), (1, 9, 1)]
+)
+def test_a_draft_keeps_to_the_window_and_to_the_room(window: int, room: int, count: int) -> None:
+    made = {"d": [offer(1, 2, 3, 4, 5, 6)]}
+    chosen = FixedPlan(window).choose(states("a", room=room), made)
+    assert [draft.tokens for draft in chosen.values()] == ([[1, 2, 3, 4, 5, 6][:count]] if count else [])
+
+
+def test_an_offer_that_starts_below_the_floor_is_left_out() -> None:
+    made = {"d": [offer(1, 2, p=0.49), offer(3, p=0.5)]}
+    chosen = FixedPlan(WINDOW, floor=0.5).choose(states("a", "b"), made)
+    assert {sample_id: draft.tokens for sample_id, draft in chosen.items()} == {"b": [3]}
+
+
+def test_each_sample_gets_the_offer_that_promises_most() -> None:
+    made = {
+        "long": [offer(1, 2, 3, 4, p=0.5), offer(1, 2, 3, 4, p=0.9), None],
+        "sure": [offer(9, p=0.99), offer(9, p=0.99), None],
+    }
+    chosen = FixedPlan(WINDOW).choose(states("a", "b", "c"), made)
+    assert {sample_id: draft.drafter for sample_id, draft in chosen.items()} == {"a": "sure", "b": "long"}
+
+
+@pytest.mark.parametrize("made", [{}, {"d": [None, None]}])
+def test_nothing_offered_is_nothing_verified(made: dict[str, Any]) -> None:
+    assert FixedPlan(WINDOW).choose(states("a", "b"), made) == {}
+
+
+def test_no_samples_need_no_drafts() -> None:
+    assert FixedPlan(WINDOW).choose([], {"d": []}) == {}
+
+
+@given(st.integers(1, 200), st.integers(1, 8))
+def test_every_sample_of_a_batch_gets_its_own_draft(samples: int, window: int) -> None:
+    batch = states(*[f"s{i}" for i in range(samples)])
+    made = {"d": [offer(*[i] * 10) for i in range(samples)]}
+    chosen = FixedPlan(window).choose(batch, made)
+    assert {sid: draft.tokens for sid, draft in chosen.items()} == {
+        f"s{i}": [i] * window for i in range(samples)
+    }
+
+
+# -- the speculation ------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A drafter that does what the test says."""
+
+    def __init__(self, name: str, answer: Callable[[Sequence[SampleState], int], Any]) -> None:
+        self.name = name
+        self.answer = answer
+        self.asked = 0
+        self.learned: list[tuple[str, int, int]] = []
+
+    def begin(self, context: DraftContext) -> None:
+        pass
+
+    def offer(self, samples: Sequence[SampleState], window: int) -> Any:
+        self.asked += 1
+        return self.answer(samples, window)
+
+    def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
+        self.learned.append((sample_id, drafted, accepted))
+
+    def end(self, sample_id: str) -> None:
+        pass
+
+
+class Counts:
+    """Counts what a speculation reports."""
+
+    def __init__(self) -> None:
+        self.faults: Counter[str] = Counter()
+        self.outcomes: list[tuple[str, int, int]] = []
+
+    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
+        self.outcomes.append((drafter, drafted, accepted))
+
+    def fault(self, drafter: str) -> None:
+        self.faults[drafter] += 1
+
+
+def good(name: str = "good", p: float = 0.6) -> Scripted:
+    return Scripted(name, lambda samples, window: [offer(7, p=p) for _ in samples])
+
+
+def speculation(*drafters: Any) -> tuple[Speculation, Counts]:
+    counts = Counts()
+    return Speculation(drafters, FixedPlan(WINDOW), VOCAB, counts), counts
+
+
+def raising(samples: Sequence[SampleState], window: int) -> Any:
+    raise RuntimeError("drafter")
+
+
+def every(made: Any) -> Callable[[Sequence[SampleState], int], Any]:
+    """The same for every sample."""
+    return lambda samples, window: [made for _ in samples]
+
+
+GARBAGE: dict[str, Callable[[Sequence[SampleState], int], Any]] = {
+    "raises": raising,
+    "nothing at all": lambda samples, window: None,
+    "a number": lambda samples, window: 3,
+    "too few offers": lambda samples, window: [offer(1)] * (len(samples) - 1),
+    "too many offers": lambda samples, window: [offer(1)] * (len(samples) + 1),
+    "raises half-way": lambda samples, window: (raising(samples, window) for _ in samples),
+    "no offer objects": every([1, 2, 3]),
+    "no tokens": every(Offer([], [])),
+    "too many tokens": every(offer(1, 2, 3, 4, 5)),
+    "a token past the vocabulary": every(offer(1, VOCAB)),
+    "a negative token": every(offer(-1)),
+    "a bool": every(Offer([True], [0.9])),
+    "a float": every(Offer([1.0], [0.9])),  # type: ignore[list-item]
+    "NaN for a token": every(Offer([math.nan], [0.9])),  # type: ignore[list-item]
+    "a text": every(Offer("ab", [0.9, 0.9])),  # type: ignore[arg-type]
+    "None for a token": every(Offer([None], [0.9])),  # type: ignore[list-item]
+    "numpy integers": every(Offer(np.array([1, 2]), [0.9, 0.9])),  # type: ignore[arg-type]
+    "None for the tokens": every(Offer(None, [0.9])),  # type: ignore[arg-type]
+    "too few predictions": every(Offer([1, 2], [0.9])),
+    "too many predictions": every(Offer([1], [0.9, 0.9])),
+    "no predictions": every(Offer([1], [])),
+    "None for the predictions": every(Offer([1], None)),  # type: ignore[arg-type]
+    "a prediction of NaN": every(Offer([1], [math.nan])),
+    "a prediction of infinity": every(Offer([1], [math.inf])),
+    "a prediction above one": every(Offer([1], [1.01])),
+    "a negative prediction": every(Offer([1], [-0.1])),
+    "a text for a prediction": every(Offer([1], ["x"])),  # type: ignore[list-item]
+    "None for a prediction": every(Offer([1], [None])),  # type: ignore[list-item]
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_a_faulty_drafter_loses_its_say_and_the_others_go_on(what: str) -> None:
+    bad, well = Scripted("bad", GARBAGE[what]), good()
+    spec, counts = speculation(bad, well)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(MAX_FAULTS + 2):
+            assert spec.drafts(states("a", "b")) == {"a": [7], "b": [7]}
+            assert spec.drafter_of("a") == "good"
+    assert counts.faults["bad"] >= MAX_FAULTS
+    assert counts.faults["good"] == 0
+    assert bad.asked == MAX_FAULTS
+    assert well.asked == MAX_FAULTS + 2
+    assert [entry["event"] for entry in logs] == ["drafter_fault", "drafter_switched_off"]
+    assert all(entry["drafter"] == "bad" and (entry.get("fault") or entry.get("last")) for entry in logs)
+
+
+def test_a_bad_offer_costs_only_its_own_sample() -> None:
+    mixed = Scripted("mixed", lambda samples, window: [offer(5, p=0.9), offer(VOCAB, p=0.9), None])
+    spec, counts = speculation(mixed, good())
+    assert spec.drafts(states("a", "b", "c")) == {"a": [5], "b": [7], "c": [7]}
+    assert counts.faults["mixed"] == 1
+
+
+def test_a_step_counts_once_however_many_samples_it_spoilt() -> None:
+    bad = Scripted("bad", every(offer(VOCAB)))
+    spec, counts = speculation(bad)
+    batch = states(*"abcdefgh")
+    spec.drafts(batch)
+    assert counts.faults["bad"] == len(batch)
+    for _ in range(MAX_FAULTS - 2):
+        spec.drafts(batch)
+    asked = bad.asked
+    spec.drafts(batch)
+    spec.drafts(batch)
+    assert bad.asked == asked + 1
+
+
+def test_good_steps_in_between_do_not_switch_a_drafter_off() -> None:
+    answers = [every(offer(VOCAB)), every(offer(3)), every(offer(VOCAB)), every(offer(3))]
+    flaky = Scripted("flaky", lambda samples, window: answers.pop(0)(samples, window))
+    spec, _ = speculation(flaky)
+    assert [spec.drafts(states("a")) for _ in range(4)] == [{}, {"a": [3]}, {}, {"a": [3]}]
+
+
+@pytest.mark.parametrize("method", ["begin", "learn", "end"])
+def test_a_drafter_that_raises_elsewhere_harms_nobody(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, well = good("bad", p=0.9), good("well", p=0.5)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError(method)
+
+    monkeypatch.setattr(bad, method, fail)
+    spec, counts = speculation(bad, well)
+    for _ in range(MAX_FAULTS + 1):
+        spec.begin(DraftContext("a", [1]))
+        drafts = spec.drafts(states("a"))
+        assert drafts == {"a": [7]}
+        spec.learn(SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1))
+        spec.end("a")
+    assert (counts.outcomes[0][0], counts.outcomes[-1][0]) == ("bad", "well")
+    assert counts.faults == {"bad": MAX_FAULTS}
+
+
+def test_outcomes_go_to_the_drafter_that_made_the_draft() -> None:
+    left = Scripted("left", lambda samples, window: [offer(1, 2, p=0.9), None, None])
+    right = Scripted("right", lambda samples, window: [None, offer(3, p=0.9), None])
+    spec, counts = speculation(left, right)
+    spec.drafts(states("a", "b", "c"))
+    spec.learn(SampleStep("a", [1, 5], [0.0, 0.0], None, drafted=2, accepted=1))
+    spec.learn(SampleStep("b", [4], [0.0], None, drafted=1, accepted=0))
+    spec.learn(SampleStep("c", [4], [0.0]))
+    assert (left.learned, right.learned) == ([("a", 2, 1)], [("b", 1, 0)])
+    assert counts.outcomes == [("left", 2, 1), ("right", 1, 0)]
+
+
+def test_an_ended_sample_and_an_idle_step_have_no_draft() -> None:
+    spec, _ = speculation(good())
+    spec.drafts(states("a", "b"))
+    spec.end("a")
+    assert (spec.drafter_of("a"), spec.drafter_of("b")) == ("", "good")
+    assert spec.drafts([]) == {}
+    assert spec.drafter_of("b") == ""
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.builds(Offer, inner, inner),
+    max_leaves=8,
+)
+
+
+@given(anything, st.integers(1, 3))
+def test_whatever_a_drafter_answers_only_good_tokens_reach_the_engine(answer: Any, samples: int) -> None:
+    spec, _ = speculation(Scripted("any", lambda states, window: answer))
+    with structlog.testing.capture_logs():
+        drafts = spec.drafts(states(*"abc"[:samples]))
+    for tokens in drafts.values():
+        assert 0 < len(tokens) <= WINDOW
+        assert all(type(token) is int and 0 <= token < VOCAB for token in tokens)
