@@ -101,7 +101,9 @@ def _build_engine(config: GenerationConfig) -> object:
 
 async def _heartbeat(instance: Instance, registration: Registration) -> None:
     """Report state and load. A hung device is not reported alive: the process ends and its samples move on."""
-    while True:
+    # A cancellation that lands inside a Redis command can get lost, hence the question.
+    task = asyncio.current_task()
+    while task is not None and not task.cancelling():
         if instance.hung:
             _log.error("engine_hung", load=instance.load_values())
             os._exit(1)

@@ -34,7 +34,7 @@ class PlatformConfig:
     """On CPU, share the cores out among the instances, so that none disturbs another."""
     restarts: RestartPolicy | None = None
     """How processes that died are started again; None leaves them dead."""
-    start_timeout: float = 180.0
+    start_timeout: float = 240.0
     """Seconds within which every process must be ready."""
     stop_timeout: float = 15.0
     """Seconds that a process has to stop by itself before it is killed."""

@@ -15,7 +15,7 @@ from services.platform.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """`count` samples of `length` tokens of one prompt, with the seeds first_seed, first_seed + 1 and so on.
+    """`count` samples of `length` tokens of one prompt at temperature 1, with the seeds first_seed, first_seed + 1 and so on.
 
     With `drafts` > 0, each step verifies that many random tokens.
     """
@@ -25,7 +25,6 @@ class Census:
     length: int = 3
     first_seed: int = 0
     drafts: int = 0
-    sampling: Sampling = Sampling()
     verifier: Verifier = Verifier.COUPLED
 
 
@@ -41,12 +40,7 @@ class Sequences:
 def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequences:
     """Run the samples, at most `batch` at once."""
     # One token more than is counted, so that a draft has room for all of those.
-    sampling = Sampling(
-        temperature=census.sampling.temperature,
-        top_p=census.sampling.top_p,
-        max_tokens=census.length + (1 if census.drafts else 0),
-        ignore_eos=True,
-    )
+    sampling = Sampling(max_tokens=census.length + (1 if census.drafts else 0), ignore_eos=True)
     random, vocab_size = Random(census.first_seed), engine.limits.vocab_size
     found: list[list[int]] = [[] for _ in range(census.count)]
     started = drafted = accepted = 0

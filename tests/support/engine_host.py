@@ -33,7 +33,7 @@ class Scenario:
     """
 
     requests: tuple[SampleRequest, ...]
-    drafts: Drafts = Drafts()
+    drafts: Drafts = field(default_factory=Drafts)
     arrivals: tuple[int, ...] = ()
     cold: bool = True
 

@@ -25,8 +25,8 @@ FloatArray = npt.NDArray[np.float64]
 class Judgement:
     """One response, judged position by position, [n] each.
 
-    `expected` is the token that the oracle picks after the response's own tokens before it, `gap` by how much its score
-    beats the score of the response's token (0 where they are the same).
+    `expected` is the token that the oracle picks after the response's own tokens before it; `gap` by how much its
+    score beats that of the response's token (0 where they are the same).
     """
 
     expected: list[int]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from services.platform.sampling import Sampling
 from tests.integration.exactness.conftest import T06, T1, Bench, requests_of, run
 from tests.support.draft_policies import Drafts
 
 
 @pytest.mark.parametrize("sampling", [T1, T06], ids=["T=1", "T=0.6, top-p"])
-def test_preemption_and_chunked_prompts_change_no_token(qwen2: Bench, sampling: object) -> None:
-    requests = requests_of(qwen2.host.vocab_size, sampling, count=16, lengths=(30, 150), seed=2)  # type: ignore[arg-type]
+def test_preemption_and_chunked_prompts_change_no_token(qwen2: Bench, sampling: Sampling) -> None:
+    requests = requests_of(qwen2.host.vocab_size, sampling, count=16, lengths=(30, 150), seed=2)
     plain = run(qwen2, requests)
     qwen2.check(requests, plain)
     preemptions = plain.preemptions
