@@ -1,7 +1,8 @@
 """What the platform costs: the same workload through gateway, gRPC and instance, and on the bare engine.
 
-Both sides stay up for the whole run, share the same cores and take turns, round by round, while the other one is
-idle; the ratio is that of the medians. Speculation is off on both. Writes runs/bench/gateway.json.
+Both engines have the same core, the first one; client and gateway have the others. Both stay up for the whole run
+and take turns, round by round, while the other is idle; the ratio is that of the medians. Speculation is off on
+both. Writes runs/bench/gateway.json.
 
     python -m bench.gateway [--rounds 7] [--model DIR]
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from pathlib import Path
 import paceline
 from bench.report import Figures, cores, show, write
 from services.local.config import PlatformConfig
+from services.local.pinning import cpu_environment, cpu_list
 from services.local.platform import Platform
-from services.local.pinning import cpu_environment
 from services.platform.seeds import sample_seed
 
 _GOAL = 1.08
@@ -52,14 +52,20 @@ def main() -> None:
         model=arguments.model,
         instances=1,
         folder=Path("runs/bench/gateway"),
-        instance_options=("--dtype", "float32", "--speculation", "off", *_kv_option()),
+        instance_options=("--dtype", "float32", "--speculation", "off", *_engine_options()),
+        environment=cpu_environment(_engine_cores()),
+        pin=False,
     )
-    with Platform(options) as platform, _Bare(arguments.model) as bare, platform.client() as client:
-        with client.run("bench", seed=_RUN_SEED) as run:
-            rounds = [
-                (bare.round(workload, step), _platform_round(run, workload, step))
-                for step in range(arguments.rounds + 1)
-            ]
+    with (
+        Platform(options) as platform,
+        _Bare(arguments.model) as bare,
+        platform.client() as client,
+        client.run("bench", seed=_RUN_SEED) as run,
+    ):
+        rounds = [
+            (bare.round(workload, step), _platform_round(run, workload, step))
+            for step in range(arguments.rounds + 1)
+        ]
     # The first round of each warms up caches and connections.
     direct, through = (statistics.median(side) for side in zip(*rounds[1:], strict=True))
     figures: Figures = {
@@ -91,7 +97,7 @@ class _Bare:
     def __init__(self, model: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        os.environ.update(cpu_environment(cores()))
+        os.environ.update(cpu_environment(_engine_cores()))
         self._process = context.Process(target=_serve, args=(theirs, model), daemon=True)
 
     def __enter__(self) -> _Bare:
@@ -147,12 +153,18 @@ def _workload(model: Path, prompts: int, samples: int, max_tokens: int) -> Workl
     return Workload({problem.id: prompt_ids(problem.question) for problem in problems}, samples, max_tokens)
 
 
-def _kv_option() -> tuple[str, str]:
-    return ("--kv-cache-memory-bytes", str(_KV_BYTES))
+def _engine_cores() -> tuple[int, ...]:
+    return cores()[:1]
+
+
+def _engine_options() -> tuple[str, ...]:
+    return ("--kv-cache-memory-bytes", str(_KV_BYTES), "--threads-bind", cpu_list(_engine_cores()))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=Path("examples/tinymath/model"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=16)

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -42,7 +43,7 @@ _COLUMNS = (
     "update s",
     "send s",
 )
-_SPECULATION_COLUMNS = ("accepted/drafted", "block eff.")
+_SPECULATION_COLUMNS = ("accepted", "block eff.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
 
 
 def _train(client: Client, setup: Setup, options: Options, console: Console) -> list[StepRecord]:
-    learner = new_learner(setup.model, options.lr)
+    learner = new_learner(setup.model, options)
     weights = WeightFolder(setup.out / "weights", setup.model)
     screen = Screen(console, options)
     records = []
@@ -207,6 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo; returns the exit status."""
     setup, options = read_arguments(arguments)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     try:
         summary = run_demo(setup, options, console)
     except PlatformError as error:

@@ -17,6 +17,9 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+import torch
+import transformers
+
 import paceline
 from examples.tinymath import tokenizer
 from examples.tinymath.grpo import Learner, Sample, Settings
@@ -41,6 +44,8 @@ class Options:
     max_tokens: int = 1024
     temperature: float = 1.0
     lr: float = 3e-4
+    threads: int = 1
+    """Of the update: more help a larger model, or a machine whose cores the engines do not hold."""
     seed: int = 0
 
 
@@ -130,12 +135,12 @@ def lessons(
     ]
 
 
-def new_learner(model: Path, lr: float) -> Learner:
+def new_learner(model: Path, options: Options) -> Learner:
     """A learner on the weights of a model folder, in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return Learner(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), Settings(lr=lr))
+    torch.set_num_threads(options.threads)
+    transformers.utils.logging.disable_progress_bar()
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return Learner(policy, Settings(lr=options.lr))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +166,7 @@ def main() -> None:
     given = parser.parse_args()
     options = read_options(given)
     folder = paceline.WeightFolder(given.weights, given.model)
-    learner = new_learner(given.model, options.lr)
+    learner = new_learner(given.model, options)
     with (
         paceline.Client(given.address, token=given.token) as client,
         client.run(given.run_id, seed=options.seed, weights=folder) as run,

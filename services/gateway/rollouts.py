@@ -295,10 +295,10 @@ async def _deltas(running: Running) -> AsyncIterator[rollout_pb2.GenerateRespons
     sample, sent = running.batch.samples[0], 0
     while True:
         if len(sample.tokens) > sent:
-            yield rollout_pb2.GenerateResponse(
-                delta=rollout_pb2.TokenDelta(token_ids=sample.tokens[sent:], logprobs=sample.logprobs[sent:])
-            )
+            delta = rollout_pb2.TokenDelta(token_ids=sample.tokens[sent:], logprobs=sample.logprobs[sent:])
+            # Counted before the yield: the sample grows while the caller is being sent this.
             sent = len(sample.tokens)
+            yield rollout_pb2.GenerateResponse(delta=delta)
         elif running.batch.is_done():
             return
         elif running.dropped:

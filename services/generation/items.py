@@ -82,7 +82,7 @@ def check_item(
             current=str(terms.policy_version),
         )
     if item.exactness.level not in _SERVED:
-        name = sample_pb2.ExactnessLevel.Name(item.exactness.level)
+        name = _level_name(item.exactness.level)
         raise Unimplemented(name, f"exactness level {name} is not served")
     sampling = resolve(item.sampling)
     prompt, prefix = item.prompt_token_ids, item.prefix_token_ids
@@ -117,3 +117,10 @@ def _check_lengths(prompt: int, prefix: int, sampling: Sampling, limits: ModelLi
     if 0 < prefix == longest:
         return []
     return check_lengths(prompt, prefix, sampling, limits, "prompt_token_ids")
+
+
+def _level_name(level: int) -> str:
+    # A newer caller may know levels that have no name here.
+    return (
+        sample_pb2.ExactnessLevel.Name(level) if level in sample_pb2.ExactnessLevel.values() else str(level)
+    )

@@ -1,6 +1,6 @@
 """An instance whose engine fails: `python -m tests.support.breaking_instance <flags of services.generation>`.
 
-Everything is the real thing but for one method: the step raises once a sample has `RESPONSE_TOKENS` response
+Everything is the real thing but for one method: the step raises once a sample has `BREAKS_AT` response
 tokens, as it would when the device is lost in mid-generation.
 """
 
@@ -11,14 +11,14 @@ from services.generation.config import GenerationConfig
 from services.generation.engine.core import Engine
 from services.generation.engine.types import SampleStep
 from services.platform.process import run
+from tests.support.instances import BREAKS_AT
 
-RESPONSE_TOKENS = 40
 _step = Engine.step
 
 
 def step(self: Engine) -> list[SampleStep]:
     """As `Engine.step`, until a response is long enough."""
-    if any(len(sample.response) >= RESPONSE_TOKENS for sample in self.decoding()):
+    if any(len(sample.response) >= BREAKS_AT for sample in self.decoding()):
         raise RuntimeError("the device is lost")
     return _step(self)
 

@@ -15,7 +15,7 @@ from services.platform.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """`count` samples of `length` tokens of one prompt at temperature 1, with the seeds first_seed, first_seed + 1 and so on.
+    """`count` samples of `length` tokens of one prompt at temperature 1; seeds count up from first_seed.
 
     With `drafts` > 0, each step verifies that many random tokens.
     """

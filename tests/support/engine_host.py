@@ -21,8 +21,9 @@ from services.generation.engine.types import EngineOptions, Finish, SampleReques
 from tests.support.census import Census, Sequences, take_census
 from tests.support.draft_policies import Drafting, Drafts
 
-_START_SECONDS = 120
-_RUN_SECONDS = 120
+# Generous: machines that run tests are shared.
+_START_SECONDS = 300
+_RUN_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,11 @@ class EngineHost:
         self._process = context.Process(target=_serve, args=(theirs, options), daemon=True)
         self._process.start()
         theirs.close()
-        self.vocab_size: int = self._answer(_START_SECONDS)
+        try:
+            self.vocab_size: int = self._answer(_START_SECONDS)
+        except BaseException:
+            self._process.kill()
+            raise
 
     def run(self, scenario: Scenario) -> Outcome:
         """Run a scenario to its end."""

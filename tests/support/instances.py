@@ -31,6 +31,8 @@ from services.platform.lifeline import tied
 
 CALL = 60.0
 """Deadline of calls and waits, in seconds: far above what anything takes."""
+BREAKS_AT = 40
+"""Response tokens at which the engine of `tests.support.breaking_instance` fails."""
 _START_TIMEOUT = 120.0
 _SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -69,6 +71,7 @@ class InstanceProcess:
     def launch(self) -> None:
         """Start the process, without waiting for it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._ready_file.unlink(missing_ok=True)
         flags = [part for name, value in self._settings.items() for part in (f"--{name}", str(value))]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -98,6 +101,11 @@ class InstanceProcess:
         if self._process is None:
             raise RuntimeError("the instance was not launched")
         return self._process
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process was launched and has not ended."""
+        return self._process is not None and self._process.poll() is None
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -135,7 +143,11 @@ class InstanceProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.running.poll() is None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process if it is running, with SIGTERM."""
+        if self.alive:
             self.terminate()
             self.wait()
 

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import isnan
 from typing import Any
 
 import torch
@@ -114,7 +115,9 @@ class Engine:
 
     def step(self) -> list[SampleStep]:
         """Run one engine step: schedule, forward, verify, sample."""
-        outputs, _ = self._core.step()
+        outputs, executed = self._core.step()
+        if not self._coupled:
+            self._core.post_step(executed)
         found = [self._sample_step(output) for batch in outputs.values() for output in batch.outputs]
         self._drafted.clear()
         broken = [step.sample_id for step in found if step.finish is Finish.ERROR]
@@ -264,14 +267,13 @@ class Engine:
             output.request_id,
             tokens,
             logprobs,
-            _finish(output.finish_reason),
+            None if output.finish_reason is None else _finish(output.finish_reason),
             drafted,
             min(max(len(tokens) - 1, 0), drafted) if drafted else 0,
         )
-        if any(value != value for value in logprobs):
-            step.finish = Finish.ERROR
-            keep = next(i for i, value in enumerate(logprobs) if value != value)
-            del step.token_ids[keep:], step.logprobs[keep:]
+        # A NaN makes the sum NaN, and the sum is all that most steps pay for the check.
+        if isnan(sum(logprobs)):
+            _cut_at_nan(step)
         return step
 
     def _cached_blocks(self) -> int:
@@ -284,8 +286,17 @@ def _refuse_early_numba() -> None:
         raise RuntimeError("numba was imported before the engine was built; vLLM 0.32 cannot start after it")
 
 
-def _finish(reason: FinishReason | None) -> Finish | None:
-    return None if reason is None else _FINISH.get(reason, Finish.ERROR)
+def _finish(reason: FinishReason) -> Finish:
+    return _FINISH.get(reason, Finish.ERROR)
+
+
+def _cut_at_nan(step: SampleStep) -> None:
+    """End a sample before the first token that could not be sampled, as an error."""
+    keep = next((i for i, value in enumerate(step.logprobs) if isnan(value)), None)
+    if keep is None:
+        return
+    step.finish = Finish.ERROR
+    del step.token_ids[keep:], step.logprobs[keep:]
 
 
 def _end_tokens(model_config: Any) -> tuple[int, ...]:
@@ -306,7 +317,10 @@ def _engine_args(options: EngineOptions) -> EngineArgs:
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
         "block_size": options.block_size,
+        "speculative_config": options.vllm_speculation,
     }
+    if options.coupled and options.vllm_speculation is not None:
+        raise ValueError("vLLM's own speculation needs vLLM's own runner: coupled=False")
     return EngineArgs(
         model=options.model,
         tokenizer=options.model,

@@ -17,9 +17,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from services.generation.engine.noise import NOISE_KEY, SampleNoise
 from services.generation.engine.sampler import Rows, Verified, sample
-
-# vLLM's filler for rejected positions in the [n, k + 1] matrix of sampled tokens.
-_NO_TOKEN = -1
+from services.generation.engine.symbols import FILLER
 
 
 class CoupledRunnerMixin:
@@ -99,7 +97,7 @@ def _sampler_output(rows: Rows, verified: Verified, device: torch.device) -> Sam
     keep = np.arange(width) < verified.counts[:, None]
     source = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
     # A row that could not be sampled is shown as token 0 with a NaN log-probability; the engine ends it.
-    tokens = np.where(keep, np.maximum(verified.tokens[source], 0), _NO_TOKEN).astype(np.int32)
+    tokens = np.where(keep, np.maximum(verified.tokens[source], 0), FILLER).astype(np.int32)
     logprobs = np.where(keep, verified.logprobs[source], 0).astype(np.float32)
     return SamplerOutput(
         sampled_token_ids=torch.from_numpy(tokens).to(device),

@@ -3,7 +3,7 @@
 One row of logits is one position of one sample. A sample with k draft tokens has k + 1 rows, in order: row j
 was computed with the first j draft tokens in place, so it is the target's distribution after them. Plain
 decoding is the case k = 0 for every sample; there is no other code path, and that is what makes speculation on
-and off agree token for token (DESIGN section 4). Samples that ask for it are verified by rejection instead, beside the others.
+and off agree token for token (DESIGN section 4). Samples may ask for rejection instead, in the same step.
 """
 
 from __future__ import annotations

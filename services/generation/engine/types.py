@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from typing import Any
 
 from services.platform.sampling import Sampling
 
@@ -33,6 +34,7 @@ class EngineOptions:
     """What an engine is built from. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
 
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
+    `vllm_speculation`, only with that, is a `speculative_config` of vLLM's.
     """
 
     model: str
@@ -48,6 +50,7 @@ class EngineOptions:
     enforce_eager: bool | None = None
     tensor_parallel_size: int = 1
     coupled: bool = True
+    vllm_speculation: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from services.platform.sampling import Sampling
 from tests.integration.exactness.conftest import Bench, requests_of, run
 from tests.support.draft_policies import Drafts
 
+pytestmark = pytest.mark.timeout(400)
+
 # bfloat16 keeps 8 bits: a logit of about 5 is known to 0.02, and both of a pair may be off, after several layers.
 NOISE = 0.15
 # Of samples whose tokens differ at all; far more would mean a fault that is not rounding.

@@ -20,6 +20,8 @@ from tests.support.census import Census
 from tests.support.draft_policies import POLICIES, Drafts
 from tests.support.oracle import Oracle
 
+pytestmark = pytest.mark.timeout(400)
+
 PROMPT = (3, 4)
 COUNT = 12_000
 # The chance that a test of this kind fails without cause, were its seeds not fixed.

@@ -8,6 +8,8 @@ from services.platform.sampling import Sampling
 from tests.integration.exactness.conftest import T06, T1, Bench, requests_of, run
 from tests.support.draft_policies import Drafts
 
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.mark.parametrize("sampling", [T1, T06], ids=["T=1", "T=0.6, top-p"])
 def test_preemption_and_chunked_prompts_change_no_token(qwen2: Bench, sampling: Sampling) -> None:

@@ -14,6 +14,8 @@ from tests.support.draft_policies import POLICIES, Drafts
 from tests.support.engine_host import Outcome
 from tests.support.models import END_TOKEN
 
+pytestmark = pytest.mark.timeout(400)
+
 VARIANTS = {
     "greedy": Sampling(max_tokens=48, temperature=0),
     "top-k": Sampling(max_tokens=48, top_k=20),
@@ -55,6 +57,11 @@ def plain(qwen3: Bench) -> Plain:
     return Plain(qwen3)
 
 
+def _same_logprobs(found: Outcome, expected: Outcome) -> None:
+    for key, values in expected.logprobs.items():
+        assert found.logprobs[key] == pytest.approx(values, abs=2e-5)
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_plain_decoding_is_what_the_reference_samples(plain: Plain, name: str) -> None:
     plain.bench.check(plain.requests(name), plain.of(name))
@@ -67,8 +74,8 @@ def test_no_draft_changes_a_token(plain: Plain, name: str, policy: str) -> None:
     found = run(plain.bench, requests, drafts=Drafts(policy, truth=expected.tokens))
     assert found.tokens == expected.tokens
     assert found.finishes == expected.finishes
-    plain.bench.check(requests, found)
     assert found.drafted > 100
+    _same_logprobs(found, expected)
     if policy == "true":
         # A draft may run past the end of its sample only where the plain sample ends by a stop token.
         assert found.accepted >= found.drafted - len(requests)
@@ -83,8 +90,7 @@ def test_every_way_of_sampling_verifies_row_by_row(plain: Plain, name: str, poli
     assert found.tokens == expected.tokens
     assert found.finishes == expected.finishes
     assert found.accepted > 100
-    for key, values in expected.logprobs.items():
-        assert found.logprobs[key] == pytest.approx(values, abs=1e-4)
+    _same_logprobs(found, expected)
 
 
 def test_unlike_samples_share_a_batch(plain: Plain) -> None:

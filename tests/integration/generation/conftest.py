@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.models import VOCAB_SIZE, tiny_model
 # Prompts fill several blocks, so that KV is shared through the prefix cache and could be stale.
 BLOCK = 32
 PROMPT = 100
+NAMESPACE = "generation-tests"
 
 
 @pytest.fixture(scope="package")
@@ -31,7 +33,7 @@ def start(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
     def make(model: Path, name: str, **settings: Any) -> InstanceProcess:
         folder = tmp_path_factory.mktemp(name)
-        common: dict[str, Any] = {"block_size": BLOCK, "namespace": "generation-tests", "instance_id": name}
+        common: dict[str, Any] = {"block_size": BLOCK, "namespace": NAMESPACE, "instance_id": name}
         return InstanceProcess(model, redis_url, folder, **(common | settings))
 
     return make
@@ -42,6 +44,25 @@ def instance(models: tuple[Path, Path], start: Callable[..., InstanceProcess]) -
     """The shared instance. Its policy version grows with the tests; its weights are the first model's."""
     with start(models[0], "shared") as process:
         yield process
+
+
+@pytest.fixture(scope="package")
+def replaceable(
+    models: tuple[Path, Path], start: Callable[..., InstanceProcess]
+) -> Iterator[InstanceProcess]:
+    """The process behind `successor`."""
+    process = start(models[1], "successor")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def successor(replaceable: InstanceProcess) -> InstanceProcess:
+    """An instance started on the second model, which a test may end: the next one gets a new process."""
+    if not replaceable.alive:
+        replaceable.launch()
+        replaceable.wait_ready()
+    return replaceable
 
 
 class Policy:
@@ -57,6 +78,13 @@ class Policy:
         status: pb.GetStatusResponse = await self.stub.GetStatus(pb.GetStatusRequest(), timeout=CALL)
         self.version = status.instance.policy_version
         return status
+
+    async def until_samples(self, samples: int) -> None:
+        """Wait until so many samples are in the engine."""
+        async with asyncio.timeout(CALL):
+            load = (await self.look()).instance.load
+            while load.running + load.waiting != samples:
+                load = (await self.look()).instance.load
 
     def item(self, handle: int, prompt: Sequence[int] | None = None, **fields: Any) -> pb.WorkItem:
         """An item of the version served; without a prompt, one that belongs to the handle. The seed too."""
@@ -112,5 +140,14 @@ async def policy(instance: InstanceProcess) -> AsyncIterator[Policy]:
     """The shared instance, as a caller of its own sees it."""
     async with stub_of(instance.address) as stub:
         policy = Policy(instance.address, stub)
+        await policy.look()
+        yield policy
+
+
+@pytest.fixture
+async def fresh(successor: InstanceProcess) -> AsyncIterator[Policy]:
+    """The successor, as a caller of its own sees it."""
+    async with stub_of(successor.address) as stub:
+        policy = Policy(successor.address, stub)
         await policy.look()
         yield policy

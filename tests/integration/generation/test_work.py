@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,15 +18,6 @@ from tests.support.models import END_TOKEN, VOCAB_SIZE
 MODEL_LENGTH = 512
 # Long enough that a caller can act while the sample runs.
 LONG = {"max_tokens": MODEL_LENGTH - PROMPT, "ignore_eos": True}
-
-
-async def until_load(policy: Policy, samples: int) -> None:
-    """Wait until so many samples are in the engine."""
-    async with asyncio.timeout(30):
-        while True:
-            load = (await policy.look()).instance.load
-            if load.running + load.waiting == samples:
-                return
 
 
 async def test_every_sample_gets_its_tokens_exactly_once(policy: Policy) -> None:
@@ -124,20 +114,16 @@ async def test_another_policy_version_is_refused(policy: Policy, ahead: int) -> 
     assert outcomes[2].reason == "LENGTH"
 
 
-async def test_lossy_exactness_levels_are_refused_and_exact_ones_served(policy: Policy) -> None:
-    levels = sample_pb2.ExactnessLevel.values()
+async def test_the_lenient_level_is_refused_and_the_others_are_served(policy: Policy) -> None:
+    levels = [*sample_pb2.ExactnessLevel.values(), 99]
     items = [policy.item(1 + level, exactness={"level": level}) for level in levels]
     outcomes = await policy.ask(*items)
-    names = {level: sample_pb2.ExactnessLevel.Name(level) for level in levels}
-    served = {names[level] for level in levels if outcomes[1 + level].refused is None}
-    assert served == {
-        "EXACTNESS_LEVEL_UNSPECIFIED",
-        "EXACTNESS_LEVEL_EXACT",
-        "EXACTNESS_LEVEL_COUPLED_HISTORY",
-    }
-    refused = outcomes[1 + sample_pb2.EXACTNESS_LEVEL_LENIENT].refused
-    assert refused is not None
-    assert refused.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
+    refused_levels = {level for level in levels if outcomes[1 + level].refused is not None}
+    assert refused_levels == {sample_pb2.EXACTNESS_LEVEL_LENIENT, 99}
+    for level in refused_levels:
+        refused = outcomes[1 + level].refused
+        assert refused is not None
+        assert refused.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
 
 
 @pytest.mark.parametrize("cut", [1, 17, 31, 59])
@@ -224,9 +210,9 @@ async def test_a_caller_that_goes_away_takes_only_its_samples_along(policy: Poli
     async with calling(policy.address) as gone, calling(policy.address) as stays:
         await run_twins(policy, gone, stays, handles)
         await policy.pause()
-        await until_load(policy, 6)
+        await policy.until_samples(6)
         gone.leave()
-        await until_load(policy, 3)
+        await policy.until_samples(3)
         await policy.resume()
         outcomes = await stays.ended(*handles)
     assert {handle: outcome.tokens for handle, outcome in outcomes.items()} == whole
@@ -243,7 +229,7 @@ async def test_pause_holds_every_sample_and_resume_changes_no_token(policy: Poli
         assert before.state == fleet_pb2.INSTANCE_STATE_PAUSED
         # Taken while paused: it waits.
         await caller.send([policy.item(4)])
-        await until_load(policy, 4)
+        await policy.until_samples(4)
         after = (await policy.look()).instance
         assert after.load.steps == before.load.steps
         await policy.resume()
@@ -260,7 +246,8 @@ async def test_calls_that_are_given_up_do_not_harm_the_engine(policy: Policy) ->
         try:
             await policy.stub.ResumeEngine(pb.ResumeEngineRequest(), timeout=deadline)
         except grpc.aio.AioRpcError as error:
-            assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
             return False
         return True
 

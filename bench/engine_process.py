@@ -1,0 +1,213 @@
+"""An engine in a process of its own that runs measured rounds on request.
+
+All engines of a benchmark stay up and share a core; only one works at a time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from bench.report import cores
+from services.generation.engine.types import EngineOptions, SampleRequest, SampleState, SampleStep
+
+_ANSWER_SECONDS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Requests, at most `in_flight` of them at once. `drafter`: "", given or suffix, at most `window` tokens."""
+
+    requests: Sequence[SampleRequest]
+    in_flight: int
+    drafter: str = ""
+    window: int = 8
+    time_noise: bool = False
+
+
+@dataclass(slots=True)
+class Measured:
+    """A round's figures. `step_seconds` are of the steps in which all samples in flight decoded."""
+
+    responses: dict[str, list[int]] = field(default_factory=dict)
+    steps: int = 0
+    seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    noise_seconds: float = 0.0
+    all_steps_seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens."""
+        return sum(map(len, self.responses.values()))
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine could not be built; the last line of the text says why."""
+
+
+class EngineProcess:
+    """The parent's side."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, options), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    def run(self, order: Round) -> Measured:
+        """Run a round."""
+        self._pipe.send(order)
+        measured: Measured = self._answer()
+        return measured
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(20)
+        self._process.kill()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(_ANSWER_SECONDS):
+            raise TimeoutError("the engine process does not answer")
+        answer = self._pipe.recv()
+        if isinstance(answer, str):
+            raise EngineUnavailable(answer)
+        return answer
+
+
+def _serve(pipe: Connection, options: EngineOptions) -> None:
+    core = str(cores()[-1])
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "HF_HUB_OFFLINE": "1"}
+    try:
+        from services.generation.engine.core import Engine
+        from services.generation.engine.warmup import warm_up
+
+        if options.vllm_speculation is not None:
+            from bench import vllm_expand_fix
+
+            vllm_expand_fix.apply()
+        engine = Engine(options)
+        if options.coupled:
+            warm_up(engine)
+        clock = _NoiseClock(options.coupled)
+        pipe.send(True)
+        serial = 0
+        while True:
+            order, serial = pipe.recv(), serial + 1
+            pipe.send(_run(engine, order, serial, clock))
+    except EOFError:
+        return
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+class _NoiseClock:
+    """Times the arg-max with its noise, where it is switched on."""
+
+    def __init__(self, coupled: bool) -> None:
+        self.seconds = 0.0
+        self._plain: Any = None
+        self._module: Any = None
+        if coupled:
+            from services.generation.engine import sampler
+
+            self._module, self._plain = sampler, sampler.coupled_verify
+
+    def switch(self, on: bool) -> None:
+        """Start or stop timing."""
+        self.seconds = 0.0
+        if self._plain is not None:
+            self._module.coupled_verify = self._timed if on else self._plain
+
+    def _timed(self, *arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = self._plain(*arguments)
+        self.seconds += time.perf_counter() - began
+        return result
+
+
+@dataclass(slots=True)
+class _Ignored:
+    """Draft metrics that nobody reads."""
+
+    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
+        """Nothing."""
+
+    def fault(self, drafter: str) -> None:
+        """A benchmark must not go on with a drafter that is broken."""
+        raise RuntimeError(f"drafter {drafter} failed")
+
+
+def _speculation(order: Round, vocab_size: int) -> Any:
+    if not order.drafter:
+        return None
+    from services.generation.drafting.given import GivenDrafter
+    from services.generation.drafting.plan import FixedPlan
+    from services.generation.drafting.speculation import Speculation
+    from services.generation.drafting.suffix import SuffixDrafter
+
+    drafter = GivenDrafter() if order.drafter == "given" else SuffixDrafter()
+    # The floor is the instance's default.
+    return Speculation([drafter], FixedPlan(order.window, 0.5), vocab_size, _Ignored())
+
+
+def _run(engine: Any, order: Round, serial: int, clock: _NoiseClock) -> Measured:
+    """The instance's loop without its streams."""
+    from services.generation.drafting.drafter import DraftContext
+
+    speculation = _speculation(order, engine.limits.vocab_size)
+    waiting = [replace(request, sample_id=f"{serial}/{request.sample_id}") for request in order.requests]
+    waiting.reverse()
+    measured = Measured()
+    running: set[str] = set()
+    clock.switch(order.time_noise)
+    began = time.perf_counter()
+    while waiting or running:
+        arrived = bool(waiting) and len(running) < order.in_flight
+        while waiting and len(running) < order.in_flight:
+            request = waiting.pop()
+            running.add(request.sample_id)
+            measured.responses[request.sample_id.partition("/")[2]] = []
+            engine.add(request)
+            if speculation is not None:
+                speculation.begin(DraftContext(request.sample_id, request.prompt, request.given))
+        step_began = time.perf_counter()
+        if speculation is not None:
+            states: list[SampleState] = engine.decoding()
+            drafts: Mapping[str, Sequence[int]] = speculation.drafts(states)
+            engine.put_drafts(drafts)
+        steps: list[SampleStep] = engine.step()
+        took = time.perf_counter() - step_began
+        measured.all_steps_seconds += took
+        if not arrived and len(running) == order.in_flight:
+            measured.step_seconds.append(took)
+        for step in steps:
+            _record(measured, step, running, speculation)
+        measured.steps += 1
+    measured.seconds = time.perf_counter() - began
+    measured.noise_seconds = clock.seconds
+    clock.switch(False)
+    return measured
+
+
+def _record(measured: Measured, step: SampleStep, running: set[str], speculation: Any) -> None:
+    measured.responses[step.sample_id.partition("/")[2]] += step.token_ids
+    measured.drafted += step.drafted
+    measured.accepted += step.accepted
+    if speculation is not None:
+        speculation.learn(step)
+    if step.finish is not None:
+        running.discard(step.sample_id)
+        if speculation is not None:
+            speculation.end(step.sample_id)

@@ -1,0 +1,301 @@
+"""Every name of vLLM that the engine leans on, and why: what to read, and to check, before another version.
+
+`tests/integration/exactness/test_symbols.py` compares this list with the installed vLLM and with the imports of
+this folder. Names only: that they still *behave* is what the other tests in that folder show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+VERSION = "0.32"
+"""The minor version that the list was written for."""
+
+FILLER = -1
+"""vLLM's filler behind a sample's last token in the matrix of sampled tokens."""
+
+
+class Kind(Enum):
+    """What a symbol is; an attribute may be set in `__init__` only, or be a field or a property."""
+
+    CALLABLE = "callable"
+    ATTRIBUTE = "attribute"
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """`path` inside `module`, such as Request.num_tokens; `parameters` are the names that we pass or override."""
+
+    module: str
+    path: str
+    why: str
+    kind: Kind = Kind.CALLABLE
+    parameters: tuple[str, ...] = ()
+
+
+def _fields(module: str, owner: str, names: str, why: str) -> tuple[Symbol, ...]:
+    return tuple(Symbol(module, f"{owner}.{name}", why, Kind.ATTRIBUTE) for name in names.split())
+
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0 keeps the engine core in our process",
+    "VLLM_USE_V2_MODEL_RUNNER": "0: the V2 runner has other hooks",
+    "VLLM_NO_USAGE_STATS": "nothing is reported to anybody",
+    "VLLM_LOGGING_LEVEL": "warnings only",
+    "VLLM_CPU_OMP_THREADS_BIND": "the cores of a CPU instance",
+}
+
+_CONFIG = (
+    Symbol(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "what an engine is built from",
+        parameters=(
+            "model",
+            "tokenizer",
+            "skip_tokenizer_init",
+            "dtype",
+            "max_num_seqs",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "kv_cache_memory_bytes",
+            "block_size",
+            "gpu_memory_utilization",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "enforce_eager",
+            "tensor_parallel_size",
+            "distributed_executor_backend",
+            "async_scheduling",
+            "disable_log_stats",
+            "seed",
+            "worker_cls",
+        ),
+    ),
+    Symbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "the configuration"),
+    *_fields("vllm.config", "VllmConfig", "model_config", "limits and precision"),
+    *_fields("vllm.config", "ModelConfig", "max_model_len dtype hf_text_config", "limits, end tokens"),
+    Symbol("vllm.config", "ModelConfig.get_vocab_size", "token ids beyond it end in an IndexError"),
+    Symbol("vllm.config", "ModelConfig.try_get_generation_config", "end tokens"),
+    Symbol("vllm.platforms", "current_platform", "CPU or CUDA", Kind.ATTRIBUTE),
+    Symbol("vllm.platforms.interface", "Platform.is_cpu", "CPU or CUDA"),
+    *_fields("vllm.platforms.interface", "Platform", "device_name", "reported to the fleet"),
+)
+
+_CORE = (
+    Symbol(
+        "vllm.v1.engine.core",
+        "EngineCore",
+        "the engine, without vLLM's front end",
+        parameters=("vllm_config", "executor_class", "log_stats"),
+    ),
+    *_fields("vllm.v1.engine.core", "EngineCore", "scheduler request_block_hasher", "stepped by us"),
+    Symbol("vllm.v1.engine.core", "EngineCore.add_request", "queue a sample", parameters=("request",)),
+    Symbol("vllm.v1.engine.core", "EngineCore.abort_requests", "end samples", parameters=("request_ids",)),
+    Symbol("vllm.v1.engine.core", "EngineCore.step", "one step"),
+    Symbol(
+        "vllm.v1.engine.core", "EngineCore.post_step", "vLLM's own drafts", parameters=("model_executed",)
+    ),
+    Symbol(
+        "vllm.v1.engine.core",
+        "EngineCore.collective_rpc",
+        "weights and resumed samples",
+        parameters=("method", "args", "kwargs"),
+    ),
+    Symbol("vllm.v1.engine.core", "EngineCore.reset_prefix_cache", "no KV of old weights survives"),
+    Symbol("vllm.v1.engine.core", "EngineCore.shutdown", "release the device"),
+    Symbol("vllm.v1.executor", "Executor.get_class", "the executor of a configuration"),
+    *_fields(
+        "vllm.v1.engine",
+        "EngineCoreOutput",
+        "request_id new_token_ids new_logprobs finish_reason",
+        "what a step did",
+    ),
+    *_fields("vllm.v1.engine", "EngineCoreOutputs", "outputs", "what a step did"),
+    *_fields("vllm.v1.engine", "FinishReason", "STOP LENGTH", "why a sample ended"),
+    *_fields("vllm.v1.outputs", "LogprobsLists", "logprobs", "log-probability of each new token"),
+    Symbol(
+        "vllm.sampling_params",
+        "SamplingParams",
+        "what the scheduler and the batch must know of a sample",
+        parameters=(
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "min_tokens",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "max_tokens",
+            "stop_token_ids",
+            "ignore_eos",
+            "logprobs",
+            "detokenize",
+            "skip_clone",
+            "extra_args",
+        ),
+    ),
+    *_fields("vllm.sampling_params", "SamplingParams", "extra_args", "carries seed and noise settings"),
+)
+
+_REQUEST = (
+    Symbol(
+        "vllm.v1.request",
+        "Request",
+        "a sample",
+        parameters=(
+            "request_id",
+            "prompt_token_ids",
+            "sampling_params",
+            "pooling_params",
+            "block_hasher",
+        ),
+    ),
+    Symbol("vllm.v1.request", "Request.append_output_token_ids", "resume", parameters=("token_ids",)),
+    *_fields(
+        "vllm.v1.request",
+        "Request",
+        "request_id status prompt_token_ids _output_token_ids max_tokens num_output_tokens num_tokens"
+        " num_computed_tokens",
+        "who can verify a draft, and of what length",
+    ),
+    *_fields("vllm.v1.request", "Request", "spec_token_ids", "the way in for drafts"),
+    *_fields("vllm.v1.request", "RequestStatus", "PREEMPTED", "prior tokens stay output tokens"),
+    *_fields(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        "requests running waiting kv_cache_manager kv_cache_config",
+        "load, drafts, KV",
+    ),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.has_requests", "whether a step would do anything"),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.has_unfinished_requests", "whether a sample is left"),
+    *_fields("vllm.v1.core.kv_cache_manager", "KVCacheManager", "usage block_pool", "load, KV checks"),
+    *_fields(
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        "cached_block_hash_to_block num_gpu_blocks",
+        "proof that no block survived a reset",
+    ),
+    Symbol("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", "proof that no block survived"),
+    Symbol("vllm.v1.core.block_pool", "BlockHashToBlockMap.__len__", "cached blocks"),
+    *_fields(
+        "vllm.v1.kv_cache_interface", "KVCacheConfig", "kv_cache_groups", "block tables of a resumed sample"
+    ),
+)
+
+_RUNNER = tuple(
+    symbol
+    for module, owner in (
+        ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
+        ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner"),
+    )
+    for symbol in (
+        Symbol(
+            module,
+            f"{owner}._prepare_inputs",
+            "lays out a row of logits for each draft token while speculative_config is not None",
+            parameters=("scheduler_output", "num_scheduled_tokens"),
+        ),
+        Symbol(module, f"{owner}._sample", "replaced", parameters=("logits", "spec_decode_metadata")),
+        Symbol(
+            module,
+            f"{owner}._on_request_state_removed",
+            "forget a sample's noise",
+            parameters=("req_id", "req_state"),
+        ),
+        *_fields(module, owner, "requests input_batch speculative_config", "state of the batch"),
+    )
+)
+
+_WORKER = (
+    *_fields(
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch",
+        "req_ids num_reqs num_tokens_no_spec num_prompt_tokens sampling_metadata",
+        "positions and sampling of each row",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu_input_batch",
+        "CachedRequestState",
+        "a resumed sample, as a preemption would have left it",
+        parameters=(
+            "req_id",
+            "prompt_token_ids",
+            "mm_features",
+            "sampling_params",
+            "generator",
+            "block_ids",
+            "num_computed_tokens",
+            "output_token_ids",
+        ),
+    ),
+    *_fields(
+        "vllm.v1.core.sched.output", "SchedulerOutput", "scheduled_spec_decode_tokens", "drafts of a step"
+    ),
+    *_fields(
+        "vllm.v1.spec_decode.metadata", "SpecDecodeMetadata", "num_draft_tokens draft_token_ids", "drafts"
+    ),
+    Symbol("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "builds the runner that is re-classed"),
+    *_fields("vllm.v1.worker.cpu_worker", "CPUWorker", "model_runner", "re-classed after init_device"),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", "builds the runner that is re-classed"),
+    Symbol(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.reload_weights",
+        "weight updates, called by name",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.reload_weights",
+        "weight updates",
+        parameters=("weights_iterator",),
+    ),
+)
+
+_SAMPLER = (
+    Symbol(
+        "vllm.v1.outputs", "SamplerOutput", "tokens", parameters=("sampled_token_ids", "logprobs_tensors")
+    ),
+    Symbol(
+        "vllm.v1.outputs",
+        "LogprobsTensors",
+        "log-probabilities",
+        parameters=("logprob_token_ids", "logprobs", "selected_token_ranks"),
+    ),
+    *_fields(
+        "vllm.v1.sample.metadata",
+        "SamplingMetadata",
+        "all_greedy temperature top_p top_k no_penalties prompt_token_ids output_token_ids"
+        " presence_penalties frequency_penalties repetition_penalties",
+        "sampling parameters, a row a sample",
+    ),
+    Symbol(
+        "vllm.v1.sample.ops.penalties",
+        "apply_all_penalties",
+        "penalties as vLLM has them",
+        parameters=(
+            "logits",
+            "prompt_token_ids",
+            "presence_penalties",
+            "frequency_penalties",
+            "repetition_penalties",
+            "output_token_ids",
+        ),
+    ),
+    Symbol(
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        "apply_top_k_top_p",
+        "masks as vLLM has them",
+        parameters=("logits", "k", "p"),
+    ),
+    Symbol(
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler.parse_output",
+        "splits our [n, k + 1] matrix into each sample's tokens",
+        parameters=("output_token_ids", "vocab_size", "discard_req_indices", "logprobs_tensors"),
+    ),
+    Symbol("vllm.v1.sample.rejection_sampler", "PLACEHOLDER_TOKEN_ID", "the filler", Kind.ATTRIBUTE),
+)
+
+SYMBOLS: tuple[Symbol, ...] = (*_CONFIG, *_CORE, *_REQUEST, *_RUNNER, *_WORKER, *_SAMPLER)

@@ -1,0 +1,81 @@
+"""The phases of an update: only forwards, one at a time, and published once all is done."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.update import Published, Update, UpdateBook, UpdatePhase
+from services.platform.errors import FailedPrecondition, NotFound
+
+
+def test_the_phases_follow_each_other() -> None:
+    book = UpdateBook(10.0, Published(3))
+    book.start("u", "run", 4, 0.0)
+    book.staged("u", "/w", "sha256:x", 1.0)
+    book.applying("u", 0, 2.0)
+    assert book.is_applying()
+    assert book.publish() == Published(4, "/w", "sha256:x", "u")
+    assert (book.version, book.active) == (4, None)
+
+
+def test_a_version_must_be_above_the_current_one() -> None:
+    book = UpdateBook(10.0, Published(3))
+    for version in (2, 3):
+        with pytest.raises(FailedPrecondition) as error:
+            book.start("u", "run", version, 0.0)
+        assert error.value.reason == "VERSION_NOT_NEWER"
+
+
+def test_one_update_at_a_time() -> None:
+    book = UpdateBook(10.0, Published(3))
+    book.start("u", "run", 4, 0.0)
+    with pytest.raises(FailedPrecondition) as error:
+        book.start("v", "run", 5, 0.0)
+    assert error.value.reason == "UPDATE_IN_PROGRESS"
+    book.drop()
+    book.start("v", "run", 5, 0.0)
+
+
+def test_unfinished_samples_keep_the_old_version() -> None:
+    book = UpdateBook(10.0, Published(3))
+    book.start("u", "run", 4, 0.0)
+    book.staged("u", "/w", "", 1.0)
+    with pytest.raises(FailedPrecondition, match="12 samples of version 3"):
+        book.applying("u", 12, 2.0)
+    assert book.active is not None
+    assert book.active.phase is UpdatePhase.STAGED
+
+
+def test_a_phase_out_of_order_and_an_unknown_update_are_refused() -> None:
+    book = UpdateBook(10.0, Published(3))
+    with pytest.raises(NotFound):
+        book.staged("u", "/w", "", 0.0)
+    book.start("u", "run", 4, 0.0)
+    with pytest.raises(NotFound):
+        book.staged("other", "/w", "", 0.0)
+    with pytest.raises(FailedPrecondition):
+        book.applying("u", 0, 0.0)
+    book.staged("u", "/w", "", 0.0)
+    book.staged("u", "/w2", "", 0.0)
+    book.applying("u", 0, 0.0)
+    with pytest.raises(FailedPrecondition):
+        book.staged("u", "/w3", "", 0.0)
+
+
+def test_an_update_expires_unless_it_is_being_applied() -> None:
+    book = UpdateBook(10.0, Published(3))
+    assert book.expired(100.0) is None
+    update = book.start("u", "run", 4, 0.0)
+    assert book.expired(10.0) is None
+    assert book.expired(10.1) is update
+    book.staged("u", "/w", "", 11.0)
+    assert book.expired(20.0) is None
+    book.applying("u", 0, 20.0)
+    assert book.expired(1000.0) is None
+
+
+def test_books_survive_being_written_down() -> None:
+    update = Update("u", "run", 4, UpdatePhase.STAGED, 1.5, "/w", "sha256:x")
+    assert Update.from_json(update.to_json()) == update
+    published = Published(4, "/w", "sha256:x", "u")
+    assert Published.from_json(published.to_json().encode()) == published
