@@ -71,13 +71,18 @@ def _start(options: EngineOptions) -> tuple[dict[str, EngineProcess], dict[str, 
     """The engines, and why one is missing."""
     plain = replace(options, coupled=False)
     engines = {"ours": EngineProcess(options), "vllm": EngineProcess(plain)}
-    absent = {}
     for name, method in _OWN_METHODS.items():
         speculative = {**method, "num_speculative_tokens": _WINDOW}
+        engines[name] = EngineProcess(replace(plain, vllm_speculation=speculative))
+    absent = {}
+    for name in list(engines):
         try:
-            engines[name] = EngineProcess(replace(plain, vllm_speculation=speculative))
+            engines[name].wait()
         except EngineUnavailable as error:
+            if name not in _OWN_METHODS:
+                raise
             absent[name] = str(error).strip().rpartition("\n")[2]
+            engines.pop(name).close()
     return engines, absent
 
 

@@ -63,6 +63,9 @@ class EngineProcess:
         self._process = context.Process(target=_serve, args=(theirs, options), daemon=True)
         self._process.start()
         theirs.close()
+
+    def wait(self) -> None:
+        """Wait until the engine is up, as `EngineUnavailable` says when it cannot be."""
         self._answer()
 
     def run(self, order: Round) -> Measured:

@@ -38,7 +38,7 @@ _COLUMNS = (
     "tokens",
     "p50/p95/max",
     "rollout s",
-    "tokens/s",
+    "tok/s",
     "bubbles s",
     "update s",
     "send s",

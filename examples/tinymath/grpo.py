@@ -1,4 +1,7 @@
-"""GRPO in plain PyTorch: group-normalised advantages and a clipped token-level policy gradient.
+"""GRPO in plain PyTorch: group-normalised advantages and a clipped policy gradient.
+
+The loss is the mean over a sample's tokens, then over samples. Were it the mean over all tokens, the few
+responses that never end would be most of it.
 
 Use:
 
@@ -16,7 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from examples.tinymath.objective import group_advantages, kl_penalty, micro_batches, policy_loss
+from examples.tinymath.objective import (
+    group_advantages,
+    kl_penalty,
+    micro_batches,
+    policy_loss,
+    sum_of_means,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +44,19 @@ class Sample:
 class Settings:
     """How to learn."""
 
-    lr: float = 1e-3
+    lr: float = 5e-4
+    warmup: int = 4
+    """Optimizer steps over which the learning rate rises: Adam's first ones follow the noise of few samples."""
     clip_low: float = 0.2
     clip_high: float = 0.28
     """The ratio to the behaviour policy gains nothing outside [1 - clip_low, 1 + clip_high]."""
     kl: float = 0.0
     """Weight of the divergence from the first policy; 0 keeps no copy of it."""
     max_grad_norm: float = 1.0
-    updates: int = 1
+    updates: int = 4
     """Optimizer steps for one batch of samples; each takes an equal share of the samples, in their order."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of Adam's two moments: the usual 0.999 would outlast a short run."""
     micro_tokens: int = 8192
     """Tokens, with padding, in one forward pass."""
 
@@ -80,7 +93,12 @@ class Learner:
         self.model = model
         self.settings = settings
         self.reference = copy.deepcopy(model).eval() if settings.kl else None
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=0.0
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: min(1.0, (done + 1) / max(1, settings.warmup))
+        )
 
     def step(self, samples: Sequence[Sample]) -> Report:
         """One training step on the samples of one policy version; groups must be whole."""
@@ -92,7 +110,6 @@ class Learner:
 
     def _update(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[float, float, float]:
         """One optimizer step; returns loss, gradient norm and clipped share."""
-        tokens = sum(len(sample.response_ids) for sample in samples)
         # A sample without advantage has no gradient, unless it is held to the reference.
         used = [i for i, a in enumerate(advantages) if a or self.reference is not None]
         total, clipped, seen = 0.0, 0.0, 0
@@ -100,12 +117,14 @@ class Learner:
         for batch in micro_batches(lengths, self.settings.micro_tokens):
             places = [used[i] for i in batch]
             losses, outside = self._losses([samples[i] for i in places], [advantages[i] for i in places])
-            (losses.sum() / tokens).backward()
-            total, clipped, seen = total + float(losses.detach().sum()), clipped + outside, seen + len(losses)
+            loss = sum_of_means(losses, [len(samples[i].response_ids) for i in places]) / len(samples)
+            loss.backward()
+            total, clipped, seen = total + float(loss.detach()), clipped + outside, seen + len(losses)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad()
-        return total / tokens, float(norm), clipped / max(1, seen)
+        return total, float(norm), clipped / max(1, seen)
 
     def _losses(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[Tensor, float]:
         """The loss of each token, shape [tokens], and how many tokens lie outside the clip range."""

@@ -33,6 +33,12 @@ def kl_penalty(logprobs: Tensor, reference: Tensor) -> Tensor:
     return (reference - logprobs).exp() - (reference - logprobs) - 1
 
 
+def sum_of_means(losses: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The mean of each sample's losses, summed: `losses` is [sum of lengths], one sample after another."""
+    weights = [1 / length for length in lengths for _ in range(length)]
+    return (losses * torch.tensor(weights)).sum()
+
+
 def micro_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """Cuts rows of given lengths into batches of like length that hold at most `tokens` with padding.
 

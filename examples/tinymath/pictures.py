@@ -136,7 +136,7 @@ def throughput(records: Sequence[StepRecord]) -> str:
 def timelines(records: Sequence[StepRecord]) -> str:
     """For each step and instance, how many samples are active over time; bubbles hatched."""
     rows = [records[place] for place in _even_choice(len(records), MOST_ROWS)]
-    names = sorted({span.instance_id for record in rows for span in record.spans})
+    names = sorted({span.instance_id for record in rows for span in record.spans}) or [""]
     step_height = _LANE * len(names) + _GAP
     width, height = 12.4, step_height * len(rows) + 0.95
     figure = pyplot.figure(figsize=(width, height))

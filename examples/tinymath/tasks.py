@@ -8,7 +8,7 @@ most problems are short, and a few take a page of working.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -105,6 +105,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+PRACTICE = ("chain_sum", "gcd", "products", "count_bits")
+"""Families to learn from rewards. `spell_backward` is not: the model never gets it right, and what its
+verifier gives for single letters is noise."""
+
+
 @cache
 def _dataset(family: str, level: int) -> Any:
     """The reasoning-gym data set of one level; imported here because that import takes seconds."""
@@ -155,10 +160,10 @@ def trace(problem: Problem, rng: Random | None = None, direct_share: float = DIR
     return f"{'' if direct else working}{MARK}{answer}{EOS}"
 
 
-def draw_problem(rng: Random) -> Problem:
-    """Draws one problem; those with too long a question or solution are drawn again."""
+def draw_problem(rng: Random, families: Sequence[str] = tuple(FAMILIES)) -> Problem:
+    """Draws one problem of the given families; those with too long a question or solution are drawn again."""
     while True:
-        family = rng.choices(list(FAMILIES), [family.share for family in FAMILIES.values()])[0]
+        family = rng.choices(families, [FAMILIES[name].share for name in families])[0]
         levels = FAMILIES[family].levels
         level = rng.choices(range(len(levels)), [level.share for level in levels])[0]
         problem = load_problem(f"{family}.{level}.{rng.randrange(2**40)}")
@@ -167,7 +172,10 @@ def draw_problem(rng: Random) -> Problem:
             return problem
 
 
-def make_problems(seed: int, n: int) -> list[Problem]:
-    """Returns n problems; the same seed gives the same problems, in the same order, on every machine."""
+def make_problems(seed: int, n: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Problem]:
+    """Returns n problems of the given families.
+
+    The same seed gives the same problems, in the same order, on every machine.
+    """
     rng = Random(seed)
-    return [draw_problem(rng) for _ in range(n)]
+    return [draw_problem(rng, families) for _ in range(n)]

@@ -24,7 +24,7 @@ import paceline
 from examples.tinymath import tokenizer
 from examples.tinymath.grpo import Learner, Sample, Settings
 from examples.tinymath.records import StepRecord, Timing, record_step
-from examples.tinymath.tasks import Problem, make_problems
+from examples.tinymath.tasks import PRACTICE, Problem, make_problems
 from paceline import Group, Reward, Run, SamplingParams
 
 MODEL = Path(__file__).parent / "model"
@@ -39,11 +39,11 @@ class Options:
     """Groups of a step."""
     samples: int = 8
     """Samples of a group."""
-    pool: int = 64
-    """Problems in all; each epoch goes through them in a new order."""
-    max_tokens: int = 1024
+    pool: int = 16
+    """Problems in all; each epoch goes through them in a new order. As many as `prompts`: steps compare."""
+    max_tokens: int = 800
     temperature: float = 1.0
-    lr: float = 3e-4
+    lr: float = 5e-4
     threads: int = 1
     """Of the update: more help a larger model, or a machine whose cores the engines do not hold."""
     seed: int = 0
@@ -78,7 +78,7 @@ def train(
 
 def plan(options: Options) -> Iterator[list[Problem]]:
     """The problems of each step: epoch after epoch over the pool."""
-    pool = make_problems(options.seed, max(options.pool, options.prompts))
+    pool = make_problems(options.seed, max(options.pool, options.prompts), PRACTICE)
     rng = Random(options.seed)
     queue: list[Problem] = []
     for _ in range(options.steps):
@@ -127,11 +127,18 @@ def report_rewards(
 def lessons(
     problems: Sequence[Problem], samples: Sequence[paceline.Sample], rewards: Sequence[float]
 ) -> list[Sample]:
-    """What the learner needs, in an order that does not depend on who finished first."""
+    """What the learner needs, in the order of the problems, whoever finished first.
+
+    That order is random, so that each of the learner's updates sees several families.
+    """
     prompts = {problem.id: tokenizer.prompt_ids(problem.question) for problem in problems}
+    place = {problem.id: i for i, problem in enumerate(problems)}
+    scored = sorted(
+        zip(samples, rewards, strict=True), key=lambda pair: (place[pair[0].prompt_id], pair[0].slot)
+    )
     return [
         Sample(s.prompt_id, prompts[s.prompt_id], s.token_ids.tolist(), s.logprobs.tolist(), value)
-        for s, value in sorted(zip(samples, rewards, strict=True), key=lambda p: (p[0].prompt_id, p[0].slot))
+        for s, value in scored
     ]
 
 

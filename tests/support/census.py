@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from services.generation.engine.types import SampleRequest, Verifier
+from services.generation.engine.types import SampleRequest, SampleState, Verifier
 from services.platform.sampling import Sampling
 
 
@@ -17,7 +16,7 @@ from services.platform.sampling import Sampling
 class Census:
     """`count` samples of `length` tokens of one prompt at temperature 1; seeds count up from first_seed.
 
-    With `drafts` > 0, each step verifies that many random tokens.
+    With `drafts` > 0, each step verifies that many tokens that look random; they depend on seed and position only.
     """
 
     prompt: tuple[int, ...]
@@ -41,7 +40,7 @@ def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequenc
     """Run the samples, at most `batch` at once."""
     # One token more than is counted, so that a draft has room for all of those.
     sampling = Sampling(max_tokens=census.length + (1 if census.drafts else 0), ignore_eos=True)
-    random, vocab_size = Random(census.first_seed), engine.limits.vocab_size
+    vocab_size = engine.limits.vocab_size
     found: list[list[int]] = [[] for _ in range(census.count)]
     started = drafted = accepted = 0
     while started < census.count or engine.has_work:
@@ -53,7 +52,7 @@ def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequenc
         if census.drafts:
             engine.put_drafts(
                 {
-                    state.sample_id: random.choices(range(vocab_size), k=min(state.room, census.drafts))
+                    state.sample_id: _draft(state, vocab_size, census.drafts)
                     for state in engine.decoding()
                     if state.room > 0
                 }
@@ -64,3 +63,11 @@ def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequenc
             accepted += step.accepted
     tokens = np.array([response[: census.length] for response in found], np.uint16)
     return Sequences(tokens, drafted, accepted)
+
+
+def _draft(state: SampleState, vocab_size: int, count: int) -> list[int]:
+    sample = int(state.sample_id.partition("/")[2])
+    here = len(state.response)
+    places = range(here, here + min(state.room, count))
+    # Knuth's multiplicative hash.
+    return [((sample * 8 + place) * 2654435761 % 2**32 >> 9) % vocab_size for place in places]

@@ -64,7 +64,9 @@ def rejection_verify(
     draft = last[rejected] - rejected
     final, divisor = logits[last].copy(), temperature.astype(np.float32)
     if draft_probs is None:
-        final[rejected, drafts[draft]] = -np.inf
+        # Not in a row with NaN, which must stay one.
+        sound = ~np.isnan(p[draft]).any(axis=1)
+        final[rejected[sound], drafts[draft[sound]]] = -np.inf
     else:
         final[rejected] = _residual_logits(p[draft], draft_probs[draft])
         divisor[rejected] = divisor[rejected] > 0

@@ -162,6 +162,9 @@ _REQUEST = (
         "who can verify a draft, and of what length",
     ),
     *_fields("vllm.v1.request", "Request", "spec_token_ids", "the way in for drafts"),
+    *_fields(
+        "vllm.v1.request", "Request", "num_preemptions", "a resumed sample may find its tokens in the cache"
+    ),
     *_fields("vllm.v1.request", "RequestStatus", "PREEMPTED", "prior tokens stay output tokens"),
     *_fields(
         "vllm.v1.core.sched.scheduler",
@@ -236,6 +239,19 @@ _WORKER = (
     ),
     *_fields(
         "vllm.v1.spec_decode.metadata", "SpecDecodeMetadata", "num_draft_tokens draft_token_ids", "drafts"
+    ),
+    Symbol(
+        "vllm.v1.worker.cpu_worker", "CPUWorker.reload_weights", "overridden: the output head is packed anew"
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model", "the model whose head is packed anew"
+    ),
+    Symbol("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead", "the output head"),
+    Symbol(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        "packs the output head for the CPU kernel",
+        parameters=("layer",),
     ),
     Symbol("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "builds the runner that is re-classed"),
     *_fields("vllm.v1.worker.cpu_worker", "CPUWorker", "model_runner", "re-classed after init_device"),

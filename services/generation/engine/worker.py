@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -28,6 +29,17 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
         super().init_device()
         self.model_runner.__class__ = coupled(type(self.model_runner))
         self.model_runner.init_coupled()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, with the output head packed anew.
+
+        A head that is tied to the embedding has no weights of its own to load. vLLM passes it over, and its CPU
+        kernel would go on with a packed copy of the old ones.
+        """
+        super().reload_weights(*args, **kwargs)
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
 
 class CoupledGPUWorker(_CoupledWorkerMixin, Worker):

@@ -11,19 +11,19 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from services.generation.engine.types import Verifier
 from services.platform.sampling import Sampling
 from tests.integration.exactness.conftest import T06, T1, Bench, requests_of, run
 from tests.support.census import Census
+from tests.support.chi_square import chi_square, histogram
 from tests.support.draft_policies import POLICIES, Drafts
 from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.timeout(400)
 
 PROMPT = (3, 4)
-COUNT = 12_000
+COUNT = 20_000
 # The chance that a test of this kind fails without cause, were its seeds not fixed.
 UNLIKELY = 1e-3
 
@@ -41,24 +41,6 @@ def enumerate_sequences(oracle: Oracle, prompt: tuple[int, ...], vocab_size: int
     second = np.stack([after((a,)) for a in range(vocab_size)])
     third = np.stack([after(pair) for pair in product(range(vocab_size), repeat=2)])
     return first[:, None, None] * second[:, :, None] * third.reshape(vocab_size, vocab_size, vocab_size)
-
-
-def chi_square(observed: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) -> float:
-    """The p-value; cells of fewer than 5 expected are taken together."""
-    observed, expected = observed.ravel(), expected.ravel()
-    small = expected < 5
-    observed = np.append(observed[~small], observed[small].sum())
-    expected = np.append(expected[~small], expected[small].sum())
-    kept = expected > 0
-    statistic = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
-    halves = torch.tensor([kept.sum() - 1, statistic], dtype=torch.float64) / 2
-    return float(torch.special.gammaincc(halves[0], halves[1]))
-
-
-def histogram(tokens: npt.NDArray[np.uint16], vocab_size: int) -> npt.NDArray[np.float64]:
-    """Counts of every sequence, [V] * length."""
-    found, _ = np.histogramdd(tokens, bins=[np.arange(vocab_size + 1) - 0.5] * tokens.shape[1])
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,16 @@ class RunningGateway:
 async def cluster(redis_url: str, namespace: str) -> AsyncIterator[Cluster]:
     cluster = Cluster(redis_url, namespace)
     yield cluster
-    await cluster.close()
+    closing = asyncio.create_task(cluster.close())
+    done, _ = await asyncio.wait([closing], timeout=12)
+    if not done:
+        import sys
+        f = open(f"/tmp/hang_{__import__('os').getpid()}.txt", "w")
+        for t in asyncio.all_tasks():
+            print("TASK", t.get_name(), t, t.cancelling(), file=f)
+            print("   ", getattr(t.get_coro(), "cr_frame", None), getattr(t.get_coro(), "cr_await", None), file=f)
+        f.close()
+        closing.cancel()
 
 
 def make_batch(

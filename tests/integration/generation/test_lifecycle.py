@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,7 +19,7 @@ from services.platform.store import Keys, connect
 from tests.integration.generation.conftest import NAMESPACE, PROMPT, Policy
 from tests.support.instances import BREAKS_AT, CALL, InstanceProcess, calling, stub_of
 
-LONG = {"max_tokens": 512 - PROMPT, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 512 - PROMPT, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ async def test_a_serving_instance_is_registered_and_healthy(policy: Policy, regi
     assert (record.address, record.epoch) == (described.address, described.epoch)
     assert (record.max_running, record.max_model_len, record.vocab_size) == (32, 512, 512)
     async with grpc.aio.insecure_channel(policy.address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=CALL)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -87,9 +88,9 @@ async def test_a_drained_instance_hands_back_takes_nothing_and_can_still_be_aske
         assert refused.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
         assert "draining" in refused.message
     assert (await fresh.look()).instance.state == fleet_pb2.INSTANCE_STATE_DRAINING
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(CALL):
         while (record := await record_of(registry, "successor")) is None or record.state != "draining":
-            await asyncio.sleep(0.05)
+            pass
     again = await fresh.stub.DrainEngine(pb.DrainEngineRequest(), timeout=CALL)
     assert again.handed_over == 0
     successor.terminate()

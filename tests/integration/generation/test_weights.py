@@ -1,4 +1,4 @@
-"""New weights in a running instance: checked before they reach the engine, and nothing of the old ones left after."""
+"""New weights in a running instance: checked before they reach the engine, and nothing of the old is left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -67,7 +68,7 @@ async def test_a_prefix_of_the_old_policy_is_gone_on_with_by_the_new_one(
 
 
 async def test_staging_disturbs_no_sample(updated: Policy, models: tuple[Path, Path]) -> None:
-    long = {"max_tokens": 512 - PROMPT, "ignore_eos": True}
+    long: dict[str, Any] = {"max_tokens": 512 - PROMPT, "ignore_eos": True}
     whole = await updated.tokens([1, 2], **long)
     async with calling(updated.address) as caller:
         await caller.send([updated.item(handle, **long) for handle in (1, 2)])

@@ -32,6 +32,11 @@ def test_every_family_occurs(problems: list[tasks.Problem]) -> None:
     assert {problem.family for problem in problems} == set(tasks.FAMILIES)
 
 
+def test_problems_of_some_families_are_of_no_others() -> None:
+    drawn = tasks.make_problems(0, 50, tasks.PRACTICE)
+    assert {problem.family for problem in drawn} == set(tasks.PRACTICE) < set(tasks.FAMILIES)
+
+
 def test_shares_add_up_to_one() -> None:
     assert sum(family.share for family in tasks.FAMILIES.values()) == pytest.approx(1)
     for family in tasks.FAMILIES.values():

@@ -82,8 +82,7 @@ class Caller:
 
     async def abort(self, *handles: int) -> int:
         loop, samples = self.rig.loop, self.stream.samples
-        chosen = lambda: [samples[handle] for handle in handles]  # noqa: E731
-        return int(await self.rig.call(lambda: loop.abort_samples(chosen())))
+        return int(await self.rig.call(lambda: loop.abort_samples([samples[handle] for handle in handles])))
 
     async def read(self) -> Caller:
         """Take everything that was sent so far."""
@@ -161,9 +160,13 @@ async def test_only_the_loops_own_thread_touches_the_engine(rigs: Callable[..., 
 async def test_tokens_are_sent_once_in_a_flush_interval(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
     caller = await rig.open()
+
     # One command, so that the loop is not idle in between: an idle loop flushes at once.
-    start = lambda: rig.loop.start_sample(caller.stream, 1, sample_request("s", max_tokens=12))  # noqa: E731
-    await rig.call(lambda: (start(), rig.engine.allow(12)))
+    def start() -> None:
+        rig.loop.start_sample(caller.stream, 1, sample_request("s", max_tokens=12))
+        rig.engine.allow(12)
+
+    await rig.call(start)
     await rig.step(0)
     await caller.read()
     assert lengths(caller, 1) == [5, 5, 2]
@@ -373,8 +376,12 @@ async def test_tokens_that_were_not_flushed_yet_survive_the_engine(rigs: Callabl
         return plain_step()
 
     rig.loop._engine = _Stepping(engine, step_then_break)
-    start = lambda: rig.loop.start_sample(caller.stream, 1, sample_request("s", max_tokens=9))  # noqa: E731
-    await rig.call(lambda: (start(), engine.allow(9)))
+
+    def start() -> None:
+        rig.loop.start_sample(caller.stream, 1, sample_request("s", max_tokens=9))
+        engine.allow(9)
+
+    await rig.call(start)
     await caller.wait_end()
     assert lengths(caller, 1) == [3]
 

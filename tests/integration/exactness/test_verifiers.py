@@ -1,0 +1,175 @@
+"""Both verifiers by themselves, 100,000 samples each: whatever the drafts, the distribution of the policy.
+
+No engine, and a table for a policy: this counts what a real one is too slow to count. Seeds are fixed
+and neighbours of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kernels.coupled_sampler import INVALID, UNSAMPLED, Purpose, coupled_argmax, coupled_verify, uniform
+from services.generation.engine.rejection import rejection_verify, uniforms
+from tests.support.chi_square import chi_square, histogram
+
+VOCAB, COUNT, LENGTH = 11, 100_000, 3
+UNLIKELY = 1e-3
+# The logits after each token; a sequence starts after token 0. The drafter's policy is another, not far away.
+TABLE = np.random.default_rng(1).normal(0, 1.5, (VOCAB, VOCAB)).astype(np.float32)
+OTHER = (TABLE + np.random.default_rng(2).normal(0, 0.7, TABLE.shape)).astype(np.float32)
+SEEDS = np.arange(COUNT, dtype=np.uint64)
+Integers = npt.NDArray[np.int64]
+
+
+def _softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    weights = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    result: npt.NDArray[np.float64] = weights / weights.sum(axis=-1, keepdims=True)
+    return result
+
+
+P, Q = _softmax(TABLE), _softmax(OTHER)
+TRUTH = P[0][:, None, None] * P[:, :, None] * P[None, :, :]
+
+
+def _draft_random(last: Integers, seeds: Any, position: Integers, random: Any) -> Integers:
+    return random.integers(0, VOCAB, len(last))  # type: ignore[no-any-return]
+
+
+def _draft_best(last: Integers, seeds: Any, position: Integers, random: Any) -> Integers:
+    return TABLE[last].argmax(axis=1)
+
+
+def _draft_coupled(last: Integers, seeds: Any, position: Integers, random: Any) -> Integers:
+    """What another policy samples with the same noise: a pre-generated draft."""
+    return coupled_argmax(OTHER[last], seeds, position, np.ones(len(last)))
+
+
+def _draft_sampled(last: Integers, seeds: Any, position: Integers, random: Any) -> Integers:
+    """A sample of Q, with noise of its own."""
+    return (Q[last].cumsum(axis=1) < random.random(len(last))[:, None]).sum(axis=1).clip(max=VOCAB - 1)
+
+
+DRAFTS = {
+    "random": _draft_random,
+    "best": _draft_best,
+    "coupled": _draft_coupled,
+    "sampled": _draft_sampled,
+}
+
+
+def _generate(
+    verify: Callable[..., tuple[Integers, Integers]],
+    draft: Callable[..., Integers],
+    drafts: int,
+    *,
+    probs: bool,
+) -> tuple[Integers, int]:
+    """Three tokens of every seed, with up to `drafts` draft tokens a step; and how many were accepted."""
+    random = np.random.default_rng(3)
+    # The start token lies before the first position; a step may emit more than is kept.
+    found = np.zeros((COUNT, LENGTH + drafts + 2), np.int64)
+    filled, accepted = np.zeros(COUNT, np.int64), 0
+    while (filled < LENGTH).any():
+        live = np.flatnonzero(filled < LENGTH)
+        context = [found[live, filled[live]]]
+        for j in range(drafts):
+            context.append(draft(context[-1], SEEDS[live], filled[live] + j, random))
+        last = np.stack(context, axis=1)
+        cu = np.arange(len(live) + 1) * (drafts + 1)
+        more = (Q[last[:, :-1]].reshape(-1, VOCAB).astype(np.float32),) if probs else ()
+        ones = np.ones(len(live), np.float32)
+        tokens, counts = verify(
+            TABLE[last.ravel()], SEEDS[live], filled[live], ones, last[:, 1:].ravel(), cu, *more
+        )
+        for j in range(drafts + 1):
+            here = np.flatnonzero(counts > j)
+            found[live[here], filled[live[here]] + j + 1] = tokens[cu[here] + j]
+        filled[live] += counts
+        accepted += int((counts - 1).sum())
+    return found[:, 1 : LENGTH + 1], accepted
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_coupled_tokens_are_the_policys_and_the_same_for_every_draft(draft: str) -> None:
+    plain, _ = _generate(coupled_verify, _draft_random, 0, probs=False)
+    found, accepted = _generate(coupled_verify, DRAFTS[draft], 2, probs=False)
+    assert (found == plain).all()
+    assert accepted > 0
+    assert chi_square(histogram(found, VOCAB), TRUTH * COUNT) > UNLIKELY
+
+
+def test_neighbouring_seeds_and_positions_are_independent() -> None:
+    plain, _ = _generate(coupled_verify, _draft_random, 0, probs=False)
+    marginal = [TRUTH.sum(axis=tuple({0, 1, 2} - {i})) for i in range(LENGTH)]
+    for distance in (1, 2, 1024):
+        for ours in range(LENGTH):
+            for theirs in range(LENGTH):
+                pairs = np.stack((plain[:-distance, ours], plain[distance:, theirs]), axis=1)
+                expected = np.outer(marginal[ours], marginal[theirs]) * len(pairs)
+                assert chi_square(histogram(pairs, VOCAB), expected) > UNLIKELY, (distance, ours, theirs)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_rejection_samples_the_policy_whatever_the_drafts(draft: str, drafts: int) -> None:
+    found, accepted = _generate(rejection_verify, DRAFTS[draft], drafts, probs=False)
+    assert chi_square(histogram(found, VOCAB), TRUTH * COUNT) > UNLIKELY
+    assert (accepted > 0) == (drafts > 0)
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_rejection_uses_the_probabilities_of_the_drafter(drafts: int) -> None:
+    found, accepted = _generate(rejection_verify, _draft_sampled, drafts, probs=True)
+    assert chi_square(histogram(found, VOCAB), TRUTH * COUNT) > UNLIKELY
+    _, as_certain = _generate(rejection_verify, _draft_sampled, drafts, probs=False)
+    assert accepted > as_certain * 1.2
+
+
+def test_wrong_probabilities_show() -> None:
+    """The test can fail: drafts of one policy, said to be of another, leave the policy."""
+    found, _ = _generate(rejection_verify, _draft_random, 1, probs=True)
+    assert chi_square(histogram(found, VOCAB), TRUTH * COUNT) < 1e-6
+
+
+def test_rejection_repeats() -> None:
+    first, _ = _generate(rejection_verify, _draft_best, 2, probs=False)
+    second, _ = _generate(rejection_verify, _draft_best, 2, probs=False)
+    assert (first == second).all()
+
+
+def test_rejection_at_temperature_zero_takes_the_best_token() -> None:
+    logits = TABLE[:3]
+    best = logits.argmax(axis=1)
+    zero, seeds, start = np.zeros(1, np.float32), SEEDS[:1], np.zeros(1, np.int64)
+    cu = np.array([0, 3])
+    tokens, counts = rejection_verify(logits, seeds, start, zero, best[:2], cu)
+    assert (counts == 3).all()
+    assert (tokens == best).all()
+    wrong = np.array([best[0], (best[1] + 1) % VOCAB])
+    tokens, counts = rejection_verify(logits, seeds, start, zero, wrong, cu)
+    assert counts.tolist() == [2]
+    assert tokens.tolist() == [best[0], best[1], UNSAMPLED]
+
+
+def test_a_row_that_cannot_be_sampled_ends_its_sample_alone() -> None:
+    logits = np.concatenate((TABLE[:2], TABLE[:2]))
+    logits[0, 4] = np.nan
+    one, seeds, start = np.ones(2, np.float32), SEEDS[:2], np.zeros(2, np.int64)
+    tokens, counts = rejection_verify(logits, seeds, start, one, np.array([4, 5]), np.array([0, 2, 4]))
+    assert (tokens[0], counts[0]) == (INVALID, 1)
+    assert tokens[2] >= 0
+
+
+def test_many_uniforms_are_the_single_ones() -> None:
+    seeds = np.array([0, 1, 2**63, 2**64 - 1], np.uint64)
+    positions = np.array([0, 5, 2**32 - 1, 7])
+    expected = [
+        uniform(int(seed), int(position), Purpose.REJECTION)
+        for seed, position in zip(seeds, positions, strict=True)
+    ]
+    assert uniforms(seeds, positions, Purpose.REJECTION).tolist() == expected

@@ -1,0 +1,117 @@
+"""What is told of a step follows from its samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.tinymath import records
+from examples.tinymath.records import Span, Timing, record_step
+from paceline import FinishReason, InstanceSpan, Provenance, Sample, SampleStatus
+
+
+def sample(slot: int, *spans: tuple[str, float, float], tokens: int = 3, **provenance: int) -> Sample:
+    return Sample(
+        prompt_id="p",
+        slot=slot,
+        token_ids=np.arange(tokens),
+        logprobs=np.zeros(tokens, np.float32),
+        finish_reason=FinishReason.LENGTH,
+        status=SampleStatus.TRUNCATED,
+        version_spans=(),
+        provenance=Provenance(
+            instance_spans=tuple(InstanceSpan(name, 0, tokens, begin, end) for name, begin, end in spans),
+            **provenance,  # type: ignore[arg-type]
+        ),
+        seed=0,
+    )
+
+
+def test_spans_begin_with_the_step() -> None:
+    samples = [sample(0, ("a", 100.5, 101.0)), sample(1, ("b", 100.0, 100.25), ("a", 100.25, 102.0))]
+    assert records.step_spans(samples) == (
+        Span("a", 0.5, 1.0),
+        Span("b", 0.0, 0.25),
+        Span("a", 0.25, 2.0),
+    )
+
+
+def test_a_bubble_is_what_is_idle_before_after_and_between() -> None:
+    spans = [Span("a", 0.0, 10.0), Span("b", 1.0, 3.0), Span("b", 2.0, 4.0), Span("b", 6.0, 7.0)]
+    assert records.bubble_seconds(spans) == {"a": 0.0, "b": pytest.approx(1.0 + 2.0 + 3.0)}
+
+
+def test_no_spans_no_bubbles() -> None:
+    assert records.bubble_seconds([]) == {}
+
+
+spans_drawn = st.lists(
+    st.builds(
+        lambda name, begin, length: Span(name, begin, begin + length),
+        st.sampled_from(["a", "b", "c"]),
+        st.integers(0, 50),
+        st.integers(1, 50),
+    ),
+    min_size=1,
+)
+
+
+@given(spans_drawn)
+def test_bubbles_agree_with_counting_whole_seconds(spans: list[Span]) -> None:
+    end = int(max(span.end for span in spans))
+    for name, idle in records.bubble_seconds(spans).items():
+        own = [span for span in spans if span.instance_id == name]
+        assert idle == sum(not any(s.begin <= second < s.end for s in own) for second in range(end))
+
+
+@given(spans_drawn)
+def test_active_samples_begin_and_end_with_none(spans: list[Span]) -> None:
+    times, counts = records.active_samples(spans)
+    assert times == sorted(set(times))
+    assert counts[-1] == 0
+    assert min(counts) >= 0
+    for time, count in zip(times, counts, strict=True):
+        assert count == sum(span.begin <= time < span.end for span in spans)
+
+
+def step(number: int = 0, **provenance: int) -> records.StepRecord:
+    samples = [sample(0, ("a", 5.0, 6.0), tokens=4, **provenance), sample(1, ("b", 5.0, 9.0), tokens=16)]
+    return record_step(number, samples, 0.5, 0.1, Timing(4.0, 2.0, 1.0), version=number)
+
+
+def test_a_step_sums_up_its_samples() -> None:
+    record = step(drafted=10, accepted=6, verify_steps=3, decode_steps=5)
+    assert (record.tokens, record.lengths, record.truncated) == (20, (4, 16), 2)
+    assert record.tokens_per_second == 5.0
+    assert record.block_efficiency == 3.0
+    assert record.bubbles == {"a": 3.0, "b": 0.0}
+
+
+def test_without_speculation_the_block_efficiency_is_one() -> None:
+    assert step().block_efficiency == 1.0
+
+
+def test_the_summary_of_a_run() -> None:
+    summary = records.summarize([step(0), step(1, drafted=4, accepted=2, verify_steps=1)], {"lr": 0.1})
+    assert summary["steps"] == 2
+    assert summary["samples"] == 4
+    assert summary["tokens"] == 40
+    assert summary["rollout_seconds"] == [4.0, 4.0]
+    assert summary["tokens_per_second"] == 5.0
+    assert summary["block_efficiency"] == 3.0
+    assert (summary["reward_first"], summary["reward_last"]) == (0.5, 0.5)
+
+
+def test_records_are_read_back_equal(tmp_path: Path) -> None:
+    written = [step(0), step(1, drafted=4, accepted=2, verify_steps=1)]
+    records.save_steps(tmp_path / "steps.json", written)
+    assert records.load_steps(tmp_path / "steps.json") == written
+
+
+def test_percentiles_of_nothing_are_zero() -> None:
+    assert records.percentiles([]) == (0, 0, 0)
+    assert records.percentiles([1, 2, 3]) == (2, 3, 3)

@@ -1,0 +1,89 @@
+"""The report is one file that needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from examples.tinymath import pictures, report
+from examples.tinymath.records import Span, StepRecord, Timing, summarize
+
+DRAWN = (
+    pictures.reward_curve,
+    pictures.length_histogram,
+    pictures.time_shares,
+    pictures.throughput,
+    pictures.timelines,
+)
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = {
+        "step": step,
+        "policy_version": step,
+        "reward": 0.1 * step,
+        "loss": 0.0,
+        "timing": Timing(4.0, 2.0, 1.0),
+        "lengths": (4, 16, 9),
+        "truncated": 0,
+        "spans": (Span("a", 0.0, 1.0), Span("b", 0.0, 4.0)),
+        "drafted": 0,
+        "accepted": 0,
+        "verify_steps": 0,
+        "decode_steps": 29,
+        "migrations": 0,
+        "resubmissions": 0,
+    }
+    return StepRecord(**(values | changes))
+
+
+def written(folder: Path, records: list[StepRecord]) -> str:
+    about = {"name": "<test> run", "started": "now", "model": "m", "instances": 2, "device": "cpu"}
+    times = {"start_seconds": 1.0, "wall_seconds": 9.0}
+    options = {"prompts": 1, "samples": 3, "pool": 5}
+    report.write_report(folder / "r.html", records, {**about, **times, **summarize(records, options)})
+    return (folder / "r.html").read_text()
+
+
+@pytest.mark.parametrize("draw", DRAWN)
+def test_pictures_are_svg_in_the_colours_of_the_page(draw: Any) -> None:
+    svg = draw([record(0), record(1)])
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
+    assert "var(--ink)" in svg or "var(--muted)" in svg
+    assert not set(pictures._VARIABLES) & set(re.findall(r"#[0-9a-f]{6}", svg))
+
+
+@pytest.mark.parametrize("draw", DRAWN)
+def test_pictures_of_little_can_be_drawn(draw: Any) -> None:
+    assert draw([record(0, reward=0.0, spans=(), lengths=(1,))]).startswith("<svg")
+
+
+def test_of_many_steps_some_are_shown() -> None:
+    svg = pictures.timelines([record(step) for step in range(40)])
+    shown = [int(step) for step in re.findall(r">step (\d+)<", svg)]
+    assert len(shown) == pictures.MOST_ROWS
+    assert (shown[0], shown[-1]) == (0, 39)
+
+
+def test_the_report_is_self_contained(tmp_path: Path) -> None:
+    page = written(tmp_path, [record(0), record(1)])
+    fetched = re.findall(r"(?:src|href)=\"(?!#)|url\((?!#)|@import|<script|<link", page)
+    assert fetched == []
+    assert page.count("<svg") == 5
+    assert "&lt;test&gt; run" in page
+
+
+def test_speculation_has_its_columns_only_when_there_was_some(tmp_path: Path) -> None:
+    assert "block eff." not in written(tmp_path, [record(0)])
+    page = written(tmp_path, [record(0, drafted=10, accepted=4, verify_steps=2)])
+    assert "block eff." in page
+    assert "3.00" in page
+
+
+def test_the_bubble_share_is_idle_over_all_instance_time() -> None:
+    assert report.bubble_share([record(0)]) == pytest.approx(3.0 / 8.0)
+    assert report.bubble_share([record(0, spans=())]) == 0.0

@@ -1,0 +1,172 @@
+"""Which work items are taken, and what the others are told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import sample_pb2
+from services.generation.engine.types import SampleRequest, Verifier
+from services.generation.items import Refusal, Terms, check_item
+from services.platform.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    Unimplemented,
+)
+from services.platform.sampling import ModelLimits
+from services.platform.violations import Violation
+from tests.support.instances import item
+
+LIMITS = ModelLimits(vocab_size=100, max_model_len=32)
+TERMS = Terms(policy_version=3, limits=LIMITS)
+
+
+def check(terms: Terms = TERMS, taken: tuple[int, ...] = (), **fields: Any) -> SampleRequest:
+    """Check an item that is good but for the fields given."""
+    prompt = fields.pop("prompt", [1, 2, 3])
+    made = item(fields.pop("handle", 1), prompt, **({"policy_version": 3} | fields))
+    return check_item(made, terms, taken, lambda: "id")
+
+
+def test_a_good_item_becomes_the_engines_request() -> None:
+    request = check(
+        prefix_token_ids=[4, 5], seed=2**63 + 1, given_draft=[4, 5, 6], prompt_id="p", max_tokens=7, top_k=5
+    )
+    assert (request.sample_id, request.prompt, request.prefix) == ("id", (1, 2, 3), (4, 5))
+    assert (request.seed, request.given, request.prompt_id) == (2**63 + 1, (4, 5, 6), "p")
+    assert (request.sampling.max_tokens, request.sampling.top_k, request.sampling.temperature) == (7, 5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("prompt_token_ids", {"prompt": []}),
+        ("prompt_token_ids[1]", {"prompt": [1, 100]}),
+        ("prompt_token_ids", {"prompt": [1] * 32}),
+        ("prefix_token_ids[0]", {"prefix_token_ids": [4000]}),
+        ("prompt_token_ids", {"prefix_token_ids": [1] * 30}),
+        ("prompt_token_ids", {"prefix_token_ids": [1] * 6, "max_tokens": 5}),
+        ("given_draft[2]", {"given_draft": [1, 1, 2**32 - 1]}),
+        ("sampling.temperature", {"temperature": -0.1}),
+        ("sampling.temperature", {"temperature": math.nan}),
+        ("sampling.top_p", {"top_p": 1.1}),
+        ("sampling.top_k", {"top_k": -1}),
+        ("sampling.min_p", {"min_p": -1}),
+        ("sampling.repetition_penalty", {"repetition_penalty": 0}),
+        ("sampling.presence_penalty", {"presence_penalty": 3}),
+        ("sampling.frequency_penalty", {"frequency_penalty": -3}),
+        ("sampling.max_tokens", {"max_tokens": 0}),
+        ("sampling.min_tokens", {"min_tokens": -1}),
+        ("sampling.stop_token_ids[0]", {"stop_token_ids": [100]}),
+        ("sampling.logprobs_mode", {"logprobs_mode": 9}),
+        ("handle", {"handle": 8, "taken": (8,)}),
+    ],
+)
+def test_bad_input_is_refused_by_the_name_of_its_field(field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check(**fields)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_all_faults_of_an_item_are_named_at_once() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check(prompt=[500], prefix_token_ids=[600], given_draft=[700], top_p=0)
+    fields = [violation.field for violation in caught.value.violations]
+    assert fields == ["prompt_token_ids[0]", "prefix_token_ids[0]", "given_draft[0]", "sampling.top_p"]
+    refused = Refusal.of(5, caught.value)
+    assert (refused.handle, refused.field) == (5, "prompt_token_ids[0]")
+    assert all(field in refused.message for field in fields)
+
+
+@given(
+    prompt=st.lists(st.integers(0, 120), max_size=40),
+    prefix=st.lists(st.integers(0, 120), max_size=40),
+    max_tokens=st.none() | st.integers(0, 40),
+)
+def test_an_item_is_taken_exactly_when_its_tokens_and_lengths_fit(
+    prompt: list[int], prefix: list[int], max_tokens: int | None
+) -> None:
+    room = LIMITS.max_model_len - len(prompt)
+    longest = room if max_tokens is None else min(room, max_tokens)
+    fits = (
+        bool(prompt)
+        and all(token < LIMITS.vocab_size for token in prompt + prefix)
+        and (max_tokens is None or 1 <= max_tokens <= LIMITS.max_model_len)
+        and room >= 1
+        # As long as it can be is complete: such a sample finishes at once.
+        and len(prefix) <= longest
+    )
+    try:
+        check(prompt=prompt, prefix_token_ids=prefix, max_tokens=max_tokens)
+    except InvalidArgument:
+        assert not fits
+    else:
+        assert fits
+
+
+@pytest.mark.parametrize("version", [0, 2, 4, 2**64 - 1])
+def test_another_policy_version_is_refused_whatever_else_is_wrong(version: int) -> None:
+    with pytest.raises(FailedPrecondition, match=f"asks for policy version {version}, served is 3") as caught:
+        check(policy_version=version, prompt=[])
+    assert caught.value.reason == "STALE_VERSION"
+
+
+def test_nothing_is_taken_while_closed() -> None:
+    with pytest.raises(FailedPrecondition, match="it is draining"):
+        check(terms=Terms(3, LIMITS, "it is draining"))
+
+
+@pytest.mark.parametrize(
+    ("level", "verifier"),
+    [
+        (sample_pb2.EXACTNESS_LEVEL_UNSPECIFIED, Verifier.COUPLED),
+        (sample_pb2.EXACTNESS_LEVEL_EXACT, Verifier.COUPLED),
+        (sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY, Verifier.COUPLED),
+        (sample_pb2.EXACTNESS_LEVEL_REJECTION, Verifier.REJECTION),
+    ],
+)
+def test_exactness_levels_choose_the_verifier(level: int, verifier: Verifier) -> None:
+    assert check(exactness={"level": level}).verifier is verifier
+
+
+@pytest.mark.parametrize("level", [sample_pb2.EXACTNESS_LEVEL_LENIENT, 99])
+def test_levels_that_are_not_served_are_refused(level: int) -> None:
+    with pytest.raises(Unimplemented, match="is not served"):
+        check(exactness={"level": level})
+
+
+def test_no_id_is_spent_on_a_refused_item() -> None:
+    made: list[str] = []
+    bad = pb.WorkItem(handle=1, policy_version=3)
+
+    def next_id() -> str:
+        made.append("id")
+        return "id"
+
+    with pytest.raises(InvalidArgument):
+        check_item(bad, TERMS, (), next_id)
+    assert not made
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "field"),
+    [
+        (InvalidArgument([Violation("a.b", "no"), Violation("c", "no")]), "INVALID_ARGUMENT", "a.b"),
+        (FailedPrecondition("R", "closed"), "FAILED_PRECONDITION", ""),
+        (ResourceExhausted("queue", "full"), "RESOURCE_EXHAUSTED", ""),
+        (Unimplemented("x", "not there"), "UNIMPLEMENTED", ""),
+    ],
+)
+def test_a_refusal_carries_code_message_and_field(error: ServiceError, code: str, field: str) -> None:
+    refused = Refusal.of(12, error)
+    assert refused.code == getattr(code_pb2, code) == getattr(grpc.StatusCode, code).value[0]
+    assert (refused.handle, refused.message, refused.field) == (12, error.message, field)

@@ -1,0 +1,268 @@
+"""What weights must be before they may reach the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from services.generation.engine.types import TensorSpec
+from services.generation.weights import read_manifest, stage
+from services.platform.errors import DataLoss, InvalidArgument
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors() -> Tensors:
+    """A model of three tensors and two dtypes, with values that are easily lost: -0, the smallest, the largest."""
+    torch.manual_seed(0)
+    odd = torch.tensor([-0.0, 1e-45, torch.finfo(torch.float32).max, -1.0])
+    return {EMBEDDING: torch.randn(6, 4), "a.weight": torch.randn(3, 5).to(torch.bfloat16), "b.weight": odd}
+
+
+def written(folder: Path, **files: Tensors) -> Path:
+    """A folder with a safetensors file for each argument."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        save_file(content, folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> dict[str, TensorSpec]:
+    """The manifest of the model that is served."""
+    return read_manifest(written(tmp_path / "served", model=tensors()))
+
+
+def complaints(folder: Path, expected: dict[str, TensorSpec]) -> dict[str, str]:
+    """What staging the folder is refused with, by field."""
+    with pytest.raises(InvalidArgument) as caught:
+        stage(folder, 1, expected)
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+def spoilt(tmp_path: Path, spoil: Callable[[Tensors], object]) -> Path:
+    content = tensors()
+    spoil(content)
+    return written(tmp_path / "spoilt", model=content)
+
+
+def test_the_manifest_has_names_shapes_and_dtypes(served: dict[str, TensorSpec]) -> None:
+    assert served == {
+        EMBEDDING: TensorSpec(EMBEDDING, (6, 4), "F32"),
+        "a.weight": TensorSpec("a.weight", (3, 5), "BF16"),
+        "b.weight": TensorSpec("b.weight", (4,), "F32"),
+    }
+
+
+def test_good_weights_come_through_bit_for_bit(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    folder = written(tmp_path / "new", model=tensors())
+    staged = stage(folder, 7, served)
+    assert staged.version == 7
+    got = dict(staged.items())
+    assert got.keys() == tensors().keys()
+    for name, tensor in tensors().items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8))
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert staged.checksum == f"sha256:{digest}"
+    assert stage(folder, 7, served, staged.checksum).checksum == staged.checksum
+
+
+def test_staged_weights_do_not_change_with_the_folder(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    folder = written(tmp_path / "new", model=tensors())
+    staged = stage(folder, 1, served)
+    file = folder / "model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert torch.equal(staged.tensors[EMBEDDING], tensors()[EMBEDDING])
+
+
+def test_several_files_are_one_set_with_one_checksum(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    content = tensors()
+    first, second = {EMBEDDING: content.pop(EMBEDDING)}, content
+    folder = written(tmp_path / "shards", z1=second, a2=first)
+    staged = stage(folder, 1, served)
+    assert staged.tensors.keys() == tensors().keys()
+    in_order = [(folder / f"{name}.safetensors").read_bytes() for name in ("a2", "z1")]
+    assert staged.checksum == f"sha256:{hashlib.sha256(b''.join(in_order)).hexdigest()}"
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    folder = written(tmp_path / "twice", one=tensors(), two={"a.weight": tensors()["a.weight"]})
+    assert "more than one file" in complaints(folder, served)["tensors[a.weight]"]
+
+
+def test_other_float_dtypes_are_taken(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    def widen(content: Tensors) -> None:
+        content["a.weight"] = content["a.weight"].double()
+        content[EMBEDDING] = content[EMBEDDING].half()
+
+    assert stage(spoilt(tmp_path, widen), 1, served).tensors["a.weight"].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("spoil", "field", "complaint"),
+    [
+        (lambda c: c.pop("a.weight"), "tensors[a.weight]", "is missing"),
+        (lambda c: c.update(x=torch.ones(2)), "tensors[x]", "is not a tensor of the model"),
+        (lambda c: c.update({"a.weight": torch.ones(5, 3)}), "tensors[a.weight]", "allowed is [3, 5]"),
+        (lambda c: c.update({"a.weight": torch.ones(15)}), "tensors[a.weight]", "has shape [15]"),
+        (lambda c: c.update({"b.weight": torch.ones(4).int()}), "tensors[b.weight]", "allowed are BF16, F16"),
+        (lambda c: c.update({"b.weight": torch.ones(4).bool()}), "tensors[b.weight]", "has dtype"),
+        (
+            lambda c: c.update({"b.weight": torch.ones(4).to(torch.float8_e4m3fn)}),
+            "tensors[b.weight]",
+            "has dtype",
+        ),
+        (lambda c: c[EMBEDDING].__setitem__((2, 1), math.nan), f"tensors[{EMBEDDING}]", "has 1 values"),
+        (lambda c: c["a.weight"].fill_(math.inf), "tensors[a.weight]", "has 15 values that are NaN"),
+        (lambda c: c["b.weight"].fill_(-math.inf), "tensors[b.weight]", "has 4 values that are NaN"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path,
+    served: dict[str, TensorSpec],
+    spoil: Callable[[Tensors], object],
+    field: str,
+    complaint: str,
+) -> None:
+    found = complaints(spoilt(tmp_path, spoil), served)
+    assert found.keys() == {field}
+    assert complaint in found[field]
+
+
+def test_all_faults_are_named_up_to_a_limit(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    extra = {f"x{i}": torch.ones(1) for i in range(100)}
+    found = complaints(written(tmp_path / "much", model=extra), served)
+    assert 3 < len(found) < 20
+    assert found["tensors[a.weight]"].startswith("is missing")
+
+
+def test_a_folder_that_holds_no_weights_is_refused(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "model.bin").write_bytes(b"x")
+    file = written(tmp_path / "good", model=tensors()) / "model.safetensors"
+    for place in (tmp_path / "nowhere", tmp_path / "empty", file):
+        found = complaints(place, served)
+        assert found.keys() == {"disk.path"}
+        assert str(place) in found["disk.path"]
+        with pytest.raises(InvalidArgument):
+            read_manifest(place)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    folder = tmp_path / "odd"
+    (folder / "model.safetensors").mkdir(parents=True)
+    assert "cannot be read" in complaints(folder, served)["disk.path"]
+    (folder / "model.safetensors").rmdir()
+    (folder / "model.safetensors").symlink_to(tmp_path / "gone")
+    assert "cannot be read" in complaints(folder, served)["disk.path"]
+
+
+def test_a_file_cut_anywhere_is_data_loss(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    folder = written(tmp_path / "cut", model=tensors())
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    for size in range(0, len(content)):
+        file.write_bytes(content[:size])
+        with pytest.raises(DataLoss, match="truncated or corrupt"):
+            stage(folder, 1, served)
+
+
+def test_a_cut_header_is_data_loss_for_the_manifest_too(tmp_path: Path) -> None:
+    folder = written(tmp_path / "cut", model=tensors())
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    for size in (0, 5, 8, 60):
+        file.write_bytes(content[:size])
+        with pytest.raises(DataLoss):
+            read_manifest(folder)
+    file.write_bytes(struct.pack("<Q", 1 << 62) + content[8:])
+    with pytest.raises(DataLoss):
+        read_manifest(folder)
+
+
+def test_random_damage_to_the_header_is_refused_with_a_typed_error_or_harmless(
+    tmp_path: Path, served: dict[str, TensorSpec]
+) -> None:
+    folder = written(tmp_path / "damaged", model=tensors())
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    chosen = random.Random(0)
+    refused = 0
+    for _ in range(500):
+        damaged = bytearray(content)
+        damaged[chosen.randrange(header)] = chosen.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            staged = stage(folder, 1, served)
+        except (DataLoss, InvalidArgument):
+            refused += 1
+        else:
+            assert {name: tuple(t.shape) for name, t in staged.items()} == {
+                name: spec.shape for name, spec in served.items()
+            }
+    assert refused > 400
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F8_E8M0", "F99"])
+def test_a_dtype_that_torch_does_not_know_is_refused(
+    tmp_path: Path, served: dict[str, TensorSpec], dtype: str
+) -> None:
+    header = json.dumps({"a": {"dtype": dtype, "shape": [8], "data_offsets": [0, 4 if dtype == "F4" else 8]}})
+    folder = tmp_path / "strange"
+    folder.mkdir()
+    content = struct.pack("<Q", len(header)) + header.encode() + bytes(4 if dtype == "F4" else 8)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises((InvalidArgument, DataLoss), match=dtype):
+        stage(folder, 1, served)
+
+
+@pytest.mark.parametrize("checksum", ["sha256:" + "0" * 64, "md5:1", "x"])
+def test_another_checksum_is_data_loss(tmp_path: Path, served: dict[str, TensorSpec], checksum: str) -> None:
+    folder = written(tmp_path / "new", model=tensors())
+    with pytest.raises(DataLoss, match=f"the sender computed {checksum}"):
+        stage(folder, 1, served, checksum)
+
+
+# -- the tied head --------------------------------------------------------------------------------------------
+
+
+def tied_model(folder: Path, tied: bool, head: bool) -> dict[str, TensorSpec]:
+    content = tensors() | ({HEAD: tensors()[EMBEDDING]} if head else {})
+    written(folder, model=content)
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    return read_manifest(folder)
+
+
+@pytest.mark.parametrize("served_has_head", [False, True])
+@pytest.mark.parametrize("sent_has_head", [False, True])
+def test_a_tied_head_may_be_sent_or_left_out(
+    tmp_path: Path, served_has_head: bool, sent_has_head: bool
+) -> None:
+    served = tied_model(tmp_path / "served", tied=True, head=served_has_head)
+    sent = tensors() | ({HEAD: tensors()[EMBEDDING]} if sent_has_head else {})
+    staged = stage(written(tmp_path / "sent", model=sent), 1, served)
+    assert staged.tensors.keys() == tensors().keys()
+
+
+def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
+    served = tied_model(tmp_path / "served", tied=True, head=False)
+    sent = tensors() | {HEAD: tensors()[EMBEDDING] + 1}
+    assert f"tensors[{HEAD}]" in complaints(written(tmp_path / "sent", model=sent), served)
+
+
+def test_a_model_with_a_head_of_its_own_needs_it(tmp_path: Path) -> None:
+    served = tied_model(tmp_path / "served", tied=False, head=True)
+    found = complaints(written(tmp_path / "sent", model=tensors()), served)
+    assert found[f"tensors[{HEAD}]"].startswith("is missing")
