@@ -92,6 +92,8 @@ class EngineProcess:
 def _serve(pipe: Connection, options: EngineOptions) -> None:
     core = str(cores()[-1])
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "HF_HUB_OFFLINE": "1"}
+    # vLLM's n-gram drafter is compiled for threads; on the one core they would only wait for each other.
+    os.environ["NUMBA_NUM_THREADS"] = "1"
     try:
         from services.generation.engine.core import Engine
         from services.generation.engine.warmup import warm_up

@@ -2,7 +2,7 @@
 
 Use:
 
-    python -m examples.tinymath.evaluate examples/tinymath/model --problems 400
+    python -m examples.tinymath.evaluate examples/tinymath/model --problems 400 --families gcd products
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.tinymath import tokenizer
-from examples.tinymath.tasks import Problem, make_problems
+from examples.tinymath.tasks import FAMILIES, Problem, make_problems
 
 MAX_TOKENS = 1200
 """Longest response; the longest worked solution is `tasks.MAX_TRACE` characters."""
@@ -93,8 +93,10 @@ def main() -> None:
     options.add_argument("--problems", type=int, default=400)
     options.add_argument("--n", type=int, default=8, help="samples for each problem")
     options.add_argument("--seed", type=int, default=1000, help="of the problems; training uses others")
+    options.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     given = options.parse_args()
-    print(report(sample(given.folder, make_problems(given.seed, given.problems), given.n), given.n))
+    problems = make_problems(given.seed, given.problems, given.families)
+    print(report(sample(given.folder, problems, given.n), given.n))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
-from examples.tinymath.records import StepRecord, active_samples, by_instance, percentiles
+from examples.tinymath.records import StepRecord, active_samples, by_instance, percentiles, step_seconds
 
 # Stand-ins that no picture uses otherwise; `_svg` puts the page's variables in their place.
 _VARIABLES = {
@@ -136,12 +136,12 @@ def throughput(records: Sequence[StepRecord]) -> str:
 def timelines(records: Sequence[StepRecord]) -> str:
     """For each step and instance, how many samples are active over time; bubbles hatched."""
     rows = [records[place] for place in _even_choice(len(records), MOST_ROWS)]
-    names = sorted({span.instance_id for record in rows for span in record.spans}) or [""]
+    names = sorted({name for record in rows for name in record.instances}) or [""]
     step_height = _LANE * len(names) + _GAP
     width, height = 12.4, step_height * len(rows) + 0.95
     figure = pyplot.figure(figsize=(width, height))
     figure.patch.set_alpha(0)
-    ends = [max((span.end for span in record.spans), default=1.0) for record in rows]
+    ends = [step_seconds(record.spans) or 1.0 for record in rows]
     peak = max(
         (max(_lane_counts(record, name)[1], default=0) for record in rows for name in names), default=0
     )
@@ -171,7 +171,7 @@ def _lane_counts(record: StepRecord, name: str) -> tuple[list[float], list[int]]
 def _lane(axes: Any, record: StepRecord, name: str, color: str) -> None:
     """One instance in one step. Heights are square roots, or a lone last sample could not be seen."""
     times, counts = _lane_counts(record, name)
-    end = max((span.end for span in record.spans), default=0.0)
+    end = step_seconds(record.spans)
     axes.fill_between(times, np.sqrt(counts), step="post", color=color, alpha=0.8, linewidth=0)
     idle = [(0.0, times[0])] if times else [(0.0, end)]
     idle += [(a, b) for a, b, n in zip(times, times[1:], counts, strict=False) if n == 0]

@@ -48,6 +48,8 @@ class StepRecord:
     """[samples], response lengths in tokens."""
     truncated: int
     """Samples that ran into the length limit."""
+    instances: tuple[str, ...]
+    """The fleet, those that got no sample included."""
     spans: tuple[Span, ...]
     drafted: int
     accepted: int
@@ -74,14 +76,21 @@ class StepRecord:
 
     @property
     def bubbles(self) -> dict[str, float]:
-        """Idle seconds of each instance that took part."""
-        return bubble_seconds(self.spans)
+        """Idle seconds of each instance."""
+        return bubble_seconds(self.spans, self.instances)
 
 
 def record_step(
-    step: int, samples: Sequence[Sample], reward: float, loss: float, timing: Timing, version: int
+    step: int,
+    samples: Sequence[Sample],
+    reward: float,
+    loss: float,
+    timing: Timing,
+    version: int,
+    fleet: Iterable[str],
 ) -> StepRecord:
-    """Sums up the samples of a step."""
+    """Sums up the samples of a step that this fleet could take part in."""
+    spans = step_spans(samples)
     provenances = [sample.provenance for sample in samples]
     return StepRecord(
         step=step,
@@ -91,7 +100,8 @@ def record_step(
         timing=timing,
         lengths=tuple(len(sample.token_ids) for sample in samples),
         truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in samples),
-        spans=step_spans(samples),
+        instances=tuple(sorted({*fleet, *(span.instance_id for span in spans)})),
+        spans=spans,
         drafted=sum(p.drafted for p in provenances),
         accepted=sum(p.accepted for p in provenances),
         verify_steps=sum(p.verify_steps for p in provenances),
@@ -108,11 +118,16 @@ def step_spans(samples: Iterable[Sample]) -> tuple[Span, ...]:
     return tuple(Span(span.instance_id, span.begin - start, span.end - start) for span in spans)
 
 
-def bubble_seconds(spans: Iterable[Span]) -> dict[str, float]:
+def bubble_seconds(spans: Iterable[Span], instances: Iterable[str]) -> dict[str, float]:
     """Seconds within the step (first begin to last end of any instance) in which an instance had no sample."""
     spans = list(spans)
-    length = max((span.end for span in spans), default=0.0)
-    return {name: length - _covered(own) for name, own in sorted(by_instance(spans).items())}
+    length, own = step_seconds(spans), by_instance(spans)
+    return {name: length - _covered(own.get(name, ())) for name in instances}
+
+
+def step_seconds(spans: Iterable[Span]) -> float:
+    """From the first begin to the last end."""
+    return max((span.end for span in spans), default=0.0)
 
 
 def active_samples(spans: Iterable[Span]) -> tuple[list[float], list[int]]:
@@ -180,10 +195,12 @@ def load_steps(path: Path) -> list[StepRecord]:
 
 def _from_json(entry: dict[str, object]) -> StepRecord:
     timing, spans, lengths = entry.pop("timing"), entry.pop("spans"), entry.pop("lengths")
+    instances = entry.pop("instances")
     return StepRecord(
         timing=Timing(**timing),  # type: ignore[arg-type]
         spans=tuple(Span(**span) for span in spans),  # type: ignore[attr-defined]
         lengths=tuple(lengths),  # type: ignore[arg-type]
+        instances=tuple(instances),  # type: ignore[arg-type]
         **entry,  # type: ignore[arg-type]
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from examples.tinymath import pictures
-from examples.tinymath.records import StepRecord, bubble_seconds, load_steps, percentiles
+from examples.tinymath.records import StepRecord, load_steps, percentiles, step_seconds
 
 
 def write_report(path: Path, records: Sequence[StepRecord], summary: Mapping[str, Any]) -> None:
@@ -61,12 +61,11 @@ def tiles(records: Sequence[StepRecord], summary: Mapping[str, Any]) -> list[tup
 
 def bubble_share(records: Sequence[StepRecord]) -> float:
     """Idle instance seconds over all instance seconds of the rollouts, 0 to 1."""
-    idle = busy = 0.0
+    idle = whole = 0.0
     for record in records:
-        bubbles = bubble_seconds(record.spans)
-        idle += sum(bubbles.values())
-        busy += len(bubbles) * max((span.end for span in record.spans), default=0.0)
-    return idle / busy if busy else 0.0
+        idle += sum(record.bubbles.values())
+        whole += len(record.instances) * step_seconds(record.spans)
+    return idle / whole if whole else 0.0
 
 
 def row(record: StepRecord) -> dict[str, str]:

@@ -73,7 +73,8 @@ def train(
         learned = time.monotonic()
         run.push_weights(learner.model.state_dict())
         timing = Timing(rolled_out - began, learned - rolled_out, time.monotonic() - learned)
-        yield record_step(step, samples, report.reward, report.loss, timing, version)
+        fleet = [instance.instance_id for instance in run.client.instances()]
+        yield record_step(step, samples, report.reward, report.loss, timing, version, fleet)
 
 
 def plan(options: Options) -> Iterator[list[Problem]]:

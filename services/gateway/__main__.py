@@ -1,12 +1,12 @@
 """Starts the gateway: `python -m services.gateway --port 7400 --redis-url redis://...`"""
 
 import asyncio
-import contextlib
 
 from prometheus_client import REGISTRY
 
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
+from services.gateway.tasks import end
 from services.platform.process import Shutdown, run
 
 
@@ -19,10 +19,10 @@ async def main(config: GatewayConfig, shutdown: Shutdown) -> None:
     stopping = asyncio.create_task(shutdown.wait(), name="shutdown")
     await asyncio.wait((leading, stopping), return_when=asyncio.FIRST_COMPLETED)
     failed = leading.done()
-    leading.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await leading
+    await end((leading, stopping))
     await gateway.stop(0 if failed else config.shutdown_grace_seconds)
+    if failed:
+        leading.result()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from services.gateway.fleet_service import FleetServicer
 from services.gateway.lease import Lease
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.rollout_service import RolloutServicer
+from services.gateway.tasks import end
 from services.gateway.term import Term
 from services.gateway.weight_service import WeightServicer
 from services.platform.errors import Unavailable
@@ -88,9 +89,7 @@ class Gateway:
         finally:
             self._term = None
             await self.server.set_serving(False)
-            for task in (working, holding):
-                task.cancel()
-            await asyncio.gather(working, holding, return_exceptions=True)
+            await end((working, holding))
 
     async def _work(self, token: str) -> None:
         term = await self._open(token)

@@ -18,6 +18,7 @@ from services.gateway.links import WorkLink
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Slots
 from services.gateway.pulse import Pulse
+from services.gateway.tasks import end
 from services.gateway.update import Published, UpdateBook
 from services.platform.channel import open_channel
 from services.platform.registry import Registry
@@ -281,4 +282,4 @@ class Roster:
         tasks = [each.task for each in self.connections.values() if each.task is not None]
         for connection in list(self.connections.values()):
             self._close(connection, "the gateway stops")
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(tasks)

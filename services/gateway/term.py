@@ -13,6 +13,7 @@ from services.gateway.journal import Fenced, Journal
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.rollouts import Rollouts
 from services.gateway.roster import Roster
+from services.gateway.tasks import end
 from services.gateway.update import UpdateBook
 from services.gateway.updater import Updater
 from services.gateway.versions import VersionStore
@@ -60,17 +61,22 @@ class Term:
 
     async def run(self) -> None:
         """Works until cancelled, or until another gateway has taken over."""
+        tasks = [
+            asyncio.create_task(self._writer.run(), name="journal-writer"),
+            asyncio.create_task(self.roster.run(), name="roster"),
+            asyncio.create_task(self.updater.run(), name="updater"),
+            asyncio.create_task(self._unlist(), name="unlist"),
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._writer.run(), name="journal-writer")
-                group.create_task(self.roster.run(), name="roster")
-                group.create_task(self.updater.run(), name="updater")
-                group.create_task(self._unlist(), name="unlist")
-        except* Fenced as fenced:
-            log.warning("fenced", reason=str(fenced.exceptions[0]))
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except Fenced as fenced:
+            log.warning("fenced", reason=str(fenced))
         finally:
             for running in list(self.dispatcher.batches.values()):
                 self.dispatcher.drop(running)
+            await end(tasks)
 
     async def _unlist(self) -> None:
         """Takes finished batches off the list of unfinished ones; if that fails, a later gateway does it."""

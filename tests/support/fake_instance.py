@@ -27,6 +27,7 @@ import grpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.v1 import fleet_pb2, sample_pb2
+from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.errors import FailedPrecondition, ServiceError
 from services.platform.registry import InstanceRecord, Registration
@@ -156,9 +157,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
 
     async def kill(self) -> None:
         """Goes as a killed process does: sockets close, the record stays until it expires."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         self._thawed.set()
         if self._server is not None:
             await self._server.stop(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from paceline.v1 import fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc, sample_pb2, weight_pb2_grpc
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
+from services.gateway.tasks import end
 from services.platform.seeds import sample_seed
 from tests.support.fake_instance import FakeInstance, response_of
 
@@ -30,7 +30,7 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = CALL) 
     """Waits until the condition holds; fails when it does not within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
-            while not await _holds(condition):
+            while not await _holds(condition):  # noqa: ASYNC110 (what is waited for sets no event)
                 await asyncio.sleep(0.005)
     except TimeoutError:
         pytest.fail(f"waited {seconds} s in vain until {what}")
@@ -128,9 +128,7 @@ class RunningGateway:
         """Ends it without any farewell to the journal (the process tests use SIGKILL)."""
         if self.task is None:
             return
-        self.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.task
+        await end([self.task])
         self.task = None
         await self.trainer.channel.close()
         await self.gateway.stop(0)
@@ -140,16 +138,7 @@ class RunningGateway:
 async def cluster(redis_url: str, namespace: str) -> AsyncIterator[Cluster]:
     cluster = Cluster(redis_url, namespace)
     yield cluster
-    closing = asyncio.create_task(cluster.close())
-    done, _ = await asyncio.wait([closing], timeout=12)
-    if not done:
-        import sys
-        f = open(f"/tmp/hang_{__import__('os').getpid()}.txt", "w")
-        for t in asyncio.all_tasks():
-            print("TASK", t.get_name(), t, t.cancelling(), file=f)
-            print("   ", getattr(t.get_coro(), "cr_frame", None), getattr(t.get_coro(), "cr_await", None), file=f)
-        f.close()
-        closing.cancel()
+    await cluster.close()
 
 
 def make_batch(

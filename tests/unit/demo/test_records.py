@@ -42,11 +42,12 @@ def test_spans_begin_with_the_step() -> None:
 
 def test_a_bubble_is_what_is_idle_before_after_and_between() -> None:
     spans = [Span("a", 0.0, 10.0), Span("b", 1.0, 3.0), Span("b", 2.0, 4.0), Span("b", 6.0, 7.0)]
-    assert records.bubble_seconds(spans) == {"a": 0.0, "b": pytest.approx(1.0 + 2.0 + 3.0)}
+    expected = {"a": 0.0, "b": pytest.approx(1.0 + 2.0 + 3.0), "idle": 10.0}
+    assert records.bubble_seconds(spans, ["a", "b", "idle"]) == expected
 
 
 def test_no_spans_no_bubbles() -> None:
-    assert records.bubble_seconds([]) == {}
+    assert records.bubble_seconds([], ["a"]) == {"a": 0.0}
 
 
 spans_drawn = st.lists(
@@ -63,7 +64,7 @@ spans_drawn = st.lists(
 @given(spans_drawn)
 def test_bubbles_agree_with_counting_whole_seconds(spans: list[Span]) -> None:
     end = int(max(span.end for span in spans))
-    for name, idle in records.bubble_seconds(spans).items():
+    for name, idle in records.bubble_seconds(spans, "abc").items():
         own = [span for span in spans if span.instance_id == name]
         assert idle == sum(not any(s.begin <= second < s.end for s in own) for second in range(end))
 
@@ -80,7 +81,7 @@ def test_active_samples_begin_and_end_with_none(spans: list[Span]) -> None:
 
 def step(number: int = 0, **provenance: int) -> records.StepRecord:
     samples = [sample(0, ("a", 5.0, 6.0), tokens=4, **provenance), sample(1, ("b", 5.0, 9.0), tokens=16)]
-    return record_step(number, samples, 0.5, 0.1, Timing(4.0, 2.0, 1.0), version=number)
+    return record_step(number, samples, 0.5, 0.1, Timing(4.0, 2.0, 1.0), version=number, fleet=["c"])
 
 
 def test_a_step_sums_up_its_samples() -> None:
@@ -88,7 +89,7 @@ def test_a_step_sums_up_its_samples() -> None:
     assert (record.tokens, record.lengths, record.truncated) == (20, (4, 16), 2)
     assert record.tokens_per_second == 5.0
     assert record.block_efficiency == 3.0
-    assert record.bubbles == {"a": 3.0, "b": 0.0}
+    assert record.bubbles == {"a": 3.0, "b": 0.0, "c": 4.0}
 
 
 def test_without_speculation_the_block_efficiency_is_one() -> None:

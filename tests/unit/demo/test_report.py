@@ -30,6 +30,7 @@ def record(step: int, **changes: Any) -> StepRecord:
         "timing": Timing(4.0, 2.0, 1.0),
         "lengths": (4, 16, 9),
         "truncated": 0,
+        "instances": ("a", "b"),
         "spans": (Span("a", 0.0, 1.0), Span("b", 0.0, 4.0)),
         "drafted": 0,
         "accepted": 0,

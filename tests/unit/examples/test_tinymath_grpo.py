@@ -133,3 +133,12 @@ def test_equal_rewards_teach_nothing() -> None:
     report = grpo.Learner(model, grpo.Settings()).step(samples)
     assert report.grad_norm == 0.0
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_the_learning_rate_rises_over_the_first_updates() -> None:
+    learner = grpo.Learner(tiny_model(), grpo.Settings(lr=0.4, warmup=4, updates=1))
+    rates = []
+    for _ in range(6):
+        rates += learner.schedule.get_last_lr()
+        learner.step(with_logprobs(learner.model, SAMPLES[:2]))
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])

@@ -1,0 +1,45 @@
+"""Ending tasks: a dropped cancellation, and an impatient caller, change nothing about the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.gateway.tasks import end
+
+
+async def _drops(times: int) -> None:
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            times -= 1
+            if times < 0:
+                raise
+
+
+async def test_tasks_end_even_if_they_drop_a_cancellation() -> None:
+    tasks = [asyncio.create_task(_drops(times)) for times in (0, 1, 2)]
+    await asyncio.sleep(0)
+    await end(tasks)
+    assert all(task.cancelled() for task in tasks)
+
+
+async def test_tasks_end_even_if_the_caller_is_cancelled_meanwhile() -> None:
+    task = asyncio.create_task(_drops(2))
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(end([task]))
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.wait([ending])
+    assert ending.cancelled()
+    assert task.cancelled()
+
+
+async def test_what_a_task_raised_stays_in_it() -> None:
+    async def fails() -> None:
+        raise ValueError("no")
+
+    task = asyncio.create_task(fails())
+    await asyncio.wait([task])
+    await end([task])
+    assert isinstance(task.exception(), ValueError)
