@@ -180,7 +180,7 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
         f"{summary['samples']} samples, {summary['tokens']} tokens, "
         f"{summary['tokens_per_second']:.0f} tokens/s; {summary['wall_seconds']:.0f} s in all."
     )
-    console.print(f"Report: {summary['report']}")
+    console.print(f"Report: {summary['report']}", soft_wrap=True)
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         summary = run_demo(setup, options, console)
     except PlatformError as error:
-        console.print(f"The platform failed: {error}", markup=False)
+        console.print(f"The platform failed: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
     _link_latest(setup.out)
     _print_summary(summary, console)

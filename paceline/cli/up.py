@@ -54,7 +54,7 @@ def run_until_stopped(
                 platform.check()
             console.print("Stopping ...")
     except PlatformError as error:
-        console.print(f"paceline: {error}", markup=False, highlight=False)
+        console.print(f"paceline: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -69,9 +69,10 @@ def check_generate(request: rollout_pb2.GenerateRequest, limits: ModelLimits) ->
 def check_exactness(exactness: sample_pb2.Exactness) -> list[Violation]:
     """Violations of an exactness level; Unimplemented for one that is not there yet."""
     level = exactness.level
-    if level in (sample_pb2.EXACTNESS_LEVEL_LENIENT, sample_pb2.EXACTNESS_LEVEL_REJECTION):
+    if level == sample_pb2.EXACTNESS_LEVEL_LENIENT:
         name = sample_pb2.ExactnessLevel.Name(level)
-        raise Unimplemented(name, f"exactness level {name} is not there yet; use EXACT or COUPLED_HISTORY")
+        allowed = "EXACT, COUPLED_HISTORY or REJECTION"
+        raise Unimplemented(name, f"exactness level {name} is not there yet; use {allowed}")
     violations = []
     if level not in sample_pb2.ExactnessLevel.values():
         violations.append(Violation("exactness.level", f"{level} {_UNKNOWN_LEVEL}"))

@@ -103,3 +103,45 @@ def test_an_ended_sample_is_forgotten_and_an_unknown_one_gets_nothing() -> None:
     drafter.end("s")
     drafter.end("never-begun")
     assert offer_of(drafter, prompt, [], 4) is None
+
+
+def test_other_samples_of_the_instance_are_found_live_and_finished() -> None:
+    drafter = SuffixDrafter()
+    drafter.begin(DraftContext("first", [1, 2, 3, 4]))
+    drafter.begin(DraftContext("second", [1, 2, 3, 4]))
+    first = SampleState("first", [1, 2, 3, 4], [5, 6, 7, 8, 9], 100)
+    second = SampleState("second", [1, 2, 3, 4], [5], 100)
+    assert list(drafter.offer([first, second], 3)[1].tokens) == [6, 7, 8]
+    drafter.end("first")
+    assert list(drafter.offer([second], 3)[0].tokens) == [6, 7, 8]
+
+
+def test_a_sample_finds_nothing_of_texts_beyond_the_capacity() -> None:
+    drafter = SuffixDrafter(capacity=12)
+    for number in range(5):
+        text = [100 * number + i for i in range(10)]
+        drafter.begin(DraftContext(str(number), text))
+        drafter.offer([SampleState(str(number), text, [], 100)], 2)
+        drafter.end(str(number))
+    drafter.begin(DraftContext("old", [0, 1, 2, 3]))
+    drafter.begin(DraftContext("new", [400, 401, 402, 403]))
+    states = [SampleState("old", [0, 1, 2, 3], [], 9), SampleState("new", [400, 401, 402, 403], [], 9)]
+    old, new = drafter.offer(states, 2)
+    assert old is None
+    assert list(new.tokens) == [404, 405]
+    assert len(drafter._places) <= 12 + 2 * NGRAM
+
+
+def test_predictions_follow_what_was_kept() -> None:
+    drafter = SuffixDrafter()
+    text = [1, 2, 3, 4, 5, 1, 2, 3, 4]
+    drafter.begin(DraftContext("s", text))
+    (before,) = drafter.offer([SampleState("s", text, [], 9)], 1)
+    for _ in range(50):
+        drafter.learn("s", 1, 0)
+    (after,) = drafter.offer([SampleState("s", text, [], 9)], 1)
+    assert after.acceptance[0] < 0.1 < before.acceptance[0]
+    for _ in range(500):
+        drafter.learn("s", 1, 1)
+    (later,) = drafter.offer([SampleState("s", text, [], 9)], 1)
+    assert later.acceptance[0] > 0.85
