@@ -20,8 +20,8 @@ class GenerationConfig(ServiceConfig):
     """Stable name of the instance; a process that comes back under it gets a new epoch."""
     initial_version: int = Field(default=0, ge=0)
     """Policy version of the weights in `model`."""
-    dtype: str = "auto"
-    """float32, bfloat16, float16, or auto for the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: the model's own."""
     max_num_seqs: int = Field(default=128, ge=1)
     """Samples that run at once."""
     max_waiting: int = Field(default=1024, ge=0)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.local.logtail import readable_tail
 from services.local.pinning import pinned
 from services.platform.lifeline import tied
 
@@ -126,7 +127,7 @@ class Child:
     def tail(self) -> str:
         """The last lines of the log, under its path."""
         lines = self.spec.log.read_text(errors="replace").splitlines() if self.spec.log.exists() else []
-        return "\n".join([f"--- {self.spec.log}", *lines[-_TAIL_LINES:]])
+        return "\n".join([f"--- {self.spec.log}", *readable_tail(lines, _TAIL_LINES)])
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         spec = self.spec

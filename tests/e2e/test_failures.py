@@ -17,7 +17,8 @@ from paceline import Client, Group, RetryPolicy, SamplingParams, WeightFolder
 from services.local import Platform
 from tests.e2e.conftest import VOCAB
 
-LONG = SamplingParams(max_tokens=600, min_tokens=500, ignore_eos=True)
+LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+QUICK = SamplingParams(max_tokens=3, ignore_eos=True)
 PATIENT = RetryPolicy(attempts=60, initial=0.1, maximum=1.0)
 
 
@@ -38,7 +39,28 @@ def whole_fleet(platform: Platform) -> Iterator[None]:
 
 
 def groups(count: int = 8, samples: int = 4) -> list[Group]:
-    return [Group(f"p{n}", [3 + n % (VOCAB - 4), 4, 5], samples) for n in range(count)]
+    """Long samples, and a quick one that tells by its arrival that the long ones have begun."""
+    long = [Group(f"p{n}", [3 + n % (VOCAB - 4), 4, 5], samples) for n in range(count)]
+    return [*long, Group("quick", [3, 4], 1, QUICK)]
+
+
+class Step:
+    """A step in the middle of which something happens."""
+
+    def __init__(self, client: Client, name: str, seed: int) -> None:
+        """Returns when the first sample is there: the others are being generated."""
+        self._samples = iter(client.run(name, seed=seed).rollout(0, groups(), LONG))
+        self._first = next(self._samples)
+        assert self._first.prompt_id == "quick"
+
+    def rest(self) -> list[paceline.Sample]:
+        """All samples, from the stream that was opened before."""
+        return [self._first, *self._samples]
+
+
+def undisturbed(client: Client, seed: int) -> list[paceline.Sample]:
+    """The same step with nothing happening. Run it after the other: known rollouts make a step short."""
+    return list(client.run(f"undisturbed-{seed}", seed=seed).rollout(0, groups(), LONG))
 
 
 def by_key(samples: list[paceline.Sample]) -> dict[paceline.SampleKey, list[int]]:
@@ -46,13 +68,12 @@ def by_key(samples: list[paceline.Sample]) -> dict[paceline.SampleKey, list[int]
 
 
 def test_a_killed_instance_costs_no_sample(platform: Platform, client: Client) -> None:
-    undisturbed = list(client.run("calm", seed=1).rollout(0, groups(), LONG))
-    rollout = client.run("killed", seed=1).rollout(0, groups(), LONG)
-    _wait_until_running(client, "instance-0")
+    step = Step(client, "killed", seed=1)
     platform.kill(0)
-    samples = list(rollout)
-    assert Counter(sample.key for sample in samples) == Counter(sample.key for sample in undisturbed)
-    assert by_key(samples) == by_key(undisturbed), "resumed samples go on with the same noise"
+    samples = step.rest()
+    expected = undisturbed(client, seed=1)
+    assert Counter(sample.key for sample in samples) == Counter(sample.key for sample in expected)
+    assert by_key(samples) == by_key(expected), "resumed samples go on with the same noise"
     assert {sample.status for sample in samples} == {paceline.SampleStatus.TRUNCATED}
     resumed = [sample for sample in samples if sample.provenance.resubmissions]
     assert resumed, "nothing ran on the killed instance"
@@ -93,41 +114,29 @@ def test_a_killed_instance_serves_again_only_with_the_current_weights(
     assert {span.policy_version for s in samples for span in s.version_spans} == {version}
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["SIGTERM", "SIGKILL"])
-def test_a_gateway_restart_in_the_middle_is_invisible(platform: Platform, client: Client, kill: bool) -> None:
-    undisturbed = list(client.run(f"calm-{kill}", seed=2).rollout(0, groups(), LONG))
-    rollout = client.run(f"restarted-{kill}", seed=2).rollout(0, groups(), LONG)
-    samples: list[paceline.Sample] = []
-    restarting = threading.Thread(target=platform.restart_gateway, kwargs={"kill": kill})
-    _wait_until_running(client, "instance-0")
-    restarting.start()
-    samples.extend(rollout)
-    restarting.join(60)
-    assert Counter(s.key for s in samples) == Counter(s.key for s in undisturbed)
-    assert by_key(samples) == by_key(undisturbed)
+@pytest.mark.parametrize(("kill", "seed"), [(False, 2), (True, 3)], ids=["SIGTERM", "SIGKILL"])
+def test_a_gateway_restart_in_the_middle_is_invisible(
+    platform: Platform, client: Client, kill: bool, seed: int
+) -> None:
+    step = Step(client, f"restarted-{seed}", seed)
+    platform.restart_gateway(kill=kill)
+    samples, expected = step.rest(), undisturbed(client, seed)
+    assert Counter(s.key for s in samples) == Counter(s.key for s in expected)
+    assert by_key(samples) == by_key(expected)
+    assert any(s.provenance.resubmissions for s in samples), "the step was over before the restart"
 
 
 def test_a_removed_instance_hands_its_samples_over(platform: Platform, client: Client) -> None:
-    undisturbed = list(client.run("calm-removed", seed=3).rollout(0, groups(), LONG))
-    rollout = client.run("removed", seed=3).rollout(0, groups(), LONG)
-    _wait_until_running(client, "instance-1")
+    step = Step(client, "removed", seed=4)
     platform.remove(1)
-    assert by_key(list(rollout)) == by_key(undisturbed)
+    assert by_key(step.rest()) == by_key(undisturbed(client, seed=4))
     assert platform.instances[1].returncode == 0
 
 
 def test_a_paused_fleet_goes_on_where_it_was(client: Client) -> None:
-    undisturbed = list(client.run("calm-paused", seed=4).rollout(0, groups(), LONG))
-    rollout = client.run("paused", seed=4).rollout(0, groups(), LONG)
+    step = Step(client, "paused", seed=5)
     assert sorted(client.pause()) == ["instance-0", "instance-1"]
     states = {instance.state for instance in client.instances()}
     assert states == {paceline.InstanceState.PAUSED}
     client.resume()
-    assert by_key(list(rollout)) == by_key(undisturbed)
-
-
-def _wait_until_running(client: Client, instance_id: str) -> None:
-    """Returns when the instance reports samples in its engine."""
-    for fleet in client.watch_fleet():
-        if any(i.instance_id == instance_id and i.load.running for i in fleet):
-            return
+    assert by_key(step.rest()) == by_key(undisturbed(client, seed=5))
