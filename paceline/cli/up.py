@@ -48,8 +48,8 @@ def run_until_stopped(
     try:
         with Platform(config) as platform:
             console.print(processes_table(platform))
-            console.print(f"\nGateway: {platform.gateway_address}   (Ctrl-C to stop)", highlight=False)
             stopping = _stop_on_signals()
+            console.print(f"\nGateway: {platform.gateway_address}   (Ctrl-C to stop)", highlight=False)
             while not stopping.wait(_CHECK_SECONDS):
                 platform.check()
             console.print("Stopping ...")

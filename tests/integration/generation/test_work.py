@@ -175,8 +175,9 @@ async def test_a_given_draft_changes_the_steps_and_not_the_tokens(policy: Policy
         assert outcome.finished.decode_steps <= most_steps
     drafted = (await policy.ask(policy.item(1, max_tokens=80, ignore_eos=True, given_draft=tokens)))[1]
     assert drafted.finished is not None
-    source = next(each for each in drafted.finished.draft_sources if each.drafter == "given")
-    assert source.drafted == source.accepted > 60
+    # The suffix drafter knows the text by now too: whose offer is taken is the plan's affair.
+    sources = drafted.finished.draft_sources
+    assert sum(each.drafted for each in sources) == sum(each.accepted for each in sources) > 60
 
 
 async def test_abort_keeps_the_tokens_so_far(policy: Policy) -> None:
@@ -288,11 +289,17 @@ async def test_metrics_count_what_was_generated_and_drafted(
 
     assert grown("paceline_generation_tokens_total") == 60
     assert grown("paceline_generation_step_seconds_count") < 60
-    assert drafted[1].finished is not None
-    given = next(each for each in drafted[1].finished.draft_sources if each.drafter == "given")
-    for kind, expected in (("drafted", given.drafted), ("accepted", given.accepted)):
-        series = [name for name in after if name.startswith(f"paceline_speculation_{kind}_tokens_total{{")]
-        assert sum(grown(name) for name in series if 'drafter="given"' in name) == expected
-    assert grown('paceline_speculation_verify_steps_total{drafter="given"}') > 0
+    finished = [outcome.finished for outcome in (plain, drafted[1]) if outcome.finished is not None]
+    sources = [source for each in finished for source in each.draft_sources]
+    for kind in ("drafted", "accepted"):
+        for drafter in ("given", "suffix"):
+            expected = sum(getattr(source, kind) for source in sources if source.drafter == drafter)
+            series = [
+                name for name in after if name.startswith(f"paceline_speculation_{kind}_tokens_total{{")
+            ]
+            assert sum(grown(name) for name in series if f'drafter="{drafter}"' in name) == expected
+    assert sum(source.accepted for source in sources) > 20
+    steps = [name for name in after if name.startswith("paceline_speculation_verify_steps_total")]
+    assert sum(map(grown, steps)) == sum(each.verify_steps for each in finished)
     assert after["paceline_generation_policy_version"] == policy.version
     assert after["paceline_generation_running_samples"] == 0

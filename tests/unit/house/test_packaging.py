@@ -25,7 +25,9 @@ def test_sdk_import_pulls_neither_an_engine_nor_a_service() -> None:
 
 def test_control_services_import_without_an_engine() -> None:
     for service in ("gateway", "local", "platform"):
-        _run(f"import services.{service}, sys; found = {{'torch', 'vllm'}} & set(sys.modules); assert not found")
+        _run(
+            f"import services.{service}, sys; found = {{'torch', 'vllm'}} & set(sys.modules); assert not found"
+        )
 
 
 def test_only_the_engine_folder_knows_vllm() -> None:
