@@ -23,7 +23,7 @@ from tests.support.oracle import Oracle
 pytestmark = pytest.mark.timeout(400)
 
 PROMPT = (3, 4)
-COUNT = 20_000
+COUNT = 100_000
 # The chance that a test of this kind fails without cause, were its seeds not fixed.
 UNLIKELY = 1e-3
 
