@@ -72,6 +72,17 @@ def test_seed_step_and_slot_make_the_tokens(client: Client) -> None:
     assert base != other_step
 
 
+@pytest.mark.parametrize("level", ["COUPLED_HISTORY", "REJECTION"])
+def test_other_exactness_levels_are_stamped_on_their_samples(client: Client, level: str) -> None:
+    exactness = paceline.Exactness(paceline.ExactnessLevel[level])
+    run = client.run(f"level-{level}", seed=7)
+    first, second = (list(run.rollout(step, groups(2), SAMPLING, exactness=exactness)) for step in (0, 1))
+    assert {s.provenance.exactness.level for s in (*first, *second)} == {exactness.level}
+    assert all(sample.provenance.lossless for sample in (*first, *second))
+    # Noise without the step: the same weights give the same rollouts in every epoch.
+    assert (tokens(first) == tokens(second)) == (level == "COUPLED_HISTORY")
+
+
 def test_a_batch_can_be_read_again_from_any_cursor(client: Client) -> None:
     rollout = client.run("again", seed=1).rollout(0, groups(), SAMPLING)
     events = list(client.stream("again", rollout.batch.batch_id))
