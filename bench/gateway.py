@@ -47,7 +47,7 @@ class Workload:
 def main() -> None:
     """Measure, show and write."""
     arguments = _arguments()
-    workload = _workload(arguments.model, arguments.prompts, arguments.samples, arguments.max_tokens)
+    workload = _workload(arguments.prompts, arguments.samples, arguments.max_tokens)
     options = PlatformConfig(
         model=arguments.model,
         instances=1,
@@ -145,7 +145,7 @@ def _drive(engine: object, workload: Workload, step: int) -> float:
     return time.perf_counter() - began
 
 
-def _workload(model: Path, prompts: int, samples: int, max_tokens: int) -> Workload:
+def _workload(prompts: int, samples: int, max_tokens: int) -> Workload:
     from examples.tinymath.tasks import make_problems
     from examples.tinymath.tokenizer import prompt_ids
 

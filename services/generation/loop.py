@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+import grpc
 import structlog
 
 from paceline.internal.v1 import generation_pb2 as pb
@@ -316,7 +317,7 @@ def _unsampleable(sample: RunningSample) -> pb.Refused:
     position = len(sample.request.prefix) + sample.generated
     return pb.Refused(
         handle=sample.handle,
-        code=3,
+        code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
         message=f"the model gives no finite logits at response position {position}",
         field="prompt_token_ids",
     )

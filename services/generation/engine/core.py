@@ -108,10 +108,7 @@ class Engine:
 
     def abort(self, sample_ids: Iterable[str]) -> None:
         """End samples now and free their KV. Unknown ones are passed over."""
-        ids = list(sample_ids)
-        self._core.abort_requests(ids)
-        for sample_id in ids:
-            self._drafted.pop(sample_id, None)
+        self._core.abort_requests(list(sample_ids))
 
     def step(self) -> list[SampleStep]:
         """Run one engine step: schedule, forward, verify, sample."""
@@ -189,11 +186,6 @@ class Engine:
         # One block is vLLM's null block, which is never free.
         if self._cached_blocks() or pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
             raise StaleKVError("KV blocks survived the reset")
-
-    @property
-    def idle_of_samples(self) -> bool:
-        """Whether no sample is running or waiting."""
-        return not self._scheduler.has_unfinished_requests()
 
     def shutdown(self) -> None:
         """Release the device."""

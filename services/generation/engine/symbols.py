@@ -173,7 +173,6 @@ _REQUEST = (
         "load, drafts, KV",
     ),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.has_requests", "whether a step would do anything"),
-    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.has_unfinished_requests", "whether a sample is left"),
     *_fields("vllm.v1.core.kv_cache_manager", "KVCacheManager", "usage block_pool", "load, KV checks"),
     *_fields(
         "vllm.v1.core.block_pool",
