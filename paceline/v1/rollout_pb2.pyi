@@ -179,14 +179,18 @@ class Reward(_message.Message):
     def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class ReportRewardsRequest(_message.Message):
-    __slots__ = ("run_id", "batch_id", "rewards")
+    __slots__ = ("run_id", "batch_id", "rewards", "kl", "clip_fraction")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FRACTION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     batch_id: str
     rewards: _containers.RepeatedCompositeFieldContainer[Reward]
-    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., rewards: _Optional[_Iterable[_Union[Reward, _Mapping]]] = ...) -> None: ...
+    kl: float
+    clip_fraction: float
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., rewards: _Optional[_Iterable[_Union[Reward, _Mapping]]] = ..., kl: _Optional[float] = ..., clip_fraction: _Optional[float] = ...) -> None: ...
 
 class ReportRewardsResponse(_message.Message):
     __slots__ = ("matched",)

@@ -106,7 +106,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def HintNextBatch(self, request, context):
-        """Names the prompts to come, so that idle instances can pre-generate drafts for them.
+        """Names the prompts to come, so that idle instances can pre-generate drafts for them. One call for each
+        step; a later call for the same step replaces it. A wrong hint costs idle time, nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

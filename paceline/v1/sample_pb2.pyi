@@ -85,12 +85,18 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs_mode: _Optional[_Union[LogprobsMode, str]] = ...) -> None: ...
 
 class Exactness(_message.Message):
-    __slots__ = ("level", "lenience")
+    __slots__ = ("level", "lenience", "reuse_delay", "kl_target", "diversity_floor")
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     LENIENCE_FIELD_NUMBER: _ClassVar[int]
+    REUSE_DELAY_FIELD_NUMBER: _ClassVar[int]
+    KL_TARGET_FIELD_NUMBER: _ClassVar[int]
+    DIVERSITY_FLOOR_FIELD_NUMBER: _ClassVar[int]
     level: ExactnessLevel
     lenience: float
-    def __init__(self, level: _Optional[_Union[ExactnessLevel, str]] = ..., lenience: _Optional[float] = ...) -> None: ...
+    reuse_delay: int
+    kl_target: float
+    diversity_floor: float
+    def __init__(self, level: _Optional[_Union[ExactnessLevel, str]] = ..., lenience: _Optional[float] = ..., reuse_delay: _Optional[int] = ..., kl_target: _Optional[float] = ..., diversity_floor: _Optional[float] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("begin", "end", "policy_version")
@@ -127,7 +133,7 @@ class InstanceSpan(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., begin_token: _Optional[int] = ..., end_token: _Optional[int] = ..., begin: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Provenance(_message.Message):
-    __slots__ = ("draft_sources", "drafted", "accepted", "decode_steps", "verify_steps", "reused_prefix", "migrations", "resubmissions", "exactness", "lossless", "instance_spans", "queue_seconds", "generation_seconds")
+    __slots__ = ("draft_sources", "drafted", "accepted", "decode_steps", "verify_steps", "reused_prefix", "migrations", "resubmissions", "exactness", "lossless", "instance_spans", "queue_seconds", "generation_seconds", "cached_tokens")
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +147,7 @@ class Provenance(_message.Message):
     INSTANCE_SPANS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     draft_sources: _containers.RepeatedCompositeFieldContainer[DraftSource]
     drafted: int
     accepted: int
@@ -154,7 +161,8 @@ class Provenance(_message.Message):
     instance_spans: _containers.RepeatedCompositeFieldContainer[InstanceSpan]
     queue_seconds: float
     generation_seconds: float
-    def __init__(self, draft_sources: _Optional[_Iterable[_Union[DraftSource, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., reused_prefix: _Optional[int] = ..., migrations: _Optional[int] = ..., resubmissions: _Optional[int] = ..., exactness: _Optional[_Union[Exactness, _Mapping]] = ..., lossless: bool = ..., instance_spans: _Optional[_Iterable[_Union[InstanceSpan, _Mapping]]] = ..., queue_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, draft_sources: _Optional[_Iterable[_Union[DraftSource, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., reused_prefix: _Optional[int] = ..., migrations: _Optional[int] = ..., resubmissions: _Optional[int] = ..., exactness: _Optional[_Union[Exactness, _Mapping]] = ..., lossless: bool = ..., instance_spans: _Optional[_Iterable[_Union[InstanceSpan, _Mapping]]] = ..., queue_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("prompt_id", "slot", "token_ids", "logprobs", "finish_reason", "status", "version_spans", "provenance", "seed", "error", "nonfinite_logprobs")

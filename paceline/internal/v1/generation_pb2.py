@@ -27,7 +27,7 @@ from paceline.v1 import sample_pb2 as paceline_dot_v1_dot_sample__pb2
 from paceline.v1 import weight_pb2 as paceline_dot_v1_dot_weight__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%paceline/internal/v1/generation.proto\x12\x14paceline.internal.v1\x1a\x17paceline/v1/fleet.proto\x1a\x18paceline/v1/sample.proto\x1a\x18paceline/v1/weight.proto\"\xf6\x01\n\x08WorkItem\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x05 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\x13\n\x0bgiven_draft\x18\x08 \x03(\r\x12\x11\n\tprompt_id\x18\t \x01(\t\"K\n\x0bWorkRequest\x12-\n\x05start\x18\x01 \x03(\x0b\x32\x1e.paceline.internal.v1.WorkItem\x12\r\n\x05\x61\x62ort\x18\x02 \x03(\x04\"<\n\x05\x44\x65lta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\"\xdc\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12/\n\rdraft_sources\x18\x03 \x03(\x0b\x32\x18.paceline.v1.DraftSource\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x04 \x01(\r\x12\x14\n\x0cverify_steps\x18\x05 \x01(\r\x12\x15\n\rqueue_seconds\x18\x06 \x01(\x01\x12\x1a\n\x12generation_seconds\x18\x07 \x01(\x01\"G\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\xde\x01\n\x0cWorkResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.paceline.internal.v1.Delta\x12\x30\n\x08\x66inished\x18\x02 \x03(\x0b\x32\x1e.paceline.internal.v1.Finished\x12.\n\x07refused\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Refused\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x19.paceline.v1.InstanceLoad\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\"\x12\n\x10GetStatusRequest\"T\n\x11GetStatusResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.paceline.v1.Instance\x12\x16\n\x0estaged_version\x18\x02 \x01(\x04\"\x14\n\x12PauseEngineRequest\"\x15\n\x13PauseEngineResponse\"\x15\n\x13ResumeEngineRequest\"\x16\n\x14ResumeEngineResponse\"\x14\n\x12\x44rainEngineRequest\"*\n\x13\x44rainEngineResponse\x12\x13\n\x0bhanded_over\x18\x01 \x01(\r\"y\n\x13StageWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12)\n\x06target\x18\x02 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12&\n\x04\x64isk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.DiskWeights\"9\n\x14StageWeightsResponse\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"&\n\x13\x41pplyWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"?\n\x14\x41pplyWeightsResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\x04\"(\n\x15\x44iscardWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\x18\n\x16\x44iscardWeightsResponse2\xae\x06\n\x11GenerationService\x12Q\n\x04Work\x12!.paceline.internal.v1.WorkRequest\x1a\".paceline.internal.v1.WorkResponse(\x01\x30\x01\x12\\\n\tGetStatus\x12&.paceline.internal.v1.GetStatusRequest\x1a\'.paceline.internal.v1.GetStatusResponse\x12\x62\n\x0bPauseEngine\x12(.paceline.internal.v1.PauseEngineRequest\x1a).paceline.internal.v1.PauseEngineResponse\x12\x65\n\x0cResumeEngine\x12).paceline.internal.v1.ResumeEngineRequest\x1a*.paceline.internal.v1.ResumeEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.paceline.internal.v1.DrainEngineRequest\x1a).paceline.internal.v1.DrainEngineResponse\x12\x65\n\x0cStageWeights\x12).paceline.internal.v1.StageWeightsRequest\x1a*.paceline.internal.v1.StageWeightsResponse\x12\x65\n\x0c\x41pplyWeights\x12).paceline.internal.v1.ApplyWeightsRequest\x1a*.paceline.internal.v1.ApplyWeightsResponse\x12k\n\x0e\x44iscardWeights\x12+.paceline.internal.v1.DiscardWeightsRequest\x1a,.paceline.internal.v1.DiscardWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%paceline/internal/v1/generation.proto\x12\x14paceline.internal.v1\x1a\x17paceline/v1/fleet.proto\x1a\x18paceline/v1/sample.proto\x1a\x18paceline/v1/weight.proto\"\xa2\x02\n\x08WorkItem\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x05 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\x13\n\x0bgiven_draft\x18\x08 \x03(\r\x12\x11\n\tprompt_id\x18\t \x01(\t\x12\x0e\n\x06run_id\x18\n \x01(\t\x12\x0c\n\x04slot\x18\x0b \x01(\r\x12\x0c\n\x04step\x18\x0c \x01(\x04\"K\n\x0bWorkRequest\x12-\n\x05start\x18\x01 \x03(\x0b\x32\x1e.paceline.internal.v1.WorkItem\x12\r\n\x05\x61\x62ort\x18\x02 \x03(\x04\"W\n\x05\x44\x65lta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x19\n\x11verified_logprobs\x18\x04 \x03(\x02\"\x8a\x02\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12/\n\rdraft_sources\x18\x03 \x03(\x0b\x32\x18.paceline.v1.DraftSource\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x04 \x01(\r\x12\x14\n\x0cverify_steps\x18\x05 \x01(\r\x12\x15\n\rqueue_seconds\x18\x06 \x01(\x01\x12\x1a\n\x12generation_seconds\x18\x07 \x01(\x01\x12\x15\n\rreused_prefix\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\"G\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\xde\x01\n\x0cWorkResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.paceline.internal.v1.Delta\x12\x30\n\x08\x66inished\x18\x02 \x03(\x0b\x32\x1e.paceline.internal.v1.Finished\x12.\n\x07refused\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Refused\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x19.paceline.v1.InstanceLoad\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\"\x12\n\x10GetStatusRequest\"T\n\x11GetStatusResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.paceline.v1.Instance\x12\x16\n\x0estaged_version\x18\x02 \x01(\x04\"\x14\n\x12PauseEngineRequest\"\x15\n\x13PauseEngineResponse\"\x15\n\x13ResumeEngineRequest\"\x16\n\x14ResumeEngineResponse\"\x14\n\x12\x44rainEngineRequest\"*\n\x13\x44rainEngineResponse\x12\x13\n\x0bhanded_over\x18\x01 \x01(\r\"y\n\x13StageWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12)\n\x06target\x18\x02 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12&\n\x04\x64isk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.DiskWeights\"9\n\x14StageWeightsResponse\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"&\n\x13\x41pplyWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"U\n\x14\x41pplyWeightsResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\x04\x12\x14\n\x0chalt_seconds\x18\x03 \x01(\x01\"(\n\x15\x44iscardWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\x18\n\x16\x44iscardWeightsResponse2\xae\x06\n\x11GenerationService\x12Q\n\x04Work\x12!.paceline.internal.v1.WorkRequest\x1a\".paceline.internal.v1.WorkResponse(\x01\x30\x01\x12\\\n\tGetStatus\x12&.paceline.internal.v1.GetStatusRequest\x1a\'.paceline.internal.v1.GetStatusResponse\x12\x62\n\x0bPauseEngine\x12(.paceline.internal.v1.PauseEngineRequest\x1a).paceline.internal.v1.PauseEngineResponse\x12\x65\n\x0cResumeEngine\x12).paceline.internal.v1.ResumeEngineRequest\x1a*.paceline.internal.v1.ResumeEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.paceline.internal.v1.DrainEngineRequest\x1a).paceline.internal.v1.DrainEngineResponse\x12\x65\n\x0cStageWeights\x12).paceline.internal.v1.StageWeightsRequest\x1a*.paceline.internal.v1.StageWeightsResponse\x12\x65\n\x0c\x41pplyWeights\x12).paceline.internal.v1.ApplyWeightsRequest\x1a*.paceline.internal.v1.ApplyWeightsResponse\x12k\n\x0e\x44iscardWeights\x12+.paceline.internal.v1.DiscardWeightsRequest\x1a,.paceline.internal.v1.DiscardWeightsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,45 +35,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.genera
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKITEM']._serialized_start=141
-  _globals['_WORKITEM']._serialized_end=387
-  _globals['_WORKREQUEST']._serialized_start=389
-  _globals['_WORKREQUEST']._serialized_end=464
-  _globals['_DELTA']._serialized_start=466
-  _globals['_DELTA']._serialized_end=526
-  _globals['_FINISHED']._serialized_start=529
-  _globals['_FINISHED']._serialized_end=749
-  _globals['_REFUSED']._serialized_start=751
-  _globals['_REFUSED']._serialized_end=822
-  _globals['_WORKRESPONSE']._serialized_start=825
-  _globals['_WORKRESPONSE']._serialized_end=1047
-  _globals['_GETSTATUSREQUEST']._serialized_start=1049
-  _globals['_GETSTATUSREQUEST']._serialized_end=1067
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1069
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1153
-  _globals['_PAUSEENGINEREQUEST']._serialized_start=1155
-  _globals['_PAUSEENGINEREQUEST']._serialized_end=1175
-  _globals['_PAUSEENGINERESPONSE']._serialized_start=1177
-  _globals['_PAUSEENGINERESPONSE']._serialized_end=1198
-  _globals['_RESUMEENGINEREQUEST']._serialized_start=1200
-  _globals['_RESUMEENGINEREQUEST']._serialized_end=1221
-  _globals['_RESUMEENGINERESPONSE']._serialized_start=1223
-  _globals['_RESUMEENGINERESPONSE']._serialized_end=1245
-  _globals['_DRAINENGINEREQUEST']._serialized_start=1247
-  _globals['_DRAINENGINEREQUEST']._serialized_end=1267
-  _globals['_DRAINENGINERESPONSE']._serialized_start=1269
-  _globals['_DRAINENGINERESPONSE']._serialized_end=1311
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=1313
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=1434
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=1436
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=1493
-  _globals['_APPLYWEIGHTSREQUEST']._serialized_start=1495
-  _globals['_APPLYWEIGHTSREQUEST']._serialized_end=1533
-  _globals['_APPLYWEIGHTSRESPONSE']._serialized_start=1535
-  _globals['_APPLYWEIGHTSRESPONSE']._serialized_end=1598
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=1600
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=1640
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=1642
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=1666
-  _globals['_GENERATIONSERVICE']._serialized_start=1669
-  _globals['_GENERATIONSERVICE']._serialized_end=2483
+  _globals['_WORKITEM']._serialized_end=431
+  _globals['_WORKREQUEST']._serialized_start=433
+  _globals['_WORKREQUEST']._serialized_end=508
+  _globals['_DELTA']._serialized_start=510
+  _globals['_DELTA']._serialized_end=597
+  _globals['_FINISHED']._serialized_start=600
+  _globals['_FINISHED']._serialized_end=866
+  _globals['_REFUSED']._serialized_start=868
+  _globals['_REFUSED']._serialized_end=939
+  _globals['_WORKRESPONSE']._serialized_start=942
+  _globals['_WORKRESPONSE']._serialized_end=1164
+  _globals['_GETSTATUSREQUEST']._serialized_start=1166
+  _globals['_GETSTATUSREQUEST']._serialized_end=1184
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1186
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1270
+  _globals['_PAUSEENGINEREQUEST']._serialized_start=1272
+  _globals['_PAUSEENGINEREQUEST']._serialized_end=1292
+  _globals['_PAUSEENGINERESPONSE']._serialized_start=1294
+  _globals['_PAUSEENGINERESPONSE']._serialized_end=1315
+  _globals['_RESUMEENGINEREQUEST']._serialized_start=1317
+  _globals['_RESUMEENGINEREQUEST']._serialized_end=1338
+  _globals['_RESUMEENGINERESPONSE']._serialized_start=1340
+  _globals['_RESUMEENGINERESPONSE']._serialized_end=1362
+  _globals['_DRAINENGINEREQUEST']._serialized_start=1364
+  _globals['_DRAINENGINEREQUEST']._serialized_end=1384
+  _globals['_DRAINENGINERESPONSE']._serialized_start=1386
+  _globals['_DRAINENGINERESPONSE']._serialized_end=1428
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=1430
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=1551
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=1553
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=1610
+  _globals['_APPLYWEIGHTSREQUEST']._serialized_start=1612
+  _globals['_APPLYWEIGHTSREQUEST']._serialized_end=1650
+  _globals['_APPLYWEIGHTSRESPONSE']._serialized_start=1652
+  _globals['_APPLYWEIGHTSRESPONSE']._serialized_end=1737
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=1739
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=1779
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=1781
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=1805
+  _globals['_GENERATIONSERVICE']._serialized_start=1808
+  _globals['_GENERATIONSERVICE']._serialized_end=2622
 # @@protoc_insertion_point(module_scope)

@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkItem(_message.Message):
-    __slots__ = ("handle", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "seed", "policy_version", "given_draft", "prompt_id")
+    __slots__ = ("handle", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "seed", "policy_version", "given_draft", "prompt_id", "run_id", "slot", "step")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,9 @@ class WorkItem(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     GIVEN_DRAFT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     handle: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -29,7 +32,10 @@ class WorkItem(_message.Message):
     policy_version: int
     given_draft: _containers.RepeatedScalarFieldContainer[int]
     prompt_id: str
-    def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., given_draft: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ...) -> None: ...
+    run_id: str
+    slot: int
+    step: int
+    def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., given_draft: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ..., run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class WorkRequest(_message.Message):
     __slots__ = ("start", "abort")
@@ -40,17 +46,19 @@ class WorkRequest(_message.Message):
     def __init__(self, start: _Optional[_Iterable[_Union[WorkItem, _Mapping]]] = ..., abort: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("handle", "token_ids", "logprobs")
+    __slots__ = ("handle", "token_ids", "logprobs", "verified_logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    verified_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_seconds", "generation_seconds")
+    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_seconds", "generation_seconds", "reused_prefix", "cached_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +66,8 @@ class Finished(_message.Message):
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     finish_reason: _sample_pb2.FinishReason
     draft_sources: _containers.RepeatedCompositeFieldContainer[_sample_pb2.DraftSource]
@@ -65,7 +75,9 @@ class Finished(_message.Message):
     verify_steps: int
     queue_seconds: float
     generation_seconds: float
-    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ...) -> None: ...
+    reused_prefix: int
+    cached_tokens: int
+    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ..., reused_prefix: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("handle", "code", "message", "field")
@@ -156,12 +168,14 @@ class ApplyWeightsRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class ApplyWeightsResponse(_message.Message):
-    __slots__ = ("seconds", "dropped_blocks")
+    __slots__ = ("seconds", "dropped_blocks", "halt_seconds")
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HALT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     seconds: float
     dropped_blocks: int
-    def __init__(self, seconds: _Optional[float] = ..., dropped_blocks: _Optional[int] = ...) -> None: ...
+    halt_seconds: float
+    def __init__(self, seconds: _Optional[float] = ..., dropped_blocks: _Optional[int] = ..., halt_seconds: _Optional[float] = ...) -> None: ...
 
 class DiscardWeightsRequest(_message.Message):
     __slots__ = ("version",)
