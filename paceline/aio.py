@@ -85,9 +85,21 @@ class AsyncClient:
         """Names the prompts to come; returns how many samples may be pre-generated."""
         return await self.call(calls.hint(hint))
 
-    async def report_rewards(self, run_id: str, batch_id: str, rewards: Iterable[t.Reward]) -> int:
-        """Reports rewards of finished samples; returns how many were known."""
-        return await self.call(calls.report_rewards(run_id, batch_id, rewards))
+    async def report_rewards(
+        self,
+        run_id: str,
+        batch_id: str,
+        rewards: Iterable[t.Reward] = (),
+        *,
+        kl: float | None = None,
+        clip_fraction: float | None = None,
+    ) -> int:
+        """Reports rewards of finished samples; returns how many were known.
+
+        `kl` (nats per token, between the policy and the one that sampled) and `clip_fraction` (share of
+        tokens whose ratio was clipped) are what the update on this batch measured. A report may be repeated.
+        """
+        return await self.call(calls.report_rewards(run_id, batch_id, rewards, kl, clip_fraction))
 
     # Weights
 
@@ -258,9 +270,18 @@ class AsyncRun:
         """Names the prompts of a step to come; returns how many samples may be pre-generated."""
         return await self.client.hint(self._plan.hint(step, groups, sampling, expected_version, exactness))
 
-    async def report_rewards(self, batch_id: str, rewards: Iterable[t.Reward]) -> int:
-        """Reports the rewards of a batch; returns how many samples were known."""
-        return await self.client.report_rewards(self.run_id, batch_id, rewards)
+    async def report_rewards(
+        self,
+        batch_id: str,
+        rewards: Iterable[t.Reward] = (),
+        *,
+        kl: float | None = None,
+        clip_fraction: float | None = None,
+    ) -> int:
+        """Reports the rewards of a batch, and what its update measured; returns how many samples were known."""
+        return await self.client.report_rewards(
+            self.run_id, batch_id, rewards, kl=kl, clip_fraction=clip_fraction
+        )
 
     async def push_weights(
         self, source: Source, target: t.WeightTarget = t.WeightTarget.POLICY

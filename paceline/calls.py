@@ -122,10 +122,18 @@ def hint(hint: t.BatchHint) -> Unary[int]:
     return Unary("Rollout", "HintNextBatch", convert.hint_to_proto(hint), lambda answer: int(answer.samples))
 
 
-def report_rewards(run_id: str, batch_id: str, rewards: Iterable[t.Reward]) -> Unary[int]:
+def report_rewards(
+    run_id: str,
+    batch_id: str,
+    rewards: Iterable[t.Reward],
+    kl: float | None,
+    clip_fraction: float | None,
+) -> Unary[int]:
     """ReportRewards."""
     messages = [rollout_pb2.Reward(prompt_id=r.prompt_id, slot=r.slot, reward=r.reward) for r in rewards]
-    request = rollout_pb2.ReportRewardsRequest(run_id=run_id, batch_id=batch_id, rewards=messages)
+    request = rollout_pb2.ReportRewardsRequest(
+        run_id=run_id, batch_id=batch_id, rewards=messages, kl=kl, clip_fraction=clip_fraction
+    )
     return Unary("Rollout", "ReportRewards", request, lambda answer: int(answer.matched))
 
 

@@ -92,9 +92,21 @@ class Client:
         """Names the prompts to come; returns how many samples may be pre-generated."""
         return self.call(calls.hint(hint))
 
-    def report_rewards(self, run_id: str, batch_id: str, rewards: Iterable[t.Reward]) -> int:
-        """Reports rewards of finished samples; returns how many were known."""
-        return self.call(calls.report_rewards(run_id, batch_id, rewards))
+    def report_rewards(
+        self,
+        run_id: str,
+        batch_id: str,
+        rewards: Iterable[t.Reward] = (),
+        *,
+        kl: float | None = None,
+        clip_fraction: float | None = None,
+    ) -> int:
+        """Reports rewards of finished samples; returns how many were known.
+
+        `kl` (nats per token, between the policy and the one that sampled) and `clip_fraction` (share of
+        tokens whose ratio was clipped) are what the update on this batch measured. A report may be repeated.
+        """
+        return self.call(calls.report_rewards(run_id, batch_id, rewards, kl, clip_fraction))
 
     # Weights
 

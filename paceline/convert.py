@@ -72,8 +72,14 @@ def sampling_to_proto(params: t.SamplingParams) -> sample_pb2.SamplingParams:
 
 
 def exactness_to_proto(exactness: t.Exactness) -> sample_pb2.Exactness:
-    """The level, and the lenience where there is one."""
-    return sample_pb2.Exactness(level=_LEVEL.number(exactness.level), lenience=exactness.lenience)
+    """Fields that are None stay unset."""
+    return sample_pb2.Exactness(
+        level=_LEVEL.number(exactness.level),
+        lenience=exactness.lenience,
+        reuse_delay=exactness.reuse_delay,
+        kl_target=exactness.kl_target,
+        diversity_floor=exactness.diversity_floor,
+    )
 
 
 def group_to_proto(group: t.Group) -> rollout_pb2.Group:
@@ -156,8 +162,13 @@ def submitted(answer: rollout_pb2.SubmitRolloutsResponse) -> t.Submitted:
 
 def exactness(message: sample_pb2.Exactness) -> t.Exactness:
     """The exactness that a sample has."""
-    lenience = message.lenience if message.HasField("lenience") else None
-    return t.Exactness(_LEVEL.member(message.level), lenience)
+    return t.Exactness(
+        level=_LEVEL.member(message.level),
+        lenience=message.lenience if message.HasField("lenience") else None,
+        reuse_delay=message.reuse_delay,
+        kl_target=message.kl_target if message.HasField("kl_target") else None,
+        diversity_floor=message.diversity_floor if message.HasField("diversity_floor") else None,
+    )
 
 
 def provenance(message: sample_pb2.Provenance) -> t.Provenance:
@@ -179,6 +190,7 @@ def provenance(message: sample_pb2.Provenance) -> t.Provenance:
         ),
         queue_seconds=message.queue_seconds,
         generation_seconds=message.generation_seconds,
+        cached_tokens=message.cached_tokens,
     )
 
 

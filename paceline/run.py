@@ -141,9 +141,16 @@ class Run:
         """Names the prompts of a step to come; returns how many samples may be pre-generated."""
         return self.client.hint(self._plan.hint(step, groups, sampling, expected_version, exactness))
 
-    def report_rewards(self, batch_id: str, rewards: Iterable[t.Reward]) -> int:
-        """Reports the rewards of a batch; returns how many samples were known."""
-        return self.client.report_rewards(self.run_id, batch_id, rewards)
+    def report_rewards(
+        self,
+        batch_id: str,
+        rewards: Iterable[t.Reward] = (),
+        *,
+        kl: float | None = None,
+        clip_fraction: float | None = None,
+    ) -> int:
+        """Reports the rewards of a batch, and what its update measured; returns how many samples were known."""
+        return self.client.report_rewards(self.run_id, batch_id, rewards, kl=kl, clip_fraction=clip_fraction)
 
     def push_weights(
         self, source: Source, target: t.WeightTarget = t.WeightTarget.POLICY

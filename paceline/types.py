@@ -6,6 +6,7 @@ epoch, durations are seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -36,7 +37,7 @@ class ExactnessLevel(StrEnum):
     COUPLED_HISTORY = "coupled_history"
     """Exact for each sample; samples of one prompt and slot in different steps share their noise."""
     LENIENT = "lenient"
-    """Cached tokens are kept by min(1, l * p_now / p_then): lossy."""
+    """Cached tokens are kept by min(1, l * p_now / p_then): lossy, see `Exactness.lenient`."""
     REJECTION = "rejection"
     """Standard speculative sampling: the policy's distribution, but tokens depend on the drafts."""
 
@@ -116,7 +117,47 @@ class Exactness:
 
     level: ExactnessLevel = ExactnessLevel.EXACT
     lenience: float | None = None
-    """The l of LENIENT, >= 1; None otherwise."""
+    """The l of LENIENT, >= 1; None otherwise. With `kl_target`, where the search for l begins (None: at 1);
+    on a sample, the l that it was made with."""
+    reuse_delay: int = 0
+    """LENIENT: which cached rollout of the slot is reused: 0 the newest, 1 the one before it, and so on."""
+    kl_target: float | None = None
+    """LENIENT: l is moved between batches so that the KL given to `report_rewards` stays near this."""
+    diversity_floor: float | None = None
+    """LENIENT: least share of distinct n-grams in the cached rollouts of a group, in (0, 1]; below it part of
+    the group is sampled afresh. None: everything may be reused."""
+
+    @classmethod
+    def lenient(
+        cls,
+        lenience: float | None = None,
+        *,
+        reuse_delay: int = 0,
+        kl_target: float | None = None,
+        diversity_floor: float | None = None,
+    ) -> Exactness:
+        """SPEC-RL's reuse of the rollout that the slot had in an earlier step: lossy.
+
+        Token by token, the cached rollout is kept with probability min(1, lenience * p_now / p_then); from
+        the first token that is not kept, the current policy goes on exactly. The result is not a sample of
+        the current policy, whatever the lenience, and the less so the greater it is.
+
+        Kept tokens carry the log-probability of the cached policy (p_then), all others that of the current
+        one, for a trainer to correct with. `Provenance.reused_prefix` says how many were kept. Either
+        `lenience`, such as `math.exp(0.5)`, or `kl_target` must be given. ValueError when a value is out
+        of range.
+        """
+        if lenience is None and kl_target is None:
+            raise ValueError("LENIENT needs a lenience or a kl_target")
+        if lenience is not None and not 1 <= lenience < math.inf:
+            raise ValueError(f"lenience must be finite and >= 1, got {lenience}")
+        if reuse_delay < 0:
+            raise ValueError(f"reuse_delay must be >= 0, got {reuse_delay}")
+        if kl_target is not None and not 0 < kl_target < math.inf:
+            raise ValueError(f"kl_target must be finite and > 0, got {kl_target}")
+        if diversity_floor is not None and not 0 < diversity_floor <= 1:
+            raise ValueError(f"diversity_floor must be in (0, 1], got {diversity_floor}")
+        return cls(ExactnessLevel.LENIENT, lenience, reuse_delay, kl_target, diversity_floor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,16 +298,20 @@ class Provenance:
     verify_steps: int = 0
     """Of these, the ones that verified a draft."""
     reused_prefix: int = 0
-    """Tokens taken over from a cached rollout before the first rejection."""
+    """Tokens that agree with a cached rollout, or under LENIENT were taken over from it, before the first
+    that does not."""
     migrations: int = 0
     """Live moves between instances."""
     resubmissions: int = 0
     """Times the sample was resumed from its journal after its instance was lost."""
     exactness: Exactness = field(default_factory=Exactness)
     lossless: bool = True
+    """False for LENIENT: not a sample of the policy."""
     instance_spans: tuple[InstanceSpan, ...] = ()
     queue_seconds: float = 0.0
     generation_seconds: float = 0.0
+    cached_tokens: int = 0
+    """Length of that cached rollout; 0: there was none."""
 
     @property
     def block_efficiency(self) -> float:
@@ -284,7 +329,8 @@ class Sample:
     token_ids: TokenIds
     """[tokens], the response, stop token included."""
     logprobs: Logprobs
-    """[tokens]."""
+    """[tokens], natural logarithms under the policy version of the sample; under LENIENT, of its first
+    `provenance.reused_prefix` tokens under the version that they were taken over from."""
     finish_reason: FinishReason
     status: SampleStatus
     version_spans: tuple[VersionSpan, ...]

@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
+from services.drafts.lenience import FLOOR
 from services.gateway.batch import Batch, BatchKey, Ending, GroupSpec, SampleState
 
 # (run_seed, step, prompt_id, slot, coupled history) -> seed
@@ -48,10 +49,18 @@ class Write:
         return bool(self.extensions or self.ended)
 
 
-def exactness_of(requested: sample_pb2.Exactness) -> sample_pb2.Exactness:
-    """The exactness level asked for, with the default filled in."""
+def exactness_of(requested: sample_pb2.Exactness, lenience: float | None = None) -> sample_pb2.Exactness:
+    """The exactness that samples get, with defaults filled in. `lenience` is the l to be used where the
+    level is LENIENT; None: the one asked for."""
     level = requested.level or sample_pb2.EXACTNESS_LEVEL_EXACT
-    return sample_pb2.Exactness(level=level)
+    if level != sample_pb2.EXACTNESS_LEVEL_LENIENT:
+        return sample_pb2.Exactness(level=level)
+    exactness = sample_pb2.Exactness()
+    exactness.CopyFrom(requested)
+    if lenience is None:
+        lenience = requested.lenience if requested.HasField("lenience") else FLOOR
+    exactness.lenience = lenience
+    return exactness
 
 
 def batch_of(
@@ -61,9 +70,10 @@ def batch_of(
     max_seconds: float,
     max_attempts: int,
     seed_of: SeedOf,
+    lenience: float | None = None,
 ) -> Batch:
     """The batch that a valid request asks for. Its deadline is the request's, `max_seconds` at most."""
-    exactness = exactness_of(request.exactness)
+    exactness = exactness_of(request.exactness, lenience)
     coupled = exactness.level == sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY
     groups = [
         GroupSpec(
@@ -91,6 +101,8 @@ def batch_of(
         accepted_at=accepted_at,
         deadline_at=accepted_at + seconds,
         max_attempts=max_attempts,
+        step=request.step,
+        cached_run=request.run_id,
     )
 
 
@@ -103,9 +115,11 @@ def single(
     max_seconds: float,
     max_attempts: int,
     seed_of: SeedOf,
+    lenience: float | None = None,
 ) -> Batch:
-    """The batch of one sample that a Generate call asks for."""
-    exactness = exactness_of(request.exactness)
+    """The batch of one sample that a Generate call asks for. Rollouts are cached for batches; only LENIENT
+    asks for one, so for any other level the instance is spared the search."""
+    exactness = exactness_of(request.exactness, lenience)
     coupled = exactness.level == sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY
     seed = seed_of(request.run_seed, request.step, request.prompt_id, request.slot, coupled)
     group = GroupSpec(
@@ -120,6 +134,8 @@ def single(
         accepted_at=accepted_at,
         deadline_at=accepted_at + max_seconds,
         max_attempts=max_attempts,
+        step=request.step,
+        cached_run=request.run_id if exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT else "",
     )
 
 
@@ -135,6 +151,9 @@ def work_item(batch: Batch, sample: SampleState, handle: int) -> generation_pb2.
         seed=sample.seed,
         policy_version=batch.policy_version,
         prompt_id=group.prompt_id,
+        run_id=batch.cached_run,
+        slot=sample.slot,
+        step=batch.step,
     )
     item.prefix_token_ids.extend(sample.tokens)
     return item
@@ -176,7 +195,7 @@ def collect(batch: Batch) -> Write:
         payload = final_sample(batch, ending).SerializeToString()
         write.ended.append(Ended(ending.index, payload))
         state = batch.samples[ending.index]
-        del state.tokens[:], state.logprobs[:]
+        state.forget_tokens()
     batch.endings.clear()
     return write
 
@@ -189,6 +208,7 @@ def timestamp(seconds: float) -> Timestamp:
 
 def _provenance(batch: Batch, state: SampleState, ending: Ending) -> sample_pb2.Provenance:
     first = min(state.first_step_at or ending.at, ending.at)
+    cached, reused = state.reuse
     sources = [
         sample_pb2.DraftSource(drafter=drafter, drafted=drafted, accepted=accepted)
         for drafter, (drafted, accepted) in sorted(state.drafts.items())
@@ -201,7 +221,7 @@ def _provenance(batch: Batch, state: SampleState, ending: Ending) -> sample_pb2.
         verify_steps=state.verify_steps,
         resubmissions=state.resubmissions,
         exactness=batch.exactness,
-        lossless=True,
+        lossless=batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_LENIENT,
         instance_spans=[
             sample_pb2.InstanceSpan(
                 instance_id=span.instance_id,
@@ -215,6 +235,8 @@ def _provenance(batch: Batch, state: SampleState, ending: Ending) -> sample_pb2.
         ],
         queue_seconds=max(0.0, first - batch.accepted_at),
         generation_seconds=ending.at - first,
+        reused_prefix=reused,
+        cached_tokens=cached,
     )
 
 

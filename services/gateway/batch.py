@@ -8,7 +8,9 @@ Pure: times are passed in (unix seconds), nothing is sent or stored here. One sa
 Each assignment is a new attempt; events of an earlier attempt are ignored, whoever sends them. A sample
 that goes on elsewhere does so from the tokens that it has, less the last one: that one is sampled again
 (with the same noise, so the same token), and so the instance itself sees whether it ended the sample,
-which nobody else can know for the model's own end-of-sequence token.
+which nobody else can know for the model's own end-of-sequence token. A LENIENT sample goes on so too, but
+nothing more is taken over from its cached rollout: the token that is sampled again, and all after it, are
+the policy's own.
 """
 
 from __future__ import annotations
@@ -78,6 +80,9 @@ class SampleState:
     # uint32 and float32, same length.
     tokens: array[int] = field(default_factory=lambda: array("I"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
+    # LENIENT: float32, of the first tokens, which were taken over from a cached rollout: their
+    # log-probabilities under the current policy.
+    verified: array[float] = field(default_factory=lambda: array("f"))
     spans: list[Span] = field(default_factory=list)
     resubmissions: int = 0
     # Attempts in a row that brought no token.
@@ -92,6 +97,20 @@ class SampleState:
     verify_steps: int = 0
     # drafter -> [drafted, accepted]
     drafts: dict[str, list[int]] = field(default_factory=dict)
+    # Of the attempt that kept most of a cached rollout: how long that was, and how much was kept of it.
+    cached_tokens: int = 0
+    reused_prefix: int = 0
+
+    @property
+    def reuse(self) -> tuple[int, int]:
+        """Length of the cached rollout, and how many of the sample's first tokens are also its own. An
+        attempt that was lost has told of the tokens only, so the length is then known from below."""
+        reused = min(max(self.reused_prefix, len(self.verified)), len(self.tokens))
+        return max(self.cached_tokens, reused), reused
+
+    def forget_tokens(self) -> None:
+        """Forgets all tokens."""
+        del self.tokens[:], self.logprobs[:], self.verified[:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +143,9 @@ class Batch:
     accepted_at: float
     deadline_at: float
     max_attempts: int
+    step: int = 0
+    # The run under which instances look up and keep rollouts; empty: they do not.
+    cached_run: str = ""
     # Samples that have ended, in order, until somebody takes them.
     endings: list[Ending] = field(default_factory=list)
     # Samples with tokens that the journal does not have.
@@ -149,12 +171,23 @@ class Batch:
         return sample.attempt
 
     def extend(
-        self, index: int, attempt: int, tokens: Iterable[int], logprobs: Iterable[float], now: float
+        self,
+        index: int,
+        attempt: int,
+        tokens: Iterable[int],
+        logprobs: Iterable[float],
+        now: float,
+        verified: Sequence[float] = (),
     ) -> bool:
-        """Appends tokens from the instance; False when the attempt is not the current one."""
+        """Appends tokens from the instance; False when the attempt is not the current one. `verified` are
+        log-probabilities of the first of these tokens, taken over as all the sample's tokens before them;
+        what cannot be that is left out."""
         sample = self.samples[index]
         if sample.phase is not Phase.ASSIGNED or sample.attempt != attempt:
             return False
+        lenient = self.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
+        if verified and lenient and len(sample.verified) == len(sample.tokens):
+            sample.verified.extend(verified)
         sample.tokens.extend(tokens)
         sample.logprobs.extend(logprobs)
         span = sample.spans[-1]
@@ -209,7 +242,8 @@ class Batch:
         if sample.phase is Phase.ENDED:
             return Verdict.IGNORED
         if not sample.keep_partial:
-            sample.tokens, sample.logprobs, sample.spans = array("I"), array("f"), []
+            sample.forget_tokens()
+            sample.spans = []
         self._end(sample, sample_pb2.FINISH_REASON_ABORTED, sample_pb2.SAMPLE_STATUS_ABORTED, now)
         return Verdict.ENDED
 
@@ -266,6 +300,8 @@ class Batch:
             sample.logprobs.pop()
             sample.journaled = min(sample.journaled, len(sample.tokens))
         have = len(sample.tokens)
+        del sample.verified[have:]
+        sample.reused_prefix = min(sample.reused_prefix, have)
         sample.spans = [span for span in sample.spans if span.begin_token < have]
         for span in sample.spans:
             span.end_token = min(span.end_token, have)
@@ -292,3 +328,6 @@ class Batch:
             counts = sample.drafts.setdefault(source.drafter, [0, 0])
             counts[0] += source.drafted
             counts[1] += source.accepted
+        # Each attempt tells of the whole response so far, not of its own part: the counts do not add up.
+        if (report.reused_prefix, report.cached_tokens) > (sample.reused_prefix, sample.cached_tokens):
+            sample.reused_prefix, sample.cached_tokens = report.reused_prefix, report.cached_tokens

@@ -22,6 +22,18 @@ class GatewayConfig(ServiceConfig):
     affinity_slack: float = Field(1.0, ge=0)
     """How much more loaded, in lengths of the sample to be placed, an instance may be that already has
     samples of the same prompt."""
+    history: bool = True
+    """Whether finished samples are kept in the draft store, for later epochs to reuse."""
+    max_hint_steps: int = Field(8, ge=1)
+    """Coming steps of a run whose hints are kept; of more, the nearest."""
+    max_hint_bytes: int = Field(64 * 1024 * 1024, ge=1)
+    """Memory for the hints of all runs; one that does not fit is not kept."""
+    draft_cost: float = Field(0.15, ge=0, le=1)
+    """What a drafted token costs, as a share of a generated one; used for placement only."""
+    coverage_timeout_seconds: float = Field(0.1, gt=0)
+    """How long a submission waits to be told what is pre-generated of its step."""
+    run_idle_seconds: float = Field(14400.0, gt=0)
+    """A run without a batch or a hint for so long is forgotten, and its hints with it."""
     retention_seconds: float = Field(86400.0, ge=1)
     """How long a finished batch can still be streamed."""
     lease_seconds: float = Field(5.0, ge=0.5)

@@ -13,15 +13,18 @@ import structlog
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import sample_pb2
 from services.gateway.assemble import work_item
-from services.gateway.batch import Batch, BatchKey, Phase, Verdict
+from services.gateway.batch import Batch, BatchKey, Ending, Phase, Verdict
 from services.gateway.config import GatewayConfig
 from services.gateway.fleet import Fleet, State
+from services.gateway.hints import Coverage, remaining_work
+from services.gateway.history import History
 from services.gateway.lengths import LengthPredictor
 from services.gateway.links import Held, WorkLink
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Assignment, Waiting, WaitingQueue
 from services.gateway.pulse import Pulse
 from services.gateway.running import Ref, Running
+from services.gateway.steps import StepBook
 from services.gateway.writer import JournalWriter
 
 log = structlog.get_logger(__name__)
@@ -41,6 +44,8 @@ class Dispatcher:
         # Finished batches that are still listed as unfinished, and a beat for each.
         self.finished: list[BatchKey] = []
         self.changed = Pulse()
+        # Set whenever a sample was placed, waits again or has ended; cleared by whoever follows that.
+        self.moved = asyncio.Event()
         self.unfinished = 0
         self._config = config
         self._fleet = fleet
@@ -50,18 +55,37 @@ class Dispatcher:
         self._pump_due = False
         self._loop = asyncio.get_running_loop()
         self._writer: JournalWriter | None = None
+        self._history: History | None = None
+        self._steps = StepBook()
+        # What was there of the samples of a batch before it began.
+        self._coverage: dict[BatchKey, Coverage] = {}
 
     def journal_with(self, writer: JournalWriter) -> None:
         """Sets who carries tokens and finished samples into the journal."""
         self._writer = writer
 
+    def remember_with(self, history: History) -> None:
+        """Sets who carries finished samples into the draft store."""
+        self._history = history
+
     # Batches -------------------------------------------------------------------------------------------
 
-    def add(self, batch: Batch, *, fingerprint: str = "", private: bool = False, events: int = 0) -> Running:
-        """Starts to work on a batch (or goes on with it); `events` of it are in the journal already."""
+    def add(
+        self,
+        batch: Batch,
+        *,
+        fingerprint: str = "",
+        private: bool = False,
+        events: int = 0,
+        coverage: Coverage | None = None,
+    ) -> Running:
+        """Starts to work on a batch (or goes on with it); `events` of it are in the journal already, and
+        `coverage` is there of its samples (None: its step was not announced)."""
         self._orders += _ORDER_STEP
         running = Running(batch, self._orders, fingerprint, private, events)
         self.batches[batch.key] = running
+        if not private:
+            self._begin_step(batch, coverage)
         self._metrics.batches.set(len(self.batches))
         for sample in batch.remaining():
             self.unfinished += 1
@@ -99,6 +123,9 @@ class Dispatcher:
         running.stop_timers()
         running.dropped = True
         del self.batches[running.batch.key]
+        self._coverage.pop(running.batch.key, None)
+        if not running.private:
+            self._steps.drop(running.batch.key[0], running.batch.step, len(running.batch.remaining()))
         for sample in running.batch.remaining():
             self.unfinished -= 1
             self._queue.discard((running.batch.key, sample.index))
@@ -107,6 +134,7 @@ class Dispatcher:
         running.places.clear()
         self._metrics.batches.set(len(self.batches))
         self._gauge_queue()
+        self.moved.set()
         running.changed.beat()
 
     def written(self, key: BatchKey, events: int) -> None:
@@ -186,7 +214,10 @@ class Dispatcher:
                 continue
             if len(delta.token_ids) != len(delta.logprobs):
                 raise ValueError(f"{len(delta.token_ids)} tokens with {len(delta.logprobs)} logprobs")
-            if held.batch.extend(held.index, held.attempt, delta.token_ids, delta.logprobs, now):
+            verified = delta.verified_logprobs
+            if len(verified) > len(delta.token_ids):
+                raise ValueError(f"{len(delta.token_ids)} tokens with {len(verified)} verified logprobs")
+            if held.batch.extend(held.index, held.attempt, delta.token_ids, delta.logprobs, now, verified):
                 tokens += len(delta.token_ids)
                 running = self.batches.get(held.batch.key)
                 if running is not None:
@@ -230,6 +261,7 @@ class Dispatcher:
             for assignment in self._queue.place(free, self._config.affinity_slack):
                 self._give(assignment)
         self._gauge_queue()
+        self.moved.set()
 
     def _is_open(self, link: WorkLink, now: float) -> bool:
         member = self._fleet.member(link.instance_id, link.epoch)
@@ -259,13 +291,15 @@ class Dispatcher:
         limit = group.sampling.max_tokens if group.sampling.HasField("max_tokens") else None
         run_id = batch.key[0]
         predicted = self.lengths.predict(run_id, group.prompt_id, group.expected_tokens, limit)
+        covered = self._coverage.get(batch.key, {}).get((group.prompt_id, sample.slot))
+        work = remaining_work(predicted, len(sample.tokens), covered, self._config.draft_cost)
         prompt: Hashable = (run_id, group.prompt_id)
         self._queue.push(
             Waiting(
                 ref=(batch.key, index),
                 prompt=prompt,
                 policy_version=batch.policy_version,
-                predicted=max(1.0, predicted - len(sample.tokens)),
+                predicted=work,
                 order=running.order + index,
             )
         )
@@ -282,6 +316,7 @@ class Dispatcher:
         if verdict is Verdict.IGNORED:
             return
         running.places.pop(index, None)
+        self.moved.set()
         if verdict is Verdict.WAITING:
             self._enqueue(running, index)
             if cause:
@@ -299,10 +334,38 @@ class Dispatcher:
             log.warning("sample_failed", batch=batch.key, sample=index, error=ending.error)
         if ending.status in (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED):
             self.lengths.observe(batch.key[0], batch.groups[sample.group].prompt_id, len(sample.tokens))
+            if not running.private:
+                self._keep(batch, ending)
             # Its siblings that still wait have a better prediction now.
             for sibling in running.members[sample.group]:
                 if (batch.key, sibling) in self._queue:
                     self._enqueue(running, sibling)
+        if not running.private:
+            self._end_in_step(batch, ending)
+
+    def _begin_step(self, batch: Batch, coverage: Coverage | None) -> None:
+        pregenerated = None
+        if coverage is not None:
+            self._coverage[batch.key] = coverage
+            keys = ((batch.groups[each.group].prompt_id, each.slot) for each in batch.samples)
+            pregenerated = sum(coverage[key].tokens for key in keys if key in coverage)
+        self._steps.begin(batch.key[0], batch.step, len(batch.remaining()), batch.accepted_at, pregenerated)
+
+    def _end_in_step(self, batch: Batch, ending: Ending) -> None:
+        sample = batch.samples[ending.index]
+        report = self._steps.end(batch.key[0], batch.step, sample.spans, len(sample.tokens), ending.at)
+        if report is not None:
+            bubbles = report.bubbles(self.links)
+            self._metrics.step_over(list(bubbles.values()), report.tokens, report.pregenerated)
+            log.info("step_over", run=report.run_id, step=report.step, bubbles=bubbles)
+
+    def _keep(self, batch: Batch, ending: Ending) -> None:
+        """Counts what a whole sample took over, and gives it to those that come after it."""
+        state = batch.samples[ending.index]
+        level = sample_pb2.ExactnessLevel.Name(batch.exactness.level)[16:].lower()
+        self._metrics.count_whole(level, len(state.tokens), *state.reuse)
+        if self._history is not None:
+            self._history.offer(batch, ending)
 
     def _saved_later(self, running: Running) -> None:
         if running.private or self._writer is None:

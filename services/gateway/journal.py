@@ -27,10 +27,12 @@ _RECOVER_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The record of a batch: `created` by this very call, or known before."""
+    """The record of a batch: `created` by this very call, or known before. `lenience` is the l that its
+    samples get, None where the level has none."""
 
     fingerprint: str
     total: int
+    lenience: float | None
     created: bool
 
 
@@ -40,6 +42,15 @@ class Head:
 
     total: int
     events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What was asked for, the l that its samples got, and which of them have ended, by index."""
+
+    request: rollout_pb2.SubmitRolloutsRequest
+    lenience: float | None
+    done: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,7 @@ class Recovered:
 
     request: rollout_pb2.SubmitRolloutsRequest
     accepted_at: float
+    lenience: float | None
     total: int
     done: frozenset[int]
     cancels: list[rollout_pb2.CancelRolloutsRequest]
@@ -86,7 +98,9 @@ class Journal:
         self._retention = int(retention_seconds)
         self._keys = GatewayKeys(namespace)
 
-    async def create(self, request: rollout_pb2.SubmitRolloutsRequest, accepted_at: float) -> Known:
+    async def create(
+        self, request: rollout_pb2.SubmitRolloutsRequest, accepted_at: float, lenience: float | None = None
+    ) -> Known:
         """Records a batch, unless one of this id is known already."""
         key = (request.run_id, request.batch_id)
         total = sum(group.samples for group in request.groups)
@@ -95,20 +109,22 @@ class Journal:
         pipe.sadd(self._keys.batches, ":".join(key))
         meta = BatchKeys.of(self._namespace, key).meta
         payload = request.SerializeToString(deterministic=True)
-        pipe.eval(
-            scripts.CREATE, 1, meta, self._owner, fingerprint(request), payload, repr(accepted_at), total
-        )
-        _, (known, recorded_total, created) = await pipe.execute()
-        return Known(_text(known), int(recorded_total), bool(created))
+        chosen = "" if lenience is None else repr(lenience)
+        args = (self._owner, fingerprint(request), payload, repr(accepted_at), total, chosen)
+        pipe.eval(scripts.CREATE, 1, meta, *args)
+        _, (known, recorded_total, recorded_lenience, created) = await pipe.execute()
+        return Known(_text(known), int(recorded_total), _number(recorded_lenience), bool(created))
 
     async def known(self, key: BatchKey) -> Known | None:
         """The record of a batch, if there is one. Fenced when another gateway has the lease."""
         pipe = self._redis.pipeline(transaction=False)
-        pipe.hmget(BatchKeys.of(self._namespace, key).meta, "fingerprint", "total")
+        pipe.hmget(BatchKeys.of(self._namespace, key).meta, "fingerprint", "total", "lenience")
         pipe.get(self._keys.lease)
-        (recorded, total), holder = await pipe.execute()
+        (recorded, total, lenience), holder = await pipe.execute()
         self._check_holder(holder)
-        return None if recorded is None else Known(_text(recorded), int(total), created=False)
+        if recorded is None:
+            return None
+        return Known(_text(recorded), int(total), _number(lenience), created=False)
 
     async def write(self, writes: Sequence[Write], now: float) -> list[list[int] | Exception]:
         """Writes all in one round trip, each batch atomically; per batch the cursors of its ended
@@ -135,6 +151,18 @@ class Journal:
         total, events = await pipe.execute()
         return None if total is None else Head(int(total), events)
 
+    async def recorded(self, key: BatchKey) -> Recorded | None:
+        """What was asked for and what of it has ended; None when it is not known (any more)."""
+        keys = BatchKeys.of(self._namespace, key)
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.hmget(keys.meta, "request", "lenience")
+        pipe.hkeys(keys.done)
+        (request, lenience), done = await pipe.execute()
+        if request is None:
+            return None
+        parsed = rollout_pb2.SubmitRolloutsRequest.FromString(request)
+        return Recorded(parsed, _number(lenience), frozenset(map(int, done)))
+
     async def cancel(self, request: rollout_pb2.CancelRolloutsRequest) -> None:
         """Records a cancellation, so that a restart does not forget it."""
         keys = BatchKeys.of(self._namespace, (request.run_id, request.batch_id))
@@ -155,7 +183,9 @@ class Journal:
         Fenced when another gateway has the lease."""
         self._check_holder(await self._redis.get(self._keys.lease))
         keys = BatchKeys.of(self._namespace, key)
-        request, accepted_at, total = await self._redis.hmget(keys.meta, "request", "accepted_at", "total")
+        request, accepted_at, lenience, total = await self._redis.hmget(
+            keys.meta, "request", "accepted_at", "lenience", "total"
+        )
         if request is None:
             return None
         # From here on a former owner can write nothing any more, so what is read next stays true.
@@ -168,6 +198,7 @@ class Journal:
         return Recovered(
             rollout_pb2.SubmitRolloutsRequest.FromString(request),
             float(accepted_at),
+            _number(lenience),
             int(total),
             done,
             [rollout_pb2.CancelRolloutsRequest.FromString(cancel) for cancel in cancels],
@@ -214,3 +245,7 @@ def _judge(reply: object) -> list[int] | Exception:
 
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def _number(value: bytes | str | None) -> float | None:
+    return float(value) if value else None

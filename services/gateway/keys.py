@@ -22,7 +22,7 @@ class BatchKeys:
 
     @property
     def meta(self) -> str:
-        """Hash: request, fingerprint, accepted_at, total, owner, finished_at."""
+        """Hash: request, fingerprint, accepted_at, total, lenience, owner, finished_at."""
         return f"{self.prefix}:meta"
 
     @property
@@ -70,3 +70,16 @@ class GatewayKeys:
     def update(self) -> str:
         """String: the update in progress as JSON."""
         return f"{self.namespace}:{{gateway}}:update"
+
+    @property
+    def hinted(self) -> str:
+        """Set: ids of the runs that have `hints`."""
+        return f"{self.namespace}:{{gateway}}:hinted"
+
+    def hints(self, run_id: str) -> str:
+        """Hash: step -> serialised HintNextBatchRequest; begun -> the step that began last and its version."""
+        return f"{self.namespace}:{{gateway}}:hints:{run_id}"
+
+    def lenience(self, run_id: str) -> str:
+        """String: what the l of a run has come to, as JSON."""
+        return f"{self.namespace}:{{gateway}}:lenience:{run_id}"

@@ -7,7 +7,6 @@ import grpc
 from paceline.v1 import rollout_pb2, rollout_pb2_grpc
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.term import Term
-from services.platform.errors import Unimplemented
 
 Context = grpc.aio.ServicerContext
 
@@ -48,11 +47,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def HintNextBatch(
         self, request: rollout_pb2.HintNextBatchRequest, context: Context
     ) -> rollout_pb2.HintNextBatchResponse:
-        raise Unimplemented("HintNextBatch", "pre-generation is not there yet: no service would use the hint")
+        samples = await self._term().rollouts.hint(request)
+        return rollout_pb2.HintNextBatchResponse(samples=samples)
 
     async def ReportRewards(
         self, request: rollout_pb2.ReportRewardsRequest, context: Context
     ) -> rollout_pb2.ReportRewardsResponse:
-        raise Unimplemented(
-            "ReportRewards", "drafter learning is not there yet: no service would use rewards"
-        )
+        matched = await self._term().rewards.report(request)
+        return rollout_pb2.ReportRewardsResponse(matched=matched)

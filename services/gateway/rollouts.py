@@ -13,10 +13,14 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from services.gateway.admission import check_generate, check_names, check_submit
 from services.gateway.assemble import batch_of, final_sample, single
 from services.gateway.batch import Batch, BatchKey
+from services.gateway.bubbles import BubbleLink
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.fleet import Fleet
+from services.gateway.hinting import Hinting
+from services.gateway.hints import as_submission
 from services.gateway.journal import Journal, Known, Recovered, fingerprint
+from services.gateway.lenience import Leniences
 from services.gateway.running import Running
 from services.gateway.update import UpdateBook
 from services.platform.errors import (
@@ -34,6 +38,8 @@ from services.platform.violations import Violation
 
 log = structlog.get_logger(__name__)
 
+# Levels whose tokens depend on drafts or on what is cached.
+_DRAFTED = (sample_pb2.EXACTNESS_LEVEL_LENIENT, sample_pb2.EXACTNESS_LEVEL_REJECTION)
 # Events read from the journal at a time.
 _CHUNK = 16
 
@@ -42,13 +48,24 @@ class Rollouts:
     """The rollouts of all runs, for one term of leadership."""
 
     def __init__(
-        self, config: GatewayConfig, journal: Journal, dispatcher: Dispatcher, fleet: Fleet, book: UpdateBook
+        self,
+        config: GatewayConfig,
+        journal: Journal,
+        dispatcher: Dispatcher,
+        fleet: Fleet,
+        book: UpdateBook,
+        leniences: Leniences,
+        hinting: Hinting,
+        bubbles: BubbleLink,
     ) -> None:
         self._config = config
         self._journal = journal
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._book = book
+        self._leniences = leniences
+        self._hinting = hinting
+        self._bubbles = bubbles
         # Weak: a lock lives as long as somebody holds it or waits for it.
         self._locks: WeakValueDictionary[BatchKey, asyncio.Lock] = WeakValueDictionary()
         self._numbers = itertools.count(1)
@@ -73,11 +90,25 @@ class Rollouts:
             total = sum(group.samples for group in request.groups)
             with self._reserve(total):
                 accepted_at = time.time()
-                _check_same(request, await self._journal.create(request, accepted_at))
-                batch = self._batch(request, accepted_at)
-            self._dispatcher.add(batch, fingerprint=fingerprint(request))
+                lenience = await self._leniences.choose(request.run_id, request.exactness)
+                coverage = await self._bubbles.coverage(request.run_id, request.step)
+                recorded = await self._journal.create(request, accepted_at, lenience)
+                _check_same(request, recorded)
+                batch = self._batch(request, accepted_at, recorded.lenience)
+            self._hinting.begin(batch)
+            self._dispatcher.add(batch, fingerprint=fingerprint(request), coverage=coverage)
         log.info("batch_accepted", batch=key, samples=total, version=request.policy_version)
         return rollout_pb2.SubmitRolloutsResponse(batch_id=request.batch_id, samples=total)
+
+    async def hint(self, request: rollout_pb2.HintNextBatchRequest) -> int:
+        """Takes in what a coming step will ask for, checked as that will be; returns how many samples may be
+        pre-generated. 0, and no error, when the step has begun, is too far ahead, or there is no room."""
+        announced = as_submission(request)
+        if violations := check_names(announced.run_id, announced.batch_id):
+            raise InvalidArgument(violations)
+        if violations := check_submit(announced, self._limits()):
+            raise InvalidArgument(violations)
+        return await self._hinting.hint(request)
 
     async def follow(self, key: BatchKey, cursor: int) -> AsyncIterator[rollout_pb2.StreamRolloutsResponse]:
         """The finished samples after `cursor`, as they come, until all have been sent."""
@@ -129,6 +160,7 @@ class Rollouts:
         if violations := check_generate(request, self._limits()):
             raise InvalidArgument(violations)
         with self._reserve(1):
+            lenience = await self._leniences.choose(request.run_id, request.exactness)
             batch = single(
                 request,
                 ("", f"generate-{next(self._numbers)}"),
@@ -137,6 +169,7 @@ class Rollouts:
                 max_seconds=self._config.max_batch_seconds,
                 max_attempts=self._config.max_attempts,
                 seed_of=_seed,
+                lenience=lenience,
             )
         running = self._dispatcher.add(batch, private=True)
         try:
@@ -207,13 +240,16 @@ class Rollouts:
 
     # Batches -------------------------------------------------------------------------------------------
 
-    def _batch(self, request: rollout_pb2.SubmitRolloutsRequest, accepted_at: float) -> Batch:
+    def _batch(
+        self, request: rollout_pb2.SubmitRolloutsRequest, accepted_at: float, lenience: float | None
+    ) -> Batch:
         return batch_of(
             request,
             accepted_at=accepted_at,
             max_seconds=self._config.max_batch_seconds,
             max_attempts=self._config.max_attempts,
             seed_of=_seed,
+            lenience=lenience,
         )
 
     async def _take_up(self, key: BatchKey) -> None:
@@ -228,9 +264,10 @@ class Rollouts:
         if recovered is None or len(recovered.done) >= recovered.total:
             await self._journal.unlist(key)
             return
-        batch = self._batch(recovered.request, recovered.accepted_at)
+        batch = self._batch(recovered.request, recovered.accepted_at, recovered.lenience)
         running = Running(batch, 0)
         _restore(running, recovered)
+        self._hinting.resume(batch)
         self._dispatcher.add(batch, fingerprint=fingerprint(recovered.request), events=len(recovered.done))
         log.info(
             "batch_resumed",
@@ -292,14 +329,20 @@ def _indexes(running: Running, keys: Iterable[sample_pb2.Sample | rollout_pb2.Sa
 
 
 async def _deltas(running: Running) -> AsyncIterator[rollout_pb2.GenerateResponse]:
-    sample, sent = running.batch.samples[0], 0
+    batch, sample, sent = running.batch, running.batch.samples[0], 0
     while True:
-        if len(sample.tokens) > sent:
-            delta = rollout_pb2.TokenDelta(token_ids=sample.tokens[sent:], logprobs=sample.logprobs[sent:])
+        settled = len(sample.tokens)
+        if batch.exactness.level in _DRAFTED and not batch.is_done():
+            # The last token would be sampled again elsewhere, and could then be another one.
+            settled -= 1
+        if settled > sent:
+            delta = rollout_pb2.TokenDelta(
+                token_ids=sample.tokens[sent:settled], logprobs=sample.logprobs[sent:settled]
+            )
             # Counted before the yield: the sample grows while the caller is being sent this.
-            sent = len(sample.tokens)
+            sent = settled
             yield rollout_pb2.GenerateResponse(delta=delta)
-        elif running.batch.is_done():
+        elif batch.is_done():
             return
         elif running.dropped:
             raise Unavailable("this gateway no longer leads; go on from the tokens so far")

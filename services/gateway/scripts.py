@@ -5,14 +5,14 @@ its connection cannot know whether the first was run. Those that write for a lea
 the leader ("FENCED"), so that one that was frozen cannot write over its successor.
 """
 
-# KEYS: meta. ARGV: owner, fingerprint, request, accepted_at, total.
-# Returns the fingerprint and the total that are now recorded, and 1 if this call made the record.
+# KEYS: meta. ARGV: owner, fingerprint, request, accepted_at, total, lenience (empty for none).
+# Returns the fingerprint, the total and the lenience that are now recorded, and 1 if this call made the record.
 CREATE = """
-local known = redis.call('HMGET', KEYS[1], 'fingerprint', 'total')
-if known[1] then return {known[1], known[2], 0} end
+local known = redis.call('HMGET', KEYS[1], 'fingerprint', 'total', 'lenience')
+if known[1] then return {known[1], known[2], known[3], 0} end
 redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'fingerprint', ARGV[2], 'request', ARGV[3],
-           'accepted_at', ARGV[4], 'total', ARGV[5])
-return {ARGV[2], ARGV[5], 1}
+           'accepted_at', ARGV[4], 'total', ARGV[5], 'lenience', ARGV[6])
+return {ARGV[2], ARGV[5], ARGV[6], 1}
 """
 
 # KEYS: meta, events, done, cancels, then tokens and logprobs of each extension, then of each ended sample.
@@ -70,5 +70,13 @@ if holder and holder ~= ARGV[1] then return redis.error_reply('FENCED the lease 
 for at = 2, #KEYS do
   if ARGV[at] == '' then redis.call('DEL', KEYS[at]) else redis.call('SET', KEYS[at], ARGV[at]) end
 end
+return 1
+"""
+
+# KEYS: lease, then a key. ARGV: token, value, seconds until it expires.
+KEEP = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return redis.error_reply('FENCED the lease belongs to ' .. holder) end
+redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
 return 1
 """

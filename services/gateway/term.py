@@ -2,15 +2,23 @@
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable
 
 import structlog
 from redis.asyncio import Redis
 
+from services.drafts.client import DraftStores
+from services.gateway.bubbles import BubbleLink
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.fleet import Fleet
+from services.gateway.hint_store import HintStore
+from services.gateway.hinting import Hinting
+from services.gateway.history import History
 from services.gateway.journal import Fenced, Journal
+from services.gateway.lenience import Leniences
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.rewards import Rewards
 from services.gateway.rollouts import Rollouts
 from services.gateway.roster import Roster
 from services.gateway.tasks import end
@@ -48,7 +56,25 @@ class Term:
         registry = Registry(redis, Keys(config.namespace))
         self.roster = Roster(config, registry, self.fleet, book, self.dispatcher, metrics)
         self.updater = Updater(config, book, versions, self.fleet, self.roster, self.dispatcher, metrics)
-        self.rollouts = Rollouts(config, self.journal, self.dispatcher, self.fleet, book)
+        leniences = Leniences(redis, config.namespace, token, metrics)
+        store = HintStore(redis, config.namespace, config.run_idle_seconds)
+        self.hinting = Hinting(config, store, self.dispatcher, metrics)
+        self.bubbles = BubbleLink(config, registry, self.hinting.book, self.dispatcher, book)
+        self.rollouts = Rollouts(
+            config,
+            self.journal,
+            self.dispatcher,
+            self.fleet,
+            book,
+            leniences,
+            self.hinting,
+            self.bubbles,
+        )
+        self.rewards = Rewards(self.journal, leniences, metrics)
+        self._stores = DraftStores(config, registry)
+        self._history = History(self._stores, metrics) if config.history else None
+        if self._history is not None:
+            self.dispatcher.remember_with(self._history)
 
     @classmethod
     async def open(cls, config: GatewayConfig, redis: Redis, token: str, metrics: GatewayMetrics) -> "Term":
@@ -56,6 +82,7 @@ class Term:
         versions = VersionStore(redis, config.namespace, token)
         book = await versions.load(config.update_timeout_seconds)
         term = cls(config, redis, token, book, versions, metrics)
+        await term.hinting.recover()
         await term.rollouts.recover()
         return term
 
@@ -67,6 +94,14 @@ class Term:
             asyncio.create_task(self.updater.run(), name="updater"),
             asyncio.create_task(self._unlist(), name="unlist"),
         ]
+        beside = [
+            asyncio.create_task(_unharmed(self.hinting.run()), name="hints"),
+            asyncio.create_task(_unharmed(self.bubbles.coordinator.run()), name="coordinator"),
+            asyncio.create_task(_unharmed(self.bubbles.run()), name="bubbles"),
+        ]
+        if self._history is not None:
+            beside.append(asyncio.create_task(_unharmed(self._stores.run()), name="draft-stores"))
+            beside.append(asyncio.create_task(_unharmed(self._history.run()), name="history"))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -76,7 +111,10 @@ class Term:
         finally:
             for running in list(self.dispatcher.batches.values()):
                 self.dispatcher.drop(running)
-            await end(tasks)
+            try:
+                await end((*tasks, *beside))
+            finally:
+                await self._stores.close()
 
     async def _unlist(self) -> None:
         """Takes finished batches off the list of unfinished ones; if that fails, a later gateway does it."""
@@ -86,3 +124,11 @@ class Term:
             for key in finished:
                 with contextlib.suppress(*OUTAGES):
                     await self.journal.unlist(key)
+
+
+async def _unharmed(work: Awaitable[None]) -> None:
+    """What the term can do without: a mistake in it costs itself only."""
+    try:
+        await work
+    except Exception:
+        log.exception("background_work_failed")

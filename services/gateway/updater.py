@@ -178,6 +178,8 @@ class Updater:
                 raise Unavailable("every instance that had staged the weights is gone; stage them again")
             # No await between this check and the phase that keeps new samples out.
             self.book.applying(update_id, self._dispatcher.unfinished, time.time())
+            # Who follows the dispatcher tells that nothing is to be pre-generated now.
+            self._dispatcher.moved.set()
             try:
                 await self._store.save(self.book)
             except (RedisError, Fenced):

@@ -5,7 +5,9 @@ a real Redis with a heartbeat. It keeps that contract in full (order of events, 
 stage and apply), over real sockets. What it does not have is a model: the token at a position is a hash of
 (seed, position, policy version), and a token of 0 ends a sample as an end-of-sequence token would, which
 only the instance knows of. So a test can say what every sample must be, whatever happened to it. Tests of
-the real engine are elsewhere.
+the real engine are elsewhere. Nor does it look for rollouts: the test puts them into `cached`. Of them it
+takes over `keep` tokens when a LENIENT sample starts, with log-probabilities as an instance tells them; for
+any other level it counts how far they agree.
 
 In a test: `async with FakeInstance(...) as fake`, and then its controls (`hold_at`, `freeze`, `kill`,
 `refuse_with`, `fail_stage`, ...). As a process, to be killed or stopped by signals:
@@ -18,9 +20,10 @@ import argparse
 import asyncio
 import hashlib
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import grpc
 
@@ -61,14 +64,40 @@ def response_of(
     return tokens, logprobs
 
 
+def verified_logprob(token: int, position: int, version: int) -> float:
+    """What a version says of a token that it verified, as `token_at` says of one that it sampled."""
+    return -((token + 7 * position + 13 * version) % 320) / 64
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A cached rollout: tokens and log-probabilities of the version that generated it."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
 @dataclass(eq=False)
 class _Sample:
     item: pb.WorkItem
     stream: _Stream
     length: int
+    cached: Cached | None = None
+    # LENIENT: so many of the cached tokens are taken over.
+    keep: int = 0
+    tokens: list[int] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
     new_logprobs: list[float] = field(default_factory=list)
+    new_verified: list[float] = field(default_factory=list)
     steps: int = 0
+
+    def reused(self) -> int:
+        """The response tokens that are the cached rollout's, before the first that is not."""
+        if self.item.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT:
+            return min(self.keep, self.length)
+        cached = self.cached.tokens if self.cached else ()
+        pairs = zip(self.tokens, cached, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class _Stream:
@@ -111,6 +140,11 @@ class FakeInstance(rpc.GenerationServiceServicer):
         self.apply_gate.set()
         # Do not answer aborts.
         self.deaf = False
+        # The cached rollouts by prompt id and slot, and how many of their tokens LENIENT takes over.
+        self.cached: dict[tuple[str, int], Cached] = {}
+        self.keep = 0
+        # Appended to the verified log-probabilities of every delta: a mistake.
+        self.surplus_verified: list[float] = []
         # What happened ----------------------------------------------------------------------------------
         self.accepted: list[pb.WorkItem] = []
         self.aborted: list[int] = []
@@ -295,7 +329,12 @@ class FakeInstance(rpc.GenerationServiceServicer):
             stream.outbox.put_nowait(pb.WorkResponse(refused=[refused], policy_version=self.version))
             return
         self.accepted.append(item)
-        stream.samples[item.handle] = _Sample(item, stream, len(item.prefix_token_ids))
+        sample = _Sample(item, stream, len(item.prefix_token_ids), tokens=list(item.prefix_token_ids))
+        sample.cached = self.cached.get((item.prompt_id, item.slot)) if item.run_id else None
+        lenient = item.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
+        if lenient and sample.cached is not None and not item.prefix_token_ids:
+            sample.keep = min(self.keep, len(sample.cached.tokens))
+        stream.samples[item.handle] = sample
 
     async def _steps(self) -> None:
         steps = 0
@@ -316,8 +355,12 @@ class FakeInstance(rpc.GenerationServiceServicer):
             return
         sampling = sample.item.sampling
         token, logprob = token_at(sample.item.seed, sample.length, self.version)
+        if sample.length < sample.keep and sample.cached is not None:
+            token, logprob = sample.cached.tokens[sample.length], sample.cached.logprobs[sample.length]
+            sample.new_verified.append(verified_logprob(token, sample.length, self.version))
         sample.length += 1
         sample.steps += 1
+        sample.tokens.append(token)
         sample.new_tokens.append(token)
         sample.new_logprobs.append(logprob)
         limit = MAX_MODEL_LEN - len(sample.item.prompt_token_ids)
@@ -337,6 +380,8 @@ class FakeInstance(rpc.GenerationServiceServicer):
             queue_seconds=0.001,
             generation_seconds=sample.steps * self.step_seconds,
             draft_sources=[sample_pb2.DraftSource(drafter="suffix", drafted=4, accepted=3)],
+            reused_prefix=sample.reused(),
+            cached_tokens=len(sample.cached.tokens) if sample.cached else 0,
         )
         response = pb.WorkResponse(finished=[finished], policy_version=self.version)
         self._take(sample, response)
@@ -353,9 +398,12 @@ class FakeInstance(rpc.GenerationServiceServicer):
     def _take(self, sample: _Sample, response: pb.WorkResponse) -> None:
         if sample.new_tokens:
             response.deltas.add(
-                handle=sample.item.handle, token_ids=sample.new_tokens, logprobs=sample.new_logprobs
+                handle=sample.item.handle,
+                token_ids=sample.new_tokens,
+                logprobs=sample.new_logprobs,
+                verified_logprobs=sample.new_verified + self.surplus_verified,
             )
-            sample.new_tokens, sample.new_logprobs = [], []
+            sample.new_tokens, sample.new_logprobs, sample.new_verified = [], [], []
 
 
 async def _main() -> None:

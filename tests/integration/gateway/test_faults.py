@@ -53,8 +53,8 @@ async def test_the_samples_of_a_killed_instance_go_on_elsewhere(cluster: Cluster
     await until(lambda: len(fakes[1].running()) == 16, "the survivor has them all", seconds=5)
     moved = fakes[1].accepted[before:]
     assert len(moved) == on_first
-    # All that was reported but the last token, which is sampled again.
-    assert {len(item.prefix_token_ids) for item in moved} <= {7, 11}
+    # All that was reported but the last token, which is sampled again; it reports every fourth or so.
+    assert {len(item.prefix_token_ids) for item in moved} <= set(range(7, 12))
     fakes[1].hold_at = None
     events = await gateway.trainer.collect(request)
     check_samples(request, events)
@@ -285,7 +285,8 @@ async def test_redis_may_be_restarted_in_mid_step(tmp_path: Path) -> None:
         check_samples(request, [event async for event in stream])
         assert gateway.metric("instance_losses_total", instance="i0") == 0
         again = make_batch()
-        await gateway.trainer.submit(again)
+        # The first call may still meet a connection to the old server, and is answered UNAVAILABLE.
+        await until(lambda: _accepted(gateway.trainer, again), "the next batch is accepted")
         check_samples(again, await gateway.trainer.collect(again))
     finally:
         await cluster.close()

@@ -251,16 +251,6 @@ async def test_without_an_instance_a_batch_is_refused_for_now(cluster: Cluster) 
     assert "RetryInfo" in details(error.value)
 
 
-async def test_lossy_exactness_is_not_there_yet(cluster: Cluster) -> None:
-    gateway = await cluster.gateway()
-    await cluster.instance("i0")
-    await cluster.serving(gateway, 1)
-    lenient = sample_pb2.Exactness(level=sample_pb2.EXACTNESS_LEVEL_LENIENT)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await gateway.trainer.submit(make_batch(exactness=lenient))
-    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_a_stream_of_what_is_not_there_is_refused(cluster: Cluster) -> None:
     gateway = await cluster.gateway()
     fake = await cluster.instance("i0")
@@ -316,15 +306,3 @@ async def test_a_generate_whose_caller_is_gone_ends_on_the_instance(cluster: Clu
     call.cancel()
     await until(lambda: fake.aborted and not fake.running(), "the sample is aborted on the instance")
     await until(lambda: gateway.gateway.term().dispatcher.unfinished == 0, "nothing is unfinished")
-
-
-async def test_what_is_not_there_yet_says_so(cluster: Cluster) -> None:
-    gateway = await cluster.gateway()
-    for call in (
-        gateway.trainer.rollouts.HintNextBatch(rollout_pb2.HintNextBatchRequest(), timeout=CALL),
-        gateway.trainer.rollouts.ReportRewards(rollout_pb2.ReportRewardsRequest(), timeout=CALL),
-    ):
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await call
-        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert "not there yet" in (error.value.details() or "")

@@ -34,6 +34,7 @@ class State:
     version: int = 4
     update: weight_pb2.StartUpdateRequest | None = None
     disk: weight_pb2.DiskWeights | None = None
+    reports: list[rollout_pb2.ReportRewardsRequest] = field(default_factory=list)
     calls: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     """Name and metadata of every call."""
     failures: dict[str, list[tuple[grpc.StatusCode, str, list[Message]]]] = field(
@@ -141,6 +142,7 @@ class Rollouts(_Servicer, rollout_pb2_grpc.RolloutServiceServicer):
 
     async def ReportRewards(self, request: Any, context: Any) -> Any:
         await self.enter("ReportRewards", context)
+        self.state.reports.append(request)
         return rollout_pb2.ReportRewardsResponse(matched=len(request.rewards))
 
 

@@ -24,7 +24,12 @@ async def test_a_step_through_the_async_run(gateway: GatewayDouble, tmp_path: Pa
         rollout = await run.rollout(0, [Group("a", [1], 3)])
         slots = [sample.slot async for sample in rollout]
         assert slots == [0, 1, 2]
-        assert await run.report_rewards(rollout.batch.batch_id, [paceline.Reward("a", 0, 1.0)]) == 1
+        batch_id = rollout.batch.batch_id
+        assert await run.report_rewards(batch_id, [paceline.Reward("a", 0, 1.0)]) == 1
+        assert await client.report_rewards("run", batch_id, kl=0.5, clip_fraction=0.25) == 0
+        assert await run.report_rewards(batch_id, kl=0.5, clip_fraction=0.25) == 0
+        measured = [(each.kl, each.clip_fraction) for each in gateway.state.reports]
+        assert measured == [(0.0, 0.0), (0.5, 0.25), (0.5, 0.25)]
         assert await run.hint(1, [Group("a", [1], 3)], expected_version=5) == 3
         assert (await run.push_weights({"w": np.ones(2, np.float32)})).version == 5
 

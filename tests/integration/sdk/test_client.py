@@ -171,6 +171,15 @@ def test_the_small_calls(client: Client) -> None:
     assert next(iter(client.watch_fleet()))[0].epoch == 2
 
 
+def test_what_an_update_measured_goes_with_the_rewards(gateway: GatewayDouble, client: Client) -> None:
+    assert client.report_rewards("run", "batch-0", kl=0.01, clip_fraction=0.1) == 0
+    run = client.run("run")
+    assert run.report_rewards("batch-0", [Reward("a", 0, 1.0)], kl=0.02) == 1
+    first, second = gateway.state.reports
+    assert (first.kl, first.clip_fraction, len(first.rewards)) == (0.01, 0.1, 0)
+    assert (second.kl, second.HasField("clip_fraction"), len(second.rewards)) == (0.02, False, 1)
+
+
 def test_a_capability_that_is_missing_is_unimplemented(client: Client) -> None:
     with pytest.raises(paceline.UnimplementedError):
         client.set_policy("run", paceline.Policy(3, {}))

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import convert
+from paceline import calls, convert
 from paceline import types as t
-from paceline.v1 import sample_pb2
+from paceline.v1 import rollout_pb2, sample_pb2
 
 
 def test_unset_sampling_fields_stay_unset() -> None:
@@ -36,6 +36,40 @@ def test_no_deadline_is_none() -> None:
 def test_exactness_there_and_back(level: t.ExactnessLevel) -> None:
     wanted = t.Exactness(level, 1.5 if level is t.ExactnessLevel.LENIENT else None)
     assert convert.exactness(convert.exactness_to_proto(wanted)) == wanted
+
+
+@given(
+    st.none() | st.floats(1, 1e6),
+    st.integers(0, 2**32 - 1),
+    st.none() | st.floats(1e-9, 1e3),
+    st.none() | st.floats(1e-6, 1),
+)
+def test_all_of_a_lenient_exactness_goes_there_and_back(
+    lenience: float | None, delay: int, target: float | None, floor: float | None
+) -> None:
+    wanted = t.Exactness(t.ExactnessLevel.LENIENT, lenience, delay, target, floor)
+    message = convert.exactness_to_proto(wanted)
+    assert [message.HasField(name) for name in ("lenience", "kl_target", "diversity_floor")] == [
+        value is not None for value in (lenience, target, floor)
+    ]
+    assert convert.exactness(message) == wanted
+
+
+def test_provenance_tells_of_the_cached_rollout() -> None:
+    message = sample_pb2.Provenance(reused_prefix=3, cached_tokens=9, lossless=False)
+    provenance = convert.provenance(message)
+    assert (provenance.reused_prefix, provenance.cached_tokens, provenance.lossless) == (3, 9, False)
+
+
+def test_a_report_says_only_what_was_measured() -> None:
+    request = calls.report_rewards("run", "b", [t.Reward("p", 1, 0.5)], None, None).request
+    assert isinstance(request, rollout_pb2.ReportRewardsRequest)
+    assert not request.HasField("kl")
+    assert not request.HasField("clip_fraction")
+    measured = calls.report_rewards("run", "b", [], 0.0, 0.25).request
+    assert isinstance(measured, rollout_pb2.ReportRewardsRequest)
+    assert measured.HasField("kl"), "0 is a measurement too"
+    assert (measured.kl, measured.clip_fraction) == (0.0, 0.25)
 
 
 def test_an_enum_value_from_the_future_is_unspecified() -> None:
