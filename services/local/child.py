@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -156,3 +157,12 @@ class Child:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+def stop_together(children: Sequence[Child], timeout: float) -> None:
+    """Asks all to end at once, then waits for each, at most `timeout` seconds."""
+    threads = [threading.Thread(target=child.stop, args=(timeout,)) for child in children]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -11,7 +11,7 @@ from services.local.restarts import RestartPolicy
 
 @dataclass(frozen=True, slots=True)
 class PlatformConfig:
-    """One gateway, some instances and a Redis, all on this machine."""
+    """One gateway, some instances, draft stores, a bubble coordinator and a Redis, all on this machine."""
 
     model: Path
     """Model folder in Hugging Face layout."""
@@ -21,12 +21,19 @@ class PlatformConfig:
     redis_url: str | None = None
     """None starts an embedded server of its own."""
     folder: Path = Path("runs/local")
-    """Where logs and ready files go."""
+    """Where logs and the draft stores' snapshots go."""
+    draft_stores: int = 1
+    """Replicas of the draft store; 0: nothing is kept of earlier steps."""
+    bubbles: bool = True
+    """Pre-generate coming steps in the bubbles of a step, and while the trainer learns."""
     token: str | None = None
-    """Bearer token that the gateway and the instances ask for; None asks for none (loopback only)."""
+    """Bearer token that every process asks for; None asks for none (loopback only)."""
     instance_options: tuple[str, ...] = ()
     """More flags for every instance, such as ("--max-num-seqs", "64")."""
     gateway_options: tuple[str, ...] = ()
+    draft_options: tuple[str, ...] = ()
+    """More flags for every draft store, such as ("--budget-bytes", "67108864")."""
+    bubble_options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     """More environment variables for every process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -43,3 +50,9 @@ class PlatformConfig:
     def logs(self) -> Path:
         """Folder of one log file per process."""
         return self.folder / "logs"
+
+    @property
+    def snapshots(self) -> Path:
+        """Folder of one snapshot per draft store. They last as long as the Redis that goes with them: an
+        embedded one is new at every start, and so they are then."""
+        return self.folder / "drafts"

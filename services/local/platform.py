@@ -1,4 +1,4 @@
-"""The whole platform on this machine: Redis, instances and a gateway as processes.
+"""The whole platform on this machine: Redis, draft stores, bubble coordinator, instances and gateway as processes.
 
     with Platform(PlatformConfig(model=Path("examples/tinymath/model"))) as platform:
         client = platform.client()
@@ -21,7 +21,7 @@ from typing import Self
 from paceline import Client, PacelineError, RetryPolicy
 from paceline.types import InstanceState
 from services.local import pinning, specs
-from services.local.child import Child, ChildSpec, PlatformError, Ready
+from services.local.child import Child, ChildSpec, PlatformError, Ready, stop_together
 from services.local.config import PlatformConfig
 from services.local.keeper import Keeper
 from services.platform.embedded_redis import EmbeddedRedis
@@ -32,12 +32,14 @@ __all__ = ["Platform", "PlatformError"]
 
 
 class Platform:
-    """Starts in `__enter__`, stops in `__exit__`: gateway first, then the instances, then Redis."""
+    """Starts in `__enter__`, stops in `__exit__`: gateway first, then the instances, then what they use."""
 
     def __init__(self, config: PlatformConfig) -> None:
         self.config = config
         self.gateway: Child | None = None
         self.instances: list[Child] = []
+        self.draft_stores: list[Child] = []
+        self.bubbles: Child | None = None
         self.redis: EmbeddedRedis | None = None
         self._redis_url = ""
         self._state = Path()
@@ -69,8 +71,8 @@ class Platform:
         self._stopping.set()
         if self._keeper is not None:
             self._keeper.stop()
-        for group in ([self.gateway] if self.gateway else []), self.instances:
-            _stop_together(group, self.config.stop_timeout)
+        for group in _given(self.gateway), self.instances, self._helpers:
+            stop_together(group, self.config.stop_timeout)
         if self.redis is not None:
             self.redis.stop()
         self._spawner.shutdown()
@@ -89,8 +91,8 @@ class Platform:
 
     @property
     def processes(self) -> list[Child]:
-        """The gateway and the instances."""
-        return ([self.gateway] if self.gateway else []) + self.instances
+        """The gateway, the instances, the draft stores and the bubble coordinator."""
+        return _given(self.gateway) + self.instances + self._helpers
 
     def client(self, *, retry: RetryPolicy | None = None) -> Client:
         """A new SDK client on the gateway."""
@@ -98,10 +100,15 @@ class Platform:
 
     def kill(self, index: int) -> None:
         """Kills an instance as a crash would. It comes back only if restarts are configured."""
-        child = self.instances[index]
-        if self._keeper is None:
-            self._on_purpose.add(child.spec.name)
-        child.kill()
+        self._kill(self.instances[index])
+
+    def kill_draft_store(self, index: int) -> None:
+        """Kills a replica of the draft store as a crash would; as `kill`."""
+        self._kill(self.draft_stores[index])
+
+    def kill_bubbles(self) -> None:
+        """Kills the bubble coordinator as a crash would; as `kill`."""
+        self._kill(self._started(self.bubbles))
 
     def remove(self, index: int) -> None:
         """Stops an instance for good, cleanly, as a scale-down would."""
@@ -123,12 +130,15 @@ class Platform:
 
     def restart_gateway(self, *, kill: bool = False) -> None:
         """Replaces the gateway process, on the same port; returns when the new one takes calls."""
-        assert self.gateway is not None, "the platform is not started"
-        self._on_purpose.add(self.gateway.spec.name)
-        self.gateway.stop(0.0 if kill else self.config.stop_timeout)
-        self.gateway.start()
-        self._on_purpose.discard(self.gateway.spec.name)
-        self.gateway.wait_ready(time.monotonic() + self.config.start_timeout)
+        self._replace(self._started(self.gateway), kill)
+
+    def restart_draft_store(self, index: int, *, kill: bool = False) -> None:
+        """Replaces a replica of the draft store; returns when the new one has its snapshot and takes calls."""
+        self._replace(self.draft_stores[index], kill)
+
+    def restart_bubbles(self, *, kill: bool = False) -> None:
+        """Replaces the bubble coordinator; returns when the new one takes calls."""
+        self._replace(self._started(self.bubbles), kill)
 
     def check(self) -> None:
         """PlatformError with the end of its log when a process is gone and will not be started again."""
@@ -152,9 +162,15 @@ class Platform:
         self._state = Path(tempfile.mkdtemp(prefix="paceline-"))
         shutil.rmtree(config.logs, ignore_errors=True)
         self._redis_url = config.redis_url or self._start_redis()
+        self.draft_stores = [
+            self._child(specs.draft_store_spec(config, self._state, self._redis_url, index))
+            for index in range(config.draft_stores)
+        ]
+        if config.bubbles:
+            self.bubbles = self._child(specs.bubbles_spec(config, self._state, self._redis_url))
         self.instances = [self._instance(index) for index in range(config.instances)]
         self.gateway = self._child(specs.gateway_spec(config, self._state, self._redis_url, config.port))
-        for child in self.processes:
+        for child in (*self._helpers, *self.instances, *_given(self.gateway)):
             child.start()
         for child in self.processes:
             child.wait_ready(deadline, self.check)
@@ -165,6 +181,7 @@ class Platform:
             self._keeper.start()
 
     def _start_redis(self) -> str:
+        shutil.rmtree(self.config.snapshots, ignore_errors=True)
         self.redis = EmbeddedRedis(self._state / "redis")
         return self.redis.start()
 
@@ -182,14 +199,35 @@ class Platform:
             specs.instance_spec(config, self._state, self._redis_url, index, environment, cores)
         )
 
+    @property
+    def _helpers(self) -> list[Child]:
+        return self.draft_stores + _given(self.bubbles)
+
     def _child(self, spec: ChildSpec) -> Child:
         return Child(spec, self._spawner)
+
+    def _kill(self, child: Child) -> None:
+        if self._keeper is None:
+            self._on_purpose.add(child.spec.name)
+        child.kill()
+
+    def _replace(self, child: Child, kill: bool) -> None:
+        """Stops a process and starts it again; returns when it is ready."""
+        self._on_purpose.add(child.spec.name)
+        child.stop(0.0 if kill else self.config.stop_timeout)
+        child.start()
+        self._on_purpose.discard(child.spec.name)
+        child.wait_ready(time.monotonic() + self.config.start_timeout)
+
+    def _started(self, child: Child | None) -> Child:
+        if child is None:
+            raise PlatformError("the platform is not started, or not configured to have this process")
+        return child
 
     def _keep_port(self) -> None:
         """From now on the gateway starts on the port that it has."""
         port = int(self.gateway_address.rpartition(":")[2])
-        assert self.gateway is not None, "the platform is not started"
-        self.gateway.spec = specs.gateway_spec(self.config, self._state, self._redis_url, port)
+        self._started(self.gateway).spec = specs.gateway_spec(self.config, self._state, self._redis_url, port)
 
     def _wanted(self, children: Sequence[Child]) -> list[Child]:
         """Those that nobody took down on purpose."""
@@ -204,20 +242,15 @@ class Platform:
         return child.ready
 
 
+def _given(child: Child | None) -> list[Child]:
+    return [] if child is None else [child]
+
+
 def _serving(client: Client) -> int:
     try:
         return sum(instance.state is InstanceState.SERVING for instance in client.instances())
     except PacelineError:
         return 0
-
-
-def _stop_together(children: list[Child], timeout: float) -> None:
-    """Asks all to end at once, then waits for each."""
-    threads = [threading.Thread(target=child.stop, args=(timeout,)) for child in children]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def _cores() -> list[int]:

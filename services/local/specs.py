@@ -11,11 +11,36 @@ from services.local.config import PlatformConfig
 
 CPU_KV_BYTES = 1 << 30
 """KV memory of an instance on CPU, where vLLM would take all that is free."""
+DRAFT_BYTES = 256 << 20
+"""Memory of a draft store: some 30 million tokens, plenty for a model that one machine trains."""
+SNAPSHOT_SECONDS = 10
+"""How often a draft store writes a snapshot."""
 
 
 def instance_id(index: int) -> str:
     """instance-0, instance-1, ..."""
     return f"instance-{index}"
+
+
+def draft_store_spec(config: PlatformConfig, state: Path, redis_url: str, index: int) -> ChildSpec:
+    """One replica of the draft store: drafts-0, drafts-1, ..."""
+    name = f"drafts-{index}"
+    flags = [
+        *_flags(state, name, redis_url),
+        f"--replica-id={name}",
+        "--port=0",
+        f"--budget-bytes={DRAFT_BYTES}",
+        f"--snapshot-dir={config.snapshots.absolute()}",
+        f"--snapshot-interval-seconds={SNAPSHOT_SECONDS}",
+        *config.draft_options,
+    ]
+    return _spec(config, state, name, "services.drafts", flags, {}, ())
+
+
+def bubbles_spec(config: PlatformConfig, state: Path, redis_url: str) -> ChildSpec:
+    """The bubble coordinator."""
+    flags = [*_flags(state, "bubbles", redis_url), "--port=0", *config.bubble_options]
+    return _spec(config, state, "bubbles", "services.bubbles", flags, {}, ())
 
 
 def gateway_spec(config: PlatformConfig, state: Path, redis_url: str, port: int) -> ChildSpec:

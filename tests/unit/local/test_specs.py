@@ -29,3 +29,24 @@ def test_an_instance_on_a_gpu_takes_the_memory_that_is_there() -> None:
         PlatformConfig(Path("/m")), STATE, "redis://x", 0, {"CUDA_VISIBLE_DEVICES": "0"}, ()
     )
     assert not any("kv-cache" in word or "threads-bind" in word for word in spec.argv)
+
+
+def test_a_draft_store_keeps_its_snapshots_in_the_folder_of_the_platform() -> None:
+    config = PlatformConfig(Path("/m"), folder=Path("/f"), draft_options=("--budget-bytes", "5"))
+    spec = specs.draft_store_spec(config, STATE, "redis://x", 1)
+    assert spec.name == "drafts-1"
+    assert "--replica-id=drafts-1" in spec.argv
+    assert "--snapshot-dir=/f/drafts" in spec.argv
+    assert "--redis-url=redis://x" in spec.argv
+    assert "--port=0" in spec.argv, "several share the machine"
+    assert spec.argv[-2:] == config.draft_options, "given options come last, so they count"
+
+
+def test_every_process_is_given_the_token() -> None:
+    for spec in (
+        specs.draft_store_spec(CONFIG, STATE, "redis://x", 0),
+        specs.bubbles_spec(CONFIG, STATE, "redis://x"),
+    ):
+        assert "secret" not in " ".join(spec.argv)
+        assert spec.environment["PACELINE_TOKEN"] == "secret"
+        assert spec.cores == (), "light: they go wherever there is room"

@@ -1,0 +1,115 @@
+"""DraftService: translation between the protocol and the store, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from paceline.internal.v1 import draft_pb2 as pb
+from paceline.internal.v1 import draft_pb2_grpc as rpc
+from services.drafts.archive import Archive
+from services.drafts.convert import KINDS, batches, from_proto
+from services.drafts.metrics import DraftMetrics
+from services.drafts.rollout import Rollout
+from services.drafts.store import DraftStore
+from services.platform.errors import InvalidArgument
+from services.platform.violations import Violation
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DraftService(rpc.DraftServiceServicer):
+    """One replica, as gateway and instances see it."""
+
+    def __init__(self, store: DraftStore, archive: Archive, metrics: DraftMetrics) -> None:
+        self._store = store
+        self._archive = archive
+        self._metrics = metrics
+
+    async def PutRollouts(
+        self, request_iterator: AsyncIterator[pb.PutRolloutsRequest], context: Context
+    ) -> pb.PutRolloutsResponse:
+        """Stores message by message; one that is not valid ends the call and leaves what came before it."""
+        response = pb.PutRolloutsResponse()
+        seen = 0
+        async for request in request_iterator:
+            # The index in an error counts from the beginning of the stream.
+            rollouts = [
+                from_proto(each, f"rollouts[{index}]") for index, each in enumerate(request.rollouts, seen)
+            ]
+            seen += len(rollouts)
+            stored = sum(self._store.put(rollout) for rollout in rollouts)
+            self._count_puts(stored, len(rollouts) - stored)
+            response.stored += stored
+            response.refused += len(rollouts) - stored
+        return response
+
+    async def FetchRollouts(
+        self, request: pb.FetchRolloutsRequest, context: Context
+    ) -> AsyncIterator[pb.FetchRolloutsResponse]:
+        """What is there of the prompts, prompt by prompt in the order asked for."""
+        violations = [] if request.run_id else [Violation("run_id", "is empty")]
+        if not request.prompt_ids:
+            violations.append(Violation("prompt_ids", "is empty; name at least one prompt"))
+        if violations := violations + _empty_ids(request.prompt_ids):
+            raise InvalidArgument(violations)
+        self._metrics.fetches.inc()
+        for batch in batches(self._found(request.run_id, request.prompt_ids)):
+            yield pb.FetchRolloutsResponse(rollouts=batch)
+
+    async def EvictRollouts(
+        self, request: pb.EvictRolloutsRequest, context: Context
+    ) -> pb.EvictRolloutsResponse:
+        """Removes what matches all that is set."""
+        violations = _empty_ids(request.prompt_ids)
+        if request.kind and request.kind not in KINDS:
+            violations.append(Violation("kind", f"is {request.kind}; must be PREGENERATED or HISTORY"))
+        if not (request.run_id or request.prompt_ids or request.before_version or request.kind):
+            violations.append(
+                Violation("run_id", "is empty, and so is the rest; set at least one field to say what goes")
+            )
+        if violations:
+            raise InvalidArgument(violations)
+        removed = self._store.evict(
+            run_id=request.run_id or None,
+            prompt_ids=frozenset(request.prompt_ids),
+            before_version=request.before_version or None,
+            kind=KINDS.get(request.kind),
+        )
+        self._metrics.count_removals()
+        return pb.EvictRolloutsResponse(removed=removed)
+
+    async def GetDraftStats(
+        self, request: pb.GetDraftStatsRequest, context: Context
+    ) -> pb.GetDraftStatsResponse:
+        """The store as it is now."""
+        store = self._store
+        return pb.GetDraftStatsResponse(
+            prompts=store.prompts,
+            rollouts=store.rollouts.total(),
+            tokens=store.tokens,
+            bytes=store.bytes,
+            budget_bytes=store.budget_bytes,
+            evicted=store.evicted,
+            snapshot_at=self._archive.taken_at,
+        )
+
+    def _found(self, run_id: str, prompt_ids: Sequence[str]) -> Iterator[Rollout]:
+        for prompt_id in dict.fromkeys(prompt_ids):
+            rollouts = self._store.fetch(run_id, prompt_id)
+            self._metrics.prompts_fetched.labels("hit" if rollouts else "miss").inc()
+            self._metrics.tokens_fetched.inc(sum(len(rollout.tokens) for rollout in rollouts))
+            yield from rollouts
+
+    def _count_puts(self, stored: int, refused: int) -> None:
+        self._metrics.puts.labels("stored").inc(stored)
+        self._metrics.puts.labels("refused").inc(refused)
+        self._metrics.count_removals()
+
+
+def _empty_ids(prompt_ids: Sequence[str]) -> list[Violation]:
+    return [
+        Violation(f"prompt_ids[{index}]", "is empty") for index, each in enumerate(prompt_ids) if not each
+    ]

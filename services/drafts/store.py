@@ -1,0 +1,290 @@
+"""The rollouts of one replica of the store, within a budget of bytes. Pure: no clock, no I/O.
+
+Time is logical: the order of puts and fetches. When the budget is exceeded, rollouts go in this order:
+
+1. pre-generated ones whose step has passed: their run has history of a later step (longest known first);
+2. history that is not the newest of its slot (first superseded first);
+3. whole prompts, the one least recently put or fetched first.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from services.drafts.rollout import Kind, Rollout
+
+ROLLOUT_OVERHEAD = 768
+"""Bytes charged for a rollout beside its arrays and names: objects, and its places in the store's tables."""
+PROMPT_OVERHEAD = 384
+"""Bytes charged for a prompt that has rollouts."""
+
+PromptKey = tuple[str, str]
+"""(run_id, prompt_id)"""
+SlotKey = tuple[str, str, int]
+"""(run_id, prompt_id, slot)"""
+
+
+class Cause(enum.StrEnum):
+    """Why a rollout was removed."""
+
+    PASSED = "passed"
+    """Over budget: pre-generated for a step that has passed."""
+    SUPERSEDED = "superseded"
+    """Over budget: history of which there is a newer version."""
+    COLD = "cold"
+    """Over budget: its prompt was used least recently."""
+    SERVED = "served"
+    """Pre-generated for a sample that has ended since."""
+    SURPLUS = "surplus"
+    """More versions of a slot's history than are kept."""
+    REQUESTED = "requested"
+    """Somebody asked for it."""
+
+
+BUDGET_CAUSES = (Cause.PASSED, Cause.SUPERSEDED, Cause.COLD)
+"""What the budget forced out, in the order of eviction."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What is known of one sample of a prompt; `history` is ordered by version, oldest first."""
+
+    history: list[Rollout] = field(default_factory=list)
+    pregenerated: Rollout | None = None
+
+    def rollouts(self) -> Iterator[Rollout]:
+        yield from self.history
+        if self.pregenerated is not None:
+            yield self.pregenerated
+
+
+@dataclass(slots=True)
+class _Run:
+    """The steps of one run."""
+
+    prompts: int = 0
+    latest: int = -1
+    """Highest step with history; -1 for none."""
+    ahead: dict[int, dict[SlotKey, None]] = field(default_factory=dict)
+    """Slots with a pre-generated rollout whose step has not passed, by that step."""
+
+
+class DraftStore:
+    """Rollouts by run, prompt, slot, kind and version."""
+
+    def __init__(self, budget_bytes: int, history_versions: int = 2) -> None:
+        """`history_versions` is how many versions of a slot's history are kept."""
+        self.budget_bytes = budget_bytes
+        self.bytes = 0
+        self.tokens = 0
+        self.changes = 0
+        """Grows with every rollout that is put in or removed."""
+        self.removed: Counter[Cause] = Counter()
+        self.rollouts: Counter[Kind] = Counter()
+        self._history_versions = history_versions
+        self._prompts: OrderedDict[PromptKey, dict[int, _Slot]] = OrderedDict()
+        """Least recently used first."""
+        self._runs: dict[str, _Run] = {}
+        self._passed: dict[SlotKey, None] = {}
+        self._superseded: dict[tuple[SlotKey, int], None] = {}
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts have rollouts."""
+        return len(self._prompts)
+
+    @property
+    def evicted(self) -> int:
+        """Rollouts removed to stay within the budget, since the start."""
+        return sum(self.removed[cause] for cause in BUDGET_CAUSES)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        """All rollouts; putting them into an empty store in this order gives the same store."""
+        for slots in self._prompts.values():
+            for slot in slots.values():
+                yield from slot.rollouts()
+
+    def put(self, rollout: Rollout) -> bool:
+        """Stores a rollout and makes room for it.
+
+        False when it is older or shorter than what is there, has served already, or finds no room.
+        """
+        if cost(rollout) + PROMPT_OVERHEAD > self.budget_bytes or not self._is_news(rollout):
+            return False
+        key = (rollout.run_id, rollout.prompt_id)
+        if key not in self._prompts:
+            self._prompts[key] = {}
+            self._runs.setdefault(rollout.run_id, _Run()).prompts += 1
+            self.bytes += PROMPT_OVERHEAD
+        self._prompts.move_to_end(key)
+        slot = self._prompts[key].setdefault(rollout.slot, _Slot())
+        if rollout.kind is Kind.HISTORY:
+            self._put_history(slot, rollout)
+        else:
+            self._put_pregenerated(slot, rollout)
+        return self._shrink(rollout)
+
+    def fetch(self, run_id: str, prompt_id: str) -> list[Rollout]:
+        """All rollouts of a prompt, by slot; the history of a slot comes first, oldest version first."""
+        slots = self._prompts.get((run_id, prompt_id))
+        if slots is None:
+            return []
+        self._prompts.move_to_end((run_id, prompt_id))
+        return [rollout for number in sorted(slots) for rollout in slots[number].rollouts()]
+
+    def evict(
+        self,
+        run_id: str | None = None,
+        prompt_ids: Collection[str] = (),
+        before_version: int | None = None,
+        kind: Kind | None = None,
+    ) -> int:
+        """Removes what matches all that is given; returns how many."""
+        chosen = [
+            rollout
+            for (run, prompt), slots in self._prompts.items()
+            if run_id in (None, run) and (not prompt_ids or prompt in prompt_ids)
+            for slot in slots.values()
+            for rollout in slot.rollouts()
+            if kind in (None, rollout.kind) and (before_version is None or rollout.version < before_version)
+        ]
+        for rollout in chosen:
+            self._remove(rollout, Cause.REQUESTED)
+        return len(chosen)
+
+    def _is_news(self, rollout: Rollout) -> bool:
+        slot = self._prompts.get((rollout.run_id, rollout.prompt_id), {}).get(rollout.slot)
+        if slot is None:
+            return True
+        if rollout.kind is Kind.PREGENERATED:
+            served = any(each.step >= rollout.step for each in slot.history)
+            return not served and (slot.pregenerated is None or _better(rollout, slot.pregenerated))
+        full = len(slot.history) >= self._history_versions
+        return not full or rollout.version >= slot.history[0].version
+
+    def _put_pregenerated(self, slot: _Slot, rollout: Rollout) -> None:
+        if slot.pregenerated is not None:
+            self._forget(slot.pregenerated)
+        slot.pregenerated = rollout
+        self._count(rollout, 1)
+        key, run = _slot_key(rollout), self._runs[rollout.run_id]
+        if rollout.step < run.latest:
+            self._passed[key] = None
+        else:
+            run.ahead.setdefault(rollout.step, {})[key] = None
+
+    def _put_history(self, slot: _Slot, rollout: Rollout) -> None:
+        known = next((each for each in slot.history if each.version == rollout.version), None)
+        if known is not None:
+            slot.history.remove(known)
+            self._forget(known)
+        insort(slot.history, rollout, key=lambda each: each.version)
+        self._count(rollout, 1)
+        if slot.pregenerated is not None and slot.pregenerated.step <= rollout.step:
+            self._remove(slot.pregenerated, Cause.SERVED)
+        while len(slot.history) > self._history_versions:
+            self._remove(slot.history[0], Cause.SURPLUS)
+        for each in slot.history[:-1]:
+            self._superseded.setdefault((_slot_key(each), each.version))
+        self._advance(self._runs[rollout.run_id], rollout.step)
+
+    def _advance(self, run: _Run, step: int) -> None:
+        """The run has history of a step: what was generated ahead for earlier ones has passed."""
+        if step <= run.latest:
+            return
+        run.latest = step
+        for passed in sorted(each for each in run.ahead if each < step):
+            self._passed.update(run.ahead.pop(passed))
+
+    def _shrink(self, newest: Rollout) -> bool:
+        """Evicts until the budget holds. Returns whether `newest`, put last, is still there."""
+        kept = True
+        while self.bytes > self.budget_bytes:
+            victims, cause = self._victims(newest)
+            for victim in victims:
+                self._remove(victim, cause)
+                kept = kept and victim is not newest
+        return kept
+
+    def _victims(self, newest: Rollout) -> tuple[list[Rollout], Cause]:
+        """What goes next."""
+        if self._passed:
+            run_id, prompt_id, number = next(iter(self._passed))
+            slot = self._prompts[run_id, prompt_id][number]
+            return [each for each in (slot.pregenerated,) if each is not None], Cause.PASSED
+        if self._superseded:
+            (run_id, prompt_id, number), version = next(iter(self._superseded))
+            slot = self._prompts[run_id, prompt_id][number]
+            return [each for each in slot.history if each.version == version], Cause.SUPERSEDED
+        (run_id, prompt_id), slots = next(iter(self._prompts.items()))
+        found = [each for slot in slots.values() for each in slot.rollouts()]
+        if (run_id, prompt_id) == (newest.run_id, newest.prompt_id):
+            # The prompt in use is all that is left: it goes on with less.
+            found = [each for each in found if each is not newest][:1]
+        return found, Cause.COLD
+
+    def _remove(self, rollout: Rollout, cause: Cause) -> None:
+        """Takes a rollout out of its slot, and what is empty then with it."""
+        key = (rollout.run_id, rollout.prompt_id)
+        slots = self._prompts[key]
+        slot = slots[rollout.slot]
+        if rollout.kind is Kind.HISTORY:
+            slot.history.remove(rollout)
+        else:
+            slot.pregenerated = None
+        self._forget(rollout)
+        self.removed[cause] += 1
+        if not slot.history and slot.pregenerated is None:
+            del slots[rollout.slot]
+        if not slots:
+            del self._prompts[key]
+            self.bytes -= PROMPT_OVERHEAD
+            run = self._runs[rollout.run_id]
+            run.prompts -= 1
+            if not run.prompts:
+                del self._runs[rollout.run_id]
+
+    def _forget(self, rollout: Rollout) -> None:
+        """Takes a rollout out of the tables and the accounts."""
+        self._count(rollout, -1)
+        key = _slot_key(rollout)
+        if rollout.kind is Kind.HISTORY:
+            self._superseded.pop((key, rollout.version), None)
+            return
+        self._passed.pop(key, None)
+        ahead = self._runs[rollout.run_id].ahead
+        if rollout.step in ahead:
+            ahead[rollout.step].pop(key, None)
+            if not ahead[rollout.step]:
+                del ahead[rollout.step]
+
+    def _count(self, rollout: Rollout, sign: int) -> None:
+        self.bytes += sign * cost(rollout)
+        self.tokens += sign * len(rollout.tokens)
+        self.rollouts[rollout.kind] += sign
+        self.changes += 1
+
+
+def cost(rollout: Rollout) -> int:
+    """Bytes that a rollout is charged."""
+    return rollout.nbytes + len(rollout.run_id) + len(rollout.prompt_id) + ROLLOUT_OVERHEAD
+
+
+def _slot_key(rollout: Rollout) -> SlotKey:
+    return (rollout.run_id, rollout.prompt_id, rollout.slot)
+
+
+def _better(new: Rollout, old: Rollout) -> bool:
+    """Whether a pre-generated rollout replaces another of its slot."""
+    if new.step != old.step:
+        return new.step > old.step
+    same, longer = new.seed == old.seed, len(new.tokens) > len(old.tokens)
+    if new.version > old.version:
+        return len(new.tokens) >= len(old.tokens) or (same and new.finished)
+    if old.finished:
+        return False
+    return same and (longer or new.finished)

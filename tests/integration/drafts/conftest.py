@@ -1,0 +1,147 @@
+"""Store processes of one's own, clients of them, and stubs, over real sockets and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.internal.v1 import draft_pb2 as pb
+from paceline.internal.v1 import draft_pb2_grpc as rpc
+from services.drafts.client import DraftStores
+from services.gateway.tasks import end
+from services.local.child import Child, ChildSpec, stop_together
+from services.platform.channel import open_channel
+from services.platform.config import ServiceConfig
+from services.platform.registry import Registry
+from services.platform.store import Keys, connect
+
+CALL = 20.0
+"""Deadline of every call and every wait, in seconds: far above what anything takes."""
+
+
+async def until(condition: Callable[[], Any], what: str) -> None:
+    """Waits until the condition (or what it is awaited for) holds; fails when it does not."""
+    try:
+        async with asyncio.timeout(CALL):
+            while not await _holds(condition):  # noqa: ASYNC110 (what is waited for sets no event)
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(f"waited {CALL} s in vain until {what}")
+
+
+async def _holds(condition: Callable[[], Any]) -> bool:
+    result = condition()
+    return bool(await result if isinstance(result, Awaitable) else result)
+
+
+async def connected(stores: DraftStores, wanted: int) -> None:
+    """Returns when a client is connected to so many replicas: a call would otherwise fail on a busy machine,
+    where connecting takes long."""
+    await until(lambda: len(stores.replicas) == wanted, f"{wanted} replicas are found")
+    async with asyncio.timeout(CALL):
+        await asyncio.gather(*(replica.connected() for replica in stores._replicas.values()))
+
+
+class StoreProcess:
+    """One replica: `python -m services.drafts`, and a stub to it."""
+
+    def __init__(self, child: Child, config: ServiceConfig, stack: AsyncExitStack) -> None:
+        self.child = child
+        self._config = config
+        self._stack = stack
+        self.stub: Any = None
+
+    async def start(self) -> None:
+        """Returns when it is ready."""
+        await asyncio.to_thread(self.child.start)
+        await asyncio.to_thread(self.child.wait_ready, time.monotonic() + CALL)
+        self.stub = await self.connect(self._config)
+
+    async def connect(self, config: ServiceConfig) -> Any:
+        """A stub with the settings of another client."""
+        assert self.child.ready is not None
+        channel = open_channel(self.child.ready.address, config)
+        return rpc.DraftServiceStub(await self._stack.enter_async_context(channel))
+
+    async def restart(self, *, kill: bool) -> None:
+        """Replaces the process, after SIGKILL or SIGTERM."""
+        await asyncio.to_thread(self.child.stop, 0 if kill else CALL)
+        await self.start()
+
+    async def stats(self) -> pb.GetDraftStatsResponse:
+        return await self.stub.GetDraftStats(pb.GetDraftStatsRequest(), timeout=CALL)
+
+    def log(self) -> str:
+        return self.child.spec.log.read_text()
+
+    def metrics_url(self) -> str:
+        assert self.child.ready is not None
+        return f"http://127.0.0.1:{self.child.ready.metrics_port}/metrics"
+
+
+class Deployment:
+    """Makes replicas and clients on one namespace, and ends them with the test."""
+
+    def __init__(self, redis_url: str, namespace: str, folder: Path, spawner: ThreadPoolExecutor) -> None:
+        self.folder = folder
+        self.stack = AsyncExitStack()
+        self._settings = {"redis_url": redis_url, "namespace": namespace}
+        self._spawner = spawner
+        self._children: list[Child] = []
+
+    def config(self, **settings: Any) -> ServiceConfig:
+        return ServiceConfig(**self._settings, **settings)
+
+    async def replica(
+        self, index: int = 0, *flags: str, token: str | None = None, snapshots: bool = True
+    ) -> StoreProcess:
+        """Starts drafts-<index>; returns when it is ready."""
+        name = f"drafts-{index}"
+        run = f"{name}.{len(self._children)}"
+        ready = self.folder / f"{run}.ready.json"
+        argv = [
+            *(sys.executable, "-m", "services.drafts", "--port=0", f"--replica-id={name}"),
+            *(f"--redis-url={self._settings['redis_url']}", f"--namespace={self._settings['namespace']}"),
+            f"--ready-file={ready}",
+            *([f"--snapshot-dir={self.folder / 'snapshots'}"] if snapshots else []),
+            *flags,
+        ]
+        environment = {"PACELINE_TOKEN": token} if token else {}
+        child = Child(
+            ChildSpec(run, argv, self.folder / f"{run}.log", ready, environment=environment), self._spawner
+        )
+        self._children.append(child)
+        process = StoreProcess(child, self.config(token=token), self.stack)
+        await process.start()
+        return process
+
+    async def client(self, wanted: int = 1, *, seconds: float = CALL, **settings: Any) -> DraftStores:
+        """A client that is connected to so many replicas. `seconds` is its timeout."""
+        config = self.config(**settings)
+        redis = await self.stack.enter_async_context(connect(config))
+        stores = DraftStores(config, Registry(redis, Keys(config.namespace)), timeout=seconds)
+        watching = asyncio.create_task(stores.run())
+        self.stack.push_async_callback(stores.close)
+        self.stack.push_async_callback(end, [watching])
+        await connected(stores, wanted)
+        return stores
+
+    async def close(self) -> None:
+        await self.stack.aclose()
+        await asyncio.to_thread(stop_together, self._children, 0)
+
+
+@pytest.fixture
+async def deployment(redis_url: str, namespace: str, tmp_path: Path) -> AsyncIterator[Deployment]:
+    with ThreadPoolExecutor(1) as spawner:
+        deployment = Deployment(redis_url, namespace, tmp_path, spawner)
+        yield deployment
+        await deployment.close()
