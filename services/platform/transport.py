@@ -41,7 +41,8 @@ def channel_options(config: ServiceConfig) -> Options:
     options: Options = [
         *common_options(config),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Also how long one attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_http_proxy", 0),
     ]
