@@ -1,0 +1,23 @@
+"""What the index offers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """Continuations of n growing rollouts.
+
+    tokens [n, window] int32 and shares [n, window] float32: the offered tokens and, for each, the estimated
+    probability that it comes if all before it have; only the first counts[i] of row i mean anything. counts [n]
+    int32: offered tokens, 0 for none. matches [n] int32: tokens of context that the first one rests on.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    shares: npt.NDArray[np.float32]
+    counts: npt.NDArray[np.int32]
+    matches: npt.NDArray[np.int32]

@@ -1,0 +1,260 @@
+"""All prompts of an index: their automata, what they cost, and what goes when there is no room.
+
+An automaton from which something was taken away is freed at once, and rebuilt from the texts when next needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from math import log2
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.drafts.index.arena import Arena, Full
+from services.drafts.index.layout import NOWHERE
+from services.drafts.index.names import Name
+from services.drafts.index.prompt import TEXT_COST, Growing, Prompt, Rollout
+
+# An occurrence in the prompt itself weighs next to nothing: it decides only where no rollout has been.
+_PROMPT_WEIGHT = 2.0**-100
+# Rollouts weigh between 2**-_DOUBLINGS and 2**_DOUBLINGS; beyond that the base version moves.
+_DOUBLINGS = 60
+# When finished rollouts have to go, 1 / _SLACK of the bound becomes free at once: each time costs rebuilding.
+_SLACK = 16
+
+
+class Prompts:
+    """The prompts of an index by name, the least recently used first.
+
+    arena: where their automata and growing rollouts lie. max_tokens, decay, reach: see SuffixIndex.
+    """
+
+    def __init__(self, arena: Arena, max_tokens: int, decay: float, reach: int) -> None:
+        self._arena = arena
+        self._max_tokens = max_tokens
+        self._doublings = -log2(decay)  # of weight, from one version to the next
+        self._reach = reach
+        self._entries: dict[Name, Prompt] = {}
+        self._cost = 0  # of everything but the tokens of growing rollouts
+        self.growing: dict[int, Growing] = {}
+        """The growing rollouts by handle."""
+        self.unbuilt: set[Name] = set()
+        """Prompts whose automata have to be rebuilt."""
+
+    def __iter__(self) -> Iterator[tuple[Name, Prompt]]:
+        return iter(list(self._entries.items()))
+
+    @property
+    def used(self) -> int:
+        """What everything counts against the bound."""
+        return self._cost + self._arena.growing_tokens
+
+    def get(self, name: Name) -> Prompt | None:
+        """A prompt; None if unknown."""
+        return self._entries.get(name)
+
+    def use(self, name: Name) -> Prompt:
+        """A prompt, made if unknown; it is the most recently used one now."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            entry = Prompt()
+            self._cost += entry.fixed_cost
+            self.unbuilt.add(name)
+        self._entries[name] = entry
+        return entry
+
+    def set_tokens(self, name: Name, tokens: NDArray[np.int32]) -> None:
+        """Set a prompt's own tokens."""
+        entry = self.use(name)
+        self._release(name, entry)
+        self._cost += len(tokens) - len(entry.tokens)
+        entry.tokens = tokens
+        entry.hashes[:] = 0
+        entry.hashed = self._arena.teach(tokens, entry.hashes, 0)
+
+    def add(self, name: Name, rollout: Name, added: Rollout) -> bool:
+        """Add a finished rollout of a new name. False if the automaton has no room for it; it is not added then."""
+        entry = self.use(name)
+        self._rebase(name, entry, added.version)
+        if not entry.rollouts and not entry.growing:
+            self.build([name])
+        fits = True
+        if entry.built:
+            try:
+                self._arena.extend(added.tokens, entry.end, self._weight(entry, added.version), self._reach)
+            except Full:
+                fits = False
+        entry.rollouts[rollout] = added
+        self._cost += added.cost
+        if not fits:
+            self.clear([name])
+            if not self._try_build(name, entry):
+                self.forget(name, [rollout])
+                return False
+        self._arena.teach(added.tokens, entry.hashes.copy(), entry.hashed)
+        return True
+
+    def open(self, name: Name, rollout: Name, version: int) -> int:
+        """Begin a growing rollout of a new name; returns its handle."""
+        entry = self.use(name)
+        self._rebase(name, entry, version)
+        self.build([name])
+        handle = self._arena.open(entry.end, self._weight(entry, version), entry.hashes, entry.hashed)
+        entry.growing[rollout] = handle
+        self.growing[handle] = Growing(name, rollout, version)
+        self._cost += TEXT_COST
+        return handle
+
+    def close(self, handle: int, keep: bool) -> None:
+        """End a growing rollout, and keep it as a finished one or not. KeyError: no such handle."""
+        growing = self.growing.pop(handle)
+        text = self._arena.close(handle)
+        entry = self.use(growing.prompt)
+        del entry.growing[growing.rollout]
+        if keep:
+            entry.rollouts[growing.rollout] = Rollout(growing.version, text)
+            self._cost += len(text)
+            return
+        self._cost -= TEXT_COST
+        if len(text):
+            self._release(growing.prompt, entry)
+        if entry.empty:
+            self.drop(growing.prompt)
+
+    def forget(self, name: Name, rollouts: Collection[Name], *, keep: bool = False) -> None:
+        """Remove finished rollouts of a prompt, and the prompt when nothing is left of it, unless `keep`."""
+        if not rollouts:
+            return
+        entry = self._entries[name]
+        for rollout in rollouts:
+            self._cost -= entry.rollouts.pop(rollout).cost
+        self._release(name, entry)
+        if entry.empty and not keep:
+            self.drop(name)
+
+    def drop(self, name: Name) -> None:
+        """Remove a prompt with everything."""
+        entry = self._entries[name]
+        self._release(name, entry)
+        self._cost -= entry.fixed_cost + entry.finished_cost
+        for handle in entry.growing.values():
+            del self.growing[handle]
+            self._arena.close(handle)
+        del self._entries[name]
+        self.unbuilt.discard(name)
+
+    def room(self, keep: Name | None = None) -> int:
+        """What would be left of the bound if all went that may go to make room for the prompt `keep`."""
+        fixed = sum(
+            entry.fixed_cost for name, entry in self._entries.items() if entry.growing or name == keep
+        )
+        return self._max_tokens - fixed - self._arena.growing_tokens
+
+    def make_room(self, needed: int, keep: Name | None = None) -> bool:
+        """Evict until so much fits: idle prompts but `keep`, the least recently used first, then old rollouts.
+
+        False, and nothing is evicted, if it cannot fit.
+        """
+        if self.used + needed <= self._max_tokens:
+            return True
+        if needed > self.room(keep):
+            return False
+        for name, entry in self:
+            if self.used + needed <= self._max_tokens:
+                return True
+            if not entry.growing and name != keep:
+                self.drop(name)
+        finished = [
+            (rollout.version, name, rollout_name)
+            for name, entry in self
+            for rollout_name, rollout in entry.rollouts.items()
+        ]
+        finished.sort(key=lambda each: each[0])
+        for _, name, rollout_name in finished:
+            if self.used + needed <= self._max_tokens - self._max_tokens // _SLACK:
+                break
+            self.forget(name, [rollout_name], keep=name == keep)
+        return True
+
+    def build(self, names: Collection[Name]) -> None:
+        """Rebuild the automata of these prompts where necessary.
+
+        When even cleared arrays have no room for all, which takes texts that repeat themselves in the worst way,
+        the prompts lose finished rollouts, then growing ones are halted and emptied, then their own tokens go.
+        """
+        cleared = False
+        while pending := [name for name in names if name in self.unbuilt]:
+            for name in pending:
+                entry = self._entries[name]
+                if self._try_build(name, entry):
+                    continue
+                if cleared:
+                    self._shrink(name, entry)
+                else:
+                    self.clear(names)
+                    cleared = True
+
+    def clear(self, keep: Collection[Name]) -> None:
+        """Free all automata at once, and drop the less recently used half of the idle prompts but `keep`.
+
+        Blocks of edges are not joined when they are freed, so this is also what ends their fragmentation.
+        """
+        self._arena.clear()
+        for entry in self._entries.values():
+            entry.root = NOWHERE
+        idle = [name for name, entry in self._entries.items() if not entry.growing and name not in keep]
+        for name in idle[: (len(idle) + 1) // 2]:
+            self.drop(name)
+        self.unbuilt = set(self._entries)
+
+    def _release(self, name: Name, entry: Prompt) -> None:
+        if entry.built:
+            self._arena.release(entry.root)
+            entry.root = NOWHERE
+            self.unbuilt.add(name)
+
+    def _rebase(self, name: Name, entry: Prompt, version: int) -> None:
+        """Let a version be weighed that is too new for the base: it becomes the base."""
+        if not entry.rollouts and not entry.growing:
+            entry.base = version
+        elif (version - entry.base) * self._doublings > _DOUBLINGS:
+            self._release(name, entry)
+            entry.base = version
+
+    def _weight(self, entry: Prompt, version: int) -> float:
+        return 2.0 ** max(-_DOUBLINGS, min(_DOUBLINGS, (version - entry.base) * self._doublings))
+
+    def _try_build(self, name: Name, entry: Prompt) -> bool:
+        """Build the automaton of a prompt if there is none. False, and there is none, if there is no room."""
+        if entry.built:
+            return True
+        try:
+            entry.root = self._arena.new_root()
+            entry.end = self._arena.extend(entry.tokens, entry.root, _PROMPT_WEIGHT, self._reach)
+            for rollout in entry.rollouts.values():
+                weight = self._weight(entry, rollout.version)
+                self._arena.extend(rollout.tokens, entry.end, weight, self._reach)
+            for handle in entry.growing.values():
+                weight = self._weight(entry, self.growing[handle].version)
+                end = self._arena.extend(self._arena.text(handle), entry.end, weight, self._reach)
+                self._arena.place(handle, end, weight)
+        except Full:
+            self._release(name, entry)
+            return False
+        self.unbuilt.discard(name)
+        return True
+
+    def _shrink(self, name: Name, entry: Prompt) -> None:
+        """Give up something of a prompt that is not built."""
+        grown = [handle for handle in entry.growing.values() if len(self._arena.text(handle))]
+        if entry.rollouts:
+            oldest = sorted(entry.rollouts, key=lambda rollout: entry.rollouts[rollout].version)
+            for rollout in oldest[: (len(oldest) + 1) // 2]:
+                self._cost -= entry.rollouts.pop(rollout).cost
+        elif grown:
+            for handle in grown:
+                self._arena.halt(handle)
+                self._arena.empty(handle)
+        else:
+            self.set_tokens(name, entry.tokens[:0])

@@ -1,0 +1,134 @@
+"""Compiled table of what follows short contexts in all texts, whatever their prompt.
+
+For a few context lengths, the hash of the last tokens leads to one token that followed them, and how firmly: a vote
+for it adds one, a vote for another takes one away. It forgets by itself and is never searched or cleaned.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Compiled functions carry numba types, which annotations cannot say.
+
+import numpy as np
+
+from kernels.coupled_sampler.jit import kernel
+from services.drafts.index.layout import ENTRIES, HISTORY
+
+ORDERS = (1, 2, 4, 6, 9, 13)
+"""Context lengths in tokens, ascending."""
+FIRMEST = 15
+"""Most votes that an entry remembers."""
+LEAST_ENTRIES = 1 << 12
+"""Entries of the smallest table; sizes are powers of two."""
+
+# An entry: the upper 28 bits of its context's hash, firmness (5 bits, 0: empty), token (31 bits). It lies anywhere
+# in a bucket of four, half a cache line. The lowest bits of the hash say in which bucket of the smallest table; the
+# bits that a larger one needs are in the entry, so that a table can be enlarged without the contexts.
+_TOKEN_BITS, _CHECK_SHIFT = np.uint64(31), np.uint64(36)
+_TOKEN_MASK, _FIRMNESS_MASK = np.uint64(2**31 - 1), np.uint64(31)
+_BUCKET, _BUCKET_BITS = 4, np.uint64(2)
+_LOW_BITS, _LOW = np.uint64(10), np.uint64(LEAST_ENTRIES // _BUCKET - 1)
+_ONE = np.uint64(1)
+_VOTE = _ONE << _TOKEN_BITS
+
+_BASE = 0x9E3779B97F4A7C15
+_FACTOR = np.uint64(_BASE)
+_POWERS = tuple(np.uint64(pow(_BASE, order, 2**64)) for order in ORDERS)
+_MIX, _MIX_SHIFT = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(29)
+_RING = HISTORY - 1
+if max(ORDERS) >= HISTORY or HISTORY & _RING:
+    raise ValueError("the ring must be longer than the longest context, and a power of two")
+
+
+@kernel
+def push(hashes, hashed, token):
+    """Hash one more token: `hashes` [HISTORY] uint64 holds those of the last prefixes, `hashed` counts them."""
+    before = hashes[(hashed - 1) & _RING] if hashed > 0 else np.uint64(0)
+    hashes[hashed & _RING] = before * _FACTOR + np.uint64(token) + _ONE
+
+
+@kernel
+def _context(hashes, hashed, i):
+    """Hash of the last ORDERS[i] tokens, of at least so many."""
+    before = hashes[(hashed - 1 - ORDERS[i]) & _RING] if hashed > ORDERS[i] else np.uint64(0)
+    mixed = (hashes[(hashed - 1) & _RING] - before * _POWERS[i] + np.uint64(i)) * _MIX
+    mixed ^= mixed >> _MIX_SHIFT
+    return mixed * _FACTOR
+
+
+@kernel
+def _bucket(low, check, rows):
+    """First row of the bucket for a hash with these lowest and uppermost bits."""
+    mask = (np.uint64(rows) >> _BUCKET_BITS) - _ONE
+    return np.int64(((low & _LOW) | (check << _LOW_BITS)) & mask) * _BUCKET
+
+
+@kernel
+def _firmness(entry):
+    return np.int64((entry >> _TOKEN_BITS) & _FIRMNESS_MASK)
+
+
+@kernel
+def _find(entries, context):
+    """Where the entry of a context is; where it may be put, as a negative number -1 - row, if there is none."""
+    check = context >> _CHECK_SHIFT
+    start = _bucket(context, check, len(entries))
+    weakest, row = np.int64(FIRMEST + 1), start
+    for at in range(start, start + _BUCKET):
+        firmness = _firmness(entries[at])
+        if firmness > 0 and entries[at] >> _CHECK_SHIFT == check:
+            return at
+        if firmness < weakest:
+            weakest, row = firmness, at
+    return -1 - row
+
+
+@kernel
+def learn(entries, scalars, hashes, hashed, token):
+    """Vote for `token` after each context that ends the tokens hashed."""
+    for i in range(len(ORDERS)):
+        if hashed < ORDERS[i]:
+            break
+        context = _context(hashes, hashed, i)
+        row = _find(entries, context)
+        known = row >= 0
+        if not known:
+            row = -1 - row
+        entry = entries[row]
+        firmness = _firmness(entry)
+        if known and entry & _TOKEN_MASK == np.uint64(token):
+            if firmness < FIRMEST:
+                entries[row] = entry + _VOTE
+        elif firmness > 1:
+            entries[row] = entry - _VOTE
+        else:
+            scalars[ENTRIES] += firmness == 0
+            entries[row] = ((context >> _CHECK_SHIFT) << _CHECK_SHIFT) | _VOTE | np.uint64(token)
+
+
+@kernel
+def look_up(entries, hashes, hashed):
+    """The longest context known: its place in ORDERS or -1, the token that follows, and how firmly.
+
+    Where a context is known, shorter ones are known, too, unless they were overwritten: a binary search.
+    """
+    known, unknown = np.int64(-1), np.int64(len(ORDERS))
+    token, firmness = np.int64(-1), np.int64(0)
+    while unknown - known > 1:
+        i = (known + unknown) // 2
+        row = _find(entries, _context(hashes, hashed, i)) if hashed >= ORDERS[i] else np.int64(-1)
+        if row >= 0:
+            known, token, firmness = i, np.int64(entries[row] & _TOKEN_MASK), _firmness(entries[row])
+        else:
+            unknown = i
+    return known, token, firmness
+
+
+@kernel
+def enlarge(entries, larger):
+    """Move all entries to an empty table `larger`."""
+    for row in range(len(entries)):
+        entry = entries[row]
+        if entry != 0:
+            at = _bucket(np.uint64(row // _BUCKET), entry >> _CHECK_SHIFT, len(larger))
+            while larger[at] != 0:
+                at += 1
+            larger[at] = entry
