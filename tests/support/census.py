@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.generation.drafting.reuse import Reuse
 from services.generation.engine.types import SampleRequest, SampleState, Verifier
 from services.platform.sampling import Sampling
 
@@ -17,6 +18,7 @@ class Census:
     """`count` samples of `length` tokens of one prompt at temperature 1; seeds count up from first_seed.
 
     With `drafts` > 0, each step verifies that many tokens that look random; they depend on seed and position only.
+    With LENIENT all take over `cached`, at lenience 1.
     """
 
     prompt: tuple[int, ...]
@@ -25,13 +27,16 @@ class Census:
     first_seed: int = 0
     drafts: int = 0
     verifier: Verifier = Verifier.COUPLED
+    cached: tuple[int, ...] = ()
+    cached_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Tokens by seed, [count, length], and the draft tokens verified and accepted."""
+    """Tokens by seed, [count, length], tokens taken over, [count], and the draft tokens verified and accepted."""
 
     tokens: npt.NDArray[np.uint16]
+    reused: npt.NDArray[np.uint16]
     drafted: int
     accepted: int
 
@@ -42,12 +47,25 @@ def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequenc
     sampling = Sampling(max_tokens=census.length + (1 if census.drafts else 0), ignore_eos=True)
     vocab_size = engine.limits.vocab_size
     found: list[list[int]] = [[] for _ in range(census.count)]
+    reused = np.zeros(census.count, np.uint16)
+    reuse = Reuse()
     started = drafted = accepted = 0
     while started < census.count or engine.has_work:
         while started < census.count and len(engine._scheduler.requests) < batch:
             seed = census.first_seed + started
             sample_id = f"{serial}/{started}"
-            engine.add(SampleRequest(sample_id, census.prompt, (), sampling, seed, verifier=census.verifier))
+            request = SampleRequest(
+                sample_id,
+                census.prompt,
+                (),
+                sampling,
+                seed,
+                verifier=census.verifier,
+                cached=census.cached,
+                cached_logprobs=census.cached_logprobs,
+            )
+            engine.add(request)
+            reuse.begin(request)
             started += 1
         if census.drafts:
             engine.put_drafts(
@@ -57,12 +75,17 @@ def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequenc
                     if state.room > 0
                 }
             )
+        elif reuse:
+            engine.put_drafts(reuse.drafts(engine.decoding(), 0))
         for step in engine.step():
-            found[int(step.sample_id.partition("/")[2])] += step.token_ids
+            sample = int(step.sample_id.partition("/")[2])
+            found[sample] += step.token_ids
+            reused[sample] += step.reused
+            reuse.learn(step)
             drafted += step.drafted
             accepted += step.accepted
     tokens = np.array([response[: census.length] for response in found], np.uint16)
-    return Sequences(tokens, drafted, accepted)
+    return Sequences(tokens, reused, drafted, accepted)
 
 
 def _draft(state: SampleState, vocab_size: int, count: int) -> list[int]:

@@ -6,7 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from services.generation.drafting.drafter import Offer
+from services.generation.drafting.planner import PlannedDrafts
 from services.generation.engine.types import SampleState
+from services.policy.correction import CorrectedStepTime, Correction
+from services.policy.step_time import Architecture, StepTime
+
+PLANNED = "planned"
+# The planner's choice of `POLICIES`, by a machine on which a row costs a hundredth of a step.
+_STEP_TIME = StepTime(
+    architecture=Architecture(weight_bytes=1e9, kv_bytes=1e4, dense_flops=1e9, attention_flops=1e3),
+    throughput=1e14,
+    bandwidth=1e12,
+    per_row=1e-5,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +40,27 @@ class Drafting:
     vocab_size: int
     random: Random = field(init=False)
     steps: int = 0
+    planner: PlannedDrafts = field(init=False)
 
     def __post_init__(self) -> None:
         self.random = Random(self.drafts.seed)
+        self.planner = PlannedDrafts(self.drafts.window, CorrectedStepTime(_STEP_TIME, Correction()))
 
     def __call__(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
         """The drafts of a step, by sample id."""
         self.steps += 1
+        if self.drafts.policy == PLANNED:
+            return self._planned(samples)
         policy = POLICIES[self.drafts.policy]
         made = {sample.sample_id: policy(self, sample)[: max(sample.room, 0)] for sample in samples}
         return {sample_id: tokens for sample_id, tokens in made.items() if tokens}
+
+    def _planned(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
+        """What the planner makes of good offers that change all the time and of sure ones that are late."""
+        offers = {
+            name: [_offer(POLICIES[name](self, each)) for each in samples] for name in ("varying", "stale")
+        }
+        return {name: draft.tokens for name, draft in self.planner.choose(samples, offers).items()}
 
     def true(self, sample: SampleState, count: int) -> list[int]:
         """The next tokens that the sample will have."""
@@ -50,6 +74,10 @@ class Drafting:
     def any(self, count: int) -> list[int]:
         """Tokens that know nothing."""
         return [self.random.randrange(self.vocab_size) for _ in range(count)]
+
+
+def _offer(tokens: list[int]) -> Offer | None:
+    return Offer(tokens, [0.9] * len(tokens)) if tokens else None
 
 
 def _none(drafting: Drafting, sample: SampleState) -> list[int]:

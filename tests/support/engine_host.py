@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from services.generation.drafting.reuse import Reuse
 from services.generation.engine.types import EngineOptions, Finish, SampleRequest, SampleState
 from tests.support.census import Census, Sequences, take_census
 from tests.support.draft_policies import Drafting, Drafts
@@ -30,27 +31,37 @@ _RUN_SECONDS = 300
 class Scenario:
     """Samples and how they are run. Request i arrives before step `arrivals[i]`, by default all before the first.
 
-    `cold` drops all KV beforehand, so that nothing is found in the prefix cache.
+    `cold` drops all KV beforehand, so that nothing is found in the prefix cache. Samples that follow a cached
+    rollout verify `chunk` tokens of it a step, if `budget` rows a step allow that; 0: one token a step, undrafted.
     """
 
     requests: tuple[SampleRequest, ...]
     drafts: Drafts = field(default_factory=Drafts)
     arrivals: tuple[int, ...] = ()
     cold: bool = True
+    chunk: int = 0
+    budget: int = 1 << 20
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came out, by sample id; a prefix is not repeated in the tokens."""
+    """What came out, by sample id; a prefix is not repeated in the tokens. `scheduled` counts rows of the model.
+
+    `outputs` counts pairs of a step and a sample that it gave tokens to.
+    """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     finishes: dict[str, Finish] = field(default_factory=dict)
+    reused: dict[str, int] = field(default_factory=dict)
+    verified: dict[str, list[float]] = field(default_factory=dict)
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
     most_running: int = 0
+    scheduled: int = 0
+    outputs: int = 0
 
 
 class EngineHost:
@@ -63,7 +74,9 @@ class EngineHost:
         self._process.start()
         theirs.close()
         try:
-            self.vocab_size: int = self._answer(_START_SECONDS)
+            self.vocab_size: int
+            self.row_capacity: int
+            self.vocab_size, self.row_capacity = self._answer(_START_SECONDS)
         except BaseException:
             self._process.kill()
             raise
@@ -112,7 +125,7 @@ def _serve(pipe: Connection, options: EngineOptions) -> None:
         from services.generation.engine.core import Engine
 
         engine = Engine(options)
-        pipe.send(engine.limits.vocab_size)
+        pipe.send((engine.limits.vocab_size, engine.row_capacity))
         serial = 0
         while True:
             serial += 1
@@ -127,6 +140,22 @@ def _serve(pipe: Connection, options: EngineOptions) -> None:
         pipe.send(_Failure(traceback.format_exc()))
 
 
+def _followed_samples(worker: Any) -> int:
+    return len(getattr(worker.model_runner, "_followed", ()))
+
+
+def _count_scheduled(scheduler: Any, found: Outcome) -> None:
+    """Let vLLM's scheduler add what it schedules to an outcome."""
+    schedule = type(scheduler).schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(scheduler, *args, **kwargs)
+        found.scheduled += output.total_num_scheduled_tokens
+        return output
+
+    scheduler.schedule = counted
+
+
 class _Run:
     """One scenario in the engine. Ids get a serial in front: vLLM must never meet the same one twice."""
 
@@ -135,6 +164,7 @@ class _Run:
         self._scenario = scenario
         self._prefix = f"{serial}/"
         self._drafting = Drafting(scenario.drafts, engine.limits.vocab_size)
+        self._reuse = Reuse(scenario.chunk, scenario.budget)
         self._preempted: dict[str, int] = {}
         self._found = Outcome()
 
@@ -147,27 +177,39 @@ class _Run:
             zip(scenario.arrivals or [0] * len(scenario.requests), range(len(scenario.requests)), strict=True)
         )
         found = self._found
+        _count_scheduled(engine._scheduler, found)
         while waiting or engine.has_work:
             while waiting and (waiting[0][0] <= found.steps or not engine.has_work):
                 self._add(scenario.requests[waiting.pop(0)[1]])
-            if scenario.drafts.policy != "none":
+            if scenario.drafts.policy != "none" or self._reuse:
                 engine.put_drafts(self._drafts())
             self._step()
         found.preemptions = sum(self._preempted.values())
+        assert not self._reuse, "a sample is followed after its end"
+        assert not engine._cached_logprobs
+        assert engine._core.collective_rpc(_followed_samples) == [0]
         return found
 
     def _add(self, request: SampleRequest) -> None:
         self._found.tokens[request.sample_id] = []
         self._found.logprobs[request.sample_id] = []
+        self._found.verified[request.sample_id] = []
+        self._found.reused[request.sample_id] = 0
         own = {name: getattr(request, name) for name in SampleRequest.__slots__}
-        self._engine.add(SampleRequest(**own | {"sample_id": self._prefix + request.sample_id}))
+        known = SampleRequest(**own | {"sample_id": self._prefix + request.sample_id})
+        self._engine.add(known)
+        if self._scenario.chunk:
+            self._reuse.begin(known)
 
     def _drafts(self) -> dict[str, list[int]]:
+        decoding = self._engine.decoding()
         states = [
             SampleState(state.sample_id.removeprefix(self._prefix), state.prompt, state.response, state.room)
-            for state in self._engine.decoding()
+            for state in decoding
+            if state.sample_id not in self._reuse
         ]
-        return {self._prefix + sample_id: tokens for sample_id, tokens in self._drafting(states).items()}
+        drafts = {self._prefix + sample_id: tokens for sample_id, tokens in self._drafting(states).items()}
+        return drafts | self._reuse.drafts(decoding, len(decoding) + sum(map(len, drafts.values())))
 
     def _step(self) -> None:
         found, requests = self._found, self._engine._scheduler.requests
@@ -176,11 +218,19 @@ class _Run:
             sample_id = step.sample_id.removeprefix(self._prefix)
             assert sample_id not in found.finishes, f"{sample_id} goes on after its end"
             assert len(step.token_ids) == len(step.logprobs)
+            assert len(step.verified_logprobs) == step.reused
+            # A prefix of the response is taken over, and nothing behind it.
+            assert not step.reused or found.reused[sample_id] == len(found.tokens[sample_id])
+            found.reused[sample_id] += step.reused
+            found.verified[sample_id] += step.verified_logprobs
+            found.outputs += 1
+            self._reuse.learn(step)
             found.tokens[sample_id] += step.token_ids
             found.logprobs[sample_id] += step.logprobs
             found.drafted += step.drafted
             found.accepted += step.accepted
             if step.finish is not None:
                 found.finishes[sample_id] = step.finish
+                self._reuse.end(step.sample_id)
         found.steps += 1
         self._preempted |= {key: request.num_preemptions for key, request in requests.items()}

@@ -6,7 +6,7 @@ the token is the plain arg-max of `coupled_argmax_reference`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,16 @@ class Oracle:
         result: FloatArray = found.double().numpy()
         return result
 
+    def stream(self, prompt: Sequence[int], response: Sequence[int]) -> Iterator[FloatArray]:
+        """The logits of each next token, [V], of a response that grows by one token for each."""
+        cache, news = None, list(prompt)
+        while True:
+            with torch.inference_mode():
+                made = self._model(torch.tensor([news]), past_key_values=cache, use_cache=True)
+            cache = made.past_key_values
+            yield made.logits[0, -1].double().numpy()
+            news = [response[-1]]
+
     def judge(self, request: SampleRequest, response: Sequence[int]) -> Judgement:
         """Judge the whole response of a request, prefix included."""
         if not response:
@@ -61,15 +71,15 @@ class Oracle:
         self, request: SampleRequest, response: Sequence[int], position: int, row: FloatArray
     ) -> tuple[int, float, float, float]:
         token, sampling = response[position], request.sampling
-        processed = self._process(request, list(response[:position]), row)
+        processed = self.process(request, list(response[:position]), row)
         scores = processed
         if sampling.temperature > 0:
             scores = processed + gumbel(request.seed, position, len(row)).astype(np.float64)
         expected = int(scores.argmax())
         gap = float(scores[expected] - scores[token])
-        return expected, gap, _log_softmax(row)[token], _log_softmax(processed)[token]
+        return expected, gap, log_softmax(row)[token], log_softmax(processed)[token]
 
-    def _process(self, request: SampleRequest, output: list[int], row: FloatArray) -> FloatArray:
+    def process(self, request: SampleRequest, output: list[int], row: FloatArray) -> FloatArray:
         """Penalties, end tokens, temperature, min-p, top-k, top-p: vLLM's order."""
         sampling, logits = request.sampling, row.copy()
         seen = sorted({*request.prompt, *output})
@@ -101,14 +111,15 @@ def _top_p(logits: FloatArray, top_p: float) -> FloatArray:
     if top_p >= 1:
         return logits
     order = np.argsort(-logits, kind="stable")
-    before = np.cumsum(np.exp(_log_softmax(logits))[order]) - np.exp(_log_softmax(logits))[order]
+    before = np.cumsum(np.exp(log_softmax(logits))[order]) - np.exp(log_softmax(logits))[order]
     kept = np.full_like(logits, -np.inf)
     chosen = order[before < top_p]
     kept[chosen] = logits[chosen]
     return kept
 
 
-def _log_softmax(row: FloatArray) -> FloatArray:
+def log_softmax(row: FloatArray) -> FloatArray:
+    """Log-probabilities of a row of logits, [V]."""
     shifted = row - row.max()
     result: FloatArray = shifted - np.log(np.exp(shifted).sum())
     return result

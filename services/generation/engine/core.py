@@ -27,7 +27,6 @@ os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -35,7 +34,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request, RequestStatus
 
-from services.generation.engine.noise import NOISE_KEY, SampleNoise
+from services.generation.engine.arguments import end_tokens, engine_args
+from services.generation.engine.marks import unpack
+from services.generation.engine.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
 from services.generation.engine.types import (
     EngineLoad,
     EngineOptions,
@@ -47,10 +48,8 @@ from services.generation.engine.types import (
 from services.platform.sampling import ModelLimits, Sampling
 
 _FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
-_WORKERS = {
-    "cpu": "services.generation.engine.worker.CoupledCPUWorker",
-    "cuda": "services.generation.engine.worker.CoupledGPUWorker",
-}
+# Memory for the float32 logits of one step's drafts, in bytes: vLLM only reserves a row for each sample.
+_LOGITS_BYTES = 1 << 30
 
 
 class StaleKVError(RuntimeError):
@@ -66,12 +65,16 @@ class Engine:
 
     def __init__(self, options: EngineOptions) -> None:
         _refuse_early_numba()
-        config = _engine_args(options).create_engine_config()
+        config = engine_args(options).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
-        self._drafted: dict[str, int] = {}
+        self._drafted: list[str] = []
+        # By sample, the cached log-probabilities that it has not come to; none once it takes over nothing more.
+        self._cached_logprobs: dict[str, Sequence[float]] = {}
         self._coupled = options.coupled
-        self._eos = _end_tokens(config.model_config)
+        self._sleep_mode = options.sleep_mode
+        self.asleep = False
+        self._eos = end_tokens(config.model_config)
         self.limits = ModelLimits(
             vocab_size=config.model_config.get_vocab_size(), max_model_len=config.model_config.max_model_len
         )
@@ -85,7 +88,15 @@ class Engine:
     # -- samples ------------------------------------------------------------------------------------------
 
     def add(self, request: SampleRequest) -> None:
-        """Queue a sample. Its tokens, prompt and lengths must have been checked (`services.platform.sampling`)."""
+        """Queue a sample. Its tokens, prompt and lengths must have been checked (`services.platform.sampling`).
+
+        Wakes the engine.
+
+        Raises:
+            ValueError: a cached rollout with tokens that the model does not have, or without a log-probability
+                for each.
+        """
+        self.wake()
         params = self._sampling_params(request)
         sample = Request(
             request_id=request.sample_id,
@@ -97,6 +108,8 @@ class Engine:
         if request.prefix:
             self._adopt(sample, request, params)
         self._core.add_request(sample)
+        if request.follows:
+            self._cached_logprobs[request.sample_id] = request.cached_logprobs
 
     def finished_by_prefix(self, request: SampleRequest) -> Finish | None:
         """Whether the tokens that a sample brings along end it already, and how."""
@@ -108,7 +121,10 @@ class Engine:
 
     def abort(self, sample_ids: Iterable[str]) -> None:
         """End samples now and free their KV. Unknown ones are passed over."""
-        self._core.abort_requests(list(sample_ids))
+        ended = list(sample_ids)
+        self._core.abort_requests(ended)
+        for sample_id in ended:
+            self._cached_logprobs.pop(sample_id, None)
 
     def step(self) -> list[SampleStep]:
         """Run one engine step: schedule, forward, verify, sample."""
@@ -116,10 +132,10 @@ class Engine:
         if not self._coupled:
             self._core.post_step(executed)
         found = [self._sample_step(output) for batch in outputs.values() for output in batch.outputs]
-        self._drafted.clear()
+        self._take_back_drafts()
         broken = [step.sample_id for step in found if step.finish is Finish.ERROR]
         if broken:
-            self._core.abort_requests(broken)
+            self.abort(broken)
         return found
 
     @property
@@ -156,7 +172,15 @@ class Engine:
         requests = self._scheduler.requests
         for sample_id, tokens in drafts.items():
             requests[sample_id].spec_token_ids = list(tokens)
-            self._drafted[sample_id] = len(tokens)
+            self._drafted.append(sample_id)
+
+    @property
+    def row_capacity(self) -> int:
+        """Most rows that one step should have: samples and draft tokens together.
+
+        vLLM schedules no more tokens than its budget, and cuts drafts that are beyond it.
+        """
+        return min(self._scheduler.max_num_scheduled_tokens, _LOGITS_BYTES // (4 * self.limits.vocab_size))
 
     # -- weights ------------------------------------------------------------------------------------------
 
@@ -169,6 +193,7 @@ class Engine:
         Raises:
             StaleKVError: KV of the old weights is still referenced.
         """
+        self.wake()
         cached = self._cached_blocks()
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self.forget_kv()
@@ -187,11 +212,46 @@ class Engine:
         if self._cached_blocks() or pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
             raise StaleKVError("KV blocks survived the reset")
 
+    # -- sleep --------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Leave the device to others: drop all KV and, with `sleep_mode`, move the weights to host memory.
+
+        The engine must be empty. The next sample wakes it, and so do new weights.
+        """
+        if self.asleep:
+            return
+        if self.load.running or self.load.waiting:
+            raise RuntimeError("an engine with samples in it cannot sleep")
+        if self.has_work:
+            # The worker has yet to be told of samples that were ended since the last step.
+            self.step()
+        self.forget_kv()
+        if self._sleep_mode:
+            self._core.sleep(level=1)
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Take the device back, if the engine sleeps."""
+        if not self.asleep:
+            return
+        if self._sleep_mode and not self._core.wake_up():
+            raise RuntimeError("vLLM did not get all of its memory back")
+        self.asleep = False
+
     def shutdown(self) -> None:
         """Release the device."""
         self._core.shutdown()
 
     # -- inside -------------------------------------------------------------------------------------------
+
+    def _take_back_drafts(self) -> None:
+        """Take drafts off the samples that had no place in the step: they would be verified in a later one."""
+        for sample_id in self._drafted:
+            request = self._scheduler.requests.get(sample_id)
+            if request is not None:
+                request.spec_token_ids = []
+        self._drafted.clear()
 
     def _adopt(self, sample: Request, request: SampleRequest, params: SamplingParams) -> None:
         """Resume a sample from tokens: vLLM sees a preempted request, so the tokens stay output tokens."""
@@ -241,7 +301,10 @@ class Engine:
             processed_logprobs=sampling.processed_logprobs,
             verifier=request.verifier,
         )
-        return {"extra_args": {NOISE_KEY: asdict(noise)}}
+        extra: dict[str, Any] = {NOISE_KEY: asdict(noise)}
+        if request.follows:
+            extra[CACHED_KEY] = CachedRollout.of(request, self.limits.vocab_size)
+        return {"extra_args": extra}
 
     def _max_tokens(self, request: SampleRequest) -> int:
         room = self.limits.max_model_len - len(request.prompt)
@@ -254,7 +317,9 @@ class Engine:
     def _sample_step(self, output: EngineCoreOutput) -> SampleStep:
         tokens = output.new_token_ids
         logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
-        drafted = self._drafted.get(output.request_id, 0)
+        drafted = reused = 0
+        if self._coupled and output.new_logprobs is not None:
+            drafted, reused = unpack(output.new_logprobs.sampled_token_ranks)
         step = SampleStep(
             output.request_id,
             tokens,
@@ -262,11 +327,22 @@ class Engine:
             None if output.finish_reason is None else _finish(output.finish_reason),
             drafted,
             min(max(len(tokens) - 1, 0), drafted) if drafted else 0,
+            reused,
         )
+        if output.request_id in self._cached_logprobs:
+            self._give_cached_logprobs(step)
         # A NaN makes the sum NaN, and the sum is all that most steps pay for the check.
         if isnan(sum(logprobs)):
             _cut_at_nan(step)
         return step
+
+    def _give_cached_logprobs(self, step: SampleStep) -> None:
+        """Tokens that were taken over get the log-probabilities that they were generated with."""
+        reused, left = step.reused, self._cached_logprobs.pop(step.sample_id)
+        step.verified_logprobs = step.logprobs[:reused]
+        step.logprobs[:reused] = left[:reused]
+        if step.finish is None and reused == len(step.token_ids) and reused < len(left):
+            self._cached_logprobs[step.sample_id] = left[reused:]
 
     def _cached_blocks(self) -> int:
         return len(self._scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
@@ -289,45 +365,3 @@ def _cut_at_nan(step: SampleStep) -> None:
         return
     step.finish = Finish.ERROR
     del step.token_ids[keep:], step.logprobs[keep:]
-
-
-def _end_tokens(model_config: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of the model, from its generation config or else its config."""
-    declared = model_config.try_get_generation_config().get("eos_token_id")
-    if declared is None:
-        declared = getattr(model_config.hf_text_config, "eos_token_id", None)
-    if declared is None:
-        return ()
-    return (declared,) if isinstance(declared, int) else tuple(declared)
-
-
-def _engine_args(options: EngineOptions) -> EngineArgs:
-    on_cpu = current_platform.is_cpu()
-    kind = "cpu" if on_cpu else "cuda"
-    chosen: dict[str, Any] = {
-        "max_model_len": options.max_model_len,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
-        "block_size": options.block_size,
-        "speculative_config": options.vllm_speculation,
-    }
-    if options.coupled and options.vllm_speculation is not None:
-        raise ValueError("vLLM's own speculation needs vLLM's own runner: coupled=False")
-    return EngineArgs(
-        model=options.model,
-        tokenizer=options.model,
-        skip_tokenizer_init=True,
-        dtype=options.dtype,
-        max_num_seqs=options.max_num_seqs,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        enable_prefix_caching=options.enable_prefix_caching,
-        enable_chunked_prefill=options.enable_chunked_prefill,
-        enforce_eager=on_cpu if options.enforce_eager is None else options.enforce_eager,
-        tensor_parallel_size=options.tensor_parallel_size,
-        distributed_executor_backend="uni" if options.tensor_parallel_size == 1 else "mp",
-        async_scheduling=False,
-        disable_log_stats=True,
-        seed=0,
-        worker_cls=_WORKERS[kind] if options.coupled else "auto",
-        **{name: value for name, value in chosen.items() if value is not None},
-    )

@@ -1,13 +1,17 @@
-"""What travels with a sample from the engine to its sampler."""
+"""What travels with a sample from the engine to its sampler, in SamplingParams.extra_args."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.generation.engine.types import Verifier
+import numpy as np
+import numpy.typing as npt
 
-# The key under which a sample's `SampleNoise` fields travel in SamplingParams.extra_args.
+from services.generation.engine.types import SampleRequest, Verifier
+
+# The keys of a sample's `SampleNoise`, as a dict of its fields, and of its `CachedRollout`, where it has one.
 NOISE_KEY = "paceline_noise"
+CACHED_KEY = "paceline_cached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +28,27 @@ class SampleNoise:
     forbidden: tuple[int, ...] = ()
     processed_logprobs: bool = False
     verifier: Verifier = Verifier.COUPLED
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRollout:
+    """What a sample takes over from: tokens [L], their log-probabilities then [L], and the lenience, above 0."""
+
+    tokens: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float64]
+    lenience: float
+
+    @classmethod
+    def of(cls, request: SampleRequest, vocab_size: int) -> CachedRollout:
+        """The rollout of a request that follows one.
+
+        Raises:
+            ValueError: it cannot be taken over: it comes out of a store, so nobody else has checked it.
+        """
+        tokens = np.array(request.cached, np.int64)
+        logprobs = np.array(request.cached_logprobs, np.float64)
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"{len(tokens)} cached tokens have {len(logprobs)} log-probabilities")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise ValueError(f"a cached token is outside the vocabulary of {vocab_size}")
+        return cls(tokens, logprobs, request.lenience)

@@ -15,8 +15,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from services.generation.engine.noise import NOISE_KEY, SampleNoise
-from services.generation.engine.sampler import Rows, Verified, sample
+from services.generation.engine.marks import pack
+from services.generation.engine.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
+from services.generation.engine.rows import Rows
+from services.generation.engine.sampler import Verified, sample
 from services.generation.engine.symbols import FILLER
 
 
@@ -26,10 +28,13 @@ class CoupledRunnerMixin:
     requests: dict[str, CachedRequestState]
     input_batch: Any
     speculative_config: Any
+    discard_request_mask: Any
 
     def init_coupled(self) -> None:
         """Set up the state that this mixin adds. Called once, after vLLM's own constructor."""
         self._noise: dict[str, SampleNoise] = {}
+        # Of the samples that have taken over every token so far; preemption leaves them here.
+        self._followed: dict[str, CachedRollout] = {}
 
     def adopt_sample(
         self, sample_id: str, prompt: list[int], output: list[int], params: SamplingParams, kv_groups: int
@@ -66,8 +71,25 @@ class CoupledRunnerMixin:
         batch = self.input_batch
         rows = self._rows(batch, spec_decode_metadata)
         noise = [self._noise_of(sample_id) for sample_id in batch.req_ids]
-        verified = sample(logits, rows, batch.sampling_metadata, noise)
+        followed = self._followed_in(batch) if self._followed else {}
+        verified = sample(logits, rows, batch.sampling_metadata, noise, followed)
+        for i, rollout in followed.items():
+            end = rows.positions[i] + verified.reused[i]
+            if verified.reused[i] < verified.counts[i] or end >= len(rollout.tokens):
+                del self._followed[batch.req_ids[i]]
         return _sampler_output(rows, verified, logits.device)
+
+    def _followed_in(self, batch: Any) -> dict[int, CachedRollout]:
+        """The cached rollouts of the samples in the batch, by index.
+
+        Not of those whose prompt is only partly computed: what is sampled from their rows is thrown away.
+        """
+        discarded = self.discard_request_mask.np
+        return {
+            i: self._followed[sample_id]
+            for i, sample_id in enumerate(batch.req_ids)
+            if sample_id in self._followed and not discarded[i]
+        }
 
     def _rows(self, batch: Any, spec: Any) -> Rows:
         n = batch.num_reqs
@@ -84,10 +106,13 @@ class CoupledRunnerMixin:
             params = self.requests[sample_id].sampling_params
             known = SampleNoise(**params.extra_args[NOISE_KEY])  # type: ignore[union-attr,index]
             self._noise[sample_id] = known
+            if CACHED_KEY in params.extra_args:  # type: ignore[union-attr,operator]
+                self._followed[sample_id] = params.extra_args[CACHED_KEY]  # type: ignore[union-attr,index]
         return known
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         self._noise.pop(req_id, None)
+        self._followed.pop(req_id, None)
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
 
 
@@ -99,12 +124,13 @@ def _sampler_output(rows: Rows, verified: Verified, device: torch.device) -> Sam
     # A row that could not be sampled is shown as token 0 with a NaN log-probability; the engine ends it.
     tokens = np.where(keep, np.maximum(verified.tokens[source], 0), FILLER).astype(np.int32)
     logprobs = np.where(keep, verified.logprobs[source], 0).astype(np.float32)
+    marks = pack(np.diff(rows.cu) - 1, verified.reused, width)
     return SamplerOutput(
         sampled_token_ids=torch.from_numpy(tokens).to(device),
         logprobs_tensors=LogprobsTensors(
             torch.from_numpy(np.maximum(tokens, 0).reshape(n * width, 1)),
             torch.from_numpy(logprobs.reshape(n * width, 1)),
-            torch.zeros(n * width, dtype=torch.int32),
+            torch.from_numpy(marks),
         ),
     )
 

@@ -3,78 +3,116 @@
 One row of logits is one position of one sample. A sample with k draft tokens has k + 1 rows, in order: row j
 was computed with the first j draft tokens in place, so it is the target's distribution after them. Plain
 decoding is the case k = 0 for every sample; there is no other code path, and that is what makes speculation on
-and off agree token for token (DESIGN section 4). Samples may ask for rejection instead, in the same step.
+and off agree token for token (DESIGN section 4). In the same step samples may ask for rejection instead, or take
+over tokens of a cached rollout before the coupled sampling of the rows behind those.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.penalties import apply_all_penalties
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from kernels.coupled_sampler.cpu import coupled_verify
-from services.generation.engine.noise import SampleNoise
+from kernels.coupled_sampler.verify import UNSAMPLED
+from services.generation.engine.constraints import constrain, temperatures
+from services.generation.engine.lenient import candidates, taken_over
+from services.generation.engine.noise import CachedRollout, SampleNoise
 from services.generation.engine.rejection import rejection_verify
+from services.generation.engine.rows import IntArray, Rows
 from services.generation.engine.types import Verifier
-
-IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The layout of a step's logits: `cu[i]:cu[i+1]` are the rows of sample i; n samples, R rows.
-
-    `positions[i]` counts the response tokens that sample i had before the step. `drafts` are the draft tokens
-    of all samples, one after another.
-    """
-
-    cu: IntArray
-    positions: IntArray
-    drafts: IntArray
-
-    @property
-    def samples(self) -> IntArray:
-        """Sample of each row, [R]."""
-        return np.repeat(np.arange(len(self.cu) - 1), np.diff(self.cu))
-
-    @property
-    def row_positions(self) -> IntArray:
-        """Response position that each row samples, [R]."""
-        samples = self.samples
-        return self.positions[samples] + np.arange(self.cu[-1]) - self.cu[:-1][samples]
-
-    def drafts_of(self, sample: int) -> list[int]:
-        """Draft tokens of one sample."""
-        begin, end = int(self.cu[sample]) - sample, int(self.cu[sample + 1]) - sample - 1
-        return self.drafts[begin:end].tolist()  # type: ignore[no-any-return]
-
-    def part(self, chosen: npt.NDArray[np.bool_]) -> tuple[IntArray, Rows]:
-        """The rows of some samples ([n] bool): their indices here, and their layout among themselves."""
-        index = np.flatnonzero(chosen[self.samples])
-        cu = np.concatenate(([0], np.cumsum(np.diff(self.cu)[chosen])))
-        draft_owner = np.repeat(np.arange(len(chosen)), np.diff(self.cu) - 1)
-        return index, Rows(cu, self.positions[chosen], self.drafts[chosen[draft_owner]])
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
     """Tokens of a step: sample i emits `counts[i]` tokens, `tokens[cu[i] : cu[i] + counts[i]]`.
 
-    `logprobs` [R] is filled for emitted rows. NaN marks a row from which nothing could be sampled.
+    `logprobs` [R] is filled for emitted rows. NaN marks a row from which nothing could be sampled. The first
+    `reused[i]` tokens are taken over from a cached rollout.
     """
 
     tokens: IntArray
     counts: IntArray
+    reused: IntArray
     logprobs: npt.NDArray[np.float32]
 
 
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """The logits of a step: the model's own, and with penalties and masks, `divided` by temperature or not."""
+
+    raw: torch.Tensor
+    processed: torch.Tensor
+    divided: bool
+    temperature: npt.NDArray[np.float32]
+    # Which samples ask for log-probabilities of the processed ones, [n].
+    by_processed: npt.NDArray[np.bool_]
+
+    @property
+    def divisor(self) -> npt.NDArray[np.float32]:
+        """What the processed logits are still to be divided by when sampling, [n]; 0 is greedy."""
+        if not self.divided:
+            return self.temperature
+        return np.where(self.temperature > 0, np.float32(1), np.float32(0)).astype(np.float32)
+
+    def logprobs(self, index: IntArray, samples: IntArray, tokens: IntArray) -> npt.NDArray[np.float32]:
+        """Log-probability of a token in each of some rows, as their samples ask for it; all [m]."""
+        result = _chosen_logprobs(self.raw, index, tokens)
+        wanted = np.flatnonzero(self.by_processed[samples])
+        if len(wanted):
+            part = self.processed[torch.from_numpy(index[wanted]).to(self.processed.device)]
+            if not self.divided:
+                divisor = np.where(self.temperature > 0, self.temperature, 1).astype(np.float32)
+                part = part / torch.from_numpy(divisor[samples[wanted]]).to(part.device).unsqueeze(1)
+            result[wanted] = _chosen_logprobs(part, np.arange(len(wanted)), tokens[wanted])
+        return result
+
+    def choice(
+        self, index: IntArray, samples: IntArray, tokens: IntArray
+    ) -> tuple[npt.NDArray[np.bool_], IntArray]:
+        """For some rows, [m] each: whether their token may be sampled, and the arg-max where sampling is greedy."""
+        device = self.processed.device
+        places = (torch.from_numpy(index).to(device), torch.from_numpy(tokens).to(device))
+        allowed = (self.processed[places] > -torch.inf).cpu().numpy()
+        best = np.full(len(index), -1, np.int64)
+        greedy = np.flatnonzero(self.temperature[samples] == 0)
+        if len(greedy):
+            # numpy's takes the first of equals, as the coupled sampler does.
+            best[greedy] = _numpy(self.processed[places[0][greedy]]).argmax(axis=1)
+        return allowed, best
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What is taken over from cached rollouts: `count` [n] tokens of each sample, the first; m in all.
+
+    `live` [n]: the sample has a row behind those to sample from. `row`, `token`, `now` (its log-probability under
+    the current policy): [m].
+    """
+
+    count: IntArray
+    live: npt.NDArray[np.bool_]
+    row: IntArray
+    token: IntArray
+    now: npt.NDArray[np.float32]
+
+    @classmethod
+    def nothing(cls, n: int) -> _Taken:
+        """Of n samples."""
+        none = np.empty(0, np.int64)
+        return cls(np.zeros(n, np.int64), np.ones(n, bool), none, none, np.empty(0, np.float32))
+
+
 def sample(
-    logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata, noise: list[SampleNoise]
+    logits: torch.Tensor,
+    rows: Rows,
+    metadata: SamplingMetadata,
+    noise: list[SampleNoise],
+    followed: Mapping[int, CachedRollout],
 ) -> Verified:
     """Verify the drafts and sample the next token of every sample.
 
@@ -83,15 +121,31 @@ def sample(
         rows: the layout.
         metadata: vLLM's sampling parameters, a row per sample.
         noise: one per sample.
+        followed: by its index, the cached rollout of each sample that has taken over all its tokens so far.
     """
     raw = logits.float()
-    temperature = _temperatures(metadata, len(noise))
-    processed, divided = _constrain(raw, rows, metadata, noise, temperature)
-    # A row that the masks have divided by its temperature already is sampled at 1; greedy stays 0.
-    effective = np.where(temperature > 0, np.float32(1), np.float32(0)) if divided else temperature
-    tokens, counts = _verify(_numpy(processed), rows, effective.astype(np.float32), noise)
-    logprobs = _logprobs(raw, processed, divided, temperature, rows, noise, tokens, counts)
-    return Verified(tokens, counts, logprobs)
+    temperature = temperatures(metadata, len(noise))
+    processed, divided = constrain(raw, rows, metadata, noise, temperature)
+    by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
+    scores = _Scores(raw, processed, divided, temperature, by_processed)
+    taken = _take_over(scores, rows, noise, followed) if followed else None
+    tokens, counts = _verify(_numpy(processed), rows, scores.divisor, noise, taken)
+    logprobs = _logprobs(scores, rows, tokens, counts, taken)
+    reused = np.zeros(len(noise), np.int64) if taken is None else taken.count
+    return Verified(tokens, counts, reused, logprobs)
+
+
+def _take_over(
+    scores: _Scores, rows: Rows, noise: list[SampleNoise], followed: Mapping[int, CachedRollout]
+) -> _Taken:
+    found = candidates(rows, followed)
+    owner = rows.samples[found.row]
+    now = scores.logprobs(found.row, owner, found.token)
+    allowed, best = scores.choice(found.row, owner, found.token)
+    count = taken_over(rows, found, now, allowed, best, _seeds(noise), scores.temperature)
+    kept = rows.offsets[found.row] < count[owner]
+    live = (count < found.count) | found.beyond
+    return _Taken(count, live, found.row[kept], found.token[kept], now[kept])
 
 
 def _verify(
@@ -99,138 +153,60 @@ def _verify(
     rows: Rows,
     temperature: npt.NDArray[np.float32],
     noise: list[SampleNoise],
+    taken: _Taken | None,
 ) -> tuple[IntArray, IntArray]:
-    """(tokens [R], emitted tokens [n]), each sample by its own verifier."""
-    seeds = np.fromiter((item.seed for item in noise), np.uint64, len(noise))
+    """(tokens [R], emitted tokens [n]), each sample by its own verifier behind what it has taken over."""
+    seeds = _seeds(noise)
     by_rejection = np.fromiter((item.verifier is Verifier.REJECTION for item in noise), bool, len(noise))
-    if not by_rejection.any():
-        return coupled_verify(logits, seeds, rows.positions, temperature, rows.drafts, rows.cu)
-    tokens, counts = np.empty(len(logits), np.int64), np.empty(len(noise), np.int64)
-    for verify, chosen in ((rejection_verify, by_rejection), (coupled_verify, ~by_rejection)):
+    if taken is None:
+        if not by_rejection.any():
+            return coupled_verify(logits, seeds, rows.positions, temperature, rows.drafts, rows.cu)
+        taken = _Taken.nothing(len(noise))
+    tokens, counts = np.full(len(logits), UNSAMPLED, np.int64), taken.count.copy()
+    tokens[taken.row] = taken.token
+    for verify, chosen in ((rejection_verify, by_rejection), (coupled_verify, ~by_rejection & taken.live)):
         if not chosen.any():
             continue
-        index, part = rows.part(chosen)
-        tokens[index], counts[chosen] = verify(
+        index, part = rows.part(chosen, taken.count)
+        tokens[index], more = verify(
             logits[index], seeds[chosen], part.positions, temperature[chosen], part.drafts, part.cu
         )
+        counts[chosen] += more
     return tokens, counts
+
+
+def _logprobs(
+    scores: _Scores, rows: Rows, tokens: IntArray, counts: IntArray, taken: _Taken | None
+) -> npt.NDArray[np.float32]:
+    """Log-probability of every emitted token, raw or processed as its sample asks; [R]."""
+    samples = rows.samples
+    offsets = np.arange(len(samples)) - rows.cu[:-1][samples]
+    emitted = offsets < counts[samples]
+    result = np.full(len(samples), np.nan, np.float32)
+    if taken is not None:
+        result[taken.row] = taken.now
+        emitted &= offsets >= taken.count[samples]
+    index = np.flatnonzero(emitted)
+    result[index] = scores.logprobs(index, samples[index], tokens[index])
+    return result
+
+
+def _seeds(noise: list[SampleNoise]) -> npt.NDArray[np.uint64]:
+    return np.fromiter((item.seed for item in noise), np.uint64, len(noise))
 
 
 def _numpy(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
     return tensor.detach().cpu().contiguous().numpy()  # type: ignore[no-any-return]
 
 
-def _temperatures(metadata: SamplingMetadata, n: int) -> npt.NDArray[np.float32]:
-    if metadata.all_greedy or metadata.temperature is None:
-        return np.zeros(n, np.float32)
-    return metadata.temperature[:n].cpu().numpy()  # type: ignore[no-any-return]
-
-
-def _constrain(
-    raw: torch.Tensor,
-    rows: Rows,
-    metadata: SamplingMetadata,
-    noise: list[SampleNoise],
-    temperature: npt.NDArray[np.float32],
-) -> tuple[torch.Tensor, bool]:
-    """Apply penalties and masks by row. Returns the logits and whether they were divided by temperature."""
-    penalised = not metadata.no_penalties
-    withheld = any(item.min_tokens for item in noise) and _withheld(rows, noise)
-    masked = metadata.top_k is not None or metadata.top_p is not None or any(item.min_p for item in noise)
-    if not (penalised or withheld or masked):
-        return raw, False
-    logits = raw.clone()
-    index = torch.from_numpy(rows.samples).to(logits.device)
-    if penalised:
-        logits = _penalise(logits, index, rows, metadata)
-    for row, tokens in withheld or ():
-        logits[row, tokens] = float("-inf")
-    if masked:
-        _mask(logits, index, metadata, noise, temperature)
-    return logits, masked
-
-
-def _withheld(rows: Rows, noise: list[SampleNoise]) -> list[tuple[int, list[int]]]:
-    """Rows that may not end their sample yet, with the tokens that would."""
-    found = []
-    positions = rows.row_positions
-    for row, owner in enumerate(rows.samples):
-        item = noise[owner]
-        if item.forbidden and positions[row] < item.min_tokens:
-            found.append((row, list(item.forbidden)))
-    return found
-
-
-def _penalise(
-    logits: torch.Tensor, index: torch.Tensor, rows: Rows, metadata: SamplingMetadata
-) -> torch.Tensor:
-    outputs: list[list[int]] = []
-    for i in range(len(rows.cu) - 1):
-        history, drafts = list(metadata.output_token_ids[i]), rows.drafts_of(i)
-        outputs.extend([*history, *drafts[:j]] for j in range(len(drafts) + 1))
-    assert metadata.prompt_token_ids is not None
-    return apply_all_penalties(
-        logits,
-        metadata.prompt_token_ids[index],
-        metadata.presence_penalties[index],
-        metadata.frequency_penalties[index],
-        metadata.repetition_penalties[index],
-        outputs,
-    )
-
-
-def _mask(
-    logits: torch.Tensor,
-    index: torch.Tensor,
-    metadata: SamplingMetadata,
-    noise: list[SampleNoise],
-    temperature: npt.NDArray[np.float32],
-) -> None:
-    """Divide by temperature, then min-p, top-k and top-p, in vLLM's order, in place. Greedy rows keep theirs."""
-    divisor = torch.from_numpy(np.where(temperature > 0, temperature, 1).astype(np.float32))
-    logits.div_(divisor.to(logits.device)[index].unsqueeze(1))
-    if any(item.min_p for item in noise):
-        min_p = torch.tensor([item.min_p for item in noise], device=logits.device)[index]
-        probabilities = logits.softmax(dim=-1)
-        floor = probabilities.amax(dim=-1, keepdim=True) * min_p.unsqueeze(1)
-        logits.masked_fill_(probabilities < floor, float("-inf"))
-    top_k = None if metadata.top_k is None else metadata.top_k[index]
-    top_p = None if metadata.top_p is None else metadata.top_p[index]
-    logits.copy_(apply_top_k_top_p(logits, top_k, top_p))
-
-
-def _logprobs(
-    raw: torch.Tensor,
-    processed: torch.Tensor,
-    divided: bool,
-    temperature: npt.NDArray[np.float32],
-    rows: Rows,
-    noise: list[SampleNoise],
-    tokens: IntArray,
-    counts: IntArray,
-) -> npt.NDArray[np.float32]:
-    """Log-probability of every emitted token, raw or processed as its sample asks; [R]."""
-    samples = rows.samples
-    emitted = np.flatnonzero(np.arange(len(samples)) - rows.cu[:-1][samples] < counts[samples])
-    result = np.full(len(samples), np.nan, np.float32)
-    wants = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))[samples]
-    result[emitted] = _chosen_logprobs(raw, emitted, tokens)
-    if wants.any():
-        chosen = emitted[wants[emitted]]
-        scaled = processed
-        if not divided:
-            divisor = np.where(temperature > 0, temperature, 1).astype(np.float32)[samples]
-            scaled = processed / torch.from_numpy(divisor).to(processed.device).unsqueeze(1)
-        result[chosen] = _chosen_logprobs(scaled, chosen, tokens)
-    return result
-
-
-def _chosen_logprobs(logits: torch.Tensor, emitted: IntArray, tokens: IntArray) -> npt.NDArray[np.float32]:
-    index = torch.from_numpy(emitted).to(logits.device)
-    part = logits if len(emitted) == len(logits) else logits[index]
-    # A row that could not be sampled has token -1: any entry will do, its log-probability is NaN anyhow.
-    chosen = torch.from_numpy(tokens[emitted]).clamp(min=0).to(logits.device)
+def _chosen_logprobs(logits: torch.Tensor, index: IntArray, tokens: IntArray) -> npt.NDArray[np.float32]:
+    """Log-softmax of some rows at one token each; NaN where the row could not be sampled (a negative token)."""
+    part = logits
+    if len(index) != len(logits):
+        part = logits[torch.from_numpy(index).to(logits.device)]
+    # Any entry will do where there is no token: the log-probability becomes NaN anyhow.
+    chosen = torch.from_numpy(tokens).clamp(min=0).to(logits.device)
     values = part.gather(1, chosen.unsqueeze(1)).squeeze(1) - part.logsumexp(dim=-1)
     result = _numpy(values)
-    result[tokens[emitted] < 0] = np.nan
+    result[tokens < 0] = np.nan
     return result

@@ -66,6 +66,7 @@ _CONFIG = (
             "enable_chunked_prefill",
             "enforce_eager",
             "tensor_parallel_size",
+            "enable_sleep_mode",
             "distributed_executor_backend",
             "async_scheduling",
             "disable_log_stats",
@@ -104,6 +105,10 @@ _CORE = (
         parameters=("method", "args", "kwargs"),
     ),
     Symbol("vllm.v1.engine.core", "EngineCore.reset_prefix_cache", "no KV of old weights survives"),
+    Symbol(
+        "vllm.v1.engine.core", "EngineCore.sleep", "weights to host memory, KV dropped", parameters=("level",)
+    ),
+    Symbol("vllm.v1.engine.core", "EngineCore.wake_up", "says whether all memory is back"),
     Symbol("vllm.v1.engine.core", "EngineCore.shutdown", "release the device"),
     Symbol("vllm.v1.executor", "Executor.get_class", "the executor of a configuration"),
     *_fields(
@@ -115,6 +120,9 @@ _CORE = (
     *_fields("vllm.v1.engine", "EngineCoreOutputs", "outputs", "what a step did"),
     *_fields("vllm.v1.engine", "FinishReason", "STOP LENGTH", "why a sample ended"),
     *_fields("vllm.v1.outputs", "LogprobsLists", "logprobs", "log-probability of each new token"),
+    *_fields(
+        "vllm.v1.outputs", "LogprobsLists", "sampled_token_ranks", "carries our marks of each new token"
+    ),
     Symbol(
         "vllm.sampling_params",
         "SamplingParams",
@@ -169,7 +177,7 @@ _REQUEST = (
     *_fields(
         "vllm.v1.core.sched.scheduler",
         "Scheduler",
-        "requests running waiting kv_cache_manager kv_cache_config",
+        "requests running waiting kv_cache_manager kv_cache_config max_num_scheduled_tokens",
         "load, drafts, KV",
     ),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.has_requests", "whether a step would do anything"),
@@ -208,6 +216,7 @@ _RUNNER = tuple(
             parameters=("req_id", "req_state"),
         ),
         *_fields(module, owner, "requests input_batch speculative_config", "state of the batch"),
+        *_fields(module, owner, "discard_request_mask", "samples whose prompt is only partly computed"),
     )
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any
@@ -19,20 +20,24 @@ class Finish(Enum):
 
 
 class Verifier(StrEnum):
-    """How the drafts of a sample are verified. Both give samples of the policy.
+    """How the drafts of a sample are verified. The first two give samples of the policy.
 
     COUPLED: accepted iff equal to the token that the sample's noise picks, so drafts do not change the tokens.
     REJECTION: standard speculative sampling, whose tokens depend on the drafts.
+    LENIENT: a cached rollout is taken over, token by token, with probability min(1, lenience * p_now / p_then);
+    from the first token that is not, as COUPLED. Lossy, and drafts do not change the tokens.
     """
 
     COUPLED = "coupled"
     REJECTION = "rejection"
+    LENIENT = "lenient"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What an engine is built from. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
 
+    With `sleep_mode` an engine that sleeps moves its weights to host memory; nothing moves on CPU.
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
     `vllm_speculation`, only with that, is a `speculative_config` of vLLM's.
     """
@@ -49,6 +54,7 @@ class EngineOptions:
     enable_chunked_prefill: bool = True
     enforce_eager: bool | None = None
     tensor_parallel_size: int = 1
+    sleep_mode: bool = False
     coupled: bool = True
     vllm_speculation: dict[str, Any] | None = None
 
@@ -58,6 +64,8 @@ class SampleRequest:
     """One sample to generate. `prefix` holds response tokens that exist already: they count as output.
 
     `given` is a guess of the whole response and `prompt_id` names the prompt: for drafters, not for the engine.
+    With LENIENT, `cached` is the rollout to take over and `cached_logprobs`, as long, what its policy said of each
+    token, by the log-probabilities that `sampling` asks for; a sample with a prefix takes nothing over any more.
     """
 
     sample_id: str
@@ -68,6 +76,14 @@ class SampleRequest:
     given: tuple[int, ...] = ()
     prompt_id: str = ""
     verifier: Verifier = Verifier.COUPLED
+    cached: tuple[int, ...] = ()
+    cached_logprobs: tuple[float, ...] = ()
+    lenience: float = 1.0
+
+    @property
+    def follows(self) -> bool:
+        """Whether the sample begins by taking over its cached rollout."""
+        return self.verifier is Verifier.LENIENT and bool(self.cached) and not self.prefix
 
 
 @dataclass(slots=True)
@@ -75,7 +91,8 @@ class SampleStep:
     """What one engine step did for one sample.
 
     `token_ids` and `logprobs` have the same length: accepted draft tokens and the one after them.
-    `drafted` and `accepted` count the draft tokens that this step verified.
+    `drafted` and `accepted` count the draft tokens that this step verified. The first `reused` tokens were taken
+    over from the cached rollout: their `logprobs` are the cached ones, `verified_logprobs` the current policy's.
     """
 
     sample_id: str
@@ -84,6 +101,8 @@ class SampleStep:
     finish: Finish | None = None
     drafted: int = 0
     accepted: int = 0
+    reused: int = 0
+    verified_logprobs: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 from services.generation.engine.types import Finish, SampleRequest
 from services.platform.sampling import Sampling
 from tests.integration.exactness.conftest import T06, T1, Bench, requests_of, run
-from tests.support.draft_policies import POLICIES, Drafts
+from tests.support.draft_policies import PLANNED, POLICIES, Drafts
 from tests.support.engine_host import Outcome
 from tests.support.models import END_TOKEN
 
@@ -35,7 +35,7 @@ VARIANTS = {
     ),
 }
 SAMPLINGS = {"T=1": T1, "T=0.6, top-p": T06} | VARIANTS
-DRAFTED = [name for name in POLICIES if name != "none"]
+DRAFTED = [*(name for name in POLICIES if name != "none"), PLANNED]
 
 
 class Plain:

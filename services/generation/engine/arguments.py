@@ -1,0 +1,64 @@
+"""What vLLM is asked for, and what the model says of itself.
+
+Imported by `core` only, which sets the environment that vLLM reads first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from services.generation.engine.types import EngineOptions
+
+_WORKERS = {
+    "cpu": "services.generation.engine.worker.CoupledCPUWorker",
+    "cuda": "services.generation.engine.worker.CoupledGPUWorker",
+}
+
+
+def engine_args(options: EngineOptions) -> EngineArgs:
+    """vLLM's form of our options. ValueError for options that exclude each other."""
+    on_cpu = current_platform.is_cpu()
+    kind = "cpu" if on_cpu else "cuda"
+    chosen: dict[str, Any] = {
+        "max_model_len": options.max_model_len,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
+        "block_size": options.block_size,
+        "speculative_config": options.vllm_speculation,
+        # vLLM refuses the option where the platform cannot do it.
+        # vLLM refuses it on CPU, where its worker passes over sleeping.
+        "enable_sleep_mode": (options.sleep_mode and not on_cpu) or None,
+    }
+    if options.coupled and options.vllm_speculation is not None:
+        raise ValueError("vLLM's own speculation needs vLLM's own runner: coupled=False")
+    return EngineArgs(
+        model=options.model,
+        tokenizer=options.model,
+        skip_tokenizer_init=True,
+        dtype=options.dtype,
+        max_num_seqs=options.max_num_seqs,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        enforce_eager=on_cpu if options.enforce_eager is None else options.enforce_eager,
+        tensor_parallel_size=options.tensor_parallel_size,
+        distributed_executor_backend="uni" if options.tensor_parallel_size == 1 else "mp",
+        async_scheduling=False,
+        disable_log_stats=True,
+        seed=0,
+        worker_cls=_WORKERS[kind] if options.coupled else "auto",
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
+
+
+def end_tokens(model_config: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of the model, from its generation config or else its config."""
+    declared = model_config.try_get_generation_config().get("eos_token_id")
+    if declared is None:
+        declared = getattr(model_config.hf_text_config, "eos_token_id", None)
+    if declared is None:
+        return ()
+    return (declared,) if isinstance(declared, int) else tuple(declared)
