@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import structlog
@@ -16,10 +16,13 @@ from services.generation.config import GenerationConfig
 from services.generation.instance import Instance
 from services.generation.loop import EngineLoop
 from services.generation.metrics import EngineMetrics
+from services.generation.pregeneration.context import pregenerating
+from services.generation.pregeneration.metrics import PregenerationMetrics
+from services.generation.rollouts.stores import watched_stores
 from services.generation.service import GenerationService
 from services.platform.errors import Unavailable
 from services.platform.process import Shutdown, run
-from services.platform.registry import Registration
+from services.platform.registry import Registration, Registry
 from services.platform.server import GrpcServer
 from services.platform.store import OUTAGES, Keys, connect
 
@@ -44,12 +47,21 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
     await server.start()
     instance.address = server.address
     instance.metrics_address = f"{server.address.rpartition(':')[0]}:{shutdown.metrics_port}"
-    async with connect(config) as store:
-        registration = Registration(store, Keys(config.namespace), instance.record())
+    async with connect(config) as store, AsyncExitStack() as stack:
+        keys = Keys(config.namespace)
+        registry = Registry(store, keys)
+        if config.drafts:
+            looking = watched_stores(config, registry, config.draft_fetch_seconds)
+            stores = await stack.enter_async_context(looking)
+            stack.push_async_callback(instance.fetch_from(stores).close)
+        registration = Registration(store, keys, instance.record())
         instance.epoch = await registration.register()
         await server.set_serving(True)
         shutdown.ready(server.address)
         try:
+            if config.drafts and config.pregenerate:
+                ahead = pregenerating(config, instance, stores, registry, PregenerationMetrics(REGISTRY))
+                await stack.enter_async_context(ahead)
             await _until_over(shutdown, loop, _heartbeat(instance, registration))
         finally:
             await _leave(config, instance, server, registration)
@@ -81,6 +93,8 @@ async def _leave(
     # Unavailable: the engine is gone, and has ended the streams itself.
     with suppress(Unavailable):
         await instance.drain()
+        if instance.pregenerator is not None:
+            await instance.pregenerator.stored()
         await asyncio.wrap_future(instance.loop.stop())
     with suppress(*OUTAGES):
         await registration.deregister()

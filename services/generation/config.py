@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -46,14 +47,41 @@ class GenerationConfig(ServiceConfig):
     """How often new tokens are reported; a lost instance costs at most what it generated since."""
     step_timeout_seconds: float = Field(default=300, gt=0)
     """An engine step that takes longer is a hung device: heartbeats stop and the process ends."""
-    speculation: Literal["off", "fixed"] = "fixed"
-    """off: plain decoding. fixed: verify the best offer of the drafters, up to draft_window tokens."""
+    speculation: Literal["off", "fixed", "planner"] = "fixed"
+    """off: plain decoding. fixed: verify the best offer of the drafters, up to draft_window tokens. planner: as
+    many of their tokens, over the whole batch, as pay by the predicted time of the step."""
+    calibration: Path | None = None
+    """Fit of `paceline calibrate` for the planner. Unset: it starts from a guess and learns from measured steps."""
+    draft_margin: float = Field(default=0.02, ge=0, allow_inf_nan=False)
+    """Least gain over plain decoding, as a share, for which the planner verifies drafts."""
     drafters: tuple[Literal["given", "suffix"], ...] = ("given", "suffix")
     """Which drafters make offers."""
-    draft_window: int = Field(default=8, ge=1, le=128)
+    pregenerate: bool = True
+    """Generate samples of coming steps in bubbles, as the coordinator of bubbles says. Needs `drafts`."""
+    background_threshold: int = Field(default=0, ge=0)
+    """Samples of the step up to which coming ones are generated beside them; 0: only when there are none."""
+    sleep_mode: bool = False
+    """Keep the weights in host memory while the trainer has the device. CUDA only: on CPU just KV is dropped."""
+    draft_window: int = Field(default=16, ge=1, le=128)
     """Most draft tokens of a sample in one step."""
     draft_floor: float = Field(default=0.5, ge=0, le=1)
     """Offers whose first token is less likely to be accepted than this are left out."""
+    survival_floor: float = Field(default=0.1, ge=0, le=1)
+    """Offers are cut where a token is less likely than this to be reached and accepted."""
+    drafts: bool = True
+    """Look for rollouts of the samples' prompts in the draft store, where there is one."""
+    draft_cache_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
+    """Memory for rollouts from the draft store and of the instance's own."""
+    draft_fetch_seconds: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Longest time that the draft store has to answer; then it is left alone for a while."""
+    draft_wait_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Longest time that a LENIENT sample waits for its cached rollout; then it starts without."""
+    draft_index_tokens: int = Field(default=4_000_000, ge=1)
+    """Tokens that the index of the suffix drafter holds."""
+    draft_index_step_tokens: int = Field(default=4096, ge=1)
+    """Tokens of arriving rollouts that are put into that index with one engine step."""
+    reuse_chunk: int = Field(default=128, ge=1, le=128)
+    """Most tokens of its cached rollout that a LENIENT sample verifies in one step, whatever `speculation` says."""
     threads_bind: str | None = None
     """CPU cores that the CPU engine's threads are bound to, such as 0 or 0-3."""
 
@@ -71,4 +99,5 @@ class GenerationConfig(ServiceConfig):
             enable_prefix_caching=self.enable_prefix_caching,
             enforce_eager=self.enforce_eager,
             tensor_parallel_size=self.tensor_parallel_size,
+            sleep_mode=self.sleep_mode,
         )

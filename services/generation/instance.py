@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,22 @@ from services.generation.config import GenerationConfig
 from services.generation.drafting.drafter import Drafter
 from services.generation.drafting.given import GivenDrafter
 from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.speculation import Speculation
+from services.generation.drafting.planner import PlannedDrafts
+from services.generation.drafting.reuse import Reuse
+from services.generation.drafting.speculation import Plan, Speculation
 from services.generation.drafting.suffix import SuffixDrafter
 from services.generation.engine.types import TensorSpec
+from services.generation.intake import Intake
 from services.generation.items import Terms
 from services.generation.loop import EngineLoop
 from services.generation.metrics import EngineMetrics
+from services.generation.pregeneration.worker import Pregenerator
+from services.generation.rollouts.cache import DraftCache, Shards
+from services.generation.rollouts.fetcher import ShardFetcher, Stores
 from services.generation.weights import StagedWeights, read_manifest, stage
 from services.platform.errors import FailedPrecondition
 from services.platform.registry import InstanceRecord
+from services.policy.models import step_time_for
 
 _log = structlog.get_logger(__name__)
 _STATES = {
@@ -33,14 +41,44 @@ _STATES = {
 }
 
 
-_DRAFTERS: dict[str, Callable[[], Drafter]] = {"given": GivenDrafter, "suffix": SuffixDrafter}
-
-
-def _speculation(config: GenerationConfig, vocab_size: int, metrics: EngineMetrics) -> Speculation | None:
+def _speculation(config: GenerationConfig, engine: Any, metrics: EngineMetrics) -> Speculation | None:
     if config.speculation == "off":
         return None
-    drafters = [_DRAFTERS[name]() for name in config.drafters]
-    return Speculation(drafters, FixedPlan(config.draft_window, config.draft_floor), vocab_size, metrics)
+    makers: dict[str, Callable[[], Drafter]] = {
+        "given": GivenDrafter,
+        "suffix": lambda: _suffix(config, metrics),
+    }
+    plan = _plan(config, engine.dtype if config.speculation == "planner" else "", metrics)
+    return Speculation([makers[name]() for name in config.drafters], plan, engine.limits.vocab_size, metrics)
+
+
+def _plan(config: GenerationConfig, dtype: str, metrics: EngineMetrics) -> Plan:
+    if config.speculation == "fixed":
+        return FixedPlan(config.draft_window, config.draft_floor, config.survival_floor)
+    step_time = step_time_for(Path(config.model), dtype, config.calibration)
+    return PlannedDrafts(config.draft_window, step_time, config.draft_margin, metrics.planner)
+
+
+def _suffix(config: GenerationConfig, metrics: EngineMetrics) -> Drafter:
+    # Imports numba, which vLLM must come before.
+    from services.drafts.index import SuffixIndex, warm_up
+
+    warm_up()
+    index = SuffixIndex(max_tokens=config.draft_index_tokens)
+    return SuffixDrafter(
+        index,
+        capacity=config.draft_index_tokens,
+        tokens_per_step=config.draft_index_step_tokens,
+        metrics=metrics.rollouts,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What applying weights took: KV blocks that were dropped, and the seconds until pre-generation had stopped."""
+
+    dropped_blocks: int = 0
+    halt_seconds: float = 0.0
 
 
 class Instance:
@@ -58,7 +96,13 @@ class Instance:
         self._registered_at = time.time()
         self.address = self.metrics_address = ""
         self.epoch = 0
-        loop.speculation = _speculation(config, self._engine.limits.vocab_size, metrics)
+        loop.speculation = _speculation(config, self._engine, metrics)
+        self.intake = Intake(loop, self.terms, metrics.rollouts, config.draft_wait_seconds)
+        loop.cache = self._cache = DraftCache(self._engine.limits.vocab_size, config.draft_cache_bytes)
+        loop.background.threshold = config.background_threshold
+        # None: nothing is pre-generated.
+        self.pregenerator: Pregenerator | None = None
+        loop.reuse = Reuse(config.reuse_chunk, self._engine.row_capacity)
         self._set_version(config.initial_version)
 
     @property
@@ -72,6 +116,15 @@ class Instance:
         """On what terms samples are taken now."""
         closed = "it is draining" if self._draining else ""
         return Terms(self.loop.policy_version, self._engine.limits, closed)
+
+    def fetch_from(self, stores: Stores) -> ShardFetcher:
+        """Get the rollouts of samples' prompts from the draft store; to be closed at the end."""
+
+        async def adopt(shards: Shards) -> None:
+            await asyncio.wrap_future(self.loop.call(lambda: self.loop.adopt(shards)))
+
+        self.intake.fetcher = ShardFetcher(stores, self._cache.fetched_for, adopt, self._metrics.rollouts)
+        return self.intake.fetcher
 
     async def pause(self, paused: bool) -> None:
         """Stop stepping, or go on."""
@@ -94,15 +147,15 @@ class Instance:
         _log.info("weights_staged", version=version, checksum=self.staged.checksum)
         return self.staged
 
-    async def apply(self, version: int) -> int:
-        """Serve the staged weights from the next step on; the KV blocks that were dropped.
+    async def apply(self, version: int) -> Applied:
+        """Serve the staged weights from the next step on. What was being pre-generated ends, and is stored.
 
         Raises:
             FailedPrecondition: these weights are not staged, or samples of the old version are running.
         """
         async with self._updating:
             if self.loop.policy_version == version:
-                return 0
+                return Applied()
             staged = self.staged
             if staged is None or staged.version != version:
                 have = "nothing" if staged is None else str(staged.version)
@@ -110,12 +163,29 @@ class Instance:
                     "NOT_STAGED", f"version {version} is not staged", requested=str(version), staged=have
                 )
             with self._metrics.weight_seconds.labels("apply").time():
+                halt_seconds = await self._halt()
                 dropped = await asyncio.wrap_future(self.loop.call(lambda: self._apply(staged)))
             self.staged = None
+            if self.pregenerator is not None:
+                # Sent since the halt: the instances of the coming step are to find them.
+                await self.pregenerator.stored()
         _log.info("weights_applied", version=version, dropped_blocks=dropped)
-        return dropped
+        return Applied(dropped, halt_seconds)
+
+    async def _halt(self) -> float:
+        """End the background samples; the seconds it took, 0 when there were none."""
+        began = time.monotonic()
+        ended = await asyncio.wrap_future(self.loop.call(self.loop.end_background))
+        if not ended:
+            return 0.0
+        seconds = time.monotonic() - began
+        if self.pregenerator is not None:
+            self.pregenerator.metrics.halted_for_update(seconds)
+        return seconds
 
     def _apply(self, staged: StagedWeights) -> int:
+        # Items may have come since the halt.
+        self.loop.end_background()
         if self.loop.sample_count:
             raise FailedPrecondition(
                 "SAMPLES_RUNNING",
@@ -144,9 +214,7 @@ class Instance:
     def hung(self) -> bool:
         """Whether the engine thread has made no progress for longer than a step may take."""
         silent = time.monotonic() - self.loop.last_progress
-        return (
-            self.loop.sample_count > 0 and not self.loop.paused and silent > self._config.step_timeout_seconds
-        )
+        return self.loop.busy and not self.loop.paused and silent > self._config.step_timeout_seconds
 
     def load_values(self) -> dict[str, Any]:
         """The load as the registry stores it."""

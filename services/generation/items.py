@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.rpc import code_pb2
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.generation.engine.types import SampleRequest, Verifier
+from services.generation.rollouts.cache import DraftCache
+from services.generation.rollouts.lenient import reusable
+from services.generation.rollouts.origin import Origin
 from services.platform.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -26,11 +30,12 @@ from services.platform.sampling import (
 )
 from services.platform.violations import Violation
 
-_SERVED = {
-    sample_pb2.EXACTNESS_LEVEL_UNSPECIFIED,
-    sample_pb2.EXACTNESS_LEVEL_EXACT,
-    sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY,
-    sample_pb2.EXACTNESS_LEVEL_REJECTION,
+_VERIFIERS = {
+    sample_pb2.EXACTNESS_LEVEL_UNSPECIFIED: Verifier.COUPLED,
+    sample_pb2.EXACTNESS_LEVEL_EXACT: Verifier.COUPLED,
+    sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY: Verifier.COUPLED,
+    sample_pb2.EXACTNESS_LEVEL_REJECTION: Verifier.REJECTION,
+    sample_pb2.EXACTNESS_LEVEL_LENIENT: Verifier.LENIENT,
 }
 
 
@@ -63,9 +68,13 @@ class Refusal:
 
 
 def check_item(
-    item: pb.WorkItem, terms: Terms, taken: Container[int], next_id: Callable[[], str]
+    item: pb.WorkItem,
+    terms: Terms,
+    taken: Container[int],
+    next_id: Callable[[], str],
+    cache: DraftCache | None = None,
 ) -> SampleRequest:
-    """The engine's form of an item.
+    """The engine's form of an item; a LENIENT one takes over its rollout in the cache, if it may and there is one.
 
     Raises:
         FailedPrecondition: another policy version, or the instance takes nothing.
@@ -81,7 +90,8 @@ def check_item(
             requested=str(item.policy_version),
             current=str(terms.policy_version),
         )
-    if item.exactness.level not in _SERVED:
+    verifier = _VERIFIERS.get(item.exactness.level)
+    if verifier is None:
         name = _level_name(item.exactness.level)
         raise Unimplemented(name, f"exactness level {name} is not served")
     sampling = resolve(item.sampling)
@@ -92,13 +102,13 @@ def check_item(
         *check_tokens(item.given_draft, terms.limits, "given_draft", allow_empty=True),
         *check_sampling(sampling, terms.limits, "sampling"),
         *_check_lengths(len(prompt), len(prefix), sampling, terms.limits),
+        *(_check_lenience(item.exactness) if verifier is Verifier.LENIENT else ()),
     ]
     if item.handle in taken:
         violations.append(Violation("handle", f"{item.handle} names a sample that is still running"))
     if violations:
         raise InvalidArgument(violations)
-    rejection = item.exactness.level == sample_pb2.EXACTNESS_LEVEL_REJECTION
-    return SampleRequest(
+    request = SampleRequest(
         next_id(),
         tuple(prompt),
         tuple(prefix),
@@ -106,8 +116,43 @@ def check_item(
         item.seed,
         tuple(item.given_draft),
         item.prompt_id,
-        Verifier.REJECTION if rejection else Verifier.COUPLED,
+        verifier,
     )
+    return request if verifier is not Verifier.LENIENT else _lenient(request, item, cache)
+
+
+def _lenient(request: SampleRequest, item: pb.WorkItem, cache: DraftCache | None) -> SampleRequest:
+    """The request with its lenience, and with the cached rollout that it takes over."""
+    exactness, lenience = item.exactness, _lenience(item.exactness)
+    # A sample that is gone on with takes nothing over any more.
+    if cache is None or request.prefix:
+        return replace(request, lenience=lenience)
+    floor = exactness.diversity_floor if exactness.HasField("diversity_floor") else None
+    rollout = reusable(cache, Origin.of(item), item.seed, exactness.reuse_delay, floor)
+    if rollout is None:
+        return replace(request, lenience=lenience)
+    return replace(
+        request,
+        lenience=lenience,
+        cached=tuple(rollout.tokens.tolist()),
+        cached_logprobs=tuple(rollout.logprobs.tolist()),
+    )
+
+
+def _lenience(exactness: sample_pb2.Exactness) -> float:
+    return exactness.lenience if exactness.HasField("lenience") else 1.0
+
+
+def _check_lenience(exactness: sample_pb2.Exactness) -> list[Violation]:
+    found = []
+    lenience = _lenience(exactness)
+    # Written to be false for NaN.
+    if not 1 <= lenience < math.inf:
+        found.append(Violation("exactness.lenience", f"{lenience} is not allowed; must be finite and >= 1"))
+    if exactness.HasField("diversity_floor") and not 0 < exactness.diversity_floor <= 1:
+        description = f"{exactness.diversity_floor} is not allowed; must be in (0, 1]"
+        found.append(Violation("exactness.diversity_floor", description))
+    return found
 
 
 def _check_lengths(prompt: int, prefix: int, sampling: Sampling, limits: ModelLimits) -> list[Violation]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from paceline.v1 import fleet_pb2
+from services.generation.drafting.planner_metrics import PlannerMetrics
+from services.generation.rollouts.metrics import RolloutMetrics
 
 _STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.05, 0.1, 0.2, 0.5, 1, 5)
 
@@ -77,6 +79,22 @@ class EngineMetrics:
         self.faults = Counter(
             f"{drafts}drafter_faults_total", "Offers that broke the rules.", ["drafter"], registry=registry
         )
+        self.planner = PlannerMetrics(registry)
+        reuse = "paceline_reuse_"
+        self.reused_tokens = Counter(
+            f"{reuse}tokens_total",
+            "Tokens taken over from cached rollouts by the lenient rule.",
+            registry=registry,
+        )
+        self.reuse_verify_steps = Counter(
+            f"{reuse}verify_steps_total",
+            "Verifications of a part of a cached rollout, one a sample and step.",
+            registry=registry,
+        )
+        self.reuse_verified_rows = Counter(
+            f"{reuse}verified_rows_total", "Rows of logits that these took.", registry=registry
+        )
+        self.rollouts = RolloutMetrics(registry)
         self._tallies: dict[str, Tally] = {}
 
     def verified(self, drafter: str, drafted: int, accepted: int) -> None:
@@ -86,6 +104,12 @@ class EngineMetrics:
             tally = self._tallies[drafter] = Tally()
         tally.drafted[drafted] += 1
         tally.accepted[accepted] += 1
+
+    def reused(self, tokens: int, rows: int) -> None:
+        """Count one verification of a part of a cached rollout: the tokens taken over and the rows it took."""
+        self.reused_tokens.inc(tokens)
+        self.reuse_verify_steps.inc()
+        self.reuse_verified_rows.inc(rows)
 
     def fault(self, drafter: str) -> None:
         """Count an offer that broke the rules."""

@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2, sample_pb2
-from services.generation.engine.types import Finish, SampleRequest, SampleStep
+from services.drafts.rollout import Rollout
+from services.generation.engine.types import Finish, SampleRequest, SampleStep, Verifier
+from services.generation.rollouts.agreement import agreement
+from services.generation.rollouts.origin import NOWHERE, Origin
 
 _FINISH_REASONS = {
     Finish.STOP: sample_pb2.FINISH_REASON_STOP,
     Finish.LENGTH: sample_pb2.FINISH_REASON_LENGTH,
 }
+
+
+class SampleStream(Protocol):
+    """What the engine loop uses of the stream that a sample belongs to. Called in the engine thread."""
+
+    background: bool
+    """Its samples run only while the engine has nothing real to do."""
+    samples: dict[int, RunningSample]
+    """Its samples that are in the engine, by handle."""
+
+    def finish(self, sample: RunningSample, event: pb.Finished) -> None:
+        """A sample has ended."""
+
+    def refuse(self, event: pb.Refused) -> None:
+        """An item is not taken, or its sample cannot go on."""
+
+    def flush(self, load: fleet_pb2.InstanceLoad, policy_version: int) -> None:
+        """Hand what has come together to the event loop."""
+
+    def put(self, event: Exception | None) -> None:
+        """The end: None, or the error that the engine ended with."""
 
 
 @dataclass(slots=True)
@@ -25,11 +50,14 @@ class DraftCount:
 
 @dataclass(slots=True)
 class RunningSample:
-    """A sample in the engine. Times are seconds of the loop's clock; `tokens` wait for the next flush."""
+    """A sample in the engine. Times are seconds of the loop's clock; `tokens` wait for the next flush.
+
+    `response` is all of it, prefix included, and `rollout` the cached one that was made with the same seed.
+    """
 
     handle: int
     request: SampleRequest
-    stream: WorkStream
+    stream: SampleStream
     arrived: float
     started: float | None = None
     tokens: list[int] = field(default_factory=list)
@@ -38,6 +66,29 @@ class RunningSample:
     decode_steps: int = 0
     verify_steps: int = 0
     drafts: dict[str, DraftCount] = field(default_factory=dict)
+    # Of the taken-over tokens among `tokens`: log-probabilities under the current policy.
+    verified_logprobs: list[float] = field(default_factory=list)
+    # As in pb.Finished. `reused_prefix` of a LENIENT sample counts the tokens taken over.
+    cached_tokens: int = 0
+    reused_prefix: int = 0
+    origin: Origin = NOWHERE
+    rollout: Rollout | None = None
+    response: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.response = list(self.request.prefix)
+
+    def follow(self, rollout: Rollout) -> bool:
+        """Compare the sample with a rollout of its own seed. False when the one that it has is as long.
+
+        Of a LENIENT sample only the cached rollout that it takes over is counted.
+        """
+        if self.rollout is not None and len(self.rollout.tokens) >= len(rollout.tokens):
+            return False
+        self.rollout = rollout
+        if self.request.verifier is not Verifier.LENIENT:
+            self.cached_tokens = len(rollout.tokens)
+        return True
 
     def record(self, step: SampleStep, began: float, drafter: str) -> None:
         """Take over what a step, begun at `began`, did for the sample."""
@@ -45,6 +96,9 @@ class RunningSample:
             self.started = began
         self.tokens.extend(step.token_ids)
         self.logprobs.extend(step.logprobs)
+        self.verified_logprobs.extend(step.verified_logprobs)
+        self.reused_prefix += step.reused
+        self.response.extend(step.token_ids)
         self.generated += len(step.token_ids)
         self.decode_steps += 1
         if step.drafted:
@@ -57,14 +111,21 @@ class RunningSample:
         """The tokens since the last call, or None when there are none."""
         if not self.tokens:
             return None
-        delta = pb.Delta(handle=self.handle, token_ids=self.tokens, logprobs=self.logprobs)
-        self.tokens, self.logprobs = [], []
+        delta = pb.Delta(
+            handle=self.handle,
+            token_ids=self.tokens,
+            logprobs=self.logprobs,
+            verified_logprobs=self.verified_logprobs,
+        )
+        self.tokens, self.logprobs, self.verified_logprobs = [], [], []
         return delta
 
     def finished(self, finish: Finish | None, now: float) -> pb.Finished:
         """The closing event. `finish` is None when the sample was ended from outside."""
         started = self.arrived if self.started is None else self.started
         reason = sample_pb2.FINISH_REASON_ABORTED if finish is None else _FINISH_REASONS[finish]
+        if self.rollout is not None and self.request.verifier is not Verifier.LENIENT:
+            self.reused_prefix = agreement(self.rollout, self.response)
         return pb.Finished(
             handle=self.handle,
             finish_reason=reason,
@@ -76,6 +137,8 @@ class RunningSample:
             verify_steps=self.verify_steps,
             queue_seconds=started - self.arrived,
             generation_seconds=now - started if self.started is not None else 0.0,
+            reused_prefix=self.reused_prefix,
+            cached_tokens=self.cached_tokens,
         )
 
 
@@ -86,10 +149,14 @@ class WorkStream:
     ends it with that error.
     """
 
+    background = False
+
     def __init__(self, events: asyncio.AbstractEventLoop) -> None:
         self._events = events
         self.outbox: asyncio.Queue[pb.WorkResponse | Exception | None] = asyncio.Queue()
         self.samples: dict[int, RunningSample] = {}
+        # Items that wait for their cached rollouts before they start, by handle.
+        self.parked: dict[int, pb.WorkItem] = {}
         self._finished: list[pb.Finished] = []
         self._refused: list[pb.Refused] = []
         self._last_deltas: list[pb.Delta] = []
@@ -101,6 +168,11 @@ class WorkStream:
             self._last_deltas.append(delta)
         self._finished.append(event)
         self.samples.pop(sample.handle, None)
+
+    def finish_unstarted(self, handle: int) -> None:
+        """Note the end of an item that was aborted before it started."""
+        reason = sample_pb2.FINISH_REASON_ABORTED
+        self._finished.append(pb.Finished(handle=handle, finish_reason=reason))
 
     def refuse(self, event: pb.Refused) -> None:
         """Note an item that is not taken."""

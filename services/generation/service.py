@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.v1 import weight_pb2
 from services.generation.instance import Instance
-from services.generation.items import Refusal, check_item
 from services.generation.samples import WorkStream
-from services.platform.errors import ServiceError, Unimplemented
+from services.platform.errors import Unimplemented
 
 _log = structlog.get_logger(__name__)
 
@@ -47,33 +46,14 @@ class GenerationService(rpc.GenerationServiceServicer):
             reader.cancel()
             with suppress(asyncio.CancelledError, grpc.RpcError):
                 await reader
-            loop.call(lambda: loop.close(stream))
+            self._instance.intake.close(stream)
 
     async def _read(self, stream: WorkStream, requests: AsyncIterator[pb.WorkRequest]) -> None:
         try:
             async for request in requests:
-                self._instance.loop.call(self._taker(stream, request))
+                self._instance.intake.take(stream, request)
         finally:
             stream.put(None)
-
-    def _taker(self, stream: WorkStream, request: pb.WorkRequest) -> Callable[[], None]:
-        """A function for the engine thread that starts and aborts what a request says."""
-        instance, loop = self._instance, self._instance.loop
-
-        def take() -> None:
-            for item in request.start:
-                try:
-                    sample = check_item(item, instance.terms(), stream.samples, loop.next_sample_id)
-                    loop.start_sample(stream, item.handle, sample)
-                except ServiceError as error:
-                    stream.refuse(Refusal.of(item.handle, error))
-                except Exception as error:
-                    _log.exception("item_failed", handle=item.handle)
-                    stream.refuse(Refusal.unexpected(item.handle, error))
-            chosen = [stream.samples[handle] for handle in request.abort if handle in stream.samples]
-            loop.abort_samples(chosen)
-
-        return take
 
     async def GetStatus(
         self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -119,8 +99,12 @@ class GenerationService(rpc.GenerationServiceServicer):
     ) -> pb.ApplyWeightsResponse:
         """Put staged weights into the engine, between two steps."""
         began = time.monotonic()
-        dropped = await self._instance.apply(request.version)
-        return pb.ApplyWeightsResponse(seconds=time.monotonic() - began, dropped_blocks=dropped)
+        applied = await self._instance.apply(request.version)
+        return pb.ApplyWeightsResponse(
+            seconds=time.monotonic() - began,
+            dropped_blocks=applied.dropped_blocks,
+            halt_seconds=applied.halt_seconds,
+        )
 
     async def DiscardWeights(
         self, request: pb.DiscardWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]

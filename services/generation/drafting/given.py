@@ -1,37 +1,49 @@
-"""The `given` drafter: a sequence handed in with the request, such as the pre-generated rollout of the slot.
+"""The `given` drafter: a guess of a whole response, such as the pre-generated rollout of the sample's own seed.
 
 The sequence is position-aligned: with shared noise, its token at a position is what the target samples there
 too, most of the time. After a mismatch it is not thrown away: it is realigned where the latest tokens of the
 sample occur in it near the current place, and else followed at the same offset, where the noise is still
 coupled, with a lower prediction until tokens match again.
+
+How likely its next token is depends on how long ago the last one mismatched; that is learned by comparing every
+token of every response with its sequence, whether it was offered or not, for each source apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.generation.drafting.drafter import DraftContext, Offer
+from services.generation.drafting.acceptance import AcceptanceTable
+from services.generation.drafting.drafter import Arrival, DraftContext, Offer
 from services.generation.engine.types import SampleState
 
 # Tokens that must match for a realignment, and how far from the current place it is looked for. Fewer tokens
 # find places that only look alike; further away the text is about something else.
 _ANCHOR = 4
 _REACH = 64
-# Predicted acceptance by the number of matches since the last mismatch; the last entry holds from there on.
-# A prior, for text that diverged once and is finding its way back.
-_ACCEPTANCE = (0.35, 0.55, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96)
+# Matches in a row of a sequence that has never mismatched; a bucket of its own, and above all counts.
+_UNBROKEN = 1 << 40
+# First match count of each bucket, and its acceptance before anything was seen: text that diverged once and is
+# finding its way back.
+_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, _UNBROKEN)
+_PRIORS = (0.35, 0.55, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.96, 0.96, 0.96)
+# The bucket of each match count below the last wide one, and of as many more as a draft can have tokens.
+_RAMP = [bisect_right(_BUCKETS, matched) - 1 for matched in range(_BUCKETS[-2] + 256)]
+_FAR = _BUCKETS[-2]
 
 
 @dataclass(slots=True)
 class _Alignment:
     """How a sample lies along its given sequence: response position p is compared with given[p + offset]."""
 
-    given: Sequence[int]
+    given: list[int]
+    source: str
     offset: int = 0
     # Response tokens compared so far, and how many of the latest matched in a row.
     seen: int = 0
-    matched: int = len(_ACCEPTANCE) - 1
+    matched: int = _UNBROKEN
 
 
 class GivenDrafter:
@@ -41,11 +53,17 @@ class GivenDrafter:
 
     def __init__(self) -> None:
         self._alignments: dict[str, _Alignment] = {}
+        self._tables: dict[str, AcceptanceTable] = {}
 
     def begin(self, context: DraftContext) -> None:
         """Take the given sequence of a sample, where it has one."""
-        if context.given:
-            self._alignments[context.sample_id] = _Alignment(context.given)
+        if len(context.given):
+            self._follow_from_start(context.sample_id, list(context.given), context.source)
+
+    def adopt(self, arrival: Arrival) -> None:
+        """Take sequences that came late; what there is of the response is compared with the next offer."""
+        for sample_id, rollout in arrival.given.items():
+            self._follow_from_start(sample_id, rollout.tokens.tolist(), rollout.kind.value)
 
     def offer(self, samples: Sequence[SampleState], window: int) -> list[Offer | None]:
         """The next tokens of each sample's given sequence."""
@@ -56,51 +74,101 @@ class GivenDrafter:
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
         """Nothing: the next offer sees the tokens themselves."""
 
-    def end(self, sample_id: str) -> None:
+    def end(self, sample_id: str, response: Sequence[int]) -> None:
         """Forget the sequence."""
         self._alignments.pop(sample_id, None)
+
+    def tend(self) -> bool:
+        """Nothing to do."""
+        return False
+
+    def _follow_from_start(self, sample_id: str, given: list[int], source: str) -> None:
+        self._alignments[sample_id] = _Alignment(given, source)
+        if source not in self._tables:
+            self._tables[source] = AcceptanceTable(_PRIORS)
 
     def _offer(self, alignment: _Alignment | None, sample: SampleState, window: int) -> Offer | None:
         if alignment is None:
             return None
-        follow(alignment, sample.response)
+        table = self._tables[alignment.source]
+        _compare(alignment, sample.response, table)
         begin = len(sample.response) + alignment.offset
         if begin < 0:
             return None
         tokens = alignment.given[begin : begin + window]
         if not tokens:
             return None
-        return Offer(tokens, _predictions(alignment.matched, len(tokens)))
+        return Offer(tokens, _predictions(table, alignment.matched, len(tokens)), alignment.source)
 
 
-def follow(alignment: _Alignment, response: Sequence[int]) -> None:
+def _compare(alignment: _Alignment, response: Sequence[int], table: AcceptanceTable) -> None:
     """Compare the tokens that are new since the last call, and realign when the latest one mismatched."""
+    begin, end = alignment.seen, len(response)
+    if begin == end:
+        return
+    alignment.seen = end
     given, offset = alignment.given, alignment.offset
-    matched = alignment.matched
-    for position in range(alignment.seen, len(response)):
+    news = response[begin:end]
+    if begin + offset >= 0 and given[begin + offset : end + offset] == news:
+        _observe_run(table, alignment.matched, end - begin)
+        alignment.matched += end - begin
+        return
+    for position in range(begin, min(end, len(given) - offset)):
         place = position + offset
-        if 0 <= place < len(given) and given[place] == response[position]:
-            matched += 1
-        else:
-            matched = 0
-    alignment.seen = len(response)
-    alignment.matched = matched
-    if matched == 0 and len(response) >= _ANCHOR:
+        # Outside of the sequence there is nothing that could have matched: that says nothing of it.
+        if place >= 0:
+            same = given[place] == response[position]
+            table.observe(_bucket(alignment.matched), 1, int(same))
+            alignment.matched = alignment.matched + 1 if same else 0
+    if end + offset > len(given):
+        alignment.matched = 0
+    if alignment.matched == 0 and end >= _ANCHOR:
         _realign(alignment, response)
+
+
+def _observe_run(table: AcceptanceTable, matched: int, count: int) -> None:
+    """Count tokens that matched in a row, after `matched` that did before."""
+    while count > 0:
+        bucket = _bucket(matched)
+        within = count if bucket + 1 >= len(_BUCKETS) else min(count, _BUCKETS[bucket + 1] - matched)
+        table.observe(bucket, within, within)
+        matched += within
+        count -= within
+
+
+def _bucket(matched: int) -> int:
+    return len(_BUCKETS) - 1 if matched >= _UNBROKEN else _RAMP[min(matched, _FAR)]
+
+
+def _predictions(table: AcceptanceTable, matched: int, count: int) -> list[float]:
+    """For the next tokens, the probability of each if all before it match."""
+    known = table.probabilities
+    if matched >= _FAR:
+        return [known[_bucket(matched)]] * count
+    return [known[bucket] for bucket in _RAMP[matched : matched + count]]
 
 
 def _realign(alignment: _Alignment, response: Sequence[int]) -> None:
     """Move to the place nearest the current one where the last tokens of the response occur."""
     given, here = alignment.given, len(response) + alignment.offset
     anchor = list(response[-_ANCHOR:])
-    for distance in range(1, _REACH):
-        for end in (here + distance, here - distance):
-            if _ANCHOR <= end <= len(given) and list(given[end - _ANCHOR : end]) == anchor:
-                alignment.offset = end - len(response)
-                alignment.matched = _ANCHOR
-                return
+    best: int | None = None
+    for end in _ends_with(given, anchor[-1], here - _REACH + 1, here + _REACH):
+        nearer = best is None or (abs(end - here), here - end) < (abs(best - here), here - best)
+        if nearer and end != here and given[end - _ANCHOR : end] == anchor:
+            best = end
+    if best is not None:
+        alignment.offset = best - len(response)
+        alignment.matched = _ANCHOR
 
 
-def _predictions(matched: int, count: int) -> list[float]:
-    last = len(_ACCEPTANCE) - 1
-    return [_ACCEPTANCE[min(matched + i, last)] for i in range(count)]
+def _ends_with(given: list[int], token: int, low: int, high: int) -> Iterator[int]:
+    """The lengths in [low, high), at least `_ANCHOR`, of beginnings of `given` that end in `token`."""
+    place = max(low, _ANCHOR) - 1
+    # The list's own search: this runs for every sample that has lost its place, in every step.
+    while True:
+        try:
+            place = given.index(token, place, max(high - 1, 0)) + 1
+        except ValueError:
+            return
+        yield place

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isnan
 from typing import Protocol, TypeVar
 
 import structlog
 
-from services.generation.drafting.drafter import DraftContext, Drafter, Offer
-from services.generation.drafting.plan import Draft
+from services.generation.drafting.drafter import Arrival, DraftContext, Drafter, Offer
+from services.generation.drafting.plan import Draft, StepShape, context_of
 from services.generation.engine.types import SampleState, SampleStep
 
 MAX_FAULTS = 3
@@ -25,10 +26,14 @@ _log = structlog.get_logger(__name__)
 
 
 class Plan(Protocol):
-    """Chooses what is verified (see `plan.FixedPlan`)."""
+    """Chooses what is verified (see `plan.FixedPlan` and `planner.PlannedDrafts`)."""
 
     @property
     def window(self) -> int: ...
+    @property
+    def measures(self) -> bool: ...
+
+    def stepped(self, shape: StepShape, seconds: float) -> None: ...
 
     def choose(
         self, samples: Sequence[SampleState], offers: Mapping[str, Sequence[Offer | None]]
@@ -72,11 +77,20 @@ class Speculation:
         for seat in self._active():
             self._guard(seat, partial(seat.drafter.begin, context))
 
-    def end(self, sample_id: str) -> None:
-        """A sample left the engine."""
+    def adopt(self, arrival: Arrival) -> None:
+        """Rollouts have become known."""
+        for seat in self._active():
+            self._guard(seat, partial(seat.drafter.adopt, arrival))
+
+    def tend(self) -> bool:
+        """Work that the drafters put off, a slice of it, while the engine idles; whether there is more."""
+        return any([self._guard(seat, seat.drafter.tend) for seat in self._active()])
+
+    def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
+        """A sample left the engine, with this response where it is known."""
         self._drafts.pop(sample_id, None)
         for seat in self._active():
-            self._guard(seat, partial(seat.drafter.end, sample_id))
+            self._guard(seat, partial(seat.drafter.end, sample_id, response))
 
     def drafts(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
         """The tokens to verify in the coming step, by sample id."""
@@ -87,19 +101,26 @@ class Speculation:
         self._drafts = self.plan.choose(samples, offers)
         return {sample_id: draft.tokens for sample_id, draft in self._drafts.items()}
 
+    def shape(self, samples: Sequence[SampleState], drafts: Mapping[str, Sequence[int]]) -> StepShape | None:
+        """What the coming step's time depends on; None when the plan does not ask for step times."""
+        if not (samples and self.plan.measures):
+            return None
+        rows = len(samples) + sum(map(len, drafts.values()))
+        return StepShape(len(samples), rows, context_of(samples))
+
     def drafter_of(self, sample_id: str) -> str:
-        """Name of the drafter whose tokens the last step verified for a sample; "" when none."""
+        """What results call the origin of the tokens that the last step verified for a sample; "" for none."""
         draft = self._drafts.get(sample_id)
-        return "" if draft is None else draft.drafter
+        return "" if draft is None else draft.source
 
     def learn(self, step: SampleStep) -> None:
         """Report a sample's outcome to the drafter that made its draft."""
-        if not step.drafted:
+        draft = self._drafts.get(step.sample_id)
+        if draft is None or not step.drafted:
             return
-        name = self.drafter_of(step.sample_id)
-        self.metrics.verified(name, step.drafted, step.accepted)
+        self.metrics.verified(draft.source, step.drafted, step.accepted)
         for seat in self._active():
-            if seat.drafter.name == name:
+            if seat.drafter.name == draft.drafter:
                 learn = partial(seat.drafter.learn, step.sample_id, step.drafted, step.accepted)
                 self._guard(seat, learn)
 
@@ -155,8 +176,11 @@ def _complaint(offer: Offer, window: int, vocab_size: int) -> str:
         return f"{len(tokens)} tokens offered, allowed are 1 to {window}"
     if len(acceptance) != len(tokens):
         return f"{len(acceptance)} predictions for {len(tokens)} tokens"
-    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+    if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= vocab_size:
         return f"a token outside the vocabulary of {vocab_size}"
-    if not all(0.0 <= probability <= 1.0 for probability in acceptance):
+    # A NaN makes the sum one, and hides from the other two.
+    if isnan(sum(acceptance)) or min(acceptance) < 0.0 or max(acceptance) > 1.0:
         return "a prediction that is no probability"
+    if type(offer.source) is not str:
+        return "a source that is no name"
     return ""

@@ -1,160 +1,221 @@
-"""The `suffix` drafter: what followed the last time a text read like this.
+"""The `suffix` drafter: what followed, in all known rollouts of the prompt, a text that ends like this one.
 
-An index maps every n-gram to the place after its latest occurrence. There is one for each sample (its prompt, its
-response, its given sequence) and one that all samples of the instance share, finished ones included: responses to
-the same prompt, and to others of its kind, say much the same. The n-gram that ends a sample is looked up in both,
-each match is extended backwards as far as it goes, and what followed the longer one is offered. The longer the
-match, the likelier the continuation; how much likelier is learned from what verification kept.
+All samples of an instance share one index. A running sample is a growing text in it, so that samples of a group
+draft from each other, and stays there when it has ended. Rollouts from elsewhere wait in a queue of which a part
+is put in with each step, so that decoding never waits for the index, and the rest while the engine idles. Nothing
+is ever taken out by name, nor a prompt put in after its rollouts: then all of it would have to be built anew.
+
+How likely an offered token is kept is the index's own estimate: it compares every offer with how the text went on,
+verified or not.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
 
-from services.generation.drafting.drafter import DraftContext, Offer
+import numpy as np
+import numpy.typing as npt
+
+from services.drafts.rollout import Rollout
+from services.generation.drafting.backlog import Backlog
+from services.generation.drafting.drafter import Arrival, DraftContext, Offer
 from services.generation.engine.types import SampleState
 
-# Shorter n-grams match by chance in any text; with longer ones short repetitions are never found.
-_NGRAM = 4
-# A match longer than this predicts no better.
-_LONGEST = 24
-# Tokens of finished samples that the shared index keeps; about 150 bytes each.
-_CAPACITY = 200_000
-# Weight of the prior acceptance of a match length, in observed tokens.
-_PRIOR_TOKENS = 8
+if TYPE_CHECKING:
+    from services.drafts.index import Name, Offers
 
-Ngram = tuple[int, ...]
+# Tokens that the index holds by default, and that may wait for it.
+_CAPACITY = 4_000_000
+# Tokens of waiting rollouts that are put in with a step by default: a fraction of a millisecond.
+_TOKENS_PER_STEP = 4096
 
 
-@dataclass(slots=True, eq=False)
-class _Text:
-    """A token sequence and how far it is indexed; the last n-gram of a growing one is not: it would find itself."""
+class Index(Protocol):
+    """What is used of `services.drafts.index.SuffixIndex`."""
 
-    tokens: list[int]
-    indexed: int = 0
+    def has(self, prompt: Name, rollout: Name) -> bool: ...
+    def put_prompt(self, prompt: Name, tokens: npt.ArrayLike) -> None: ...
+    def insert(self, prompt: Name, rollout: Name, version: int, tokens: npt.ArrayLike) -> None: ...
+    def open(self, prompt: Name, rollout: Name, version: int) -> int: ...
+    def close(self, handle: int, *, keep: bool = True) -> None: ...
+    def step(
+        self,
+        handles: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+        cu: npt.NDArray[np.int64],
+        window: int,
+    ) -> Offers: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Behind the first `end` tokens of a text."""
+class BuildMetrics(Protocol):
+    """Where the cost of the index is counted: `insert` of rollouts, `step` of running samples and their offers."""
 
-    text: _Text
-    end: int
+    def indexed(self, phase: str, seconds: float, tokens: int) -> None: ...
 
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample's text, response tokens taken over into it, and places of its own n-grams."""
+    """A growing text: its handle, its prompt, and response tokens taken over into it."""
 
-    text: _Text
+    handle: int
+    prompt: Name
     taken: int = 0
-    places: dict[Ngram, _Place] = field(default_factory=dict)
-    # Length of the match behind the latest offer.
-    match: int = _NGRAM
 
 
 class SuffixDrafter:
-    """Repeats what followed the longest earlier occurrence of a sample's last tokens."""
+    """Repeats what followed in other rollouts of the prompt, and earlier in the sample's own."""
 
     name = "suffix"
 
-    def __init__(self, capacity: int = _CAPACITY) -> None:
-        self._capacity = capacity
+    def __init__(
+        self,
+        index: Index | None = None,
+        *,
+        capacity: int = _CAPACITY,
+        tokens_per_step: int = _TOKENS_PER_STEP,
+        metrics: BuildMetrics | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """
+        Args:
+            index: empty; without one, one for `capacity` tokens is made, which imports numba.
+            capacity: tokens that may wait for the index; the oldest rollouts beyond are left out.
+            tokens_per_step: tokens of waiting rollouts that are put in with a step.
+            metrics: where the cost is counted.
+            clock: seconds.
+        """
+        self._index = _new_index(capacity) if index is None else index
+        self._tokens_per_step = tokens_per_step
+        self._metrics = metrics
+        self._clock = clock
         self._samples: dict[str, _Sample] = {}
-        self._places: dict[Ngram, _Place] = {}
-        self._finished: deque[_Text] = deque()
-        self._kept = 0
-        # Tokens tried and kept, by match length.
-        self._tried = [0] * (_LONGEST + 1)
-        self._accepted = [0] * (_LONGEST + 1)
+        # Running samples by prompt.
+        self._running: Counter[Name] = Counter()
+        # Rollouts for the index; and those whose prompt has no sample here, which it must have first.
+        self._waiting = Backlog(capacity)
+        self._early = Backlog(capacity)
 
     def begin(self, context: DraftContext) -> None:
-        """Index the given sequence; the prompt follows with the first offer."""
-        sample = _Sample(_Text(list(context.prompt)))
-        given = _Text(list(context.given))
-        for end in range(_NGRAM, len(given.tokens)):
-            sample.places[tuple(given.tokens[end - _NGRAM : end])] = _Place(given, end)
-        self._samples[context.sample_id] = sample
+        """Open a text for the sample; its response follows with the first offer."""
+        prompt = _prompt_name(context)
+        name: Name = (context.seed, context.version)
+        if not context.run_id or self._index.has(prompt, name):
+            # Its rollout is there already, or is growing: this is another attempt.
+            name = context.sample_id
+        try:
+            self._index.put_prompt(prompt, np.asarray(context.prompt, np.int32))
+            handle = self._index.open(prompt, name, context.version)
+        except ValueError:
+            # There is no room beside all that is running: the sample goes without.
+            return
+        self._samples[context.sample_id] = _Sample(handle, prompt)
+        self._running[prompt] += 1
+        for rollout in self._early.pop_prompt((context.run_id, context.prompt_id)):
+            self._waiting.push(rollout)
+
+    def adopt(self, arrival: Arrival) -> None:
+        """Queue rollouts for the index."""
+        for rollout in arrival.rollouts:
+            self._waiting.push(rollout)
 
     def offer(self, samples: Sequence[SampleState], window: int) -> list[Offer | None]:
-        """For each sample, what followed its last tokens before."""
-        return [self._offer(self._samples.get(state.sample_id), state, window) for state in samples]
+        """For each sample, how the index says that it goes on."""
+        self._absorb(self._tokens_per_step)
+        known = [self._samples.get(state.sample_id) for state in samples]
+        taking: list[_Sample] = []
+        news: list[Sequence[int]] = []
+        for state, sample in zip(samples, known, strict=True):
+            if sample is None:
+                continue
+            taking.append(sample)
+            news.append(state.response[sample.taken :])
+            sample.taken = len(state.response)
+        return _offers(known, self._step(taking, news, window)) if taking else [None] * len(samples)
 
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
-        """Count how well a match of that length predicted: the first rejected token is the last one tried."""
-        sample = self._samples.get(sample_id)
-        if sample is not None:
-            self._tried[sample.match] += accepted + (accepted < drafted)
-            self._accepted[sample.match] += accepted
+        """Nothing: the next offer sees the tokens themselves."""
 
-    def end(self, sample_id: str) -> None:
-        """Keep a finished sample's text for the others, and forget the oldest beyond the capacity."""
+    def end(self, sample_id: str, response: Sequence[int]) -> None:
+        """Keep the text for the samples to come, with the tokens of the last step."""
         sample = self._samples.pop(sample_id, None)
         if sample is None:
             return
-        self._finished.append(sample.text)
-        self._kept += len(sample.text.tokens)
-        while self._kept > self._capacity:
-            self._evict(self._finished.popleft())
+        if rest := response[sample.taken :]:
+            self._step([sample], [rest], 1)
+        self._index.close(sample.handle)
+        self._running[sample.prompt] -= 1
+        if not self._running[sample.prompt]:
+            del self._running[sample.prompt]
 
-    def _evict(self, text: _Text) -> None:
-        self._kept -= len(text.tokens)
-        for end in range(_NGRAM, text.indexed + 1):
-            ngram = tuple(text.tokens[end - _NGRAM : end])
-            place = self._places.get(ngram)
-            if place is not None and place.text is text:
-                del self._places[ngram]
+    def tend(self) -> bool:
+        """Put one step's worth of waiting rollouts into the index."""
+        self._absorb(self._tokens_per_step)
+        return bool(self._waiting)
 
-    def _offer(self, sample: _Sample | None, state: SampleState, window: int) -> Offer | None:
-        if sample is None:
-            return None
-        tokens = sample.text.tokens
-        tokens.extend(state.response[sample.taken :])
-        sample.taken = len(state.response)
-        if len(tokens) < _NGRAM:
-            return None
-        self._index(sample)
-        last = tuple(tokens[-_NGRAM:])
-        found = _longer(tokens, sample.places.get(last), self._places.get(last))
-        if found is None:
-            return None
-        place, sample.match = found
-        guess = place.text.tokens[place.end : place.end + window]
-        if not guess:
-            return None
-        return Offer(guess, [self._acceptance(sample.match)] * len(guess))
+    def _step(self, samples: Sequence[_Sample], news: Sequence[Sequence[int]], window: int) -> Offers:
+        """Append new tokens to growing texts, and ask how they may go on."""
+        began = self._clock()
+        handles = np.fromiter((sample.handle for sample in samples), np.int64, len(samples))
+        cu = np.zeros(len(news) + 1, np.int64)
+        np.cumsum([len(each) for each in news], out=cu[1:])
+        tokens = np.fromiter(chain.from_iterable(news), np.int32, int(cu[-1]))
+        offers = self._index.step(handles, tokens, cu, window)
+        self._built("step", began, len(tokens))
+        return offers
 
-    def _index(self, sample: _Sample) -> None:
-        text = sample.text
-        for end in range(max(text.indexed + 1, _NGRAM), len(text.tokens)):
-            ngram, place = tuple(text.tokens[end - _NGRAM : end]), _Place(text, end)
-            sample.places[ngram] = place
-            self._places[ngram] = place
-        text.indexed = max(len(text.tokens) - 1, 0)
+    def _absorb(self, budget: int) -> None:
+        """Put waiting rollouts in until `budget` tokens were; at least one, as long as it may be."""
+        if not self._waiting:
+            return
+        began, tokens = self._clock(), 0
+        while self._waiting and tokens < budget:
+            tokens += self._insert(self._waiting.pop())
+        self._built("insert", began, tokens)
 
-    def _acceptance(self, match: int) -> float:
-        """Predicted acceptance of a token after a match of this length; the prior rises from 0.4."""
-        prior = min(0.4 + 0.05 * (match - _NGRAM), 0.95)
-        return (prior * _PRIOR_TOKENS + self._accepted[match]) / (_PRIOR_TOKENS + self._tried[match])
+    def _insert(self, rollout: Rollout) -> int:
+        """Put a rollout in, unless it is there; the tokens that this brought."""
+        prompt, name = (rollout.run_id, rollout.prompt_id), (rollout.seed, rollout.version)
+        if not self._running[prompt]:
+            self._early.push(rollout)
+            return 0
+        if self._index.has(prompt, name):
+            return 0
+        try:
+            self._index.insert(prompt, name, rollout.version, rollout.tokens.astype(np.int32))
+        except ValueError:
+            # There is no room for it beside all that is running.
+            return 0
+        return len(rollout.tokens)
 
-
-def _longer(tokens: Sequence[int], own: _Place | None, shared: _Place | None) -> tuple[_Place, int] | None:
-    """The place with the longer match and its length; a sample's own before an equal one of another."""
-    best: tuple[_Place, int] | None = None
-    for place in (own, shared):
-        if place is not None and (best is None or place is not best[0]):
-            match = _match_length(tokens, place.text.tokens, place.end)
-            if best is None or match > best[1]:
-                best = (place, match)
-    return best
+    def _built(self, phase: str, began: float, tokens: int) -> None:
+        if self._metrics is not None:
+            self._metrics.indexed(phase, self._clock() - began, tokens)
 
 
-def _match_length(tokens: Sequence[int], source: Sequence[int], end: int) -> int:
-    """How many tokens before `end` in the source equal the last of `tokens`; at most `_LONGEST`."""
-    length = _NGRAM
-    limit = min(_LONGEST, len(tokens), end)
-    while length < limit and tokens[-1 - length] == source[end - 1 - length]:
-        length += 1
-    return length
+def _offers(known: Sequence[_Sample | None], found: Offers) -> list[Offer | None]:
+    """The offers in the order of `known`, of which `found` has a row for each sample."""
+    rows = zip(found.tokens.tolist(), found.shares.tolist(), found.counts.tolist(), strict=True)
+    offers: list[Offer | None] = []
+    for sample in known:
+        tokens, shares, count = next(rows) if sample is not None else ((), (), 0)
+        offers.append(Offer(tokens[:count], shares[:count]) if count else None)
+    return offers
+
+
+def _prompt_name(context: DraftContext) -> Name:
+    """A prompt without a name is known by its tokens."""
+    if context.prompt_id:
+        return (context.run_id, context.prompt_id)
+    return blake2b(np.asarray(context.prompt, np.int32).tobytes(), digest_size=16).hexdigest()
+
+
+def _new_index(capacity: int) -> Index:
+    from services.drafts.index import SuffixIndex
+
+    return SuffixIndex(max_tokens=capacity)

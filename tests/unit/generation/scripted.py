@@ -16,6 +16,9 @@ from services.generation.engine.types import (
 )
 from services.platform.sampling import ModelLimits, Sampling
 
+# The cached token that no script takes over.
+REFUSED = 511
+
 
 @dataclass(slots=True)
 class Clock:
@@ -30,6 +33,8 @@ class Clock:
 @dataclass(slots=True)
 class ScriptedEngine:
     """Steps as often as it has permits; the token at response position p is p, its logprob -p.
+
+    Of a cached rollout every token is taken over until one that is `REFUSED`; p_now of a token is -token.
 
     Samples beyond `seats` wait. A step takes `step_time` of the clock. `errors` maps a sample's prompt to the
     position where its logits are NaN; `fault` is raised by the coming step, `refusal` by the coming `add`.
@@ -52,12 +57,16 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     applied: list[dict[str, Any]] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
+    released: set[str] = field(default_factory=set)
+    asleep: bool = False
+    row_capacity: int = 1 << 20
 
     def allow(self, steps: int) -> None:
         """Let the engine step so often."""
         self.permits += steps
 
     def add(self, request: SampleRequest) -> None:
+        self.wake()
         if self.refusal is not None:
             refusal, self.refusal = self.refusal, None
             raise refusal
@@ -95,10 +104,18 @@ class ScriptedEngine:
         self.drafts = {sample_id: list(tokens) for sample_id, tokens in drafts.items()}
 
     def apply_weights(self, tensors: Iterable[tuple[str, Any]]) -> int:
+        self.wake()
         self.applied.append(dict(tensors))
         if self.apply_fault is not None:
             raise self.apply_fault
         return 7
+
+    def sleep(self) -> None:
+        assert not self.requests, "an engine with samples cannot sleep"
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
 
     @property
     def has_work(self) -> bool:
@@ -118,16 +135,29 @@ class ScriptedEngine:
     def _step(self, sample_id: str) -> SampleStep:
         request, response = self.requests[sample_id], self.responses[sample_id]
         draft, accepted = self.drafts.get(sample_id, []), 0
-        while accepted < len(draft) and draft[accepted] == len(response) + accepted:
+        following = request.follows and sample_id not in self.released
+        tokens: list[int] = []
+        reused = 0
+        while len(tokens) <= len(draft):
+            position = len(response) + len(tokens)
+            following = following and position < len(request.cached) and request.cached[position] != REFUSED
+            tokens.append(request.cached[position] if following else position)
+            reused += following
+            if len(tokens) > len(draft) or tokens[-1] != draft[len(tokens) - 1]:
+                break
             accepted += 1
-        tokens = [len(response) + i for i in range(accepted + 1)]
+        if not following:
+            self.released.add(sample_id)
         finish = self._finish(request, response, tokens)
+        reused = min(reused, len(tokens))
         response += tokens
         if finish is not None:
             self._forget(sample_id)
-        return SampleStep(
-            sample_id, tokens, [-float(token) for token in tokens], finish, len(draft), accepted
-        )
+        logprobs = [-float(token) for token in tokens]
+        verified = logprobs[:reused]
+        begin = len(response) - len(tokens)
+        logprobs[:reused] = request.cached_logprobs[begin : begin + reused]
+        return SampleStep(sample_id, tokens, logprobs, finish, len(draft), accepted, reused, verified)
 
     def _finish(self, request: SampleRequest, response: list[int], tokens: list[int]) -> Finish | None:
         if self.errors.get(request.prompt) in tokens:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.drafting.drafter import DraftContext, Offer
+from services.drafts.rollout import Kind
+from services.generation.drafting.drafter import Arrival, DraftContext, Offer
 from services.generation.drafting.given import GivenDrafter
 from services.generation.engine.types import SampleState
+from tests.unit.generation.rollouts import rollout
 
 WINDOW = 8
 few_letters = st.lists(st.integers(0, 2), max_size=40)
@@ -69,7 +71,6 @@ def test_every_offer_is_a_part_of_the_sequence_with_a_probability_per_token(
         assert 0 < count <= window
         assert len(offer.acceptance) == count
         assert all(0 < probability <= 1 for probability in offer.acceptance)
-        assert list(offer.acceptance) == sorted(offer.acceptance)
         assert any(sequence[i : i + count] == list(offer.tokens) for i in range(len(sequence)))
 
 
@@ -120,10 +121,99 @@ def test_predictions_drop_at_a_mismatch_and_recover_with_every_match() -> None:
         assert offer is not None
         first.append(offer.acceptance[0])
     before, after = first[:3], first[3:]
-    assert len(set(before)) == 1
-    assert after[0] == min(first) < before[0]
-    assert after == sorted(after)
-    assert after[-1] == before[0]
+    assert after[0] == min(first) < min(before)
+    assert after[:9] == sorted(after[:9])
+
+
+def test_predictions_follow_what_matched_by_the_time_since_the_last_mismatch() -> None:
+    drafter = GivenDrafter()
+    # Every tenth token differs: after a mismatch the next nine always match.
+    sequence = list(range(400))
+    response = [900 + place if place % 10 == 9 else token for place, token in enumerate(sequence)]
+    drafter.begin(DraftContext("s", [9], sequence))
+    offered(drafter, response[:390])
+    at_mismatch = offered(drafter, response[:390])
+    before_mismatch = offered(drafter, response[:399])
+    assert at_mismatch is not None
+    assert before_mismatch is not None
+    assert all(probability > 0.85 for probability in at_mismatch.acceptance[:8])
+    assert before_mismatch.acceptance[0] < 0.8
+
+
+def test_a_sequence_that_never_matches_promises_little_whatever_others_did() -> None:
+    drafter = GivenDrafter()
+    drafter.begin(DraftContext("bad", [9], [5] * 100, source="history"))
+    drafter.begin(DraftContext("good", [9], list(range(100)), source="pregenerated"))
+    response = list(range(60))
+    bad, good = drafter.offer([state(response, "bad"), state(response, "good")], 8)
+    assert bad is not None
+    assert good is not None
+    assert bad.expected < 0.3
+    assert good.expected > 7
+    assert (bad.source, good.source) == ("history", "pregenerated")
+
+
+# -- late arrival ---------------------------------------------------------------------------------------------
+
+
+@given(few_letters, few_letters, st.integers(0, 40), st.integers(1, 8))
+def test_a_sequence_that_comes_late_is_offered_as_if_it_had_been_there(
+    sequence: list[int], response: list[int], arrives_at: int, window: int
+) -> None:
+    early, late = GivenDrafter(), GivenDrafter()
+    arrives_at = min(arrives_at, len(response))
+    for drafter in (early, late):
+        drafter.begin(DraftContext("s", [9], sequence if drafter is early else ()))
+        if drafter is late and sequence:
+            offered(drafter, response[:arrives_at])
+            drafter.adopt(Arrival(given={"s": rollout(tokens=sequence)}))
+    # The early one sees the same tokens at once: how a response is cut into steps decides where it is realigned.
+    first, second = (
+        offered(early, response[:arrives_at], window),
+        offered(late, response[:arrives_at], window),
+    )
+    assert (first is None) == (second is None)
+    if first is not None and second is not None:
+        assert (list(first.tokens), first.acceptance) == (list(second.tokens), second.acceptance)
+
+
+def test_a_late_sequence_is_named_by_its_kind_and_takes_the_place_of_a_shorter_one() -> None:
+    drafter = drafter_with([1, 2, 3])
+    assert offered(drafter, [1]) is not None
+    drafter.adopt(Arrival(given={"s": rollout(tokens=[1, 2, 3, 4, 5], kind=Kind.PREGENERATED)}))
+    offer = offered(drafter, [1, 2, 3])
+    assert offer is not None
+    assert (list(offer.tokens), offer.source) == ([4, 5], "pregenerated")
+    drafter.end("s", [1, 2, 3])
+    assert offered(drafter, [1, 2, 3]) is None
+
+
+# -- realignment ----------------------------------------------------------------------------------------------
+
+ANCHOR, REACH = 4, 64
+
+
+def nearest(sequence: list[int], response: list[int]) -> int | None:
+    """Where the last tokens of the response end in the sequence, nearest to its own end, later before earlier."""
+    here = len(response)
+    for distance in range(1, REACH):
+        for end in (here + distance, here - distance):
+            if ANCHOR <= end <= len(sequence) and sequence[end - ANCHOR : end] == response[-ANCHOR:]:
+                return end
+    return None
+
+
+@given(
+    st.lists(st.integers(0, 1), min_size=1, max_size=160),
+    st.lists(st.integers(0, 1), min_size=4, max_size=120),
+)
+def test_realigns_to_the_nearest_place_that_looks_alike(sequence: list[int], response: list[int]) -> None:
+    if len(response) <= len(sequence) and sequence[len(response) - 1] == response[-1]:
+        response[-1] = 1 - response[-1]
+    offer = offered(drafter_with(sequence), response)
+    place = nearest(sequence, response)
+    expected = sequence[len(response) if place is None else place :][:WINDOW]
+    assert (list(offer.tokens) if offer is not None else []) == expected
 
 
 def test_samples_do_not_mix_and_an_ended_one_is_forgotten() -> None:
@@ -134,6 +224,6 @@ def test_samples_do_not_mix_and_an_ended_one_is_forgotten() -> None:
     states = [state([4], "b"), state([], "none"), state([], "unknown"), state([1, 2], "a")]
     offers = drafter.offer(states, WINDOW)
     assert [None if offer is None else list(offer.tokens) for offer in offers] == [[5, 6], None, None, [3]]
-    drafter.end("a")
-    drafter.end("never-begun")
+    drafter.end("a", [1, 2, 3])
+    drafter.end("never-begun", [])
     assert drafter.offer([state([1], "a")], WINDOW) == [None]

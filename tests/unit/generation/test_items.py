@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
+from services.drafts.rollout import Kind, Rollout
 from services.generation.engine.types import SampleRequest, Verifier
 from services.generation.items import Refusal, Terms, check_item
+from services.generation.rollouts.cache import DraftCache
 from services.platform.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -25,16 +27,19 @@ from services.platform.errors import (
 from services.platform.sampling import ModelLimits
 from services.platform.violations import Violation
 from tests.support.instances import item
+from tests.unit.generation.rollouts import rollout
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=32)
 TERMS = Terms(policy_version=3, limits=LIMITS)
 
 
-def check(terms: Terms = TERMS, taken: tuple[int, ...] = (), **fields: Any) -> SampleRequest:
+def check(
+    terms: Terms = TERMS, taken: tuple[int, ...] = (), cache: DraftCache | None = None, **fields: Any
+) -> SampleRequest:
     """Check an item that is good but for the fields given."""
     prompt = fields.pop("prompt", [1, 2, 3])
     made = item(fields.pop("handle", 1), prompt, **({"policy_version": 3} | fields))
-    return check_item(made, terms, taken, lambda: "id")
+    return check_item(made, terms, taken, lambda: "id", cache)
 
 
 def test_a_good_item_becomes_the_engines_request() -> None:
@@ -132,16 +137,87 @@ def test_nothing_is_taken_while_closed() -> None:
         (sample_pb2.EXACTNESS_LEVEL_EXACT, Verifier.COUPLED),
         (sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY, Verifier.COUPLED),
         (sample_pb2.EXACTNESS_LEVEL_REJECTION, Verifier.REJECTION),
+        (sample_pb2.EXACTNESS_LEVEL_LENIENT, Verifier.LENIENT),
     ],
 )
 def test_exactness_levels_choose_the_verifier(level: int, verifier: Verifier) -> None:
     assert check(exactness={"level": level}).verifier is verifier
 
 
-@pytest.mark.parametrize("level", [sample_pb2.EXACTNESS_LEVEL_LENIENT, 99])
-def test_levels_that_are_not_served_are_refused(level: int) -> None:
-    with pytest.raises(Unimplemented, match="is not served"):
-        check(exactness={"level": level})
+def test_a_level_that_is_not_known_is_refused() -> None:
+    with pytest.raises(Unimplemented, match="exactness level 99 is not served"):
+        check(exactness={"level": 99})
+
+
+# -- lenient --------------------------------------------------------------------------------------------------
+
+
+def lenient(
+    cache: DraftCache | None, exactness: dict[str, Any] | None = None, **fields: Any
+) -> SampleRequest:
+    level = {"level": sample_pb2.EXACTNESS_LEVEL_LENIENT, "lenience": 1.5}
+    names = {"run_id": "r", "prompt_id": "p", "slot": 0, "step": 9, "seed": 77}
+    return check(cache=cache, exactness=level | (exactness or {}), **(names | fields))
+
+
+def history(*rollouts: Rollout) -> DraftCache:
+    cache = DraftCache(LIMITS.vocab_size, 1 << 20)
+    cache.add(rollouts)
+    return cache
+
+
+def test_a_lenient_sample_takes_over_the_cached_rollout_of_its_slot() -> None:
+    cache = history(
+        rollout([4, 5], version=1, logprobs=[-0.5, -0.25]),
+        rollout([6, 7], version=2, logprobs=[-2, -1]),
+        rollout([8], version=2, slot=1),
+    )
+    request = lenient(cache)
+    assert (request.cached, request.cached_logprobs, request.lenience) == ((6, 7), (-2, -1), 1.5)
+    delayed = lenient(cache, {"reuse_delay": 1})
+    assert (delayed.cached, delayed.cached_logprobs) == ((4, 5), (-0.5, -0.25))
+    assert lenient(cache, {"reuse_delay": 2}).cached == ()
+    assert lenient(cache, slot=1).cached == (8,)
+    assert lenient(cache, given_draft=[1, 2]).given == (1, 2)
+
+
+def test_where_there_is_nothing_to_take_over_a_lenient_sample_is_an_exact_one() -> None:
+    for request in (
+        lenient(None),
+        lenient(history()),
+        lenient(history(rollout([6, 7])), slot=3),
+        lenient(history(rollout([6, 7])), run_id=""),
+        lenient(history(rollout([6, 7], kind=Kind.PREGENERATED))),
+        # It is gone on with: what it took over is in its prefix.
+        lenient(history(rollout([6, 7])), prefix_token_ids=[6]),
+    ):
+        assert (request.cached, request.cached_logprobs) == ((), ())
+        assert (request.verifier, request.lenience, request.follows) == (Verifier.LENIENT, 1.5, False)
+
+
+def test_in_a_group_of_equals_the_seed_decides_who_takes_over() -> None:
+    cache = history(*[rollout([1, 2, 3, 4, 5], slot=slot) for slot in range(8)])
+    taken = [bool(lenient(cache, {"diversity_floor": 0.5}, seed=seed).cached) for seed in range(60)]
+    assert any(taken)
+    assert not all(taken)
+    assert all(lenient(cache, seed=seed).cached for seed in range(60))
+
+
+def test_only_a_lenient_sample_takes_over() -> None:
+    cache = history(rollout([6, 7], seed=77))
+    for level in set(sample_pb2.ExactnessLevel.values()) - {sample_pb2.EXACTNESS_LEVEL_LENIENT}:
+        assert lenient(cache, {"level": level}).cached == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("lenience", each) for each in (0.99, 0, -1, math.inf, math.nan)]
+    + [("diversity_floor", each) for each in (0, 1.01, -1, math.nan)],
+)
+def test_a_bad_lenient_rule_is_refused_by_the_name_of_its_field(field: str, value: float) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        lenient(history(), {field: value})
+    assert [violation.field for violation in caught.value.violations] == [f"exactness.{field}"]
 
 
 def test_no_id_is_spent_on_a_refused_item() -> None:

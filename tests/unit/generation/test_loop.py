@@ -14,13 +14,18 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
+from services.drafts.rollout import Kind
 from services.generation.drafting.given import GivenDrafter
 from services.generation.drafting.plan import FixedPlan
 from services.generation.drafting.speculation import Speculation
+from services.generation.engine.types import Verifier
 from services.generation.loop import EngineLoop
 from services.generation.metrics import EngineMetrics
+from services.generation.rollouts.cache import DraftCache
+from services.generation.rollouts.origin import NOWHERE, Origin
 from services.generation.samples import WorkStream
 from services.platform.errors import ResourceExhausted, ServiceError, Unavailable
+from tests.unit.generation.rollouts import rollout
 from tests.unit.generation.scripted import ScriptedEngine, sample_request
 
 WAIT = 20.0
@@ -74,8 +79,9 @@ class Caller:
         loop = self.rig.loop
 
         def take() -> str:
+            origin = fields.pop("origin", NOWHERE)
             request = sample_request(loop.next_sample_id(), **fields)
-            loop.start_sample(self.stream, handle, request)
+            loop.start_sample(self.stream, handle, request, origin)
             return request.sample_id
 
         return str(await self.rig.call(take))
@@ -545,8 +551,15 @@ class Wrong:
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
         self._fail()
 
-    def end(self, sample_id: str) -> None:
+    def end(self, sample_id: str, response: Sequence[int]) -> None:
         self._fail()
+
+    def adopt(self, arrival: Any) -> None:
+        self._fail()
+
+    def tend(self) -> bool:
+        self._fail()
+        return False
 
     def _fail(self) -> None:
         if self._raises:
@@ -574,3 +587,94 @@ async def test_drafts_are_verified_and_accounted_for_beside_a_faulty_drafter(
     assert (rig.value("paceline_speculation_drafter_faults_total", drafter="wrong") or 0) > 0
     await rig.call(lambda: None)
     assert rig.value("paceline_speculation_verify_steps_total", drafter="given") == 3
+
+
+# -- cached rollouts ------------------------------------------------------------------------------------------
+
+
+async def test_a_sample_follows_what_was_kept_here_of_its_own_seed(rigs: Callable[..., Rig]) -> None:
+    rig = rigs()
+    rig.loop.cache = DraftCache(512, 1 << 20)
+    rig.loop.speculation = Speculation([GivenDrafter()], FixedPlan(4), 512, rig.metrics)
+    caller = await rig.open()
+    here = Origin("r", "p", slot=2, step=7)
+    ahead = rollout(range(6), seed=1, slot=2, step=7, kind=Kind.PREGENERATED)
+    await rig.call(lambda: rig.loop.keep([ahead]))
+    await caller.start(1, max_tokens=12, origin=here)
+    await caller.start(2, max_tokens=12, origin=here, seed=2)
+    await rig.step(12)
+    await caller.read()
+    assert caller.tokens == {1: list(range(12)), 2: list(range(12))}
+    (source,) = caller.finished[1].draft_sources
+    assert (source.drafter, source.accepted) == ("pregenerated", 5)
+    assert (caller.finished[1].cached_tokens, caller.finished[1].reused_prefix) == (6, 6)
+    assert caller.finished[2].cached_tokens == 0
+    assert rig.value("paceline_drafts_cache_bytes") == rig.loop.cache.nbytes > 0
+
+
+async def test_a_longer_rollout_takes_the_place_of_the_one_that_is_followed(rigs: Callable[..., Rig]) -> None:
+    rig = rigs()
+    rig.loop.cache = DraftCache(512, 1 << 20)
+    caller = await rig.open()
+    await caller.start(1, max_tokens=12, origin=Origin("r", "p"))
+    for length, counted in ((4, 4), (8, 8), (6, 8)):
+        found = rollout(range(length), kind=Kind.PREGENERATED)
+        await rig.call(lambda found=found: rig.loop.keep([found]))
+        assert caller.stream.samples[1].cached_tokens == counted
+    await rig.step(12)
+    await caller.read()
+    assert (caller.finished[1].cached_tokens, caller.finished[1].reused_prefix) == (8, 8)
+
+
+async def test_an_abort_counts_what_agreed_so_far(rigs: Callable[..., Rig]) -> None:
+    rig = rigs()
+    rig.loop.cache = DraftCache(512, 1 << 20)
+    caller = await rig.open()
+    await rig.call(lambda: rig.loop.keep([rollout(range(10))]))
+    await caller.start(1, max_tokens=12, origin=Origin("r", "p"))
+    await rig.step(3)
+    await caller.abort(1)
+    await caller.read()
+    assert (caller.finished[1].cached_tokens, caller.finished[1].reused_prefix) == (10, 3)
+
+
+async def test_a_lenient_sample_counts_only_what_it_took_over(rigs: Callable[..., Rig]) -> None:
+    rig = rigs()
+    rig.loop.cache = DraftCache(512, 1 << 20)
+    caller = await rig.open()
+    await rig.call(lambda: rig.loop.keep([rollout(range(10))]))
+    await caller.start(1, max_tokens=4, origin=Origin("r", "p"), verifier=Verifier.LENIENT)
+    await rig.step(4)
+    await caller.read()
+    assert (caller.finished[1].cached_tokens, caller.finished[1].reused_prefix) == (0, 0)
+
+
+async def test_an_idle_engine_does_what_drafters_put_off_and_still_takes_commands(
+    rigs: Callable[..., Rig],
+) -> None:
+    rig = rigs()
+    slices: list[int] = []
+    more, enough = threading.Event(), threading.Event()
+    more.set()
+
+    class Busy(GivenDrafter):
+        def tend(self) -> bool:
+            slices.append(1)
+            if len(slices) == 100:
+                enough.set()
+            return more.is_set()
+
+    speculation = Speculation([Busy()], FixedPlan(4), 512, rig.metrics)
+    await rig.call(lambda: setattr(rig.loop, "speculation", speculation))
+    # Nobody asks for anything meanwhile.
+    assert await asyncio.to_thread(enough.wait, WAIT)
+    caller = await rig.open()
+    await caller.start(1, max_tokens=3)
+    more.clear()
+    await rig.step(3)
+    assert (await caller.read()).tokens == {1: [0, 1, 2]}
+    # With nothing put off it waits for commands: one slice after each.
+    before = len(slices)
+    for _ in range(5):
+        await rig.call(lambda: None)
+    assert len(slices) <= before + 6

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
 from services.generation.config import GenerationConfig
-from services.generation.instance import Instance
+from services.generation.instance import Applied, Instance
 from services.generation.loop import EngineLoop
 from services.generation.metrics import EngineMetrics
 from services.generation.service import GenerationService
@@ -130,11 +130,11 @@ async def test_weights_that_fail_in_the_engine_end_the_engine(rig: Rig, model: P
 
 async def test_applied_weights_are_the_staged_ones_and_change_the_version(rig: Rig, model: Path) -> None:
     staged = await rig.instance.stage(4, model, "")
-    assert await rig.instance.apply(4) == 7
+    assert await rig.instance.apply(4) == Applied(dropped_blocks=7)
     (applied,) = rig.engine.applied
     assert applied.keys() == staged.tensors.keys()
     assert (rig.loop.policy_version, rig.instance.staged) == (4, None)
-    assert await rig.instance.apply(4) == 0
+    assert await rig.instance.apply(4) == Applied()
     assert len(rig.engine.applied) == 1
     stale = refusals(await rig.work(item(1, [1], policy_version=0)))
     assert stale == {1: code_pb2.FAILED_PRECONDITION}

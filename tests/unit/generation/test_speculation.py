@@ -13,8 +13,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.drafting.drafter import DraftContext, Offer
-from services.generation.drafting.plan import FixedPlan
+from services.generation.drafting.drafter import Arrival, DraftContext, Offer
+from services.generation.drafting.plan import FixedPlan, worth
 from services.generation.drafting.speculation import MAX_FAULTS, Speculation
 from services.generation.engine.types import SampleState, SampleStep
 
@@ -64,6 +64,50 @@ def test_each_sample_gets_the_offer_that_promises_most() -> None:
     assert {sample_id: draft.drafter for sample_id, draft in chosen.items()} == {"a": "sure", "b": "long"}
 
 
+@pytest.mark.parametrize(
+    ("acceptance", "floor", "count"),
+    [
+        ([0.9, 0.9, 0.9, 0.9], 0.0, 4),
+        ([0.9, 0.9, 0.9, 0.9], 0.7, 3),
+        ([0.9, 0.1, 0.9, 0.9], 0.5, 1),
+        ([0.4, 1.0, 1.0, 1.0], 0.5, 0),
+        ([0.5, 1.0, 1.0, 1.0], 0.5, 4),
+    ],
+)
+def test_an_offer_is_cut_where_it_will_hardly_be_reached(
+    acceptance: list[float], floor: float, count: int
+) -> None:
+    made = {"d": [Offer([1, 2, 3, 4], acceptance)]}
+    chosen = FixedPlan(WINDOW, survival_floor=floor).choose(states("a"), made)
+    assert [draft.tokens for draft in chosen.values()] == ([[1, 2, 3, 4][:count]] if count else [])
+
+
+def test_an_offer_is_worth_only_what_can_be_verified_of_it() -> None:
+    made = {"long": [offer(1, 2, 3, 4, 5, 6, p=0.7)], "sure": [offer(9, 9, p=0.9)]}
+    for room, drafter in ((50, "long"), (2, "sure")):
+        (draft,) = FixedPlan(6).choose(states("a", room=room), made).values()
+        assert draft.drafter == drafter
+
+
+def test_a_draft_is_named_after_its_source_or_else_its_drafter() -> None:
+    made = {"d": [Offer([1], [0.9], "pregenerated"), Offer([1], [0.9])]}
+    chosen = FixedPlan(WINDOW).choose(states("a", "b"), made)
+    assert [draft.source for draft in chosen.values()] == ["pregenerated", "d"]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(-1, 20), st.floats(0, 1))
+def test_the_worth_of_an_offer_is_that_of_the_tokens_that_are_left(
+    acceptance: list[float], limit: int, floor: float
+) -> None:
+    length, expected = worth(acceptance, limit, floor)
+    assert 0 <= length <= max(limit, 0)
+    assert expected == pytest.approx(Offer([1] * length, acceptance[:length]).expected)
+    survival = math.prod(acceptance[:length])
+    assert length == 0 or survival >= floor
+    if length < min(limit, len(acceptance)):
+        assert survival * acceptance[length] < floor
+
+
 @pytest.mark.parametrize("made", [{}, {"d": [None, None]}])
 def test_nothing_offered_is_nothing_verified(made: dict[str, Any]) -> None:
     assert FixedPlan(WINDOW).choose(states("a", "b"), made) == {}
@@ -94,6 +138,9 @@ class Scripted:
         self.answer = answer
         self.asked = 0
         self.learned: list[tuple[str, int, int]] = []
+        self.ended: list[tuple[str, list[int]]] = []
+        self.adopted: list[Arrival] = []
+        self.slices = 0
 
     def begin(self, context: DraftContext) -> None:
         pass
@@ -105,8 +152,15 @@ class Scripted:
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
         self.learned.append((sample_id, drafted, accepted))
 
-    def end(self, sample_id: str) -> None:
-        pass
+    def end(self, sample_id: str, response: Sequence[int]) -> None:
+        self.ended.append((sample_id, list(response)))
+
+    def adopt(self, arrival: Arrival) -> None:
+        self.adopted.append(arrival)
+
+    def tend(self) -> bool:
+        self.slices -= 1
+        return self.slices > 0
 
 
 class Counts:
@@ -170,6 +224,7 @@ GARBAGE: dict[str, Callable[[Sequence[SampleState], int], Any]] = {
     "a negative prediction": every(Offer([1], [-0.1])),
     "a text for a prediction": every(Offer([1], ["x"])),  # type: ignore[list-item]
     "None for a prediction": every(Offer([1], [None])),  # type: ignore[list-item]
+    "a number for a source": every(Offer([1], [0.9], 3)),  # type: ignore[arg-type]
 }
 
 
@@ -217,7 +272,7 @@ def test_good_steps_in_between_do_not_switch_a_drafter_off() -> None:
     assert [spec.drafts(states("a")) for _ in range(4)] == [{}, {"a": [3]}, {}, {"a": [3]}]
 
 
-@pytest.mark.parametrize("method", ["begin", "learn", "end"])
+@pytest.mark.parametrize("method", ["begin", "learn", "end", "adopt"])
 def test_a_drafter_that_raises_elsewhere_harms_nobody(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, well = good("bad", p=0.9), good("well", p=0.5)
 
@@ -228,6 +283,7 @@ def test_a_drafter_that_raises_elsewhere_harms_nobody(method: str, monkeypatch: 
     spec, counts = speculation(bad, well)
     for _ in range(MAX_FAULTS + 1):
         spec.begin(DraftContext("a", [1]))
+        spec.adopt(Arrival())
         drafts = spec.drafts(states("a"))
         assert drafts == {"a": [7]}
         spec.learn(SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1))
@@ -246,6 +302,41 @@ def test_outcomes_go_to_the_drafter_that_made_the_draft() -> None:
     spec.learn(SampleStep("c", [4], [0.0]))
     assert (left.learned, right.learned) == ([("a", 2, 1)], [("b", 1, 0)])
     assert counts.outcomes == [("left", 2, 1), ("right", 1, 0)]
+
+
+def test_outcomes_are_counted_by_the_source_of_the_draft() -> None:
+    aligned = Scripted("aligned", lambda samples, window: [Offer([1], [0.9], "history"), offer(2, p=0.9)])
+    spec, counts = speculation(aligned)
+    spec.drafts(states("a", "b"))
+    assert (spec.drafter_of("a"), spec.drafter_of("b")) == ("history", "aligned")
+    spec.learn(SampleStep("a", [1, 5], [0.0, 0.0], None, drafted=1, accepted=1))
+    assert aligned.learned == [("a", 1, 1)]
+    assert counts.outcomes == [("history", 1, 1)]
+
+
+def test_arrivals_and_ends_reach_every_drafter() -> None:
+    left, right = good("left"), good("right")
+    spec, _ = speculation(left, right)
+    arrival = Arrival()
+    spec.adopt(arrival)
+    spec.end("a", [1, 2])
+    assert left.adopted == right.adopted == [arrival]
+    assert left.ended == right.ended == [("a", [1, 2])]
+
+
+def test_an_idle_engine_works_until_no_drafter_has_more_to_do() -> None:
+    left, right = good("left"), good("right")
+    spec, _ = speculation(left, right)
+    left.slices, right.slices = 2, 4
+    assert [spec.tend() for _ in range(5)] == [True, True, True, False, False]
+
+
+def test_a_drafter_that_raises_while_the_engine_idles_does_not_keep_it_awake() -> None:
+    bad = good("bad")
+    bad.tend = lambda: raising((), 0)  # type: ignore[method-assign]
+    spec, counts = speculation(bad)
+    assert not spec.tend()
+    assert counts.faults["bad"] == 1
 
 
 def test_an_ended_sample_and_an_idle_step_have_no_draft() -> None:

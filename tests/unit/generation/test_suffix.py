@@ -1,147 +1,313 @@
-"""The suffix drafter against a search through the whole text."""
+"""The suffix drafter over a plain index: what is in it when, and what the drafter makes of its offers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.generation.drafting.drafter import DraftContext, Offer
+from services.drafts.index import SuffixIndex
+from services.drafts.rollout import Kind, Rollout
+from services.generation.drafting.drafter import Arrival, DraftContext, Offer
 from services.generation.drafting.suffix import SuffixDrafter
 from services.generation.engine.types import SampleState
+from tests.unit.generation.plain_index import PlainIndex
+from tests.unit.generation.rollouts import rollout
 
-NGRAM = 4
-LONGEST = 24
-
-
-def texts(letters: int, size: int) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.integers(0, letters), max_size=size)
+PROMPT = [1, 2]
 
 
-def search(text: list[int], sequence: list[int]) -> tuple[list[int], int] | None:
-    """Where the last n-gram of the text occurred before: (the text it is in, place after it), latest first."""
-    for source in (text, sequence):
-        for end in range(len(source) - 1, NGRAM - 1, -1):
-            if len(text) >= NGRAM and source[end - NGRAM : end] == text[-NGRAM:]:
-                return source, end
-    return None
+class Rig:
+    """A drafter over a plain index, and its running samples."""
+
+    def __init__(self, index: Any = None, **settings: Any) -> None:
+        self.index = PlainIndex() if index is None else index
+        self.drafter = SuffixDrafter(self.index, metrics=self, **settings)
+        self.prompts: dict[str, list[int]] = {}
+        self.indexed_tokens = {"insert": 0, "step": 0}
+
+    def indexed(self, phase: str, seconds: float, tokens: int) -> None:
+        assert seconds >= 0
+        self.indexed_tokens[phase] += tokens
+
+    def begin(self, sample_id: str, prompt: Sequence[int] = PROMPT, **fields: Any) -> None:
+        self.prompts[sample_id] = list(prompt)
+        known = {"prompt_id": "p", "run_id": "r", "seed": sum(map(ord, sample_id)), "version": 1}
+        self.drafter.begin(DraftContext(sample_id, prompt, **(known | fields)))
+
+    def offers(self, window: int = 4, **responses: list[int]) -> list[Offer | None]:
+        states = [
+            SampleState(sample_id, self.prompts.get(sample_id, PROMPT), response, 99)
+            for sample_id, response in responses.items()
+        ]
+        return self.drafter.offer(states, window)
+
+    def offer(self, sample_id: str, response: list[int], window: int = 4) -> list[int]:
+        (offer,) = self.offers(window, **{sample_id: response})
+        return [] if offer is None else list(offer.tokens)
+
+    def texts(self) -> list[list[int]]:
+        return sorted(self.index.texts.values())
 
 
-def common_suffix(text: list[int], source: list[int]) -> int:
-    length = 0
-    while length < min(len(text), len(source)) and text[-1 - length] == source[-1 - length]:
-        length += 1
-    return length
+def arrival(*rollouts: Rollout) -> Arrival:
+    return Arrival(rollouts)
 
 
-def offer_of(
-    drafter: SuffixDrafter, prompt: Sequence[int], response: Sequence[int], window: int
-) -> Offer | None:
-    (offer,) = drafter.offer([SampleState("s", list(prompt), list(response), 100)], window)
-    return offer
+# -- what is in the index -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(
-    prompt=texts(2, 20),
-    sequence=texts(2, 30),
-    response=texts(2, 60),
-    window=st.integers(1, 9),
-    steps=st.lists(st.integers(1, 9), max_size=60),
+    st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=5),
+    st.lists(st.integers(0, 5), max_size=12),
+    st.randoms(use_true_random=False),
 )
-def test_offers_what_followed_the_latest_earlier_occurrence(
-    prompt: list[int], sequence: list[int], response: list[int], window: int, steps: list[int]
+def test_every_token_of_every_sample_is_indexed_once(
+    responses: list[list[int]], steps: list[int], random: Any
 ) -> None:
-    drafter = SuffixDrafter()
-    drafter.begin(DraftContext("s", prompt, tuple(sequence)))
-    length = 0
-    for step in [0, *steps]:
-        length = min(length + step, len(response))
-        text = prompt + response[:length]
-        offer = offer_of(drafter, prompt, response[:length], window)
-        found = search(text, sequence)
-        assert (offer is None) == (found is None)
-        if offer is None or found is None:
-            continue
-        source, end = found
-        assert list(offer.tokens) == source[end : end + window]
-        match = min(common_suffix(text, source[:end]), LONGEST)
-        assert len(set(offer.acceptance)) == 1
-        assert offer.acceptance[0] == min(0.4 + 0.05 * (match - NGRAM), 0.95)
-        assert len(offer.acceptance) == len(offer.tokens)
+    rig = Rig()
+    ids = [f"s{i}" for i in range(len(responses))]
+    for sample_id in ids:
+        rig.begin(sample_id)
+    lengths = dict.fromkeys(ids, 0)
+    for step in steps:
+        for sample_id, response in zip(ids, responses, strict=True):
+            lengths[sample_id] = min(lengths[sample_id] + random.randint(0, step), len(response))
+        # Not every sample can verify a draft in every step.
+        shown = [each for each in ids if random.random() < 0.8]
+        rig.offers(**{each: responses[ids.index(each)][: lengths[each]] for each in shown})
+    for sample_id, response in zip(ids, responses, strict=True):
+        rig.drafter.end(sample_id, response)
+    assert rig.texts() == sorted(responses)
+    assert rig.indexed_tokens["step"] == sum(map(len, responses))
+    assert not rig.index.growing
 
 
-def test_a_longer_match_promises_more() -> None:
-    loop = list(range(30))
-    drafter = SuffixDrafter()
-    drafter.begin(DraftContext("s", loop))
-    promises = []
-    for length in range(NGRAM, 30):
-        offer = offer_of(drafter, loop, loop[:length], 1)
-        assert offer is not None
-        assert list(offer.tokens) == [loop[length]]
-        promises.append(offer.acceptance[0])
-    assert promises == sorted(promises)
-    assert promises[0] < promises[-1] <= 1
+def test_all_samples_of_a_step_are_one_call() -> None:
+    rig = Rig()
+    for sample_id in "abc":
+        rig.begin(sample_id)
+    rig.offers(a=[1], b=[2], c=[3])
+    assert rig.index.batches == [3]
 
 
-def test_a_repetition_within_the_prompt_is_found_at_once() -> None:
-    drafter = SuffixDrafter()
-    prompt = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]
-    drafter.begin(DraftContext("s", prompt))
-    offer = offer_of(drafter, prompt, [], 3)
+def test_a_resumed_sample_brings_its_prefix_along() -> None:
+    rig = Rig()
+    rig.begin("first")
+    rig.begin("second")
+    rig.offer("first", [5, 6, 7, 8])
+    assert rig.offer("second", [5, 6]) == [7, 8]
+
+
+def test_samples_of_a_prompt_draft_from_each_other_and_from_no_other_prompt() -> None:
+    rig = Rig()
+    rig.begin("a")
+    rig.begin("b")
+    rig.begin("elsewhere", prompt_id="q")
+    rig.begin("another-run", run_id="t")
+    rig.offer("a", [5, 6, 7])
+    assert rig.offer("b", [5, 6]) == [7]
+    assert rig.offer("elsewhere", [5, 6]) == []
+    assert rig.offer("another-run", [5, 6]) == []
+    rig.drafter.end("a", [5, 6, 7, 8])
+    assert rig.offer("b", [5, 6]) == [7, 8]
+
+
+def test_a_prompt_without_a_name_is_known_by_its_tokens() -> None:
+    rig = Rig()
+    for sample_id, prompt in (("a", [1, 2]), ("b", [1, 2]), ("c", [1, 3])):
+        rig.begin(sample_id, prompt, prompt_id="", run_id="")
+    rig.offer("a", [5, 6, 7])
+    assert rig.offer("b", [5, 6]) == [7]
+    assert rig.offer("c", [5, 6]) == []
+
+
+def test_a_rollout_that_comes_back_from_the_store_is_not_indexed_twice() -> None:
+    rig = Rig()
+    rig.begin("s", seed=2**64 - 3, version=7)
+    rig.begin("sibling")
+    rig.drafter.end("s", [5, 6, 7])
+    rig.drafter.adopt(arrival(rollout([5, 6, 7], seed=2**64 - 3, version=7)))
+    rig.offer("none", [])
+    assert rig.texts() == [[], [5, 6, 7]]
+    # Of another policy it is another text.
+    rig.drafter.adopt(arrival(rollout([5, 6], seed=2**64 - 3, version=6)))
+    rig.offer("none", [])
+    assert rig.texts() == [[], [5, 6], [5, 6, 7]]
+    assert sorted(rig.index.versions.values()) == [1, 6, 7]
+
+
+def test_a_rollout_of_a_sample_that_is_running_here_changes_nothing() -> None:
+    rig = Rig()
+    rig.begin("s", seed=3, version=1)
+    rig.offer("s", [5, 6])
+    rig.drafter.adopt(arrival(rollout([8, 9], seed=3, version=1)))
+    rig.offer("s", [5, 6, 7])
+    assert rig.texts() == [[5, 6, 7]]
+
+
+def test_the_same_sample_twice_at_once_is_two_texts() -> None:
+    rig = Rig()
+    rig.begin("first", seed=3)
+    rig.begin("again", seed=3)
+    rig.offers(first=[5, 6], again=[5])
+    rig.drafter.end("first", [5, 6])
+    rig.drafter.end("again", [5])
+    assert rig.texts() == [[5], [5, 6]]
+
+
+# -- arrivals -------------------------------------------------------------------------------------------------
+
+
+def test_rollouts_go_in_little_by_little_with_the_steps() -> None:
+    rig = Rig(tokens_per_step=10)
+    rig.begin("s")
+    rig.drafter.adopt(arrival(*[rollout([50 + i] * 4, seed=i) for i in range(100, 107)]))
+    seen = []
+    for _ in range(4):
+        rig.offer("s", [])
+        seen.append(rig.indexed_tokens["insert"])
+    assert seen == [12, 24, 28, 28]
+
+
+def test_a_rollout_longer_than_the_budget_goes_in_alone() -> None:
+    rig = Rig(tokens_per_step=10)
+    rig.begin("s")
+    rig.drafter.adopt(arrival(rollout([7] * 100, seed=100), rollout([8], seed=101)))
+    rig.offer("s", [])
+    assert rig.indexed_tokens["insert"] == 100
+
+
+def test_while_the_engine_idles_the_rest_goes_in() -> None:
+    rig = Rig(tokens_per_step=10)
+    rig.begin("s")
+    rig.drafter.adopt(arrival(*[rollout([7] * 6, seed=i) for i in range(5)]))
+    more = [rig.drafter.tend() for _ in range(3)]
+    assert more == [True, True, False]
+    assert rig.indexed_tokens["insert"] == 30
+    assert not rig.drafter.tend()
+
+
+def test_what_is_there_already_costs_none_of_the_budget() -> None:
+    rig = Rig(tokens_per_step=10)
+    rig.begin("s")
+    known = [rollout([7] * 6, seed=i) for i in range(5)]
+    rig.drafter.adopt(arrival(*known))
+    while rig.drafter.tend():
+        pass
+    rig.drafter.adopt(arrival(*known, rollout([8], seed=90)))
+    assert not rig.drafter.tend()
+    assert rig.indexed_tokens["insert"] == 31
+
+
+def test_rollouts_that_come_before_their_prompt_wait_for_it() -> None:
+    rig = Rig()
+    rig.drafter.adopt(arrival(rollout([5, 6, 7], seed=90), rollout([5, 6, 8], seed=91, prompt_id="q")))
+    assert not rig.drafter.tend()
+    assert rig.texts() == []
+    rig.begin("s")
+    assert rig.offer("s", [5, 6]) == [7]
+    assert rig.texts() == [[5, 6], [5, 6, 7]]
+    # When the last sample of a prompt is over, what comes for it waits for the next.
+    rig.drafter.end("s", [5, 6])
+    rig.drafter.adopt(arrival(rollout([9], seed=92)))
+    rig.drafter.tend()
+    assert len(rig.texts()) == 2
+    rig.begin("next")
+    rig.drafter.tend()
+    assert [9] in rig.texts()
+
+
+def test_another_attempt_of_a_sample_takes_nothing_out_of_the_index() -> None:
+    rig = Rig()
+    rig.begin("s", seed=3)
+    rig.drafter.end("s", [5, 6, 7])
+    rig.begin("again", seed=3)
+    assert rig.offer("again", [5, 6]) == [7]
+    rig.drafter.end("again", [5, 6, 9])
+    assert rig.texts() == [[5, 6, 7], [5, 6, 9]]
+
+
+def test_a_rollout_that_arrives_is_drafted_from() -> None:
+    rig = Rig()
+    rig.begin("s")
+    assert rig.offer("s", [5]) == []
+    rig.drafter.adopt(arrival(rollout([4, 5, 6, 7], seed=99, kind=Kind.PREGENERATED)))
+    assert rig.offer("s", [5, 4, 5]) == [6, 7]
+
+
+def test_of_rollouts_without_end_the_oldest_are_left_out() -> None:
+    rig = Rig(capacity=10)
+    rig.begin("s")
+    rig.begin("t", prompt_id="q")
+    rig.drafter.adopt(arrival(rollout([1] * 6), rollout([2] * 6, prompt_id="q")))
+    while rig.drafter.tend():
+        pass
+    assert rig.texts() == [[], [], [2] * 6]
+
+
+def test_what_does_not_fit_costs_only_itself() -> None:
+    rig = Rig(PlainIndex(most_tokens=5))
+    rig.begin("long", prompt=[1] * 6)
+    rig.begin("s")
+    rig.drafter.adopt(arrival(rollout([7] * 6, seed=90), rollout([4, 5, 6], seed=91)))
+    assert rig.offers(long=[4, 5], s=[4, 5])[0] is None
+    assert rig.offer("s", [4, 5]) == [6]
+    rig.drafter.end("long", [1])
+
+
+# -- predictions ----------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_sample_gets_nothing_and_an_ended_one_is_forgotten() -> None:
+    rig = Rig()
+    rig.begin("s")
+    offers = rig.offers(unknown=[1], s=[5, 5, 5], stranger=[2])
+    assert [offer is not None for offer in offers] == [False, True, False]
+    rig.drafter.end("s", [5, 5, 5])
+    rig.drafter.end("s", [5, 5, 5])
+    assert rig.offer("s", [5, 5, 5]) == []
+
+
+def test_a_rarer_continuation_promises_less() -> None:
+    rig = Rig()
+    rig.begin("s")
+    certain, doubtful = [30, 31, 32], [40, 41]
+    rig.drafter.adopt(
+        arrival(
+            rollout(certain, seed=90),
+            *[rollout([*doubtful, 50 + i], seed=91 + i) for i in range(4)],
+        )
+    )
+    (sure,) = rig.offers(s=[30, 31])
+    (unsure,) = rig.offers(s=[30, 31, 40, 41])
+    assert sure is not None
+    assert unsure is not None
+    assert sure.acceptance[0] > 2 * unsure.acceptance[0]
+
+
+def test_predictions_are_the_estimates_of_the_index() -> None:
+    rig = Rig()
+    rig.begin("s")
+    rig.drafter.adopt(arrival(*[rollout([10, 11, 20 + i // 3, 30], seed=90 + i) for i in range(4)]))
+    (offer,) = rig.offers(s=[10, 11])
     assert offer is not None
-    assert list(offer.tokens) == [5, 6, 7]
+    assert (list(offer.tokens), list(offer.acceptance)) == ([20, 30], [0.75, 1.0])
 
 
-def test_an_ended_sample_is_forgotten_and_an_unknown_one_gets_nothing() -> None:
-    drafter = SuffixDrafter()
-    prompt = [1, 2, 3, 4] * 3
-    drafter.begin(DraftContext("s", prompt))
-    assert offer_of(drafter, prompt, [], 4) is not None
-    drafter.end("s")
-    drafter.end("never-begun")
-    assert offer_of(drafter, prompt, [], 4) is None
-
-
-def test_other_samples_of_the_instance_are_found_live_and_finished() -> None:
-    drafter = SuffixDrafter()
-    drafter.begin(DraftContext("first", [1, 2, 3, 4]))
-    drafter.begin(DraftContext("second", [1, 2, 3, 4]))
-    first = SampleState("first", [1, 2, 3, 4], [5, 6, 7, 8, 9], 100)
-    second = SampleState("second", [1, 2, 3, 4], [5], 100)
-    assert list(drafter.offer([first, second], 3)[1].tokens) == [6, 7, 8]
-    drafter.end("first")
-    assert list(drafter.offer([second], 3)[0].tokens) == [6, 7, 8]
-
-
-def test_a_sample_finds_nothing_of_texts_beyond_the_capacity() -> None:
-    drafter = SuffixDrafter(capacity=12)
-    for number in range(5):
-        text = [100 * number + i for i in range(10)]
-        drafter.begin(DraftContext(str(number), text))
-        drafter.offer([SampleState(str(number), text, [], 100)], 2)
-        drafter.end(str(number))
-    drafter.begin(DraftContext("old", [0, 1, 2, 3]))
-    drafter.begin(DraftContext("new", [400, 401, 402, 403]))
-    states = [SampleState("old", [0, 1, 2, 3], [], 9), SampleState("new", [400, 401, 402, 403], [], 9)]
-    old, new = drafter.offer(states, 2)
-    assert old is None
-    assert list(new.tokens) == [404, 405]
-    assert len(drafter._places) <= 12 + 2 * NGRAM
-
-
-def test_predictions_follow_what_was_kept() -> None:
-    drafter = SuffixDrafter()
-    text = [1, 2, 3, 4, 5, 1, 2, 3, 4]
-    drafter.begin(DraftContext("s", text))
-    (before,) = drafter.offer([SampleState("s", text, [], 9)], 1)
-    for _ in range(50):
-        drafter.learn("s", 1, 0)
-    (after,) = drafter.offer([SampleState("s", text, [], 9)], 1)
-    assert after.acceptance[0] < 0.1 < before.acceptance[0]
-    for _ in range(500):
-        drafter.learn("s", 1, 1)
-    (later,) = drafter.offer([SampleState("s", text, [], 9)], 1)
-    assert later.acceptance[0] > 0.85
+def test_over_the_real_index_a_group_drafts_from_itself_and_from_what_arrives() -> None:
+    text = [7 * i % 101 for i in range(80)]
+    rig = Rig(SuffixIndex(max_tokens=10_000))
+    for sample_id in "abc":
+        rig.begin(sample_id)
+    rig.drafter.adopt(arrival(rollout(text[:60], seed=90), rollout([5] * 30, seed=91, prompt_id="q")))
+    assert rig.offer("a", text[:20], window=8) == text[20:28]
+    rig.drafter.end("b", text)
+    assert rig.offer("a", text[:62], window=8) == text[62:70]
+    # A sample that goes its own way is not led back.
+    assert rig.offer("c", [200, 201, 202], window=8) == []
+    assert rig.drafter._index.has(("r", "p"), (90, 1))
+    assert not rig.drafter._index.has(("r", "q"), (91, 1))

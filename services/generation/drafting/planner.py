@@ -1,0 +1,249 @@
+"""The plan of a step over the whole batch: as many tokens a second as the step-time model promises.
+
+A row pays if what it adds to the accepted tokens is worth its time. Of each sample's offers the one is taken whose
+tokens bring most above the price of a row; then the tokens of all samples, best first, stand in one line, and the
+beginning of it is verified with which (samples + expected accepted tokens) / predicted step time is greatest.
+This is RLHFSpec's search (section 5.3) for chains. Where that one stops early, when the rate has begun to fall,
+this one evaluates every length of the line at once: it costs no more, and finds the best also where a
+roofline's flat part ends and the rate has more than one top.
+
+The price of a row is what its time would earn at the rate that is reached (Dinkelbach's iteration): where the
+time grows linearly with the rows the plan is the best there is, over all choices of offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from struct import Struct
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.generation.drafting.drafter import Offer
+from services.generation.drafting.plan import Draft, StepShape, context_of
+from services.generation.engine.types import SampleState
+from services.policy.correction import CorrectedStepTime
+
+Floats = NDArray[np.float64]
+_MAX_ROUNDS = 6
+# Tokens that never survive stand for none.
+_NOTHING = float(np.finfo(np.float64).tiny)
+# Why a step is planned as it is.
+NO_SAMPLES, NO_OFFERS, PLAIN_IS_BEST, WITHIN_MARGIN, DRAFTS = (
+    "no_samples",
+    "no_offers",
+    "plain_is_best",
+    "within_margin",
+    "drafts",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided for a step and what was expected of it.
+
+    `speedup` is the predicted rate in tokens a second over that of plain decoding, 1 for a plain step; `offered`
+    is the greatest that the offers promised. `seconds` is the predicted time of the step.
+    """
+
+    reason: str
+    tokens: int = 0
+    expected: float = 0.0
+    speedup: float = 1.0
+    offered: float = 1.0
+    seconds: float = 0.0
+
+
+class PlanMetrics(Protocol):
+    """Where decisions and predictions are counted."""
+
+    def planned(self, decision: Decision) -> None: ...
+    def predicted(self, predicted: float, measured: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """The best beginning of the line for given picks, `count` tokens long, and what it promises."""
+
+    picks: NDArray[np.int64]
+    """The drafter of each sample, [n]."""
+    line: Floats
+    count: int
+    expected: float
+    seconds: float
+    rate: float
+    # Rate and time of the step without drafts.
+    plain_rate: float
+    plain_seconds: float
+    # Seconds that the last row takes; 0 without drafts.
+    marginal: float
+
+
+@dataclass(slots=True)
+class PlannedDrafts:
+    """At most `window` tokens a sample and step, as many in all as pay; none for a gain below `margin`."""
+
+    window: int
+    step_time: CorrectedStepTime
+    margin: float = 0.0
+    metrics: PlanMetrics | None = None
+    last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
+
+    measures = True
+    """Whether `stepped` wants to know."""
+
+    def choose(
+        self, samples: Sequence[SampleState], offers: Mapping[str, Sequence[Offer | None]]
+    ) -> dict[str, Draft]:
+        """The drafts of a step, by sample id; samples without one decode plainly.
+
+        Args:
+            samples: the samples that can verify a draft.
+            offers: for each drafter, one offer or None per sample.
+        """
+        self.last, drafts = self._decide(samples, offers)
+        if self.metrics is not None:
+            self.metrics.planned(self.last)
+        return drafts
+
+    def stepped(self, shape: StepShape, seconds: float) -> None:
+        """A step of this shape took so long."""
+        predicted = self.step_time.observe(shape.requests, shape.rows, shape.context, seconds)
+        if self.metrics is not None:
+            self.metrics.predicted(predicted, seconds)
+
+    def _decide(
+        self, samples: Sequence[SampleState], offers: Mapping[str, Sequence[Offer | None]]
+    ) -> tuple[Decision, dict[str, Draft]]:
+        if not samples:
+            return Decision(NO_SAMPLES), {}
+        names = [name for name, made in offers.items() if any(made)]
+        if not names:
+            return Decision(NO_OFFERS), {}
+        survival = survivals([offers[name] for name in names], _limits(samples, self.window), self.window)
+        chosen = self._search(survival, context_of(samples))
+        gain = chosen.rate / chosen.plain_rate
+        if not chosen.count or gain < 1 + self.margin:
+            reason = WITHIN_MARGIN if chosen.count else PLAIN_IS_BEST
+            return Decision(reason, offered=gain, seconds=chosen.plain_seconds), {}
+        decision = Decision(DRAFTS, chosen.count, chosen.expected, gain, gain, chosen.seconds)
+        lengths = _lengths(survival[chosen.picks, np.arange(len(samples))], chosen.line, chosen.count)
+        return decision, _drafts(samples, offers, names, chosen.picks, lengths)
+
+    def _search(self, survival: Floats, context: int) -> _Selection:
+        """The best selection over picks at prices that follow the rate."""
+        drafters, requests, width = survival.shape
+        rows = np.arange(requests, requests * (width + 1) + 1)
+        seconds = self.step_time.seconds(requests, rows, context)
+        rate = requests / float(seconds[0])
+        # No rate is below the plain one, so no token that is worth less than the cheapest row at it is ever taken.
+        least = rate * float((seconds[1:] - seconds[:-1]).min())
+        if drafters == 1:
+            return _select(survival, np.zeros(requests, np.int64), seconds, least)
+        best: _Selection | None = None
+        tried: NDArray[np.int64] | None = None
+        price, ones = least, np.ones(width)
+        for _ in range(_MAX_ROUNDS):
+            picks = (np.maximum(survival - price, 0.0) @ ones).argmax(0)
+            if tried is not None and np.array_equal(picks, tried):
+                break
+            selection = _select(survival, picks, seconds, least)
+            if best is None or selection.rate > best.rate:
+                best = selection
+            price = selection.rate * selection.marginal
+            tried = picks
+        assert best is not None
+        return best
+
+
+def survivals(made: Sequence[Sequence[Offer | None]], limits: NDArray[np.int64], width: int) -> Floats:
+    """For each drafter, sample and position the probability to be reached and kept, [d, n, width]; 0: no token.
+
+    `limits`, [n], are the most tokens that a sample can verify.
+    """
+    pack, nothing = _packer(width), bytes(8 * width)
+    packed: list[bytes] = []
+    for offers in made:
+        for offer in offers:
+            if offer is None:
+                packed.append(nothing)
+                continue
+            predictions = offer.acceptance
+            if len(predictions) != width:
+                predictions = [*predictions[:width], *[0.0] * (width - len(predictions))]
+            packed.append(pack(*predictions))
+    # Three times as fast as numpy, which asks each number anew what it is.
+    spread = np.frombuffer(b"".join(packed)).reshape(len(made), len(limits), width)
+    survival = np.multiply.accumulate(spread, axis=2)
+    if limits.min() < width:
+        survival *= np.arange(width) < limits[:, None]
+    return survival
+
+
+@cache
+def _packer(width: int) -> Callable[..., bytes]:
+    """Makes so many numbers an array's bytes."""
+    return Struct(f"{width}d").pack
+
+
+def _limits(samples: Sequence[SampleState], window: int) -> NDArray[np.int64]:
+    return np.minimum([sample.room for sample in samples], window)
+
+
+def _select(survival: Floats, picks: NDArray[np.int64], seconds: Floats, least: float) -> _Selection:
+    """The beginning of the line that pays best.
+
+    Survival falls along each offer, so the best tokens of all are beginnings of offers. `seconds`,
+    [n * width + 1], are the times of steps with so many draft tokens. Tokens that survive with a probability below
+    `least` are left out.
+    """
+    requests = len(picks)
+    picked = survival[picks, np.arange(requests)]
+    line = np.sort(picked[picked >= max(least, _NOTHING)])[::-1]
+    expected = np.zeros(len(line) + 1)
+    np.cumsum(line, out=expected[1:])
+    rates = (requests + expected) / seconds[: len(expected)]
+    best = int(rates.argmax())
+    return _Selection(
+        picks,
+        line,
+        best,
+        float(expected[best]),
+        float(seconds[best]),
+        float(rates[best]),
+        float(rates[0]),
+        float(seconds[0]),
+        float(seconds[best] - seconds[best - 1]) if best else 0.0,
+    )
+
+
+def _lengths(survival: Floats, line: Floats, count: int) -> NDArray[np.int64]:
+    """Tokens of each sample among the first `count` > 0 of the line; of equal ones the first samples' come."""
+    last = line[count - 1]
+    lengths = np.count_nonzero(survival > last, axis=1)
+    ties = np.count_nonzero(survival == last, axis=1)
+    left = count - int(lengths.sum())
+    before = np.cumsum(ties) - ties
+    return lengths + np.clip(left - before, 0, ties)
+
+
+def _drafts(
+    samples: Sequence[SampleState],
+    offers: Mapping[str, Sequence[Offer | None]],
+    names: Sequence[str],
+    picks: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> dict[str, Draft]:
+    made = [offers[name] for name in names]
+    chosen: dict[str, Draft] = {}
+    drafted = np.flatnonzero(lengths)
+    rows = zip(drafted.tolist(), picks[drafted].tolist(), lengths[drafted].tolist(), strict=True)
+    for i, pick, length in rows:
+        offer = made[pick][i]
+        if offer is not None:
+            name = names[pick]
+            chosen[samples[i].sample_id] = Draft(name, list(offer.tokens[:length]), offer.source or name)
+    return chosen

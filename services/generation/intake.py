@@ -1,0 +1,130 @@
+"""What an instance does with the items of its streams: start them, let them wait for their rollouts, abort them.
+
+A LENIENT sample needs its cached rollout before it starts. Until that has been fetched, or for so long, the item
+is parked with its stream; an abort or the end of the stream ends it there. All of that happens in the engine
+thread, in the order in which the requests came, so that an item can neither be lost nor start after its abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import structlog
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import sample_pb2
+from services.generation.items import Refusal, Terms, check_item
+from services.generation.loop import EngineLoop
+from services.generation.rollouts.fetcher import ShardFetcher
+from services.generation.rollouts.metrics import RolloutMetrics
+from services.generation.rollouts.origin import Origin
+from services.generation.samples import WorkStream
+from services.platform.errors import ServiceError
+
+_log = structlog.get_logger(__name__)
+
+Fetch = asyncio.Future[None]
+
+
+class Intake:
+    """Takes requests in the event loop and has them done in the engine thread."""
+
+    def __init__(
+        self, loop: EngineLoop, terms: Callable[[], Terms], metrics: RolloutMetrics, wait_seconds: float
+    ) -> None:
+        """
+        Args:
+            loop: where samples run.
+            terms: on what terms samples are taken now.
+            metrics: where waits are counted.
+            wait_seconds: longest time that an item is parked.
+        """
+        # None: there is no draft store, and nothing waits.
+        self.fetcher: ShardFetcher | None = None
+        self._loop = loop
+        self._terms = terms
+        self._metrics = metrics
+        self._wait_seconds = wait_seconds
+        self._waits: set[asyncio.Task[None]] = set()
+
+    def take(self, stream: WorkStream, request: pb.WorkRequest) -> None:
+        """Start and abort what a request says, in the background."""
+        items = [(item, self._fetch(item)) for item in request.start]
+        aborts = list(request.abort)
+        self._loop.call(lambda: self._take(stream, items, aborts))
+        waiting: dict[Fetch, list[pb.WorkItem]] = {}
+        for item, fetch in items:
+            if fetch is not None:
+                waiting.setdefault(fetch, []).append(item)
+        for fetch, those in waiting.items():
+            task = asyncio.create_task(self._release_in_time(stream, those, fetch))
+            self._waits.add(task)
+            task.add_done_callback(self._waits.discard)
+
+    def close(self, stream: WorkStream) -> None:
+        """Forget a stream whose caller is gone, and all of its samples."""
+
+        def forget() -> None:
+            stream.parked.clear()
+            self._loop.close(stream)
+
+        self._loop.call(forget)
+
+    def _fetch(self, item: pb.WorkItem) -> Fetch | None:
+        """Have the rollouts of an item's prompt fetched; what it has to wait for, if anything."""
+        lenient = item.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
+        if self.fetcher is None or not (lenient or self._loop.speculation is not None):
+            return None
+        fetch = self.fetcher.want(Origin.of(item))
+        # A sample that is gone on with takes nothing over any more.
+        return fetch if lenient and not item.prefix_token_ids else None
+
+    async def _release_in_time(self, stream: WorkStream, items: Sequence[pb.WorkItem], fetch: Fetch) -> None:
+        # Not wait_for, which would cancel what others wait for too.
+        await asyncio.wait([fetch], timeout=self._wait_seconds)
+        if not fetch.done():
+            self._metrics.waits_expired.inc(len(items))
+        self._loop.call(lambda: self._release(stream, items))
+
+    # -- in the engine thread -----------------------------------------------------------------------------
+
+    def _take(
+        self,
+        stream: WorkStream,
+        items: Iterable[tuple[pb.WorkItem, Fetch | None]],
+        aborts: Iterable[int],
+    ) -> None:
+        for item, fetch in items:
+            self._start(stream, item, parks=fetch is not None)
+        running = []
+        for handle in aborts:
+            if stream.parked.pop(handle, None) is not None:
+                stream.finish_unstarted(handle)
+            elif handle in stream.samples:
+                running.append(stream.samples[handle])
+        self._loop.abort_samples(running)
+
+    def _release(self, stream: WorkStream, items: Iterable[pb.WorkItem]) -> None:
+        for item in items:
+            # It may have been aborted meanwhile, and its handle used again.
+            if stream.parked.get(item.handle) is item:
+                del stream.parked[item.handle]
+                self._start(stream, item, parks=False)
+
+    def _start(self, stream: WorkStream, item: pb.WorkItem, *, parks: bool) -> None:
+        loop = self._loop
+        taken: ChainMap[int, Any] = ChainMap(stream.samples, stream.parked)  # type: ignore[arg-type]
+        try:
+            request = check_item(item, self._terms(), taken, loop.next_sample_id, loop.cache)
+            if parks:
+                stream.parked[item.handle] = item
+            else:
+                loop.start_sample(stream, item.handle, request, Origin.of(item))
+        except ServiceError as error:
+            stream.refuse(Refusal.of(item.handle, error))
+        except Exception as error:
+            _log.exception("item_failed", handle=item.handle)
+            stream.refuse(Refusal.unexpected(item.handle, error))

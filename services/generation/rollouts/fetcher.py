@@ -1,0 +1,141 @@
+"""Fetches the rollouts of prompts from the draft store, in the background and once per prompt and step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, cast
+
+import structlog
+
+from services.drafts.rollout import Rollout
+from services.generation.rollouts.cache import Shards
+from services.generation.rollouts.metrics import RolloutMetrics
+from services.generation.rollouts.origin import Origin, PromptKey
+from services.platform.errors import ServiceError
+
+_log = structlog.get_logger(__name__)
+# A shard is put into the cache between two engine steps: more prompts at once would be felt.
+_PROMPTS_PER_CALL = 16
+# Calls under way at once.
+_CALLS = 4
+
+_Want = tuple[PromptKey, int]
+
+
+class Stores(Protocol):
+    """What is used of `services.drafts.client.DraftStores`."""
+
+    @property
+    def available(self) -> bool: ...
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> list[Rollout]: ...
+
+
+class ShardFetcher:
+    """Has the rollouts fetched that samples of a prompt can draft from.
+
+    Usage, in the event loop: `want` for every sample that comes, `close` at the end. What cannot be had is not
+    there: no call fails, and a prompt that was not answered for is asked for again with its next sample.
+    """
+
+    def __init__(
+        self,
+        stores: Stores,
+        fetched_for: Callable[[PromptKey], int | None],
+        deliver: Callable[[Shards], Awaitable[None]],
+        metrics: RolloutMetrics,
+    ) -> None:
+        """
+        Args:
+            stores: whom to ask.
+            fetched_for: the step for which a prompt's rollouts were fetched last, if they are still at hand.
+            deliver: takes what was fetched; a ServiceError from it means that nobody needs it any more.
+            metrics: where fetches are counted.
+        """
+        self._stores = stores
+        self._fetched_for = fetched_for
+        self._deliver = deliver
+        self._metrics = metrics
+        self._wanted: dict[_Want, asyncio.Future[None]] = {}
+        # Of these, the ones that no call asks for yet, in order.
+        self._queue: dict[_Want, None] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def want(self, origin: Origin) -> asyncio.Future[None] | None:
+        """See to it that the rollouts for a sample are here.
+
+        Resolves when they are, or when they cannot be had. None: there is nothing to wait for, because they are
+        here already, the sample belongs to no run, or there is no store that could be asked.
+        """
+        prompt = origin.prompt
+        if prompt is None or not self._stores.available or self._fetched_for(prompt) == origin.step:
+            return None
+        want = (prompt, origin.step)
+        if want not in self._wanted:
+            self._wanted[want] = asyncio.get_running_loop().create_future()
+            self._queue[want] = None
+            if len(self._calls) < _CALLS:
+                # Begins after this turn of the event loop: what is wanted in the same one goes into one call.
+                self._calls.add(asyncio.create_task(self._call()))
+        return self._wanted[want]
+
+    async def close(self) -> None:
+        """Give up what is under way; whoever waits for it goes on without."""
+        calls, self._calls = self._calls, set()
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        self._queue.clear()
+        self._resolve(list(self._wanted))
+
+    async def _call(self) -> None:
+        """Fetch until nothing is wanted any more."""
+        while batch := self._take():
+            try:
+                await self._fetch(batch)
+            except ServiceError as error:
+                _log.info("rollouts_not_needed", error=error.message)
+            except Exception:
+                # A defect: it costs these prompts their drafts, and nobody else anything.
+                _log.exception("fetch_failed")
+            finally:
+                self._resolve(batch)
+        # In the same turn in which the queue was found empty: what is wanted from now on begins another call.
+        self._calls.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
+    def _take(self) -> list[_Want]:
+        """The next prompts for one call: of the same run and step."""
+        batch: list[_Want] = []
+        for want in self._queue:
+            (run_id, _), step = want
+            if batch and (run_id, step) != (batch[0][0][0], batch[0][1]):
+                continue
+            batch.append(want)
+            if len(batch) == _PROMPTS_PER_CALL:
+                break
+        for want in batch:
+            del self._queue[want]
+        return batch
+
+    async def _fetch(self, batch: Sequence[_Want]) -> None:
+        run_id, step = batch[0][0][0], batch[0][1]
+        began = time.monotonic()
+        rollouts = await self._stores.fetch(run_id, [prompt_id for (_, prompt_id), _ in batch])
+        if not rollouts and not self._stores.available:
+            self._metrics.fetch_failures.inc()
+            return
+        tokens = sum(len(rollout.tokens) for rollout in rollouts)
+        self._metrics.fetched(time.monotonic() - began, len(rollouts), tokens)
+        shards: dict[PromptKey, tuple[int, list[Rollout]]] = {prompt: (step, []) for prompt, _ in batch}
+        for rollout in rollouts:
+            shard = shards.get((rollout.run_id, rollout.prompt_id))
+            if shard is not None:
+                shard[1].append(rollout)
+        await self._deliver(shards)
+
+    def _resolve(self, wants: Sequence[_Want]) -> None:
+        for want in wants:
+            future = self._wanted.pop(want)
+            if not future.done():
+                future.set_result(None)

@@ -1,0 +1,34 @@
+"""Where a sample belongs. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.internal.v1 import generation_pb2 as pb
+
+PromptKey = tuple[str, str]
+"""(run_id, prompt_id)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The names under which rollouts of a sample are cached; without a run or a prompt, none are."""
+
+    run_id: str = ""
+    prompt_id: str = ""
+    slot: int = 0
+    step: int = 0
+
+    @classmethod
+    def of(cls, item: pb.WorkItem) -> Origin:
+        """The origin of a work item."""
+        return cls(item.run_id, item.prompt_id, item.slot, item.step)
+
+    @property
+    def prompt(self) -> PromptKey | None:
+        """The prompt whose rollouts are cached; None when there are none to be had."""
+        return (self.run_id, self.prompt_id) if self.run_id and self.prompt_id else None
+
+
+NOWHERE = Origin()
+"""The origin of a sample that belongs to no run."""

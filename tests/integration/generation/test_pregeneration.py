@@ -1,0 +1,486 @@
+"""A real instance with a scripted coordinator and a real draft store: what it does in bubbles."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
+
+import grpc
+import pytest
+
+from paceline.internal.v1 import bubble_pb2, bubble_pb2_grpc, draft_pb2, draft_pb2_grpc
+from paceline.internal.v1 import generation_pb2 as pb
+from services.local.child import Child, ChildSpec
+from services.platform.config import ServiceConfig
+from services.platform.registry import InstanceRecord, Registration
+from services.platform.store import Keys, connect
+from tests.integration.generation.conftest import PROMPT, Policy
+from tests.support.instances import CALL, InstanceProcess, calling, stub_of
+
+SPACE = "pregeneration-tests"
+LENGTH = 120
+# Long enough that something can happen to a sample while it is generated.
+LONG = 512 - PROMPT
+POLL_STEPS = 10
+SEATS = 32
+ASLEEP = "paceline_generation_asleep"
+
+
+class Poll:
+    """A poll that waits for its answer."""
+
+    def __init__(self, request: bubble_pb2.PollWorkRequest, epoch: int) -> None:
+        self.request = request
+        self.reply: asyncio.Future[bubble_pb2.PollWorkResponse] = asyncio.get_running_loop().create_future()
+        self._epoch = epoch
+
+    def answer(self, *items: bubble_pb2.PregenerationItem, **fields: Any) -> None:
+        fields = {"coordinator_epoch": self._epoch, "poll_steps": POLL_STEPS} | fields
+        if not self.reply.done():
+            self.reply.set_result(bubble_pb2.PollWorkResponse(items=items, **fields))
+
+    @property
+    def tokens(self) -> dict[int, int]:
+        return {each.lease: each.tokens for each in self.request.progress}
+
+    @property
+    def finished(self) -> set[int]:
+        return {each.lease for each in self.request.progress if each.finished}
+
+    @property
+    def returned(self) -> set[int]:
+        return {each.lease for each in self.request.progress if each.returned}
+
+
+class Coordinator(bubble_pb2_grpc.BubbleServiceServicer):
+    """Answers polls as a test says. It is in the registry from `__aenter__` to `stop`."""
+
+    def __init__(self, redis_url: str, epoch: int = 1) -> None:
+        self.epoch = epoch
+        self._config = ServiceConfig(redis_url=redis_url, namespace=SPACE)
+        self._polls: asyncio.Queue[Poll] = asyncio.Queue()
+        self._held: set[Poll] = set()
+        self._server = grpc.aio.server()
+        self._beating: asyncio.Task[None] | None = None
+
+    async def PollWork(self, request: bubble_pb2.PollWorkRequest, context: Any) -> Any:
+        poll = Poll(request, self.epoch)
+        self._polls.put_nowait(poll)
+        self._held.add(poll)
+        try:
+            return await poll.reply
+        finally:
+            self._held.discard(poll)
+            poll.reply.cancel()
+
+    async def next(self, holds: Callable[[Poll], Any] = lambda _: True, **fields: Any) -> Poll:
+        """The next poll that is so; the ones before it are answered with nothing, or with `fields`."""
+        async with asyncio.timeout(CALL):
+            while True:
+                poll = await self._polls.get()
+                if poll.reply.done():
+                    continue
+                if holds(poll):
+                    return poll
+                poll.answer(**fields)
+
+    async def give(self, *items: bubble_pb2.PregenerationItem) -> None:
+        """Hand out items once the instance has room for all of them."""
+        (await self.next(lambda poll: poll.request.room >= len(items))).answer(*items)
+
+    async def finished(self, *leases: int) -> Poll:
+        """The poll in which the last of these leases was finished."""
+        done: set[int] = set()
+
+        def all_done(poll: Poll) -> bool:
+            done.update(poll.finished)
+            return done >= set(leases)
+
+        return await self.next(all_done)
+
+    async def halt(self) -> None:
+        """End what is left of a test."""
+        for poll in self._held:
+            poll.answer(halt=True)
+        (await self.next(halt=True)).answer(halt=True)
+
+    async def __aenter__(self) -> Self:
+        bubble_pb2_grpc.add_BubbleServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self._beating = asyncio.create_task(self._beat(f"127.0.0.1:{port}"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """As a crash would end it, but out of the registry at once."""
+        await self._server.stop(0)
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.wait([self._beating])
+
+    async def _beat(self, address: str) -> None:
+        async with connect(self._config) as redis:
+            record = InstanceRecord("bubbles", f"bubbles-{self.epoch}", address=address)
+            registration = Registration(redis, Keys(SPACE), record)
+            await registration.register()
+            try:
+                await registration.run()
+            finally:
+                await registration.deregister()
+
+
+class Store:
+    """A replica of the draft store in a process of its own."""
+
+    def __init__(self, redis_url: str, folder: Path, spawner: ThreadPoolExecutor) -> None:
+        self._folder = folder
+        self._spawner = spawner
+        self._argv = [
+            *(sys.executable, "-m", "services.drafts", "--port=0", "--replica-id=drafts-0"),
+            *(f"--redis-url={redis_url}", f"--namespace={SPACE}"),
+        ]
+        self._child: Child | None = None
+
+    def start(self) -> None:
+        """Returns when it takes calls."""
+        name = uuid4().hex
+        ready = self._folder / f"{name}.json"
+        argv = [*self._argv, f"--ready-file={ready}"]
+        self._child = Child(ChildSpec("drafts", argv, self._folder / f"{name}.log", ready), self._spawner)
+        self._child.start()
+        self._child.wait_ready(time.monotonic() + CALL)
+
+    def stop(self) -> None:
+        """As a crash would end it."""
+        if self._child is not None:
+            self._child.stop(0)
+
+    @property
+    def alive(self) -> bool:
+        return self._child is not None and self._child.alive
+
+    async def tokens(self, run: str, prompts: Sequence[str]) -> dict[int, list[int]]:
+        """The pre-generated tokens of a run by slot."""
+        return {
+            slot: list(struct.unpack(f"<{len(each.token_ids) // 4}I", each.token_ids))
+            for slot, each in (await self.rollouts(run, prompts)).items()
+        }
+
+    async def rollouts(self, run: str, prompts: Sequence[str]) -> dict[int, draft_pb2.Rollout]:
+        assert self._child is not None
+        assert self._child.ready is not None
+        async with grpc.aio.insecure_channel(self._child.ready.address) as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)
+            request = draft_pb2.FetchRolloutsRequest(run_id=run, prompt_ids=prompts)
+            answers = [answer async for answer in stub.FetchRollouts(request, timeout=CALL)]
+        rollouts = [each for answer in answers for each in answer.rollouts]
+        assert all(each.kind == draft_pb2.ROLLOUT_KIND_PREGENERATED for each in rollouts)
+        return {each.slot: each for each in rollouts}
+
+    async def until(self, run: str, prompts: Sequence[str], slots: set[int]) -> dict[int, list[int]]:
+        """Wait until the store has something of these slots."""
+        async with asyncio.timeout(CALL):
+            while not slots <= (found := await self.tokens(run, prompts)).keys():
+                pass
+        return found
+
+
+@pytest.fixture(scope="module")
+def kept_store(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with ThreadPoolExecutor(1) as spawner:
+        made = Store(redis_url, tmp_path_factory.mktemp("store"), spawner)
+        yield made
+        made.stop()
+
+
+@pytest.fixture
+def store(kept_store: Store) -> Store:
+    """A running store; a test may end it."""
+    if not kept_store.alive:
+        kept_store.start()
+    return kept_store
+
+
+@pytest.fixture(scope="module")
+def kept_instance(
+    models: tuple[Path, Path], start: Callable[..., InstanceProcess]
+) -> Iterator[InstanceProcess]:
+    process = start(models[0], "ahead", namespace=SPACE, max_num_seqs=SEATS)
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def ahead(kept_instance: InstanceProcess, monkeypatch: pytest.MonkeyPatch) -> InstanceProcess:
+    """An instance that takes vLLM's way to sleep; a test may end it."""
+    if not kept_instance.alive:
+        with monkeypatch.context() as environment:
+            environment.setenv("PACELINE_SLEEP_MODE", "true")
+            kept_instance.launch()
+        kept_instance.wait_ready()
+    return kept_instance
+
+
+@pytest.fixture
+async def policy(ahead: InstanceProcess, store: Store) -> AsyncIterator[Policy]:
+    async with stub_of(ahead.address) as stub:
+        policy = Policy(ahead.address, stub)
+        await policy.look()
+        yield policy
+
+
+@pytest.fixture
+async def coordinator(redis_url: str, policy: Policy) -> AsyncIterator[Coordinator]:
+    async with Coordinator(redis_url) as made:
+        yield made
+        await made.halt()
+
+
+class Work:
+    """Samples of one run, to pre-generate and for real: handle, lease and slot are the same number."""
+
+    def __init__(self, policy: Policy, length: int = LENGTH) -> None:
+        self.run = f"run-{uuid4().hex[:8]}"
+        self._policy = policy
+        self._length = length
+
+    def prompt_id(self, number: int) -> str:
+        return f"prompt-{number % 3}"
+
+    @property
+    def prompts(self) -> list[str]:
+        return [f"prompt-{each}" for each in range(3)]
+
+    def real(self, number: int, **fields: Any) -> pb.WorkItem:
+        own = {"run_id": self.run, "prompt_id": self.prompt_id(number), "slot": number, "step": 7}
+        return self._policy.item(number, max_tokens=self._length, ignore_eos=True, **(own | fields))
+
+    def plain(self, number: int) -> pb.WorkItem:
+        """The same sample without a name: nothing is known of it."""
+        return self.real(number, run_id="", prompt_id="")
+
+    def item(self, number: int) -> bubble_pb2.PregenerationItem:
+        real = self.real(number)
+        return bubble_pb2.PregenerationItem(
+            lease=number,
+            run_id=real.run_id,
+            prompt_id=real.prompt_id,
+            slot=real.slot,
+            step=real.step,
+            seed=real.seed,
+            prompt_token_ids=real.prompt_token_ids,
+            sampling=real.sampling,
+        )
+
+    async def truth(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """What the samples are, by the policy of now, generated for real and without drafts."""
+        outcomes = await self._policy.ask(*[self.plain(number) for number in numbers])
+        return {number: outcome.tokens for number, outcome in outcomes.items()}
+
+
+async def test_what_is_pregenerated_is_what_the_real_samples_will_be(
+    policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
+) -> None:
+    work, numbers = Work(policy), [1, 2, 3, 4, 5, 6]
+    await coordinator.give(*map(work.item, numbers))
+    poll = await coordinator.finished(*numbers)
+    assert poll.request.instance_id == "ahead"
+    assert poll.request.policy_version == policy.version
+    assert not poll.request.serving
+    found = await store.until(work.run, work.prompts, set(numbers))
+    rollouts = await store.rollouts(work.run, work.prompts)
+    assert all(each.finished and each.step == 7 for each in rollouts.values())
+    assert {number: each.seed for number, each in rollouts.items()} == {n: 1000 + n for n in numbers}
+    truth = await policy.ask(*[work.plain(number) for number in numbers])
+    assert found == {number: truth[number].tokens for number in numbers}
+    for number, each in rollouts.items():
+        logprobs = struct.unpack(f"<{len(each.logprobs) // 4}f", each.logprobs)
+        assert list(logprobs) == pytest.approx(truth[number].logprobs, abs=1e-4)
+    # At its step a sample is verified, not decoded.
+    real = await policy.ask(*[work.real(number) for number in numbers])
+    for number in numbers:
+        ended = real[number].finished
+        assert ended is not None
+        assert real[number].tokens == truth[number].tokens
+        assert (ended.cached_tokens, ended.reused_prefix) == (LENGTH, LENGTH)
+        assert ended.decode_steps < LENGTH / 4
+        assert {source.drafter for source in ended.draft_sources} <= {"pregenerated", "suffix"}
+    metrics = ahead.metrics()
+    assert metrics["paceline_generation_pregenerated_tokens_total"] >= len(numbers) * LENGTH
+    assert metrics['paceline_generation_pregenerated_samples_total{outcome="finished"}'] >= len(numbers)
+    assert metrics['paceline_generation_background_seconds_total{beside="nothing"}'] > 0
+    assert metrics["paceline_generation_background_samples"] == 0
+
+
+async def test_real_work_ends_it_at_once_and_it_goes_on_later(
+    policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
+) -> None:
+    work, real = Work(policy, LONG), [101, 102, 103]
+    ahead_of_time = [11, 12, 13, 14]
+    await coordinator.give(*map(work.item, ahead_of_time))
+    await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
+    async with calling(policy.address) as caller:
+        await caller.send([work.plain(number) for number in real])
+        given_back = await coordinator.next(lambda poll: poll.returned >= set(ahead_of_time))
+        assert given_back.request.room == 0
+        assert given_back.request.serving
+        given_back.answer()
+        outcomes = await caller.ended(*real)
+        loads = [response.load.running + response.load.waiting for response in caller.responses]
+    truth = await work.truth([*real, *ahead_of_time])
+    assert {number: outcome.tokens for number, outcome in outcomes.items()} == {n: truth[n] for n in real}
+    assert max(loads) <= len(real)
+    partial = await store.until(work.run, work.prompts, set(ahead_of_time))
+    for number, tokens in partial.items():
+        assert POLL_STEPS < len(tokens) < LONG
+        assert tokens == truth[number][: len(tokens)]
+    assert ahead.metrics()["paceline_generation_yield_seconds_count"] >= 1
+    # The same policy, so it goes on behind the tokens that there are.
+    await coordinator.give(*map(work.item, ahead_of_time))
+    poll = await coordinator.next(lambda poll: poll.tokens.keys() >= set(ahead_of_time))
+    assert all(poll.tokens[number] >= len(partial[number]) for number in ahead_of_time)
+    poll.answer()
+    await coordinator.finished(*ahead_of_time)
+    async with asyncio.timeout(CALL):
+        while await store.tokens(work.run, work.prompts) != {n: truth[n] for n in ahead_of_time}:
+            pass
+
+
+async def test_weights_are_applied_while_it_goes_on(
+    policy: Policy, store: Store, coordinator: Coordinator, models: tuple[Path, Path]
+) -> None:
+    work, numbers = Work(policy, LONG), [21, 22, 23]
+    old = await work.truth(numbers)
+    await policy.stage(policy.version + 1, models[1])
+    await coordinator.give(*map(work.item, numbers))
+    before = await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
+    applied = await policy.apply(policy.version + 1)
+    assert 0 < applied.halt_seconds < applied.seconds
+    # Stored when the call returns: the next step's samples may be anywhere.
+    drafts = await store.tokens(work.run, work.prompts)
+    for number in numbers:
+        assert len(drafts[number]) >= before.tokens[number]
+        assert drafts[number] == old[number][: len(drafts[number])]
+    before.answer()
+    poll = await coordinator.next(lambda poll: poll.returned >= set(numbers))
+    assert poll.request.policy_version == policy.version
+    new = await work.truth(numbers)
+    assert new != old
+    outcomes = await policy.ask(*[work.real(number) for number in numbers])
+    for number in numbers:
+        ended = outcomes[number].finished
+        assert ended is not None
+        assert outcomes[number].tokens == new[number], "a draft of the old policy is only a draft"
+        assert ended.cached_tokens == len(drafts[number])
+        assert ended.reused_prefix < ended.cached_tokens
+    poll.answer()
+    await policy.update(models[0])
+
+
+async def test_a_halt_leaves_nothing_running(
+    policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
+) -> None:
+    work, numbers = Work(policy, LONG), [31, 32]
+    await coordinator.give(*map(work.item, numbers))
+    before = ahead.metrics().get("paceline_generation_halt_delay_seconds_count", 0)
+    poll = await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
+    poll.answer(halt=True, halted_at=time.time())
+    poll = await coordinator.next(lambda poll: poll.returned >= set(numbers))
+    metrics = ahead.metrics()
+    assert metrics["paceline_generation_background_samples"] == 0
+    assert metrics["paceline_generation_halt_delay_seconds_count"] == before + 1
+    assert poll.request.room == SEATS
+    poll.answer()
+
+
+async def test_a_sleeping_instance_wakes_for_whatever_needs_it(
+    policy: Policy, coordinator: Coordinator, ahead: InstanceProcess, models: tuple[Path, Path]
+) -> None:
+    work, numbers = Work(policy), [41, 42]
+    truth = await work.truth(numbers)
+    await coordinator.give(work.item(43))
+    (await coordinator.next(lambda poll: poll.tokens)).answer(sleep=True)
+    await coordinator.next(lambda poll: 43 in poll.returned | poll.finished, sleep=True)
+    assert ahead.metrics()[ASLEEP] == 1
+    # Real work, while the coordinator still says so.
+    assert await work.truth(numbers) == truth
+    assert ahead.metrics()[ASLEEP] == 0
+    (await coordinator.next(lambda poll: poll.request.room)).answer(sleep=True)
+    await coordinator.next(lambda poll: poll.request.room)
+    assert ahead.metrics()[ASLEEP] == 1
+    # New weights.
+    await policy.update(models[0])
+    assert ahead.metrics()[ASLEEP] == 0
+    (await coordinator.next(lambda poll: poll.request.room)).answer(sleep=True)
+    poll = await coordinator.next(lambda poll: poll.request.room)
+    assert ahead.metrics()[ASLEEP] == 1
+    # An answer that says nothing of sleep.
+    poll.answer()
+    await coordinator.next()
+    assert ahead.metrics()[ASLEEP] == 0
+    assert await work.truth(numbers) == truth
+
+
+async def test_without_a_coordinator_it_ends_what_it_has(
+    policy: Policy, store: Store, redis_url: str, ahead: InstanceProcess
+) -> None:
+    work, numbers = Work(policy, LONG), [51, 52]
+    truth = await work.truth([*numbers, 53])
+    async with Coordinator(redis_url, epoch=101) as first:
+        await first.give(*map(work.item, numbers))
+        await first.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
+    async with asyncio.timeout(CALL):
+        while await store.tokens(work.run, work.prompts) != {n: truth[n] for n in numbers}:
+            pass
+    async with Coordinator(redis_url, epoch=102) as second:
+        poll = await second.next()
+        assert poll.request.coordinator_epoch == 101
+        poll.answer(work.item(53))
+        poll = await second.finished(53)
+        assert poll.request.coordinator_epoch == 102
+        assert not set(poll.tokens) & set(numbers), "leases of another coordinator are void"
+        poll.answer()
+
+
+async def test_without_a_store_the_instance_has_its_own_drafts(
+    policy: Policy, store: Store, coordinator: Coordinator
+) -> None:
+    work, numbers = Work(policy), [61, 62, 63]
+    truth = await work.truth(numbers)
+    store.stop()
+    await coordinator.give(*map(work.item, numbers))
+    (await coordinator.finished(*numbers)).answer()
+    outcomes = await policy.ask(*[work.real(number) for number in numbers])
+    for number in numbers:
+        ended = outcomes[number].finished
+        assert ended is not None
+        assert outcomes[number].tokens == truth[number]
+        assert ended.cached_tokens == LENGTH
+        assert ended.decode_steps < LENGTH / 2
+
+
+async def test_an_instance_that_is_killed_costs_only_its_last_tokens(
+    policy: Policy, store: Store, redis_url: str, ahead: InstanceProcess
+) -> None:
+    work, numbers = Work(policy, LONG), [71, 72]
+    truth = await work.truth(numbers)
+    async with Coordinator(redis_url, epoch=103) as coordinator:
+        await coordinator.give(*map(work.item, numbers))
+        poll = await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > LONG / 2)
+        # The put was begun with the report, or before.
+        await store.until(work.run, work.prompts, set(numbers))
+        ahead.kill()
+    found = await store.tokens(work.run, work.prompts)
+    for number in numbers:
+        assert found[number] == truth[number][: len(found[number])]
+        assert len(found[number]) > poll.tokens[number] / 2

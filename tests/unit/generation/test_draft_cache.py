@@ -1,0 +1,189 @@
+"""The cache of rollouts: what is found, what replaces what, and what goes when memory is short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.drafts.rollout import Kind, Rollout
+from services.generation.rollouts.cache import PROMPT_OVERHEAD, ROLLOUT_OVERHEAD, DraftCache
+from services.generation.rollouts.origin import NOWHERE, Origin
+from tests.unit.generation.rollouts import rollout
+
+VOCAB = 1000
+PLENTY = 1 << 30
+HERE = Origin("r", "p", slot=0, step=5)
+
+
+def cache_of(*rollouts: Rollout, budget: int = PLENTY) -> DraftCache:
+    cache = DraftCache(VOCAB, budget)
+    cache.add(rollouts)
+    return cache
+
+
+def ahead(tokens: list[int], **fields: Any) -> Rollout:
+    return rollout(tokens, kind=Kind.PREGENERATED, **fields)
+
+
+def tokens_of(found: Rollout | None) -> list[int] | None:
+    return None if found is None else found.tokens.tolist()
+
+
+# -- what is found --------------------------------------------------------------------------------------------
+
+
+def test_a_sample_follows_the_longest_rollout_of_its_own_seed_and_slot() -> None:
+    cache = cache_of(
+        ahead([1, 2], seed=7),
+        rollout([1, 2, 3], seed=7, version=2),
+        rollout([1, 2, 3, 4, 5], seed=8, version=3),
+        rollout([1, 2, 3, 4, 5, 6], seed=7, slot=1),
+        rollout([1, 2, 3, 4, 5, 6], seed=7, prompt_id="q"),
+        rollout([1, 2, 3, 4, 5, 6], seed=7, run_id="s"),
+    )
+    assert tokens_of(cache.same_seed(HERE, 7)) == [1, 2, 3]
+    assert cache.same_seed(HERE, 9) is None
+    assert cache.same_seed(NOWHERE, 7) is None
+
+
+def test_the_history_of_a_slot_is_counted_from_its_newest_version() -> None:
+    cache = cache_of(
+        rollout([1], version=3),
+        rollout([2], version=9),
+        rollout([3], version=4),
+        rollout([4], version=11, slot=1),
+        ahead([5], version=12),
+    )
+    found = [tokens_of(cache.of_slot(HERE, delay)) for delay in range(4)]
+    assert found == [[2], [3], [1], None]
+
+
+def test_a_pregenerated_rollout_is_nobodys_history() -> None:
+    assert cache_of(ahead([1, 2])).of_slot(HERE) is None
+
+
+def test_a_group_has_one_rollout_for_each_slot_that_has_that_many() -> None:
+    cache = cache_of(
+        rollout([1], version=1),
+        rollout([2], version=2),
+        rollout([3], version=2, slot=1),
+        ahead([4], slot=2),
+    )
+    assert sorted(each.tokens[0] for each in cache.group(HERE)) == [2, 3]
+    assert [each.tokens[0] for each in cache.group(HERE, 1)] == [1]
+
+
+# -- what replaces what ---------------------------------------------------------------------------------------
+
+
+def test_a_longer_pregenerated_rollout_takes_the_place_of_a_shorter_one_of_the_step() -> None:
+    cache = cache_of(ahead([1, 2, 3]))
+    assert cache.add([ahead([1, 2])]) == []
+    assert cache.add([ahead([1, 2, 3])]) == []
+    longer = ahead([1, 2, 3, 4])
+    assert cache.add([longer]) == [longer]
+    assert cache.add([ahead([9], step=2)]) != []
+    assert cache.add([ahead([1, 2, 3, 4, 5], step=1)]) == []
+    assert [each.tokens.tolist() for each in cache.all(HERE.prompt)] == [[9]]
+
+
+def test_history_takes_the_place_of_the_same_version_only() -> None:
+    cache = cache_of(rollout([1, 2, 3], version=1))
+    assert cache.add([rollout([4], version=2)]) != []
+    refreshed = rollout([1, 2, 3], version=1, logprobs=[-2.0] * 3)
+    # The same tokens are no news for an index, but their log-probabilities are kept.
+    assert cache.add([refreshed]) == []
+    assert cache.of_slot(HERE, 1) is refreshed
+
+
+def test_what_is_not_sound_is_left_out() -> None:
+    unsound = [
+        rollout([]),
+        rollout([5, VOCAB]),
+        rollout([1], run_id=""),
+        rollout([1], prompt_id=""),
+        rollout([1, 2], logprobs=[-1.0]),
+    ]
+    cache = DraftCache(VOCAB, PLENTY)
+    assert cache.add(unsound) == []
+    assert cache.add_shards({("r", "p"): (1, unsound)}) == []
+    assert cache.all(HERE.prompt) == []
+
+
+# -- shards ---------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_says_for_which_step_a_prompt_was_fetched_even_without_rollouts() -> None:
+    cache = DraftCache(VOCAB, PLENTY)
+    assert cache.fetched_for(("r", "p")) is None
+    cache.add_shards({("r", "p"): (5, [rollout([1])]), ("r", "q"): (6, [])})
+    assert (cache.fetched_for(("r", "p")), cache.fetched_for(("r", "q"))) == (5, 6)
+    cache.add([rollout([1], prompt_id="own")])
+    assert cache.fetched_for(("r", "own")) is None
+
+
+def test_a_shard_is_all_the_history_there_is_and_leaves_what_is_pregenerated_here() -> None:
+    own = ahead([1, 2, 3, 4], step=6, slot=1)
+    passed = ahead([7], step=5, slot=2)
+    cache = cache_of(rollout([1], version=1), rollout([2], version=2), own, passed)
+    newer = rollout([3], version=3)
+    shorter = ahead([1, 2], step=6, slot=1)
+    shard = [rollout([2], version=2), newer, shorter]
+    assert cache.add_shards({("r", "p"): (6, shard)}) == shard
+    found = {(each.kind, each.slot, each.version) for each in cache.all(("r", "p"))}
+    assert found == {(Kind.HISTORY, 0, 2), (Kind.HISTORY, 0, 3), (Kind.PREGENERATED, 1, 1)}
+    assert cache.same_seed(Origin("r", "p", 1, 6), 1) is own
+
+
+# -- memory ---------------------------------------------------------------------------------------------------
+
+
+def test_the_prompt_that_was_used_least_recently_goes_first() -> None:
+    one = rollout([1] * 100).nbytes + ROLLOUT_OVERHEAD + PROMPT_OVERHEAD
+    cache = DraftCache(VOCAB, 3 * one)
+    for prompt in "abc":
+        cache.add_shards({("r", prompt): (1, [rollout([1] * 100, prompt_id=prompt)])})
+    assert cache.same_seed(Origin("r", "a"), 1) is not None
+    cache.add([rollout([1] * 100, prompt_id="d")])
+    assert [prompt for prompt in "abcd" if cache.all(("r", prompt))] == ["a", "c", "d"]
+    # It is fetched again when it is needed again.
+    assert cache.fetched_for(("r", "b")) is None
+
+
+def test_without_memory_nothing_is_kept_and_nothing_fails() -> None:
+    cache = cache_of(rollout(), budget=0)
+    assert (len(cache), cache.nbytes) == (0, 0)
+
+
+rollouts = st.builds(
+    lambda prompt, slot, version, kind, step, size: rollout(
+        [1] * size, prompt_id=prompt, slot=slot, version=version, kind=kind, step=step
+    ),
+    st.sampled_from("ab"),
+    st.integers(0, 2),
+    st.integers(1, 3),
+    st.sampled_from(Kind),
+    st.integers(1, 3),
+    st.integers(1, 50),
+)
+
+
+@given(
+    st.lists(rollouts | st.tuples(st.integers(1, 3), st.lists(rollouts, max_size=4))), st.integers(0, 8000)
+)
+def test_bytes_are_those_of_what_is_held_and_within_the_budget(arrivals: list[Any], budget: int) -> None:
+    cache = DraftCache(VOCAB, budget)
+    for arrival in arrivals:
+        if isinstance(arrival, Rollout):
+            cache.add([arrival])
+        else:
+            step, shard = arrival
+            own = [each for each in shard if each.prompt_id == "a"]
+            cache.add_shards({("r", "a"): (step, own)})
+        held = [each for prompt in "ab" for each in cache.all(("r", prompt))]
+        assert cache.nbytes <= budget
+        assert cache.nbytes == PROMPT_OVERHEAD * len(cache) + sum(
+            each.nbytes + ROLLOUT_OVERHEAD for each in held
+        )

@@ -1,0 +1,128 @@
+"""The planner in the engine loop: the same tokens as without it, and which steps teach it how long steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.generation.config import GenerationConfig
+from services.generation.drafting.given import GivenDrafter
+from services.generation.drafting.plan import FixedPlan
+from services.generation.drafting.planner import PlannedDrafts
+from services.generation.drafting.speculation import Plan, Speculation
+from services.generation.instance import Instance
+from services.generation.metrics import EngineMetrics
+from services.policy.stored import UnusableCalibration
+from tests.support.models import tiny_model
+from tests.unit.generation.scripted import ScriptedEngine
+from tests.unit.generation.test_loop import Rig
+from tests.unit.generation.test_planner import step_time
+
+# Right for six tokens, then one wrong, then right again.
+GIVEN = (0, 1, 2, 3, 4, 5, 77, 7, 8, 9, 10, 11)
+
+
+@dataclass(slots=True)
+class NamedEngine(ScriptedEngine):
+    """One that says what its weights are."""
+
+    dtype: str = "float32"
+
+
+@pytest.fixture
+def rigs() -> Iterator[Callable[..., Rig]]:
+    """Makes loops and ends them with the test."""
+    made: list[Rig] = []
+
+    def make(plan: Plan | None = None, **fields: Any) -> Rig:
+        rig = Rig(NamedEngine(**fields))
+        if plan is not None:
+            rig.loop.speculation = Speculation([GivenDrafter()], plan, 512, rig.metrics)
+        made.append(rig)
+        return rig
+
+    yield make
+    for rig in made:
+        rig.loop.stop()
+        rig.loop.join(20)
+
+
+def planner(rig: Rig) -> PlannedDrafts:
+    """A planner at work in a loop, that counts where the loop does."""
+    plan = PlannedDrafts(4, step_time(), metrics=rig.metrics.planner)
+    rig.loop.speculation = Speculation([GivenDrafter()], plan, 512, rig.metrics)
+    return plan
+
+
+async def _tokens(rig: Rig) -> dict[int, list[int]]:
+    caller = await rig.open()
+    await caller.start(1, max_tokens=12, given=GIVEN)
+    await caller.start(2, max_tokens=9)
+    await caller.start(3, max_tokens=5, given=(9, 9, 9, 9))
+    await rig.step(20)
+    await caller.read()
+    assert set(caller.finished) == {1, 2, 3}
+    return caller.tokens
+
+
+async def test_tokens_are_the_same_off_fixed_and_planned(rigs: Callable[..., Rig]) -> None:
+    planned = rigs()
+    planner(planned)
+    off = await _tokens(rigs())
+    assert off == {1: list(range(12)), 2: list(range(9)), 3: list(range(5))}
+    assert await _tokens(rigs(FixedPlan(4))) == off
+    assert await _tokens(planned) == off
+    assert (planned.value("paceline_planner_tokens_total") or 0) > 0
+
+
+async def test_every_step_that_only_decodes_is_measured(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(step_time=2e-3)
+    plan = planner(rig)
+    caller = await rig.open()
+    await caller.start(1, max_tokens=30)
+    await rig.step(8)
+    assert rig.value("paceline_planner_step_time_error_ratio_count") == 8
+    assert rig.value("paceline_planner_measured_step_seconds_total") == pytest.approx(8 * 2e-3)
+    # 1 ms was predicted at first.
+    assert float(plan.step_time.seconds(1, 1, 9)) == pytest.approx(2e-3, rel=0.1)
+
+
+async def test_steps_in_which_samples_wait_for_a_place_are_not(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(seats=1)
+    planner(rig)
+    caller = await rig.open()
+    await caller.start(1, max_tokens=30)
+    await caller.start(2, max_tokens=30)
+    await rig.step(8)
+    assert rig.value("paceline_planner_step_time_error_ratio_count") == 0
+
+
+def _instance(rig: Rig, model: Path, **fields: Any) -> Instance:
+    rig.loop.ready.result(20)
+    config = GenerationConfig(
+        model=str(model), instance_id="unit", speculation="planner", drafters=("given",), **fields
+    )
+    return Instance(config, rig.loop, EngineMetrics(CollectorRegistry()))
+
+
+async def test_an_instance_plans_when_it_is_told_to(rigs: Callable[..., Rig], tmp_path: Path) -> None:
+    rig = rigs()
+    _instance(rig, tiny_model(tmp_path, num_hidden_layers=1), draft_window=5, draft_margin=0.1)
+    assert rig.loop.speculation is not None
+    plan = rig.loop.speculation.plan
+    assert isinstance(plan, PlannedDrafts)
+    assert (plan.window, plan.margin) == (5, 0.1)
+    assert (await _tokens(rig))[1] == list(range(12))
+
+
+async def test_an_instance_does_not_start_with_a_calibration_that_cannot_be_used(
+    rigs: Callable[..., Rig], tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path, num_hidden_layers=1)
+    with pytest.raises(UnusableCalibration):
+        _instance(rigs(), model, calibration=tmp_path / "config.json")

@@ -1,0 +1,492 @@
+"""An instance's pre-generation over a scripted engine and a scripted coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from paceline.internal.v1 import bubble_pb2 as pb
+from services.drafts.rollout import Kind, Rollout
+from services.generation.config import GenerationConfig
+from services.generation.items import Terms
+from services.generation.loop import EngineLoop
+from services.generation.metrics import EngineMetrics
+from services.generation.pregeneration.coordinator import CoordinatorGone
+from services.generation.pregeneration.metrics import PregenerationMetrics
+from services.generation.pregeneration.puts import PutQueue
+from services.generation.pregeneration.seat import Seat
+from services.generation.pregeneration.worker import Pregenerator
+from services.generation.rollouts.cache import DraftCache
+from services.generation.rollouts.origin import Origin
+from services.generation.samples import WorkStream
+from tests.unit.generation.scripted import ScriptedEngine, sample_request
+
+WAIT = 20.0
+SEATS = 8
+
+
+class Held:
+    """A poll that waits for its answer."""
+
+    def __init__(self, request: pb.PollWorkRequest, epoch: int) -> None:
+        self.request = request
+        self.reply: asyncio.Future[pb.PollWorkResponse] = asyncio.get_running_loop().create_future()
+        self._epoch = epoch
+
+    def answer(self, *items: pb.PregenerationItem, **fields: Any) -> None:
+        fields = {"coordinator_epoch": self._epoch, "poll_steps": 5} | fields
+        assert not self.reply.done(), "the instance did not wait for the answer"
+        self.reply.set_result(pb.PollWorkResponse(items=items, **fields))
+
+    def fail(self, error: Exception) -> None:
+        self.reply.set_exception(error)
+
+    @property
+    def told(self) -> dict[int, tuple[int, str]]:
+        """Tokens and state of each lease that the request tells of."""
+        return {
+            each.lease: (
+                each.tokens,
+                "finished" if each.finished else "returned" if each.returned else "running",
+            )
+            for each in self.request.progress
+        }
+
+
+class ScriptedCoordinator:
+    """Holds every poll until the test answers it."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.epoch = 1
+        self._polls: asyncio.Queue[Held] = asyncio.Queue()
+
+    async def find(self) -> None:
+        if self.gone:
+            raise CoordinatorGone("none is registered")
+
+    async def poll(self, request: pb.PollWorkRequest, seconds: float) -> pb.PollWorkResponse:
+        held = Held(request, self.epoch)
+        self._polls.put_nowait(held)
+        return await held.reply
+
+    async def leave(self) -> None:
+        pass
+
+    async def asked(self, holds: Callable[[Held], Any] = lambda _: True) -> Held:
+        """The next poll that is so; what comes before it is left without an answer."""
+        async with asyncio.timeout(WAIT):
+            while not holds(held := await self._polls.get()) or held.reply.done():
+                pass
+        return held
+
+
+class Store:
+    """Keeps the longest rollout of each slot."""
+
+    def __init__(self) -> None:
+        self.available = True
+        self.rollouts: dict[int, Rollout] = {}
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def put(self, rollouts: Sequence[Rollout]) -> int:
+        await self.open.wait()
+        for each in rollouts:
+            self.rollouts[each.slot] = each
+        return len(rollouts)
+
+
+class Rig:
+    """A pre-generator at work."""
+
+    def __init__(self, fetcher: Any = None) -> None:
+        self.engine = ScriptedEngine(seats=SEATS)
+        self.registry = CollectorRegistry()
+        self.metrics = PregenerationMetrics(self.registry)
+        self.loop = EngineLoop(
+            lambda: self.engine,
+            EngineMetrics(self.registry),
+            flush_interval=50,
+            max_waiting=64,
+            clock=self.engine.clock,
+        )
+        self.loop.background.metrics = self.metrics
+        self.loop.cache = DraftCache(512, 1 << 20)
+        self.loop.start()
+        self.loop.ready.result(WAIT)
+        self.closed = ""
+        config = GenerationConfig(model="m", instance_id="unit", max_num_seqs=SEATS)
+        self.seat = Seat(config, 3, self.loop, self.terms, fetcher)
+        self.coordinator = ScriptedCoordinator()
+        self.store = Store()
+        puts = PutQueue(self.store, self.metrics)
+        self.made = Pregenerator(self.seat, self.coordinator, puts, self.metrics)  # type: ignore[arg-type]
+        self.running = asyncio.create_task(self.made.run())
+        self.real = WorkStream(asyncio.get_running_loop())
+
+    def terms(self) -> Terms:
+        return Terms(self.loop.policy_version, self.engine.limits, self.closed)
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.wait_for(asyncio.wrap_future(self.loop.call(function)), WAIT)
+
+    async def step(self, steps: int) -> None:
+        await self.call(lambda: self.engine.allow(steps))
+        while await self.call(lambda: self.engine.has_work and not self.loop.paused):
+            pass
+
+    async def start_real(self, handle: int = 1, max_tokens: int = 3) -> None:
+        def take() -> None:
+            request = sample_request(self.loop.next_sample_id(), max_tokens=max_tokens)
+            self.loop.start_sample(self.real, handle, request)
+
+        await self.call(lambda: self.loop.open(self.real))
+        await self.call(take)
+
+    async def take(self, *items: pb.PregenerationItem, **fields: Any) -> pb.PollWorkRequest:
+        """Answer the next poll that has room with items; returns when they have been started."""
+        held = await self.coordinator.asked(lambda each: each.request.room)
+        before = len(self.loop.background)
+        held.answer(*items, **fields)
+        await self.until(lambda: len(self.loop.background) == before + len(items))
+        return held.request
+
+    async def until(self, holds: Callable[[], Any]) -> None:
+        async with asyncio.timeout(WAIT):
+            while not holds():
+                await self.call(lambda: None)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"paceline_generation_{name}", labels) or 0.0
+
+
+def item(lease: int, length: int = 40, **fields: Any) -> pb.PregenerationItem:
+    made = pb.PregenerationItem(
+        lease=lease, run_id="run", prompt_id="p", slot=lease, step=4, seed=lease, **fields
+    )
+    made.prompt_token_ids.extend([5, 6])
+    made.sampling.max_tokens = length
+    return made
+
+
+@pytest.fixture
+async def rigs() -> AsyncIterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(**options: Any) -> Rig:
+        made.append(Rig(**options))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.running.cancel()
+        await asyncio.wait([rig.running], timeout=WAIT)
+        rig.loop.stop()
+        await asyncio.to_thread(rig.loop.join, WAIT)
+        assert not rig.loop.is_alive()
+
+
+@pytest.fixture
+async def rig(rigs: Callable[..., Rig]) -> Rig:
+    return rigs()
+
+
+async def test_an_idle_instance_asks_takes_items_and_reports_their_end(rig: Rig) -> None:
+    first = await rig.take(item(1, 12), item(2, 7))
+    assert (first.instance_id, first.epoch, first.policy_version) == ("unit", 3, 0)
+    assert (first.room, first.serving, first.coordinator_epoch) == (SEATS, False, 0)
+    await rig.step(12)
+    told: dict[int, tuple[int, str]] = {}
+    while [state for _, state in told.values()] != ["finished", "finished"]:
+        held = await rig.coordinator.asked()
+        told |= held.told
+        assert held.request.coordinator_epoch == 1
+        held.answer()
+    assert told == {1: (12, "finished"), 2: (7, "finished")}
+    assert (await rig.coordinator.asked()).told == {}
+    await asyncio.wait_for(rig.made.stored(), WAIT)
+    assert {slot: each.tokens.tolist() for slot, each in rig.store.rollouts.items()} == {
+        1: list(range(12)),
+        2: list(range(7)),
+    }
+    assert all(each.finished and each.kind is Kind.PREGENERATED for each in rig.store.rollouts.values())
+    assert rig.value("pregenerated_samples_total", outcome="finished") == 2
+
+
+async def test_what_was_generated_is_at_hand_for_real_samples(rig: Rig) -> None:
+    await rig.take(item(1, 12))
+    await rig.step(12)
+    cache = rig.loop.cache
+    assert cache is not None
+    await rig.until(lambda: cache.same_seed(Origin("run", "p", 1, 4), 1) is not None)
+    found = cache.same_seed(Origin("run", "p", 1, 4), 1)
+    assert found is not None
+    assert found.tokens.tolist() == list(range(12))
+
+
+async def test_progress_is_reported_every_so_many_steps(rig: Rig) -> None:
+    await rig.take(item(1, 50))
+    await rig.step(5)
+    held = await rig.coordinator.asked()
+    assert held.told == {1: (5, "running")}
+    held.answer(poll_steps=20)
+    await rig.until(lambda: rig.seat.stream.poll_steps == 20)
+    await rig.step(5)
+    await rig.step(15)
+    assert (await rig.coordinator.asked()).told == {1: (25, "running")}
+
+
+async def test_a_poll_that_is_held_is_given_up_for_a_newer_report(rig: Rig) -> None:
+    await rig.take(item(1, 50))
+    for tokens in (5, 10, 15):
+        await rig.step(5)
+        assert (await rig.coordinator.asked()).told == {1: (tokens, "running")}
+    assert rig.value("bubble_polls_total", outcome="interrupted") == 2
+
+
+async def test_real_work_gives_everything_back_and_asks_for_nothing(rig: Rig) -> None:
+    await rig.take(item(1), item(2))
+    await rig.step(3)
+    await rig.start_real()
+    held = await rig.coordinator.asked()
+    assert (held.request.room, held.request.serving) == (0, True)
+    assert held.told == {1: (3, "returned"), 2: (3, "returned")}
+    held.answer()
+    await rig.step(3)
+    again = await rig.coordinator.asked()
+    assert (again.request.room, again.request.serving, again.told) == (SEATS, False, {})
+    await asyncio.wait_for(rig.made.stored(), WAIT)
+    assert {slot: len(each.tokens) for slot, each in rig.store.rollouts.items()} == {1: 3, 2: 3}
+    assert rig.value("pregenerated_samples_total", outcome="partial") == 2
+
+
+async def test_real_work_does_not_wait_for_a_poll_that_is_held(rig: Rig) -> None:
+    await rig.take(item(1))
+    await rig.step(5)
+    await rig.coordinator.asked()
+    await rig.start_real()
+    assert not len(rig.loop.background), "ended by the command that started the real sample"
+    held = await rig.coordinator.asked()
+    assert held.told == {1: (5, "returned")}
+
+
+async def test_items_that_come_too_late_are_given_back(rig: Rig) -> None:
+    held = await rig.coordinator.asked()
+    await rig.call(lambda: setattr(rig.loop, "policy_version", 5))
+    held.answer(item(1))
+    held = await rig.coordinator.asked()
+    assert held.request.policy_version == 5
+    assert held.told == {1: (0, "returned")}
+    assert not rig.engine.requests
+
+
+async def test_items_that_meet_real_work_are_given_back(rig: Rig) -> None:
+    held = await rig.coordinator.asked()
+    # The answer is on its way when the real sample comes.
+    held.answer(item(1))
+    await rig.start_real()
+    held = await rig.coordinator.asked(lambda each: each.told)
+    assert held.told[1][1] == "returned"
+    assert len(rig.engine.requests) == 1
+
+
+async def test_a_closed_instance_asks_for_nothing(rig: Rig) -> None:
+    await rig.take(item(1))
+    await rig.step(2)
+    rig.closed = "it is draining"
+    await rig.call(rig.loop.abort_all)
+    held = await rig.coordinator.asked()
+    assert held.told == {1: (2, "returned")}
+    assert held.request.room == 0
+
+
+async def test_a_halt_stops_at_once_and_its_delay_is_measured(rig: Rig) -> None:
+    await rig.take(item(1), item(2))
+    await rig.step(5)
+    (await rig.coordinator.asked()).answer(item(3), halt=True, halted_at=1.0)
+    held = await rig.coordinator.asked(lambda each: len(each.told) == 3)
+    assert not len(rig.loop.background)
+    assert held.told == {1: (5, "returned"), 2: (5, "returned"), 3: (0, "returned")}
+    assert rig.value("halt_delay_seconds_count") == 1
+    assert rig.value("halt_delay_seconds_sum") > 1e9
+    held.answer(halt=True, halted_at=1.0)
+    await rig.coordinator.asked()
+    assert rig.value("halt_delay_seconds_count") == 1, "there was nothing to stop"
+
+
+async def test_revoked_items_end_and_the_others_go_on(rig: Rig) -> None:
+    await rig.take(item(1), item(2))
+    await rig.step(5)
+    (await rig.coordinator.asked()).answer(revoked=[1, 77])
+    await rig.until(lambda: len(rig.loop.background) == 1)
+    await rig.step(5)
+    assert (await rig.coordinator.asked()).told == {2: (10, "running")}
+
+
+async def test_another_coordinator_is_told_of_what_it_gives_only(rig: Rig) -> None:
+    await rig.take(item(1), item(2))
+    await rig.step(5)
+    rig.coordinator.epoch = 9
+    held = await rig.coordinator.asked()
+    again = item(41)
+    again.slot, again.seed = 1, 1
+    held.answer(again, item(3), coordinator_epoch=9)
+    await rig.until(lambda: len(rig.loop.background) == 3)
+    await rig.step(5)
+    held = await rig.coordinator.asked()
+    assert held.request.coordinator_epoch == 9
+    assert held.told == {41: (10, "running"), 3: (5, "running")}
+    assert held.request.room == SEATS - 3
+
+
+async def test_without_a_coordinator_what_runs_goes_on_and_is_stored(rig: Rig) -> None:
+    await rig.take(item(1, 20))
+    await rig.step(5)
+    held = await rig.coordinator.asked()
+    rig.coordinator.gone = True
+    held.fail(CoordinatorGone("UNAVAILABLE"))
+    await rig.step(15)
+    await rig.until(lambda: 1 in rig.store.rollouts and rig.store.rollouts[1].finished)
+    assert rig.value("bubble_polls_total", outcome="failed") == 1
+    rig.coordinator.gone = False
+    assert (await rig.coordinator.asked()).told == {1: (20, "finished")}
+
+
+async def test_the_instance_sleeps_and_wakes_when_it_is_told(rig: Rig) -> None:
+    await rig.take(item(1))
+    await rig.step(5)
+    (await rig.coordinator.asked()).answer(sleep=True)
+    await rig.until(lambda: rig.loop.asleep)
+    assert not len(rig.loop.background)
+    held = await rig.coordinator.asked(lambda each: each.told.get(1) == (5, "returned"))
+    held.answer(sleep=True)
+    held = await rig.coordinator.asked()
+    assert rig.loop.asleep
+    held.answer()
+    await rig.until(lambda: not rig.loop.asleep)
+
+
+async def test_nobody_sleeps_on_when_the_coordinator_is_gone(rig: Rig) -> None:
+    (await rig.coordinator.asked()).answer(sleep=True)
+    await rig.until(lambda: rig.loop.asleep)
+    (await rig.coordinator.asked()).fail(CoordinatorGone("UNAVAILABLE"))
+    await rig.until(lambda: not rig.loop.asleep)
+
+
+async def test_real_work_wakes_the_instance_whatever_the_coordinator_says(rig: Rig) -> None:
+    (await rig.coordinator.asked()).answer(sleep=True)
+    await rig.until(lambda: rig.loop.asleep)
+    held = await rig.coordinator.asked()
+    held.answer(sleep=True)
+    await rig.start_real(max_tokens=3)
+    for _ in range(50):
+        await rig.call(lambda: None)
+    assert not rig.loop.asleep, "not while there is real work"
+    await rig.step(3)
+    assert not rig.engine.requests
+
+
+async def test_an_item_goes_on_where_the_same_policy_stopped(rig: Rig) -> None:
+    await rig.take(item(1, 20))
+    await rig.step(8)
+    await rig.start_real(max_tokens=1)
+    await rig.step(1)
+    again = item(3, 20)
+    again.slot, again.seed = 1, 1
+    await rig.take(item(2, 20), again)
+    assert {each.seed: each.prefix for each in rig.engine.requests.values()} == {2: (), 1: tuple(range(8))}
+    await rig.step(20)
+    await rig.until(lambda: rig.store.rollouts[1].finished)
+    assert rig.store.rollouts[1].tokens.tolist() == list(range(20))
+    assert rig.store.rollouts[1].logprobs.tolist() == [-float(token) for token in range(20)]
+
+
+async def test_what_another_policy_generated_is_only_a_draft(rig: Rig) -> None:
+    tokens = np.arange(6, dtype=np.uint32)
+    older = Rollout("run", "p", 1, 9, Kind.PREGENERATED, 4, 1, tokens, np.zeros(6, np.float32), False)
+    await rig.call(lambda: rig.loop.keep([older]))
+    await rig.take(item(1, 20))
+    assert [each.prefix for each in rig.engine.requests.values()] == [()]
+
+
+async def test_an_item_that_is_complete_already_is_reported_finished(rig: Rig) -> None:
+    tokens = np.arange(12, dtype=np.uint32)
+    whole = Rollout("run", "p", 1, 0, Kind.PREGENERATED, 4, 1, tokens, np.zeros(12, np.float32), True)
+    await rig.call(lambda: rig.loop.keep([whole]))
+    (await rig.coordinator.asked()).answer(item(1, 12))
+    held = await rig.coordinator.asked(lambda each: each.told.get(1) == (12, "finished"))
+    assert held.request.room == SEATS
+
+
+async def test_a_bad_item_is_given_back_and_harms_no_other(rig: Rig) -> None:
+    bad = item(1)
+    bad.prompt_token_ids.append(100_000)
+    (await rig.coordinator.asked()).answer(bad, item(2, 3))
+    await rig.until(lambda: len(rig.loop.background) == 1)
+    await rig.step(3)
+    held = await rig.coordinator.asked(lambda each: each.told.get(2) == (3, "finished"))
+    assert held.told[1] == (0, "returned")
+
+
+async def test_stored_waits_for_the_last_tokens_but_not_for_ever(rig: Rig) -> None:
+    await rig.take(item(1, 20))
+    await rig.step(3)
+    rig.store.open.clear()
+    await rig.call(rig.loop.end_background)
+    await asyncio.wait_for(rig.made.stored(), WAIT)
+    assert not rig.store.rollouts
+    waiting = asyncio.create_task(rig.made.stored())
+    rig.store.open.set()
+    await asyncio.wait_for(waiting, WAIT)
+    assert rig.store.rollouts[1].tokens.tolist() == [0, 1, 2]
+
+
+async def test_an_engine_that_breaks_leaves_its_tokens_in_the_store(rig: Rig) -> None:
+    await rig.take(item(1, 50))
+    await rig.step(43)
+    await rig.call(lambda: rig.loop.fail(RuntimeError("gone")))
+    await asyncio.wait_for(rig.running, WAIT)
+    assert len(rig.store.rollouts[1].tokens) == 43
+    await asyncio.wait_for(rig.made.stored(), WAIT)
+
+
+async def test_a_defect_ends_pregeneration_and_nothing_else(rig: Rig) -> None:
+    await rig.take(item(1, 50))
+    await rig.step(5)
+    (await rig.coordinator.asked()).fail(ValueError("a mistake"))
+    await asyncio.wait_for(rig.running, WAIT)
+    await rig.until(lambda: not rig.loop.busy)
+    await rig.start_real(max_tokens=3)
+    await rig.step(3)
+    assert not rig.engine.requests
+
+
+async def test_rollouts_of_the_prompts_are_fetched_for_no_step(rigs: Callable[..., Rig]) -> None:
+    wanted: list[Origin] = []
+
+    class Fetcher:
+        def want(self, origin: Origin) -> None:
+            wanted.append(origin)
+
+    rig = rigs(fetcher=Fetcher())
+    await rig.take(item(1), item(2))
+    await rig.step(5)
+    await rig.take(item(3))
+    assert [origin.prompt for origin in wanted] == [("run", "p")] * 2
+    assert len({origin.step for origin in wanted}) == 2
+    assert all(origin.step < 0 for origin in wanted)
+
+
+async def test_items_start_without_drafts_that_do_not_come(rigs: Callable[..., Rig]) -> None:
+    class Fetcher:
+        def want(self, origin: Origin) -> asyncio.Future[None]:
+            return asyncio.get_running_loop().create_future()
+
+    rig = rigs(fetcher=Fetcher())
+    await rig.take(item(1))
