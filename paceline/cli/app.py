@@ -66,6 +66,25 @@ def status(
     show_status(address, token, ca_file)
 
 
+@app.command()
+def calibrate(
+    model: Annotated[Path, typer.Option(help="Model folder in Hugging Face layout.")],
+    out: Annotated[Path, typer.Option(help="Folder for the fit and its picture.")] = Path("runs/calibration"),
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    seconds: Annotated[float, typer.Option(min=1, help="Time for the sweep, prefill apart.")] = 45,
+    max_num_seqs: Annotated[int, typer.Option(min=2, help="Largest batch.")] = 128,
+    threads_bind: Annotated[str | None, typer.Option(help="CPU cores of the engine, such as 0-3.")] = None,
+    most_median: Annotated[float, typer.Option(help="Largest median error of a fit that is kept.")] = 0.15,
+    most_p90: Annotated[float, typer.Option(help="Largest 90th percentile.")] = 0.35,
+) -> None:
+    """Measures how long steps of a model take on this machine, for the draft planner. About a minute."""
+    from paceline.cli.calibrate import run_calibration
+
+    raise typer.Exit(
+        run_calibration(model, out, dtype, seconds, max_num_seqs, threads_bind, most_median, most_p90)
+    )
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,

@@ -1,0 +1,294 @@
+"""The step-time model and the draft planner on the tinymath model.
+
+Sweeps the engine and fits the step-time model to a part of the cells; then decodes batches whose drafts are the
+true responses with a share of wrong tokens: plainly, with every fixed draft length, and as planned. All ways take
+turns in one process on one core, and must give the same tokens. Writes runs/bench/policy.json.
+
+    python -m bench.policy [--rounds 5] [--samples 8,32,128] [--model DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bench.report import cores, format_value, show, show_rows, write
+from services.generation.drafting.drafter import DraftContext, Offer
+from services.generation.drafting.given import GivenDrafter
+from services.generation.drafting.plan import FixedPlan
+from services.generation.drafting.planner import PlannedDrafts, survivals
+from services.generation.drafting.speculation import Plan, Speculation
+from services.generation.engine.types import EngineOptions, SampleRequest, SampleState
+from services.platform.sampling import Sampling
+from services.policy.calibration import Fit, calibrate
+from services.policy.correction import CorrectedStepTime, Correction
+from services.policy.models import architecture_of
+from services.policy.probe import Grid, measure_bandwidth, measure_throughput, sweep
+from services.policy.step_time import StepTime
+
+_MOST = 128
+_WINDOW, _MARGIN = 16, 0.02
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+# Share of wrong tokens in the drafts: nearly true, as reused rollouts are, and as good as useless.
+_WRONG = (0.02, 0.15, 0.4, 0.95)
+_PROMPT, _RESPONSE = 24, 160
+_TIMED = 256
+_GOALS = {
+    "step_time_error_median": "<= 0.08",
+    "step_time_error_p90": "<= 0.2",
+    "planner_vs_best_fixed_min": ">= 0.97",
+    "planner_us_256": "<= 200",
+    "worst_ratio_vs_plain": ">= 0.98",
+    "self_w4_acceptance": "",
+}
+_NOTE = (
+    "self_w4_acceptance is null: there is no W4 self-drafter yet. planner_us_256 is a whole decision for 256"
+    " samples, 2 drafters and 16 tokens, from lists of offers to lists of tokens; planner_us_256_lists is the part"
+    " of it that turns the lists of predictions into arrays. A plan's rate is tokens a second of the whole round,"
+    " drafters and planning included."
+)
+
+
+@dataclass(slots=True)
+class Measured:
+    """A round of one plan."""
+
+    responses: dict[str, list[int]] = field(default_factory=dict)
+    seconds: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return sum(map(len, self.responses.values())) / self.seconds
+
+
+class _Ignored:
+    """Draft metrics that nobody reads."""
+
+    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
+        """Nothing."""
+
+    def fault(self, drafter: str) -> None:
+        """A benchmark must not go on with a drafter that is broken."""
+        raise RuntimeError(f"drafter {drafter} failed")
+
+
+def main() -> None:
+    """Measure, show and write."""
+    arguments = _arguments()
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(cores()[-1])}
+    from services.generation.engine.core import Engine
+    from services.generation.engine.warmup import warm_up
+
+    options = EngineOptions(
+        str(arguments.model),
+        dtype="float32",
+        max_num_seqs=_MOST,
+        max_model_len=1024,
+        kv_cache_memory_bytes=1 << 30,
+        # A round must not find the prompts of the one before.
+        enable_prefix_caching=False,
+    )
+    engine = Engine(options)
+    warm_up(engine)
+    fit = _fit(engine, arguments.model, arguments.seconds)
+    cells = [
+        _cell(engine, fit.step_time, samples, wrong, arguments.rounds)
+        for samples in arguments.samples
+        for wrong in arguments.wrong
+    ]
+    whole, lists = _decision_microseconds(fit.step_time)
+    figures = {
+        "step_time_error_median": fit.held_out.median,
+        "step_time_error_p90": fit.held_out.p90,
+        "planner_vs_best_fixed_min": min(cell["planner_vs_best_fixed"] for cell in cells),
+        "planner_us_256": whole,
+        "planner_us_256_lists": lists,
+        "worst_ratio_vs_plain": min(cell["planner_vs_plain"] for cell in cells),
+        "self_w4_acceptance": None,
+    }
+    columns = tuple(cells[0])
+    show_rows("policy: cells", columns, [[format_value(cell[each]) for each in columns] for cell in cells])
+    goals = [(name, format_value(figures[name]), goal) for name, goal in _GOALS.items()]
+    show_rows("policy", ("figure", "value", "goal"), goals)
+    show("policy: the fit", fit.step_time.model_dump(exclude={"architecture"}))
+    print(_NOTE)
+    step_time = fit.step_time.model_dump()
+    write(
+        "policy",
+        {**figures, "cells": cells, "step_time": step_time, "note": _NOTE, "rounds": arguments.rounds},
+    )
+
+
+def _fit(engine: Any, model: Path, seconds: float) -> Fit:
+    grid = Grid(seconds=seconds).within(_MOST, engine.limits.max_model_len, engine.row_capacity)
+    throughput, bandwidth = measure_throughput(engine.dtype), measure_bandwidth()
+    return calibrate(architecture_of(model, engine.dtype), throughput, bandwidth, sweep(engine, grid))
+
+
+def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int) -> dict[str, Any]:
+    """All plans on the same batches, in turns; figures are of medians over the rounds.
+
+    A round is a single large batch or several small ones, or it would be over before it could be timed.
+    """
+    random = Random(samples)
+    vocab = engine.limits.vocab_size
+    requests = [
+        SampleRequest(
+            f"{i}",
+            tuple(random.randrange(3, vocab) for _ in range(_PROMPT)),
+            (),
+            # The tail of a real step: samples end at different times.
+            Sampling(max_tokens=random.randrange(_RESPONSE // 4, _RESPONSE), ignore_eos=True),
+            random.getrandbits(60),
+        )
+        for i in range(samples * max(1, _MOST // samples))
+    ]
+    truth = _round(engine, requests, samples, None).responses
+    drafted = [
+        replace(request, given=_spoilt(truth[request.sample_id], wrong, vocab, random))
+        for request in requests
+    ]
+    rates: dict[str, list[float]] = {}
+    for name, plan in _turns(model, rounds, random):
+        found = _round(engine, drafted, samples, plan)
+        if found.responses != truth:
+            raise RuntimeError(f"plan {name} changed tokens")
+        rates.setdefault(name, []).append(found.rate)
+    middle = {name: median(each) for name, each in rates.items()}
+    fixed = {name: rate for name, rate in middle.items() if name not in ("plain", "planner")}
+    best = max(fixed, key=lambda name: fixed[name])
+    return {
+        "samples": samples,
+        "wrong": wrong,
+        "plain_rate": middle["plain"],
+        "best_fixed": best,
+        "best_fixed_vs_plain": fixed[best] / middle["plain"],
+        "planner_vs_plain": middle["planner"] / middle["plain"],
+        # Where no length pays, the best fixed length is none.
+        "planner_vs_best_fixed": middle["planner"] / max(fixed[best], middle["plain"]),
+    }
+
+
+def _turns(model: StepTime, rounds: int, random: Random) -> Iterator[tuple[str, Plan | None]]:
+    """Plans by name, in another order each round."""
+    makers: dict[str, Callable[[], Plan | None]] = {"plain": lambda: None}
+    for length in _LENGTHS:
+        makers[f"fixed {length}"] = partial(FixedPlan, length)
+    makers["planner"] = lambda: PlannedDrafts(_WINDOW, CorrectedStepTime(model, Correction()), _MARGIN)
+    for _ in range(rounds):
+        for name in random.sample(list(makers), len(makers)):
+            yield name, makers[name]()
+
+
+def _spoilt(tokens: Sequence[int], wrong: float, vocab: int, random: Random) -> tuple[int, ...]:
+    """A response with a share of other tokens in it."""
+    return tuple(
+        (token + random.randrange(1, vocab)) % vocab if random.random() < wrong else token for token in tokens
+    )
+
+
+def _round(engine: Any, requests: Sequence[SampleRequest], samples: int, plan: Plan | None) -> Measured:
+    """The instance's loop without its streams, one batch of so many samples after the other.
+
+    A batch is timed from the first step in which all of its samples decode.
+    """
+    speculation = None
+    if plan is not None:
+        speculation = Speculation([GivenDrafter()], plan, engine.limits.vocab_size, _Ignored())
+    measured = Measured({request.sample_id: [] for request in requests})
+    for first in range(0, len(requests), samples):
+        batch = requests[first : first + samples]
+        for request in batch:
+            engine.add(request)
+            if speculation is not None:
+                speculation.begin(DraftContext(request.sample_id, request.prompt, request.given))
+        while len(engine.decoding()) < len(batch):
+            _record(measured, engine.step(), speculation)
+        began = time.perf_counter()
+        while engine.has_work:
+            _step(engine, measured, speculation)
+        measured.seconds += time.perf_counter() - began
+    return measured
+
+
+def _step(engine: Any, measured: Measured, speculation: Speculation | None) -> None:
+    if speculation is None:
+        _record(measured, engine.step(), None)
+        return
+    states = engine.decoding()
+    drafts: Mapping[str, Sequence[int]] = speculation.drafts(states)
+    engine.put_drafts(drafts)
+    shape = speculation.shape(states, drafts)
+    began = time.perf_counter()
+    steps = engine.step()
+    if shape is not None:
+        speculation.plan.stepped(shape, time.perf_counter() - began)
+    _record(measured, steps, speculation)
+
+
+def _record(measured: Measured, steps: Sequence[Any], speculation: Speculation | None) -> None:
+    measured.steps += 1
+    for step in steps:
+        measured.responses[step.sample_id] += step.token_ids
+        measured.drafted += step.drafted
+        if speculation is not None:
+            speculation.learn(step)
+            if step.finish is not None:
+                speculation.end(step.sample_id, measured.responses[step.sample_id])
+
+
+def _decision_microseconds(model: StepTime, repeats: int = 200) -> tuple[float, float]:
+    """Median time of a decision for 256 samples, and of its conversion of lists."""
+    random = Random(0)
+    samples = [SampleState(f"s{i}", [1] * 100, [1] * 200, 100) for i in range(_TIMED)]
+
+    def made() -> list[Offer | None]:
+        return [Offer([1] * _WINDOW, [random.uniform(0.5, 1) for _ in range(_WINDOW)]) for _ in range(_TIMED)]
+
+    offers = {"given": made(), "suffix": made()}
+    plan = PlannedDrafts(_WINDOW, CorrectedStepTime(model, Correction()))
+    limits = np.full(_TIMED, _WINDOW)
+
+    def timed(run: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - began)
+        return median(taken) * 1e6
+
+    whole = timed(lambda: plan.choose(samples, offers))
+    return whole, timed(lambda: survivals(list(offers.values()), limits, _WINDOW))
+
+
+def _arguments() -> argparse.Namespace:
+    def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+        return lambda text: [kind(each) for each in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("examples/tinymath/model"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=45.0, help="of the sweep")
+    parser.add_argument("--samples", type=numbers(int), default=[8, 16, 32, 64, _MOST], help="batch sizes")
+    parser.add_argument("--wrong", type=numbers(float), default=list(_WRONG), help="shares of wrong tokens")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or max(arguments.samples) > _MOST or min(arguments.samples) < 1:
+        parser.error(f"at least one round; batches of 1 to {_MOST}")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

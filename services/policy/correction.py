@@ -1,0 +1,114 @@
+"""Keeps a step-time model true to the steps that are measured: a small affine correction, learned online. Pure.
+
+Recursive least squares with forgetting on measured = gain * predicted + offset, in relative terms: every step
+counts the same, long or short. A step that took much longer because of something else is cut down to a bounded
+surprise; several such in a row are no accident, and are believed.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from services.policy.step_time import StepTime
+
+# A step's weight after n more steps is FORGETTING ** n: a memory of about two hundred steps.
+_FORGETTING = 0.995
+# Uncertainty at the start, and the most there ever is: forgetting without news would let it grow for ever.
+_DOUBT_GAIN, _DOUBT_OFFSET = 1.0, 0.25
+_MOST_DOUBT = 2.0
+# A measured step counts as at most this many times longer or shorter than was expected.
+_SURPRISE = 1.5
+# With so many in a row on the same side, it is the model that is wrong.
+_BELIEVED = 3
+
+
+class Correction:
+    """An affine correction of predicted step times.
+
+    A corrected time is within 1/limit and limit times the predicted one, and grows with it.
+    """
+
+    def __init__(self, limit: float = 4.0) -> None:
+        """`limit` > 1: how far the correction may go, as a factor."""
+        if not (isfinite(limit) and limit > 1):
+            raise ValueError(f"the limit of a correction is a factor above 1, not {limit}")
+        self._limit = limit
+        self._gain, self._offset = 1.0, 0.0
+        self._scale: float | None = None
+        self._covariance = np.diag([_DOUBT_GAIN, _DOUBT_OFFSET])
+        # Surprises in a row: positive when steps took longer, negative when shorter.
+        self._surprises = 0
+
+    @property
+    def gain(self) -> float:
+        """The factor."""
+        return self._gain
+
+    @property
+    def offset(self) -> float:
+        """Seconds added."""
+        return self._offset * (self._scale or 0.0)
+
+    def apply(self, predicted: ArrayLike) -> NDArray[np.float64]:
+        """Corrected seconds, of any shape."""
+        predicted = np.asarray(predicted, np.float64)
+        corrected = self._gain * predicted
+        # No step, no time: the offset belongs to steps.
+        corrected += np.where(predicted > 0, self.offset, 0.0)
+        return np.clip(corrected, predicted / self._limit, predicted * self._limit)
+
+    def observe(self, predicted: float, measured: float) -> None:
+        """A step was predicted (uncorrected) and measured, both in seconds; senseless times are passed over."""
+        if not (isfinite(predicted) and isfinite(measured) and predicted > 0 and measured > 0):
+            return
+        if self._scale is None:
+            self._scale = predicted
+        features = np.array([1.0, self._scale / predicted])
+        expected = float(self.apply(predicted)) / predicted
+        ratio = self._believed(measured / predicted, expected)
+        spread = self._covariance @ features
+        step = spread / (_FORGETTING + float(features @ spread))
+        error = ratio - float(features @ (self._gain, self._offset))
+        gain, offset = np.array([self._gain, self._offset]) + step * error
+        self._gain = float(min(max(gain, 1 / self._limit), self._limit))
+        self._offset = float(min(max(offset, -self._limit), self._limit))
+        self._forget(step, spread)
+
+    def _believed(self, ratio: float, expected: float) -> float:
+        """What a measured ratio counts as."""
+        if expected / _SURPRISE <= ratio <= expected * _SURPRISE:
+            self._surprises = 0
+            return ratio
+        side = 1 if ratio > expected else -1
+        self._surprises = self._surprises + side if self._surprises * side > 0 else side
+        if abs(self._surprises) < _BELIEVED:
+            return expected * _SURPRISE**side
+        self._covariance = np.diag([_DOUBT_GAIN, _DOUBT_OFFSET])
+        return ratio
+
+    def _forget(self, step: NDArray[np.float64], spread: NDArray[np.float64]) -> None:
+        covariance = (self._covariance - np.outer(step, spread)) / _FORGETTING
+        covariance = (covariance + covariance.T) / 2
+        self._covariance = covariance * min(1.0, _MOST_DOUBT / float(np.trace(covariance)))
+
+
+class CorrectedStepTime:
+    """A step-time model and its correction by what is measured."""
+
+    def __init__(self, model: StepTime, correction: Correction) -> None:
+        self.model = model
+        self.correction = correction
+
+    def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
+        """The predicted time, corrected; the arguments broadcast."""
+        return self.correction.apply(self.model.seconds(requests, rows, context))
+
+    def observe(self, requests: int, rows: int, context: int, seconds: float) -> float:
+        """A step was measured. What had been predicted for it, in seconds."""
+        raw = float(self.model.seconds(requests, rows, context))
+        predicted = float(self.correction.apply(raw))
+        self.correction.observe(raw, seconds)
+        return predicted

@@ -1,0 +1,209 @@
+"""Measures a live engine: matrix products, copies, and a sweep of steps.
+
+Drafts of a sweep are tokens at random: a step takes as long whether they are kept or not, and as hardly one is,
+contexts stay the size that they are meant to be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import median
+from typing import Protocol
+
+from services.generation.engine.types import SampleRequest, SampleState, SampleStep
+from services.platform.sampling import ModelLimits, Sampling
+from services.policy.sweep import Point, Sweep
+
+_MATRIX = 1024
+_COPY_BYTES = 64 << 20
+_BENCHMARK_REPEATS = 25
+# Timed steps of a cell: fewer say too little, and with more its samples outgrow their length.
+_LEAST_STEPS, _MOST_STEPS = 5, 15
+# Steps of a cell before the timed ones: the first of a shape may allocate.
+_UNTIMED_STEPS = 2
+# One cell in so many is kept from the fit.
+_HELD_OUT = 4
+
+
+class SteppedEngine(Protocol):
+    """What a sweep uses of `services.generation.engine.core.Engine`."""
+
+    limits: ModelLimits
+
+    def add(self, request: SampleRequest) -> None: ...
+    def abort(self, sample_ids: Iterable[str]) -> None: ...
+    def step(self) -> list[SampleStep]: ...
+    def decoding(self) -> list[SampleState]: ...
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None: ...
+    @property
+    def has_work(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Cells of a sweep: batch sizes, prompt lengths and draft lengths; `seconds` for all of it, prefill apart.
+
+    Every cell is measured in `passes` at different times, and the quickest counts: whatever else the machine does
+    only ever makes a step longer.
+    """
+
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128)
+    lengths: Sequence[int] = (32, 128, 384)
+    drafts: Sequence[int] = (0, 1, 2, 4, 8, 16)
+    seconds: float = 45.0
+    passes: int = 2
+
+    def within(self, max_batch: int, max_length: int, max_rows: int) -> Grid:
+        """The part of it that an engine can run. ValueError when there is too little of it."""
+        room = max(self.drafts) + 1
+        batches = [each for each in self.batches if each <= min(max_batch, max_rows // room)]
+        lengths = [each for each in self.lengths if each + _margin(self.drafts) <= max_length]
+        if len(batches) * len(lengths) < 2:
+            raise ValueError("the engine's limits leave fewer than two cells to measure")
+        return replace(self, batches=batches, lengths=lengths)
+
+
+def _margin(drafts: Sequence[int]) -> int:
+    """Tokens beyond the prompt that the samples of a cell may need, many more than they will."""
+    return 16 * (max(drafts) + 1)
+
+
+class EngineStalled(RuntimeError):
+    """The engine ended or preempted samples of the sweep: it has no memory for a cell."""
+
+
+def measure_throughput(dtype: str) -> float:
+    """Operations a second of large matrix products, with torch's threads as they are."""
+    import torch
+
+    left, right = (torch.randn(_MATRIX, _MATRIX).to(getattr(torch, dtype)) for _ in range(2))
+    left, right = left.to(_device()), right.to(_device())
+    return 2 * _MATRIX**3 / _best_seconds(lambda: left @ right)
+
+
+def measure_bandwidth() -> float:
+    """Bytes a second of large copies, read and written."""
+    import torch
+
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=_device())
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _best_seconds(lambda: target.copy_(source))
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _best_seconds(run: Callable[[], object]) -> float:
+    """The quickest of some runs: others are disturbed ones."""
+    import torch
+
+    def timed() -> float:
+        began = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    return min(timed() for _ in range(_BENCHMARK_REPEATS))
+
+
+def sweep(
+    engine: SteppedEngine,
+    grid: Grid,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Sweep:
+    """Measure every cell of a grid. `progress` is told how many batches are done, of how many.
+
+    Raises:
+        EngineStalled: a cell does not fit into the engine.
+    """
+    random = Random(0)
+    places = [(i, j) for i in range(len(grid.batches)) for j in range(len(grid.lengths))]
+    turns = []
+    for _ in range(grid.passes):
+        # In no order, so that a machine that becomes slower meanwhile does not look like a long context.
+        random.shuffle(places)
+        turns += places
+    slot = grid.seconds / (len(turns) * len(grid.drafts))
+    found: dict[tuple[int, int, int], Point] = {}
+    for done, (i, j) in enumerate(turns):
+        cells = _batch(engine, grid.batches[i], grid.lengths[j], grid.drafts, slot, random, clock)
+        for k, cell in enumerate(cells):
+            held_out = (i + 2 * j + k) % _HELD_OUT == _HELD_OUT - 1
+            before = found.get((i, j, k))
+            if before is None or cell.seconds < before.seconds:
+                found[i, j, k] = cell.model_copy(update={"held_out": held_out})
+        progress(done + 1, len(turns))
+    return Sweep(tuple(found[key] for key in sorted(found)))
+
+
+def _batch(
+    engine: SteppedEngine,
+    batch: int,
+    length: int,
+    drafts: Sequence[int],
+    slot: float,
+    random: Random,
+    clock: Callable[[], float],
+) -> list[Point]:
+    """The cells of one batch and context length, a point for each draft length."""
+    vocab = engine.limits.vocab_size
+    names = [f"sweep-{batch}-{length}-{i}" for i in range(batch)]
+    sampling = Sampling(ignore_eos=True)
+    for name in names:
+        prompt = tuple(random.randrange(vocab) for _ in range(length))
+        engine.add(SampleRequest(name, prompt, (), sampling, random.getrandbits(32)))
+    while len(engine.decoding()) < batch:
+        if any(step.finish is not None for step in engine.step()):
+            raise EngineStalled(f"{batch} samples of {length} tokens do not stay in the engine")
+    points = [_cell(engine, batch, length, width, slot, random, clock) for width in drafts]
+    engine.abort(names)
+    while engine.has_work:
+        # The worker has yet to be told.
+        engine.step()
+    return points
+
+
+def _cell(
+    engine: SteppedEngine,
+    batch: int,
+    length: int,
+    width: int,
+    slot: float,
+    random: Random,
+    clock: Callable[[], float],
+) -> Point:
+    taken: list[float] = []
+    contexts: list[int] = []
+    spent = 0.0
+    for turn in range(_UNTIMED_STEPS + _MOST_STEPS):
+        if len(taken) >= _LEAST_STEPS and spent >= slot:
+            break
+        states = engine.decoding()
+        if len(states) < batch:
+            raise EngineStalled(f"{batch} samples of {length} tokens do not stay in the engine")
+        if min(state.room for state in states) <= width:
+            break
+        vocab = engine.limits.vocab_size
+        if width:
+            drafts = {each.sample_id: [random.randrange(vocab) for _ in range(width)] for each in states}
+            engine.put_drafts(drafts)
+        context = sum(len(state.prompt) + len(state.response) for state in states)
+        began = clock()
+        engine.step()
+        took = clock() - began
+        if turn >= _UNTIMED_STEPS:
+            taken.append(took)
+            contexts.append(context)
+            spent += took
+    if len(taken) < _LEAST_STEPS:
+        raise EngineStalled(f"samples of {length} tokens ended after {len(taken)} steps of drafts of {width}")
+    rows = batch * (1 + width)
+    return Point(requests=batch, rows=rows, context=round(median(contexts)), seconds=median(taken))

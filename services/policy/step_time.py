@@ -1,0 +1,143 @@
+"""How long an engine step takes: a roofline with residuals, after EfficientRollout (section 4.2, appendix D). Pure.
+
+A step moves the weights and the KV of all tokens before it, and computes with one row for each sample and each
+draft token; whichever takes longer is its time. What is left over grows with the samples and with the draft tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+# Before anything is measured: an engine step on a modest machine with a CPU's or a small GPU's memory.
+_PRIOR_THROUGHPUT = 1e12
+_PRIOR_BANDWIDTH = 5e10
+_PRIOR_BASE = 2e-3
+_PRIOR_PER_REQUEST = 2e-5
+_PRIOR_PER_ROW = 2e-5
+_MIXTURE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class UnsupportedArchitecture(ValueError):
+    """The model is no dense transformer with grouped-query attention, or its config lacks what one has."""
+
+
+class Architecture(BaseModel):
+    """What a forward pass of a model moves and computes. Bytes and floating point operations."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    weight_bytes: float = Field(gt=0)
+    """Weights that every step reads, the head included, the embedding not."""
+    kv_bytes: float = Field(gt=0)
+    """KV of one token in all layers."""
+    dense_flops: float = Field(gt=0)
+    """Projections and head, for each row."""
+    attention_flops: float = Field(gt=0)
+    """Attention, for each row and token before it."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], value_bytes: int) -> Self:
+        """From a Hugging Face config, with weights and KV of `value_bytes` a value.
+
+        Raises:
+            UnsupportedArchitecture: a mixture of experts, or a config without the sizes of a dense model.
+        """
+        if any(config.get(key) for key in _MIXTURE_KEYS):
+            raise UnsupportedArchitecture("a mixture of experts has no step-time model")
+        hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
+        heads = _size(config, "num_attention_heads")
+        kv_heads = _size(config, "num_key_value_heads", heads)
+        width = _size(config, "head_dim", hidden // heads)
+        attention = 2 * hidden * width * (heads + kv_heads)
+        layer = attention + 3 * hidden * _size(config, "intermediate_size")
+        weights = layers * layer + hidden * _size(config, "vocab_size")
+        return cls(
+            weight_bytes=weights * value_bytes,
+            kv_bytes=2 * layers * kv_heads * width * value_bytes,
+            dense_flops=2 * weights,
+            attention_flops=4 * layers * heads * width,
+        )
+
+
+class StepTime(BaseModel):
+    """The time of a step, in seconds, by requests, rows and context.
+
+    `requests` samples decode; `rows` counts them and their draft tokens; `context` is the sum of the samples'
+    lengths, in tokens.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    architecture: Architecture
+    throughput: float = Field(gt=0)
+    """Operations a second."""
+    bandwidth: float = Field(gt=0)
+    """Bytes a second."""
+    kv_scale: float = Field(default=1.0, ge=0)
+    """KV traffic as a multiple of the KV's size: caches lower it, a slow attention kernel raises it."""
+    base: float = Field(default=0.0, ge=0)
+    """Seconds of any step."""
+    per_request: float = Field(default=0.0, ge=0)
+    """Seconds for each sample."""
+    per_row: float = Field(default=0.0, ge=0)
+    """Seconds for each draft token."""
+    per_attending_row: float = Field(default=0.0, ge=0)
+    """Seconds for each draft token and token of its sample's context: attention is further from its roofline with
+    several rows a sample than with one."""
+    verify_per_request: float = Field(default=0.0, ge=0)
+    """Seconds for each sample of a step with any draft token: other kernels run then."""
+
+    @classmethod
+    def prior(cls, architecture: Architecture) -> Self:
+        """A guess for a machine that was never measured: the shape is right, the scale need not be."""
+        return cls(
+            architecture=architecture,
+            throughput=_PRIOR_THROUGHPUT,
+            bandwidth=_PRIOR_BANDWIDTH,
+            base=_PRIOR_BASE,
+            per_request=_PRIOR_PER_REQUEST,
+            per_row=_PRIOR_PER_ROW,
+        )
+
+    def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
+        """The predicted time; the arguments broadcast. A step without rows is none, and takes no time."""
+        requests, rows, context = (np.asarray(each, np.float64) for each in (requests, rows, context))
+        drafted = rows - requests
+        rest = self.base + self.per_request * requests + self.verification_seconds(requests, drafted, context)
+        roofline = np.maximum(self.memory_seconds(context), self.compute_seconds(requests, rows, context))
+        return np.where(rows > 0, roofline + rest, 0.0)
+
+    def verification_seconds(
+        self, requests: NDArray[np.float64], drafted: NDArray[np.float64], context: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Time beyond the roofline that verifying so many draft tokens takes."""
+        mean = context / np.maximum(requests, 1.0)
+        rows = drafted * (self.per_row + self.per_attending_row * mean)
+        return rows + np.where(drafted > 0, self.verify_per_request * requests, 0.0)
+
+    def memory_seconds(self, context: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Time to move weights and KV."""
+        of = self.architecture
+        return (of.weight_bytes + self.kv_scale * of.kv_bytes * context) / self.bandwidth
+
+    def compute_seconds(
+        self, requests: NDArray[np.float64], rows: NDArray[np.float64], context: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Time to compute; a row attends to the mean length of the samples."""
+        of = self.architecture
+        mean = context / np.maximum(requests, 1.0)
+        return rows * (of.dense_flops + of.attention_flops * mean) / self.throughput
+
+
+def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
+    found = config.get(name)
+    if found is None:
+        found = otherwise
+    if not isinstance(found, int) or found < 1:
+        raise UnsupportedArchitecture(f"the model's config has no usable {name}: {found!r}")
+    return found

@@ -1,0 +1,109 @@
+"""The online correction: bounded whatever it is told, right after a while, and hard to fool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.policy.correction import CorrectedStepTime, Correction
+from services.policy.step_time import StepTime
+from tests.unit.policy.test_step_time import ARCHITECTURE
+
+times = st.floats(1e-5, 10)
+observations = st.lists(st.tuples(times, times), max_size=60)
+LIMIT = 4.0
+
+
+def told(observed: list[tuple[float, float]]) -> Correction:
+    correction = Correction(LIMIT)
+    for predicted, measured in observed:
+        correction.observe(predicted, measured)
+    return correction
+
+
+def test_at_first_nothing_is_corrected() -> None:
+    assert Correction().apply([0.0, 1e-3, 2.0]).tolist() == [0.0, 1e-3, 2.0]
+
+
+@pytest.mark.parametrize("limit", [1.0, 0.0, -2.0, float("nan"), float("inf")])
+def test_a_limit_is_a_factor_above_one(limit: float) -> None:
+    with pytest.raises(ValueError, match="factor"):
+        Correction(limit)
+
+
+@given(observations, times)
+def test_a_corrected_time_stays_within_the_limit(observed: list[tuple[float, float]], time: float) -> None:
+    corrected = float(told(observed).apply(time))
+    assert time / LIMIT * (1 - 1e-9) <= corrected <= time * LIMIT * (1 + 1e-9)
+
+
+@given(observations, times, times)
+def test_a_longer_step_is_never_predicted_shorter(
+    observed: list[tuple[float, float]], one: float, other: float
+) -> None:
+    short, long = told(observed).apply(sorted((one, other)))
+    assert short <= long * (1 + 1e-12)
+
+
+@given(observations)
+def test_a_step_that_is_none_takes_no_time(observed: list[tuple[float, float]]) -> None:
+    assert told(observed).apply(0.0) == 0
+
+
+@given(observations, st.sampled_from([0.0, -1.0, float("nan"), float("inf")]), times)
+def test_senseless_times_change_nothing(observed: list[tuple[float, float]], bad: float, time: float) -> None:
+    correction = told(observed)
+    before = float(correction.apply(time))
+    correction.observe(bad, time)
+    correction.observe(time, bad)
+    assert float(correction.apply(time)) == before
+
+
+@given(st.floats(0.5, 2.5), st.floats(0, 2e-3), st.integers(0, 1 << 30))
+def test_an_affine_error_is_learned(gain: float, offset: float, seed: int) -> None:
+    predicted = np.random.default_rng(seed).uniform(4e-3, 20e-3, 300)
+    correction = told([(each, gain * each + offset) for each in predicted])
+    asked = np.array([5e-3, 10e-3, 18e-3])
+    assert correction.apply(asked) == pytest.approx(gain * asked + offset, rel=0.05)
+
+
+def test_one_step_that_was_disturbed_hardly_changes_a_prediction() -> None:
+    steady = [(5e-3, 6e-3), (8e-3, 9e-3)] * 60
+    before, after = told(steady).apply(6e-3), told([*steady, (6e-3, 70e-3)]).apply(6e-3)
+    assert after == pytest.approx(float(before), rel=0.05)
+
+
+def test_a_machine_that_became_slower_is_followed_within_a_few_steps() -> None:
+    correction = told([(5e-3, 5e-3), (8e-3, 8e-3)] * 60)
+    for _ in range(4):
+        correction.observe(5e-3, 15e-3)
+        correction.observe(8e-3, 24e-3)
+    assert correction.apply(6e-3) == pytest.approx(18e-3, rel=0.1)
+
+
+def test_a_guess_far_off_is_put_right_within_a_few_steps() -> None:
+    correction = Correction(64)
+    for _ in range(4):
+        correction.observe(1e-3, 30e-3)
+        correction.observe(2e-3, 60e-3)
+    assert correction.apply(1.5e-3) == pytest.approx(45e-3, rel=0.1)
+
+
+def test_the_same_step_for_ever_does_not_unsettle_it() -> None:
+    correction = told([(5e-3, 6e-3)] * 5000)
+    # Doubt in what is never seen must not turn one surprise into nonsense.
+    correction.observe(5e-3, 6.5e-3)
+    assert correction.apply(5e-3) == pytest.approx(6e-3, rel=0.1)
+    assert 5e-3 <= float(correction.apply(10e-3)) <= 20e-3
+
+
+def test_a_model_and_its_correction_work_together() -> None:
+    model = StepTime(architecture=ARCHITECTURE, throughput=1e14, bandwidth=1e12, base=1e-3)
+    corrected = CorrectedStepTime(model, Correction())
+    raw = float(model.seconds(4, 12, 2000))
+    assert corrected.observe(4, 12, 2000, 1.3 * raw) == raw
+    for rows in (4, 12, 400, 1000) * 30:
+        corrected.observe(4, rows, 2000, 1.3 * float(model.seconds(4, rows, 2000)))
+    assert corrected.seconds(4, 12, 2000) == pytest.approx(1.3 * raw, rel=0.02)
