@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 Figures = Mapping[str, Any]
+_WIDTH = 160
 
 
 def write(name: str, figures: Figures) -> Path:
@@ -23,8 +24,14 @@ def write(name: str, figures: Figures) -> Path:
     machine = {"cpus": len(cores()), "processor": _processor(), "python": platform.python_version()}
     stamp = datetime.now(UTC).isoformat(timespec="seconds")
     path.write_text(json.dumps({**figures, "machine": machine, "measured_at": stamp}, indent=2) + "\n")
-    Console().print(f"written to {path}")
+    console().print(f"written to {path}")
     return path
+
+
+def console() -> Console:
+    """The terminal; a file or a pipe is as wide as the widest table."""
+    found = Console()
+    return found if found.is_terminal else Console(width=_WIDTH)
 
 
 def show(title: str, figures: Figures) -> None:
@@ -39,11 +46,20 @@ def show_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]])
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console().print(table)
+
+
+def show_table(title: str, columns: Sequence[tuple[str, str]], table: Mapping[str, Figures]) -> None:
+    """Print a row for each name of the table; `columns` are heads and the figures under them."""
+    heads = ("", *(head for head, _ in columns))
+    rows = [(name, *(format_value(figures[key]) for _, key in columns)) for name, figures in table.items()]
+    show_rows(title, heads, rows)
 
 
 def format_value(value: Any) -> str:
-    """Three significant digits for floats."""
+    """Three significant digits for floats; a dash for nothing."""
+    if value is None:
+        return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from examples.tinymath.background import BackgroundWatch
 from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
 from examples.tinymath.report import write_report
 from examples.tinymath.train import MODEL, Options, add_options, new_learner, read_options, train
@@ -44,6 +45,7 @@ _COLUMNS = (
     "send s",
 )
 _SPECULATION_COLUMNS = ("accepted", "block eff.")
+_CACHE_COLUMNS = ("cached", "reused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,11 @@ def _below(table: Table, progress: Progress) -> Table:
 
 
 def steps_table(records: Sequence[StepRecord]) -> Table:
-    """A line for each step; figures of speculation when there was any."""
-    speculation = any(record.drafted for record in records)
+    """A line for each step; figures of speculation, and of what was generated before, when there was any."""
+    speculation, caches = any(record.drafted for record in records), any(record.cached for record in records)
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in _COLUMNS + (_SPECULATION_COLUMNS if speculation else ()):
+    more = (_SPECULATION_COLUMNS if speculation else ()) + (_CACHE_COLUMNS if caches else ())
+    for name in _COLUMNS + more:
         table.add_column(name, justify="right")
     for record in records:
         cells = [
@@ -111,6 +114,8 @@ def steps_table(records: Sequence[StepRecord]) -> Table:
         ]
         if speculation:
             cells += [f"{record.accepted}/{record.drafted}", f"{record.block_efficiency:.2f}"]
+        if caches:
+            cells += [f"{record.coverage:.0%}", f"{record.reuse:.0%}"]
         table.add_row(*cells)
     return table
 
@@ -153,10 +158,15 @@ def _train(client: Client, setup: Setup, options: Options, console: Console) -> 
     weights = WeightFolder(setup.out / "weights", setup.model)
     screen = Screen(console, options)
     records = []
-    with client.run(f"tinymath-{time.time_ns():x}", seed=options.seed, weights=weights) as run, screen.live:
+    with (
+        client.run(f"tinymath-{time.time_ns():x}", seed=options.seed, weights=weights) as run,
+        BackgroundWatch(client) as watch,
+        screen.live,
+    ):
         for record in train(run, learner, options, screen.watch):
-            records.append(record)
-            screen.add(record)
+            filled = replace(record, background=watch.between(record.began, time.time()))
+            records.append(filled)
+            screen.add(filled)
     return records
 
 
@@ -209,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup, options = read_arguments(arguments)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = Console(width=140)
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     try:
         summary = run_demo(setup, options, console)

@@ -63,13 +63,45 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Means over one step, the last update's where there are several."""
+    """Means over one step."""
 
     reward: float
     loss: float
+    """Of the last update, as is `grad_norm`."""
     grad_norm: float
     clipped_ratio: float
-    """Share of the learned-from tokens whose ratio was outside the clip range."""
+    """Share of the learned-from tokens whose ratio was outside the clip range when they were learned from."""
+    kl: float
+    """Divergence of the policy from the one that sampled, over the same tokens at the same moments (`Drift`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How far a policy is from the one that sampled, summed over tokens.
+
+    `divergence` sums e^r - r - 1 with r = log p_policy - log p_behaviour: its mean estimates
+    KL(behaviour || policy), is never negative, and is 0 where the two agree.
+    """
+
+    tokens: int = 0
+    outside: float = 0.0
+    """Tokens whose ratio e^r is outside the clip range."""
+    divergence: float = 0.0
+
+    def __add__(self, other: Drift) -> Drift:
+        return Drift(
+            self.tokens + other.tokens, self.outside + other.outside, self.divergence + other.divergence
+        )
+
+    @property
+    def clipped_ratio(self) -> float:
+        """Share of tokens outside the clip range."""
+        return self.outside / max(1, self.tokens)
+
+    @property
+    def kl(self) -> float:
+        """The estimate of the divergence, in nats."""
+        return self.divergence / max(1, self.tokens)
 
 
 def response_logprobs(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
@@ -104,32 +136,44 @@ class Learner:
         """One training step on the samples of one policy version; groups must be whole."""
         advantages = group_advantages([s.reward for s in samples], [s.group for s in samples])
         size = -(-len(samples) // self.settings.updates)
+        drift = Drift()
         for first in range(0, len(samples), size):
-            last = self._update(samples[first : first + size], advantages[first : first + size])
-        return Report(sum(sample.reward for sample in samples) / len(samples), *last)
+            loss, norm, moved = self._update(samples[first : first + size], advantages[first : first + size])
+            drift += moved
+        reward = sum(sample.reward for sample in samples) / len(samples)
+        return Report(reward, loss, norm, drift.clipped_ratio, drift.kl)
 
-    def _update(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[float, float, float]:
-        """One optimizer step; returns loss, gradient norm and clipped share."""
+    @torch.no_grad()
+    def drift(self, samples: Sequence[Sample]) -> Drift:
+        """How far the policy is from the one that sampled; costs a forward pass over all samples."""
+        total = Drift()
+        lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+        for batch in micro_batches(lengths, self.settings.micro_tokens):
+            places = [samples[i] for i in batch]
+            total += self._drift(response_logprobs(self.model, places), _behaviour(places))
+        return total
+
+    def _update(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[float, float, Drift]:
+        """One optimizer step; returns loss, gradient norm and the drift before it."""
         # A sample without advantage has no gradient, unless it is held to the reference.
         used = [i for i, a in enumerate(advantages) if a or self.reference is not None]
-        total, clipped, seen = 0.0, 0.0, 0
+        total, drift = 0.0, Drift()
         lengths = [len(samples[i].prompt_ids) + len(samples[i].response_ids) for i in used]
         for batch in micro_batches(lengths, self.settings.micro_tokens):
             places = [used[i] for i in batch]
-            losses, outside = self._losses([samples[i] for i in places], [advantages[i] for i in places])
+            losses, moved = self._losses([samples[i] for i in places], [advantages[i] for i in places])
             loss = sum_of_means(losses, [len(samples[i].response_ids) for i in places]) / len(samples)
             loss.backward()
-            total, clipped, seen = total + float(loss.detach()), clipped + outside, seen + len(losses)
+            total, drift = total + float(loss.detach()), drift + moved
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        return total, float(norm), clipped / max(1, seen)
+        return total, float(norm), drift
 
-    def _losses(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[Tensor, float]:
-        """The loss of each token, shape [tokens], and how many tokens lie outside the clip range."""
-        now = response_logprobs(self.model, samples)
-        before = torch.tensor([value for sample in samples for value in sample.logprobs])
+    def _losses(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[Tensor, Drift]:
+        """The loss of each token, shape [tokens], and their drift."""
+        now, before = response_logprobs(self.model, samples), _behaviour(samples)
         gain = torch.tensor([a for s, a in zip(samples, advantages, strict=True) for _ in s.response_ids])
         low, high = self.settings.clip_low, self.settings.clip_high
         losses = policy_loss(now, before, gain, low, high)
@@ -137,5 +181,15 @@ class Learner:
             with torch.no_grad():
                 reference = response_logprobs(self.reference, samples)
             losses = losses + self.settings.kl * kl_penalty(now, reference)
-        ratio = (now.detach() - before).exp()
-        return losses, float(((ratio < 1 - low) | (ratio > 1 + high)).sum())
+        return losses, self._drift(now.detach(), before)
+
+    def _drift(self, now: Tensor, before: Tensor) -> Drift:
+        """The drift of tokens, both shapes [tokens]."""
+        ratio = (now - before).exp()
+        outside = (ratio < 1 - self.settings.clip_low) | (ratio > 1 + self.settings.clip_high)
+        return Drift(len(now), float(outside.sum()), float(kl_penalty(before.double(), now.double()).sum()))
+
+
+def _behaviour(samples: Sequence[Sample]) -> Tensor:
+    """The behaviour log-probabilities of all response tokens, shape [tokens]."""
+    return torch.tensor([value for sample in samples for value in sample.logprobs])

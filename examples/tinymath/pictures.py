@@ -18,7 +18,9 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
-from examples.tinymath.records import StepRecord, active_samples, by_instance, percentiles, step_seconds
+from examples.tinymath.lanes import Lane, lane
+from examples.tinymath.records import StepRecord, percentiles
+from examples.tinymath.spans import step_seconds
 
 # Stand-ins that no picture uses otherwise; `_svg` puts the page's variables in their place.
 _VARIABLES = {
@@ -36,6 +38,8 @@ MOST_ROWS = 10
 """Steps shown as timelines; of more, an even choice with the first and the last."""
 _LANE, _GAP = 0.34, 0.13
 """Inches of one instance's lane, and between two steps."""
+_DARK, _PALE = 0.85, 0.35
+"""Opacity of the step's own samples, and of those that are generated ahead."""
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -134,53 +138,50 @@ def throughput(records: Sequence[StepRecord]) -> str:
 
 
 def timelines(records: Sequence[StepRecord]) -> str:
-    """For each step and instance, how many samples are active over time; bubbles hatched."""
+    """For each step and instance, how many samples are active over time, its own and the next step's."""
     rows = [records[place] for place in _even_choice(len(records), MOST_ROWS)]
     names = sorted({name for record in rows for name in record.instances}) or [""]
+    lanes = [[lane(record, name) for name in names] for record in rows]
     step_height = _LANE * len(names) + _GAP
     width, height = 12.4, step_height * len(rows) + 0.95
     figure = pyplot.figure(figsize=(width, height))
     figure.patch.set_alpha(0)
-    ends = [step_seconds(record.spans) or 1.0 for record in rows]
-    peak = max(
-        (max(_lane_counts(record, name)[1], default=0) for record in rows for name in names), default=0
-    )
+    longest = max(record.seconds for record in rows) or 1.0
+    peak = max(each.peak for row in lanes for each in row)
     for row, record in enumerate(rows):
-        for lane, name in enumerate(names):
-            bottom = height - 0.42 - row * step_height - (lane + 1) * _LANE
+        for place, drawn in enumerate(lanes[row]):
+            bottom = height - 0.42 - row * step_height - (place + 1) * _LANE
             axes = figure.add_axes((0.07, bottom / height, 0.925, (_LANE - 0.04) / height))
-            _lane(axes, record, name, SERIES[lane % len(SERIES)])
-            axes.set(xlim=(0, max(ends)), ylim=(0, max(1.0, peak**0.5) * 1.08), yticks=[])
-            axes.tick_params(labelbottom=(row, lane) == (len(rows) - 1, len(names) - 1))
+            _draw_lane(axes, drawn, record, SERIES[place % len(SERIES)])
+            axes.set(xlim=(0, longest), ylim=(0, max(1.0, peak**0.5) * 1.08), yticks=[])
+            axes.tick_params(labelbottom=(row, place) == (len(rows) - 1, len(names) - 1))
         figure.text(
             0.06, (bottom + step_height / 2 - _GAP) / height, f"step {record.step}", ha="right", va="center"
         )
     axes.set_xlabel("seconds from the start of the step")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color, _ in zip(SERIES, names, strict=False)]
-    handles.append(
-        pyplot.Rectangle((0, 0), 1, 1, facecolor="none", edgecolor=BUBBLE, hatch="////", linewidth=0)
-    )
-    figure.legend(handles, [*names, "bubble"], loc="upper right", ncols=len(names) + 1, fontsize=9.5)
+    _timeline_legend(figure, names)
     return _svg(figure)
 
 
-def _lane_counts(record: StepRecord, name: str) -> tuple[list[float], list[int]]:
-    return active_samples(by_instance(record.spans).get(name, []))
-
-
-def _lane(axes: Any, record: StepRecord, name: str, color: str) -> None:
+def _draw_lane(axes: Any, drawn: Lane, record: StepRecord, color: str) -> None:
     """One instance in one step. Heights are square roots, or a lone last sample could not be seen."""
-    times, counts = _lane_counts(record, name)
-    end = step_seconds(record.spans)
-    axes.fill_between(times, np.sqrt(counts), step="post", color=color, alpha=0.8, linewidth=0)
-    idle = [(0.0, times[0])] if times else [(0.0, end)]
-    idle += [(a, b) for a, b, n in zip(times, times[1:], counts, strict=False) if n == 0]
-    idle += [(times[-1], end)] if times else []
-    for left, right in idle:
-        if right - left > 1e-3:
-            axes.axvspan(left, right, facecolor="none", edgecolor=BUBBLE, hatch="////", linewidth=0)
-    axes.axvline(end, color=MUTED, linewidth=0.8)
+    for (times, counts), alpha in ((drawn.background, _PALE), (drawn.own, _DARK)):
+        axes.fill_between(times, np.sqrt(counts), step="post", color=color, alpha=alpha, linewidth=0)
+    for left, right in drawn.idle:
+        axes.axvspan(left, right, facecolor="none", edgecolor=BUBBLE, hatch="////", linewidth=0)
+    axes.axvline(step_seconds(record.spans), color=INK, linewidth=1.2)
+    axes.axvline(record.seconds, color=MUTED, linewidth=0.8)
     axes.spines["left"].set_visible(False)
+
+
+def _timeline_legend(figure: Any, names: Sequence[str]) -> None:
+    rectangle = pyplot.Rectangle
+    handles = [rectangle((0, 0), 1, 1, color=color, alpha=_DARK, linewidth=0) for color in SERIES]
+    handles = handles[: len(names)]
+    handles.append(rectangle((0, 0), 1, 1, color=SERIES[0], alpha=_PALE, linewidth=0))
+    handles.append(rectangle((0, 0), 1, 1, facecolor="none", edgecolor=BUBBLE, hatch="////", linewidth=0))
+    labels = [*names[: len(SERIES)], "ahead for the next step", "bubble"]
+    figure.legend(handles, labels, loc="upper right", ncols=len(labels), fontsize=9.5)
 
 
 def _even_choice(count: int, most: int) -> list[int]:

@@ -1,25 +1,18 @@
-"""What a training step is remembered by, and what follows from it: lengths, bubbles, timelines. Pure."""
+"""What a training step is remembered by, and what follows from it. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from examples.tinymath.background import Stretch
+from examples.tinymath.spans import Span, bubble_seconds, step_begin, step_seconds, step_spans
 from paceline import Sample, SampleStatus
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One instance worked on one sample from `begin` to `end`, in seconds from the start of the step."""
-
-    instance_id: str
-    begin: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +28,27 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """What the trainer learned from a step, as it told it."""
+
+    reward: float
+    """Mean over the samples."""
+    loss: float
+    kl: float
+    """Divergence of the policy from the one that sampled, in nats, during the update."""
+    clip_fraction: float
+    """Share of tokens whose ratio was outside the clip range."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One finished training step."""
 
     step: int
     policy_version: int
-    reward: float
-    """Mean over the samples."""
-    loss: float
+    began: float
+    """When the first sample was begun, in seconds since the epoch."""
+    learned: Learned
     timing: Timing
     lengths: tuple[int, ...]
     """[samples], response lengths in tokens."""
@@ -55,14 +61,35 @@ class StepRecord:
     accepted: int
     verify_steps: int
     decode_steps: int
-    """Summed over the samples, as the three before."""
+    cached: int
+    """Tokens that there were of the samples beforehand: pre-generated, or of an earlier step."""
+    reused: int
+    """Of these, the ones before the first that was not kept."""
     migrations: int
     resubmissions: int
+    """Summed over the samples, as all from `drafted` on."""
+    background: tuple[Stretch, ...] = ()
+    """What was pre-generated while this step was rolled out and learned from, from the step's begin."""
+
+    @property
+    def reward(self) -> float:
+        """Mean over the samples."""
+        return self.learned.reward
 
     @property
     def tokens(self) -> int:
         """Response tokens of the step."""
         return sum(self.lengths)
+
+    @property
+    def coverage(self) -> float:
+        """Cached tokens over response tokens."""
+        return self.cached / self.tokens if self.tokens else 0.0
+
+    @property
+    def reuse(self) -> float:
+        """Reused tokens over response tokens."""
+        return self.reused / self.tokens if self.tokens else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,6 +102,11 @@ class StepRecord:
         return 1.0 + self.accepted / self.verify_steps if self.verify_steps else 1.0
 
     @property
+    def seconds(self) -> float:
+        """From the first sample's begin until the new weights served."""
+        return step_seconds(self.spans) + self.timing.update + self.timing.push
+
+    @property
     def bubbles(self) -> dict[str, float]:
         """Idle seconds of each instance."""
         return bubble_seconds(self.spans, self.instances)
@@ -83,8 +115,7 @@ class StepRecord:
 def record_step(
     step: int,
     samples: Sequence[Sample],
-    reward: float,
-    loss: float,
+    learned: Learned,
     timing: Timing,
     version: int,
     fleet: Iterable[str],
@@ -95,8 +126,8 @@ def record_step(
     return StepRecord(
         step=step,
         policy_version=version,
-        reward=reward,
-        loss=loss,
+        began=step_begin(samples),
+        learned=learned,
         timing=timing,
         lengths=tuple(len(sample.token_ids) for sample in samples),
         truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in samples),
@@ -106,46 +137,11 @@ def record_step(
         accepted=sum(p.accepted for p in provenances),
         verify_steps=sum(p.verify_steps for p in provenances),
         decode_steps=sum(p.decode_steps for p in provenances),
+        cached=sum(p.cached_tokens for p in provenances),
+        reused=sum(p.reused_prefix for p in provenances),
         migrations=sum(p.migrations for p in provenances),
         resubmissions=sum(p.resubmissions for p in provenances),
     )
-
-
-def step_spans(samples: Iterable[Sample]) -> tuple[Span, ...]:
-    """All spans of a step, from the first one's begin."""
-    spans = [span for sample in samples for span in sample.provenance.instance_spans]
-    start = min((span.begin for span in spans), default=0.0)
-    return tuple(Span(span.instance_id, span.begin - start, span.end - start) for span in spans)
-
-
-def bubble_seconds(spans: Iterable[Span], instances: Iterable[str]) -> dict[str, float]:
-    """Seconds within the step (first begin to last end of any instance) in which an instance had no sample."""
-    spans = list(spans)
-    length, own = step_seconds(spans), by_instance(spans)
-    return {name: length - _covered(own.get(name, ())) for name in instances}
-
-
-def step_seconds(spans: Iterable[Span]) -> float:
-    """From the first begin to the last end."""
-    return max((span.end for span in spans), default=0.0)
-
-
-def active_samples(spans: Iterable[Span]) -> tuple[list[float], list[int]]:
-    """Times, and how many samples are active from each time to the next."""
-    changes: dict[float, int] = defaultdict(int)
-    for span in spans:
-        changes[span.begin] += 1
-        changes[span.end] -= 1
-    times = sorted(changes)
-    return times, np.cumsum([changes[time] for time in times], dtype=int).tolist()
-
-
-def by_instance(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """The spans of each instance."""
-    found: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        found[span.instance_id].append(span)
-    return dict(found)
 
 
 def percentiles(lengths: Sequence[int]) -> tuple[int, int, int]:
@@ -162,6 +158,10 @@ def summarize(records: Sequence[StepRecord], options: Mapping[str, object]) -> d
     tokens = sum(record.tokens for record in records)
     drafted, accepted = sum(r.drafted for r in records), sum(r.accepted for r in records)
     verifications = sum(record.verify_steps for record in records)
+
+    def share(part: int) -> float:
+        return part / tokens if tokens else 0.0
+
     return {
         "options": dict(options),
         "steps": len(records),
@@ -170,6 +170,8 @@ def summarize(records: Sequence[StepRecord], options: Mapping[str, object]) -> d
         "reward_first": records[0].reward,
         "reward_last": records[-1].reward,
         "rewards": [record.reward for record in records],
+        "kl": [record.learned.kl for record in records],
+        "clip_fraction": [record.learned.clip_fraction for record in records],
         "rollout_seconds": [record.timing.rollout for record in records],
         "update_seconds": [record.timing.update for record in records],
         "push_seconds": [record.timing.push for record in records],
@@ -178,6 +180,8 @@ def summarize(records: Sequence[StepRecord], options: Mapping[str, object]) -> d
         "drafted": drafted,
         "accepted": accepted,
         "block_efficiency": 1.0 + accepted / verifications if verifications else 1.0,
+        "cached_share": share(sum(record.cached for record in records)),
+        "reused_share": share(sum(record.reused for record in records)),
         "migrations": sum(record.migrations for record in records),
         "resubmissions": sum(record.resubmissions for record in records),
     }
@@ -193,22 +197,13 @@ def load_steps(path: Path) -> list[StepRecord]:
     return [_from_json(entry) for entry in json.loads(path.read_text())]
 
 
-def _from_json(entry: dict[str, object]) -> StepRecord:
-    timing, spans, lengths = entry.pop("timing"), entry.pop("spans"), entry.pop("lengths")
-    instances = entry.pop("instances")
+def _from_json(entry: dict[str, Any]) -> StepRecord:
     return StepRecord(
-        timing=Timing(**timing),  # type: ignore[arg-type]
-        spans=tuple(Span(**span) for span in spans),  # type: ignore[attr-defined]
-        lengths=tuple(lengths),  # type: ignore[arg-type]
-        instances=tuple(instances),  # type: ignore[arg-type]
-        **entry,  # type: ignore[arg-type]
+        learned=Learned(**entry.pop("learned")),
+        timing=Timing(**entry.pop("timing")),
+        spans=tuple(Span(**span) for span in entry.pop("spans")),
+        background=tuple(Stretch(**stretch) for stretch in entry.pop("background")),
+        lengths=tuple(entry.pop("lengths")),
+        instances=tuple(entry.pop("instances")),
+        **entry,
     )
-
-
-def _covered(spans: Iterable[Span]) -> float:
-    """Length of the union of intervals."""
-    covered, reached = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.begin):
-        covered += max(0.0, span.end - max(span.begin, reached))
-        reached = max(reached, span.end)
-    return covered

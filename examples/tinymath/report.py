@@ -16,7 +16,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from examples.tinymath import pictures
-from examples.tinymath.records import StepRecord, load_steps, percentiles, step_seconds
+from examples.tinymath.lanes import busy, gaps
+from examples.tinymath.records import StepRecord, load_steps, percentiles
+from examples.tinymath.spans import step_seconds
 
 
 def write_report(path: Path, records: Sequence[StepRecord], summary: Mapping[str, Any]) -> None:
@@ -28,6 +30,7 @@ def write_report(path: Path, records: Sequence[StepRecord], summary: Mapping[str
         tiles=tiles(records, summary),
         rows=[row(record) for record in records],
         speculation=any(record.drafted for record in records),
+        caches=any(record.cached for record in records),
         pictures={
             "reward": pictures.reward_curve(records),
             "lengths": pictures.length_histogram(records),
@@ -49,23 +52,44 @@ def tiles(records: Sequence[StepRecord], summary: Mapping[str, Any]) -> list[tup
         ("Samples", f"{summary['samples']:,}", f"{summary['tokens']:,} tokens"),
         ("Throughput", f"{summary['tokens_per_second']:,.0f}", "tokens per second of rollout"),
         ("Rollout share", f"{rollout / whole:.0%}", f"of {whole:.0f} s in steps"),
-        ("Bubbles", f"{bubble_share(records):.0%}", "of the instances' rollout time is idle"),
+        ("Bubbles", f"{bubble_share(records):.0%}", _bubble_remark(records)),
     ]
     if summary["drafted"]:
         rate = summary["accepted"] / summary["drafted"]
         found.append(
             ("Block efficiency", f"{summary['block_efficiency']:.2f}", f"{rate:.0%} of drafts accepted")
         )
+    if summary["cached_share"]:
+        remark = f"of the tokens were there before, {summary['reused_share']:.0%} agreed"
+        found.append(("Cached", f"{summary['cached_share']:.0%}", remark))
     return found
 
 
 def bubble_share(records: Sequence[StepRecord]) -> float:
-    """Idle instance seconds over all instance seconds of the rollouts, 0 to 1."""
+    """Instance seconds without a sample of the step over all instance seconds of the rollouts, 0 to 1."""
     idle = whole = 0.0
     for record in records:
         idle += sum(record.bubbles.values())
         whole += len(record.instances) * step_seconds(record.spans)
     return idle / whole if whole else 0.0
+
+
+def filled_share(records: Sequence[StepRecord]) -> float:
+    """Share of the rollouts' bubble seconds in which something was generated ahead, 0 to 1."""
+    whole = idle = 0.0
+    for record in records:
+        end = step_seconds(record.spans)
+        for name, seconds in record.bubbles.items():
+            whole += seconds
+            idle += sum(right - left for left, right in gaps(busy(record, name), end))
+    return max(0.0, 1 - idle / whole) if whole else 0.0
+
+
+def _bubble_remark(records: Sequence[StepRecord]) -> str:
+    whole = "of the instances' rollout time"
+    if not any(record.background for record in records):
+        return f"{whole} is idle"
+    return f"{whole}; {filled_share(records):.0%} of it filled"
 
 
 def row(record: StepRecord) -> dict[str, str]:
@@ -84,6 +108,8 @@ def row(record: StepRecord) -> dict[str, str]:
         "push": f"{record.timing.push:.2f}",
         "accepted": f"{record.accepted:,} / {record.drafted:,}",
         "efficiency": f"{record.block_efficiency:.2f}",
+        "cached": f"{record.coverage:.0%} / {record.reuse:.0%}",
+        "drift": f"{record.learned.kl:.0e} / {record.learned.clip_fraction:.1%}",
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,10 +23,10 @@ import transformers
 
 import paceline
 from examples.tinymath import tokenizer
-from examples.tinymath.grpo import Learner, Sample, Settings
-from examples.tinymath.records import StepRecord, Timing, record_step
+from examples.tinymath.grpo import Learner, Report, Sample, Settings
+from examples.tinymath.records import Learned, StepRecord, Timing, record_step
 from examples.tinymath.tasks import PRACTICE, Problem, make_problems
-from paceline import Group, Reward, Run, SamplingParams
+from paceline import Exactness, ExactnessLevel, Group, Reward, Run, SamplingParams
 
 MODEL = Path(__file__).parent / "model"
 
@@ -47,7 +48,19 @@ class Options:
     threads: int = 1
     """Of the update: more help a larger model, or a machine whose cores the engines do not hold."""
     seed: int = 0
+    exactness: ExactnessLevel = ExactnessLevel.EXACT
+    """How samples may use the rollouts of earlier steps: exact, coupled_history or lenient."""
+    lenience: float = round(math.exp(0.5), 3)
+    """The l of lenient: a cached token is kept with min(1, l * p_now / p_then)."""
 
+    @property
+    def asked(self) -> Exactness:
+        """The exactness that batches ask for."""
+        lenient = self.exactness is ExactnessLevel.LENIENT
+        return Exactness(self.exactness, self.lenience if lenient else None)
+
+
+_EXACTNESS = (ExactnessLevel.EXACT, ExactnessLevel.COUPLED_HISTORY, ExactnessLevel.LENIENT)
 
 Watch = Callable[[int, int, int], None]
 """Told (step, finished, total) when a sample comes; finished = total means that learning begins."""
@@ -61,20 +74,22 @@ def train(
     schedule = list(plan(options))
     for step, problems in enumerate(schedule):
         began = time.monotonic()
-        rollout = run.rollout(step, groups(problems, options), sampling)
+        rollout = run.rollout(step, groups(problems, options), sampling, exactness=options.asked)
         version = rollout.batch.policy_version
         if step + 1 < len(schedule):
-            hint(run, step + 1, groups(schedule[step + 1], options), sampling, version + 1)
+            coming = groups(schedule[step + 1], options)
+            hint(run, step + 1, coming, sampling, version + 1, options.asked)
         samples = collect(rollout, partial(watch, step))
         rolled_out = time.monotonic()
         rewards = reward(problems, samples)
-        report_rewards(run, rollout.batch.batch_id, samples, rewards)
         report = learner.step(lessons(problems, samples, rewards))
+        report_rewards(run, rollout.batch.batch_id, samples, rewards, report)
         learned = time.monotonic()
         run.push_weights(learner.model.state_dict())
         timing = Timing(rolled_out - began, learned - rolled_out, time.monotonic() - learned)
         fleet = [instance.instance_id for instance in run.client.instances()]
-        yield record_step(step, samples, report.reward, report.loss, timing, version, fleet)
+        outcome = Learned(report.reward, report.loss, report.kl, report.clipped_ratio)
+        yield record_step(step, samples, outcome, timing, version, fleet)
 
 
 def plan(options: Options) -> Iterator[list[Problem]]:
@@ -93,10 +108,12 @@ def groups(problems: Sequence[Problem], options: Options) -> list[Group]:
     return [Group(p.id, tokenizer.prompt_ids(p.question), options.samples) for p in problems]
 
 
-def hint(run: Run, step: int, groups: list[Group], sampling: SamplingParams, version: int) -> None:
+def hint(
+    run: Run, step: int, groups: list[Group], sampling: SamplingParams, version: int, asked: Exactness
+) -> None:
     """Names the next step's prompts, which idle instances may pre-generate."""
     with contextlib.suppress(paceline.UnimplementedError):
-        run.hint(step, groups, sampling, expected_version=version)
+        run.hint(step, groups, sampling, expected_version=version, exactness=asked)
 
 
 def collect(rollout: paceline.Rollout, watch: Callable[[int, int], None]) -> list[paceline.Sample]:
@@ -117,12 +134,12 @@ def reward(problems: Sequence[Problem], samples: Sequence[paceline.Sample]) -> l
 
 
 def report_rewards(
-    run: Run, batch_id: str, samples: Sequence[paceline.Sample], rewards: Sequence[float]
+    run: Run, batch_id: str, samples: Sequence[paceline.Sample], rewards: Sequence[float], report: Report
 ) -> None:
-    """Tells the platform, for reward-weighted drafter learning."""
+    """Tells the platform: rewards for drafters that learn, and how far the policy was from its samples."""
     named = [Reward(s.prompt_id, s.slot, value) for s, value in zip(samples, rewards, strict=True)]
     with contextlib.suppress(paceline.UnimplementedError):
-        run.report_rewards(batch_id, named)
+        run.report_rewards(batch_id, named, kl=report.kl, clip_fraction=report.clipped_ratio)
 
 
 def lessons(
@@ -154,7 +171,8 @@ def new_learner(model: Path, options: Options) -> Learner:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """One flag for each field of `Options`."""
     for name, value in asdict(Options()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+        choices = _EXACTNESS if isinstance(value, ExactnessLevel) else None
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, choices=choices)
 
 
 def read_options(given: argparse.Namespace) -> Options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.tinymath import records
-from examples.tinymath.records import Span, Timing, record_step
+from examples.tinymath import records, spans
+from examples.tinymath.background import Stretch
+from examples.tinymath.records import Learned, Timing, record_step
+from examples.tinymath.spans import Span
 from paceline import FinishReason, InstanceSpan, Provenance, Sample, SampleStatus
 
 
@@ -33,7 +36,7 @@ def sample(slot: int, *spans: tuple[str, float, float], tokens: int = 3, **prove
 
 def test_spans_begin_with_the_step() -> None:
     samples = [sample(0, ("a", 100.5, 101.0)), sample(1, ("b", 100.0, 100.25), ("a", 100.25, 102.0))]
-    assert records.step_spans(samples) == (
+    assert spans.step_spans(samples) == (
         Span("a", 0.5, 1.0),
         Span("b", 0.0, 0.25),
         Span("a", 0.25, 2.0),
@@ -41,13 +44,13 @@ def test_spans_begin_with_the_step() -> None:
 
 
 def test_a_bubble_is_what_is_idle_before_after_and_between() -> None:
-    spans = [Span("a", 0.0, 10.0), Span("b", 1.0, 3.0), Span("b", 2.0, 4.0), Span("b", 6.0, 7.0)]
+    found = [Span("a", 0.0, 10.0), Span("b", 1.0, 3.0), Span("b", 2.0, 4.0), Span("b", 6.0, 7.0)]
     expected = {"a": 0.0, "b": pytest.approx(1.0 + 2.0 + 3.0), "idle": 10.0}
-    assert records.bubble_seconds(spans, ["a", "b", "idle"]) == expected
+    assert spans.bubble_seconds(found, ["a", "b", "idle"]) == expected
 
 
 def test_no_spans_no_bubbles() -> None:
-    assert records.bubble_seconds([], ["a"]) == {"a": 0.0}
+    assert spans.bubble_seconds([], ["a"]) == {"a": 0.0}
 
 
 spans_drawn = st.lists(
@@ -62,26 +65,27 @@ spans_drawn = st.lists(
 
 
 @given(spans_drawn)
-def test_bubbles_agree_with_counting_whole_seconds(spans: list[Span]) -> None:
-    end = int(max(span.end for span in spans))
-    for name, idle in records.bubble_seconds(spans, "abc").items():
-        own = [span for span in spans if span.instance_id == name]
+def test_bubbles_agree_with_counting_whole_seconds(drawn: list[Span]) -> None:
+    end = int(max(span.end for span in drawn))
+    for name, idle in spans.bubble_seconds(drawn, "abc").items():
+        own = [span for span in drawn if span.instance_id == name]
         assert idle == sum(not any(s.begin <= second < s.end for s in own) for second in range(end))
 
 
 @given(spans_drawn)
-def test_active_samples_begin_and_end_with_none(spans: list[Span]) -> None:
-    times, counts = records.active_samples(spans)
+def test_active_samples_begin_and_end_with_none(drawn: list[Span]) -> None:
+    times, counts = spans.active_samples(drawn)
     assert times == sorted(set(times))
     assert counts[-1] == 0
     assert min(counts) >= 0
     for time, count in zip(times, counts, strict=True):
-        assert count == sum(span.begin <= time < span.end for span in spans)
+        assert count == sum(span.begin <= time < span.end for span in drawn)
 
 
 def step(number: int = 0, **provenance: int) -> records.StepRecord:
     samples = [sample(0, ("a", 5.0, 6.0), tokens=4, **provenance), sample(1, ("b", 5.0, 9.0), tokens=16)]
-    return record_step(number, samples, 0.5, 0.1, Timing(4.0, 2.0, 1.0), version=number, fleet=["c"])
+    learned = Learned(reward=0.5, loss=0.1, kl=1e-3, clip_fraction=0.02)
+    return record_step(number, samples, learned, Timing(4.0, 2.0, 1.0), version=number, fleet=["c"])
 
 
 def test_a_step_sums_up_its_samples() -> None:
@@ -90,6 +94,13 @@ def test_a_step_sums_up_its_samples() -> None:
     assert record.tokens_per_second == 5.0
     assert record.block_efficiency == 3.0
     assert record.bubbles == {"a": 3.0, "b": 0.0, "c": 4.0}
+    assert (record.began, record.seconds) == (5.0, 4.0 + 2.0 + 1.0)
+
+
+def test_what_was_there_before_is_a_share_of_the_tokens() -> None:
+    record = step(cached_tokens=5, reused_prefix=4)
+    assert (record.coverage, record.reuse) == (5 / 20, 4 / 20)
+    assert records.summarize([record, step(1)], {})["reused_share"] == 4 / 40
 
 
 def test_without_speculation_the_block_efficiency_is_one() -> None:
@@ -104,11 +115,13 @@ def test_the_summary_of_a_run() -> None:
     assert summary["rollout_seconds"] == [4.0, 4.0]
     assert summary["tokens_per_second"] == 5.0
     assert summary["block_efficiency"] == 3.0
+    assert (summary["kl"], summary["clip_fraction"]) == ([1e-3, 1e-3], [0.02, 0.02])
     assert (summary["reward_first"], summary["reward_last"]) == (0.5, 0.5)
 
 
 def test_records_are_read_back_equal(tmp_path: Path) -> None:
-    written = [step(0), step(1, drafted=4, accepted=2, verify_steps=1)]
+    filled = replace(step(0), background=(Stretch("a", 1.0, 3.0, 2),))
+    written = [filled, step(1, drafted=4, accepted=2, verify_steps=1)]
     records.save_steps(tmp_path / "steps.json", written)
     assert records.load_steps(tmp_path / "steps.json") == written
 

@@ -10,7 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from examples.tinymath import pictures, report
-from examples.tinymath.records import Span, StepRecord, Timing, summarize
+from examples.tinymath.background import Stretch
+from examples.tinymath.records import Learned, StepRecord, Timing, summarize
+from examples.tinymath.spans import Span
 
 DRAWN = (
     pictures.reward_curve,
@@ -25,8 +27,8 @@ def record(step: int, **changes: Any) -> StepRecord:
     values: dict[str, Any] = {
         "step": step,
         "policy_version": step,
-        "reward": 0.1 * step,
-        "loss": 0.0,
+        "began": 100.0,
+        "learned": Learned(0.1 * step, 0.0, 1e-4, 0.01),
         "timing": Timing(4.0, 2.0, 1.0),
         "lengths": (4, 16, 9),
         "truncated": 0,
@@ -36,6 +38,8 @@ def record(step: int, **changes: Any) -> StepRecord:
         "accepted": 0,
         "verify_steps": 0,
         "decode_steps": 29,
+        "cached": 0,
+        "reused": 0,
         "migrations": 0,
         "resubmissions": 0,
     }
@@ -60,7 +64,7 @@ def test_pictures_are_svg_in_the_colours_of_the_page(draw: Any) -> None:
 
 @pytest.mark.parametrize("draw", DRAWN)
 def test_pictures_of_little_can_be_drawn(draw: Any) -> None:
-    assert draw([record(0, reward=0.0, spans=(), lengths=(1,))]).startswith("<svg")
+    assert draw([record(0, learned=Learned(0.0, 0.0, 0.0, 0.0), spans=(), lengths=(1,))]).startswith("<svg")
 
 
 def test_of_many_steps_some_are_shown() -> None:
@@ -83,6 +87,22 @@ def test_speculation_has_its_columns_only_when_there_was_some(tmp_path: Path) ->
     page = written(tmp_path, [record(0, drafted=10, accepted=4, verify_steps=2)])
     assert "block eff." in page
     assert "3.00" in page
+
+
+def test_what_was_generated_ahead_is_drawn_and_listed(tmp_path: Path) -> None:
+    assert "/ reused<" not in written(tmp_path, [record(0)])
+    ahead = (Stretch("a", 1.5, 5.0, 3),)
+    page = written(tmp_path, [record(0, cached=20, reused=10, background=ahead)])
+    assert "/ reused<" in page
+    assert "69%" in page, "20 cached of 29 tokens"
+    assert pictures.timelines([record(0, background=ahead)]) != pictures.timelines([record(0)])
+
+
+def test_a_bubble_is_filled_as_far_as_something_is_generated_ahead_in_it() -> None:
+    assert report.filled_share([record(0)]) == 0.0
+    ahead = (Stretch("a", 1.75, 6.0, 3),)
+    assert report.filled_share([record(0, background=ahead)]) == pytest.approx(2.25 / 3.0)
+    assert report.filled_share([record(0, spans=())]) == 0.0
 
 
 def test_the_bubble_share_is_idle_over_all_instance_time() -> None:

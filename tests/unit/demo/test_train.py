@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
+import pytest
 
 from examples.tinymath import tokenizer
-from examples.tinymath.train import Options, groups, lessons, plan, reward
-from paceline import FinishReason, Provenance, Sample, SampleStatus
+from examples.tinymath.train import Options, add_options, groups, lessons, plan, read_options, reward
+from paceline import Exactness, ExactnessLevel, FinishReason, Provenance, Sample, SampleStatus
 
 SMALL = Options(steps=5, prompts=4, samples=2, pool=8)
 
@@ -56,3 +59,20 @@ def test_the_right_answer_is_rewarded() -> None:
     problem = next(plan(SMALL))[0]
     right, wrong = sample(problem.id, 0, f"#{problem.answer}<eos>"), sample(problem.id, 1, "<eos>")
     assert reward([problem], [right, wrong]) == [1.0, 0.0]
+
+
+def read(*flags: str) -> Options:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return read_options(parser.parse_args(flags))
+
+
+def test_lenience_goes_with_lenient_only() -> None:
+    assert read().asked == Exactness(ExactnessLevel.EXACT, None)
+    assert read("--exactness=coupled_history").asked == Exactness(ExactnessLevel.COUPLED_HISTORY, None)
+    assert read("--exactness=lenient", "--lenience=2").asked == Exactness(ExactnessLevel.LENIENT, 2.0)
+
+
+def test_an_exactness_that_needs_draft_probabilities_is_not_offered() -> None:
+    with pytest.raises(SystemExit):
+        read("--exactness=rejection")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -111,6 +112,29 @@ def test_on_policy_loss_and_gradient_match_the_plain_policy_gradient() -> None:
 def test_every_sample_weighs_the_same_however_long() -> None:
     losses = torch.tensor([1.0, 2.0, 6.0, 5.0])
     assert float(objective.sum_of_means(losses, [3, 1])) == pytest.approx(3 + 5)
+
+
+def test_drift_is_zero_for_own_samples_and_counts_what_left_the_clip_range() -> None:
+    learner = grpo.Learner(tiny_model(), grpo.Settings(micro_tokens=4))
+    own = with_logprobs(learner.model, SAMPLES)
+    at_home = learner.drift(own)
+    assert (at_home.tokens, at_home.outside) == (10, 0)
+    assert at_home.kl == pytest.approx(0.0, abs=1e-9)
+    # Of the ten tokens one is twice as likely now as when it was sampled, one half as likely.
+    moved = [own[0], replace(own[1], logprobs=[own[1].logprobs[0] - math.log(2)]), *own[2:]]
+    moved[2] = replace(own[2], logprobs=[own[2].logprobs[0] + math.log(2), own[2].logprobs[1]])
+    drift = learner.drift(moved)
+    assert drift.clipped_ratio == pytest.approx(2 / 10)
+    assert drift.kl == pytest.approx((2 - math.log(2) - 1 + 0.5 + math.log(2) - 1) / 10, rel=1e-3)
+
+
+def test_the_report_covers_all_updates() -> None:
+    model = tiny_model()
+    samples = with_logprobs(model, SAMPLES[:2])
+    # The first update sees its own policy; the second one sees what the first has made of it.
+    report = grpo.Learner(model, grpo.Settings(lr=0.05, updates=2, warmup=1)).step(samples)
+    assert report.kl > 1e-4
+    assert 0 < report.clipped_ratio < 1
 
 
 @pytest.mark.parametrize(

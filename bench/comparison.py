@@ -1,0 +1,62 @@
+"""Compares responses token by token with those of plain decoding. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline import SampleKey
+
+Responses = Mapping[SampleKey, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a response first differs. What comes after it has another prefix and cannot be compared."""
+
+    system: str
+    step: int
+    key: SampleKey
+    position: int
+    expected: int | None
+    """Plain decoding's token; None: the response had ended."""
+    found: int | None
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Differences over any number of steps."""
+
+    compared: int = 0
+    """Tokens that had the same prefix on both sides."""
+    samples: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    def add(self, system: str, step: int, truth: Responses, found: Responses) -> None:
+        """Compares the samples of a system's step; both sides must have the same ones."""
+        if truth.keys() != found.keys():
+            raise ValueError(f"{system}, step {step}: the samples are not the same")
+        for key, expected in truth.items():
+            self.samples += 1
+            place = first_difference(expected, found[key])
+            self.compared += len(expected) if place is None else place + 1
+            if place is not None:
+                here, there = _at(expected, place), _at(found[key], place)
+                self.differences.append(Difference(system, step, key, place, here, there))
+
+    @property
+    def differing_share(self) -> float:
+        """First differences over compared tokens."""
+        return len(self.differences) / self.compared if self.compared else 0.0
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first position at which two responses are not the same; None when they are equal."""
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def _at(tokens: Sequence[int], place: int) -> int | None:
+    return tokens[place] if place < len(tokens) else None

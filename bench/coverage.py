@@ -1,0 +1,36 @@
+"""Asks the bubble coordinator how much of a coming step is pre-generated."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import grpc
+
+from paceline.internal.v1 import bubble_pb2 as pb
+from paceline.internal.v1 import bubble_pb2_grpc as rpc
+from services.local import Platform, PlatformError
+
+_TIMEOUT = 10.0
+
+
+class Coverage:
+    """A connection to the coordinator of a platform that is up, from `__enter__` to `__exit__`."""
+
+    def __init__(self, platform: Platform) -> None:
+        coordinator = platform.bubbles
+        if coordinator is None or coordinator.ready is None:
+            raise PlatformError("the platform has no bubble coordinator")
+        self._channel = grpc.insecure_channel(coordinator.ready.address)
+        self._stub = rpc.BubbleServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def __call__(self, run_id: str, step: int) -> tuple[int, ...]:
+        """Tokens of each sample of the step that has any."""
+        request = pb.GetCoverageRequest(run_id=run_id, step=step)
+        answer = self._stub.GetCoverage(request, timeout=_TIMEOUT)
+        return tuple(slot.tokens for slot in answer.slots if slot.tokens)

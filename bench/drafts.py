@@ -1,0 +1,142 @@
+"""Drafts from what was generated before: the suffix index, and the reuse of earlier rollouts (SPEC-RL).
+
+Three parts. The index alone, side by side with arctic-inference's (bench/drafts_index.py). Reuse: a real GRPO run,
+recorded once on a plain platform with prompts that come back every epoch, is replayed under each exactness level
+(bench/history.py). Training: real runs with lenient reuse, because that changes what is learned
+(bench/lenience.py). Only epochs after the first count. Writes runs/bench/drafts.json.
+
+    python -m bench.drafts [--epochs 3] [--pool 32] [--only index reuse training]
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench import drafts_index, history, lenience
+from bench.report import console, format_value, show_rows, show_table, write
+from bench.systems import plain_platform
+from bench.ties import Judge, judge_all
+from bench.trajectory import Trajectory, record
+from examples.tinymath.train import MODEL, Options
+
+FOLDER = Path("runs/bench/drafts")
+_PARTS = ("index", "reuse", "training")
+GOALS = {
+    "batch_step_speedup_vs_arctic": ">= 3",
+    "bytes_per_token_ratio_vs_arctic": "<= 1",
+    "acceptance_ratio_vs_arctic": ">= 1",
+    "reuse_coupled_history": ">= 0.5",
+    "reuse_lenient": "",
+    "build_share_of_rollout": "<= 0.01",
+    "tokens_differing_share": "<= 1e-5",
+}
+_REUSE = (
+    ("steps/token", "steps_per_token"),
+    ("fewer steps", "decode_steps_reduction"),
+    ("less time", "rollout_time_reduction"),
+    ("rate", "acceptance_rate"),
+    ("reused", "reused_share"),
+    ("whole", "full_reuse_share"),
+    ("wasted rows", "wasted_rows_per_token"),
+    ("lossless", "lossless"),
+)
+_TRAINING = (
+    ("reused", "reused_share"),
+    ("whole", "full_reuse_share"),
+    ("KL", "kl"),
+    ("KL in update", "update_kl"),
+    ("clipped", "clip_fraction"),
+    ("diversity", "diversity"),
+    ("rollout s", "rollout_seconds"),
+)
+
+
+def main() -> None:
+    """Measure, show and write."""
+    warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
+    given = _arguments()
+    options = Options(
+        steps=given.epochs * given.pool // given.prompts,
+        prompts=given.prompts,
+        samples=given.samples,
+        pool=given.pool,
+        max_tokens=given.max_tokens,
+        seed=given.seed,
+    )
+    result: dict[str, Any] = {}
+    if "index" in given.only:
+        result |= drafts_index.measure()
+    if {"reuse", "training"} & set(given.only):
+        config = plain_platform(MODEL, given.instances, FOLDER / "trajectory")
+        trajectory = record(config, options, FOLDER / "weights", partial(_say, "recorded"))
+        if "reuse" in given.only:
+            result |= _reuse(trajectory, given.instances)
+        if "training" in given.only:
+            result |= _training(trajectory, given)
+    goals = [(name, format_value(result.get(name)), goal) for name, goal in GOALS.items()]
+    show_rows("drafts", ("figure", "value", "goal"), goals)
+    write("drafts", {**result, "goals": GOALS, "options": vars(given)})
+
+
+def _reuse(trajectory: Trajectory, instances: int) -> dict[str, Any]:
+    runs = history.run_all(trajectory, instances, FOLDER / "platform", _say)
+    table = history.figures(trajectory.options, runs)
+    comparisons = history.compare(trajectory, runs)
+    ties = judge_all(comparisons["exact"].differences, trajectory, Judge())
+    show_table("reuse: replayed, epochs after the first", _REUSE, table)
+    return {
+        "reuse_coupled_history": table["coupled_history"]["reused_share"],
+        "reuse_lenient": table["lenient e^0.5"]["reused_share"],
+        "exact_step_reduction": table["exact"]["decode_steps_reduction"],
+        "build_share_of_rollout": table["exact"]["build_share_of_rollout"],
+        "tokens_differing_share": comparisons["exact"].differing_share,
+        "tokens_differing_share_coupled_history": comparisons["coupled_history"].differing_share,
+        "differences": [{**asdict(tie), "near_tie": tie.near} for tie in ties],
+        "reuse": table,
+    }
+
+
+def _training(trajectory: Trajectory, given: argparse.Namespace) -> dict[str, Any]:
+    runs, settings = lenience.run_all(
+        trajectory.options,
+        trajectory.steps,
+        given.target_epochs,
+        given.instances,
+        FOLDER / "training",
+        _say,
+    )
+    table = lenience.figures(trajectory.options, runs)
+    show_table("training: epochs after the first", _TRAINING, table)
+    for name, found in table.items():
+        rewards = " ".join(f"{reward:.3f}" for reward in found["reward_by_epoch"])
+        console().print(f"{name}: mean reward by epoch {rewards}", highlight=False)
+    return {**settings, "training": table}
+
+
+def _say(label: str, step: Any) -> None:
+    console().print(f"{label}: step {step.step}, rollout {step.rollout_seconds:.2f} s", highlight=False)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--target-epochs", type=int, default=5, help="of the run with a KL target")
+    parser.add_argument("--pool", type=int, default=32, help="problems; a multiple of --prompts")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=800)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Reads the Prometheus metrics of the platform's processes."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.local import Platform
+
+_TIMEOUT = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The values of one process: `name` summed over its label sets, `name{label="value"}` each alone.
+
+    Counters end in _total, histograms have _sum and _count.
+    """
+
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return self.values.get(name, 0.0)
+
+    def since(self, before: Metrics) -> Metrics:
+        """What was added since an earlier reading."""
+        return Metrics({name: value - before[name] for name, value in self.values.items()})
+
+    def mean(self, histogram: str) -> float | None:
+        """The mean of a histogram's observations; None when it had none."""
+        count = self[f"{histogram}_count"]
+        return self[f"{histogram}_sum"] / count if count else None
+
+
+def parse(text: str) -> Metrics:
+    """Metrics from their text form."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+            if sample.labels:
+                labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+                values[f"{sample.name}{{{labels}}}"] = sample.value
+    return Metrics(values)
+
+
+def together(all_metrics: Iterable[Metrics]) -> Metrics:
+    """The sum over processes."""
+    values: dict[str, float] = {}
+    for metrics in all_metrics:
+        for name, value in metrics.values.items():
+            values[name] = values.get(name, 0.0) + value
+    return Metrics(values)
+
+
+def scrape(platform: Platform) -> dict[str, Metrics]:
+    """The metrics of every process that is ready, by its name."""
+    found = {}
+    for child in platform.processes:
+        if child.alive and child.ready is not None:
+            url = f"http://127.0.0.1:{child.ready.metrics_port}/metrics"
+            with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer:
+                found[child.spec.name] = parse(answer.read().decode())
+    return found

@@ -1,0 +1,87 @@
+"""What the bubbles benchmark compares: ways to set the platform up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from services.local import PlatformConfig
+
+KV_BYTES = 512 << 20
+"""Of an instance: the samples of a step of tinymath, and the next step's, with room to spare."""
+_COUPLED = ("--draft-window=16",)
+_INTRA_SAMPLES = 8
+"""As in the paper's appendix: samples of the step beside which an instance takes on the next step's."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A set-up: flags of the instances and of the bubble coordinator, and which services there are."""
+
+    name: str
+    about: str
+    instance_options: tuple[str, ...]
+    bubble_options: tuple[str, ...] = ()
+    drafts: bool = True
+    bubbles: bool = True
+
+    def per_prompt(self, samples: int) -> System:
+        """The same with a number of samples pre-generated for each prompt."""
+        options = (*self.bubble_options, f"--per-prompt={samples}")
+        return replace(self, name=f"{self.name}, {samples} a prompt", bubble_options=options)
+
+
+PLAIN = System("plain", "one token at a time", ("--speculation=off",), drafts=False, bubbles=False)
+BUBBLESPEC = System(
+    "bubblespec",
+    "BubbleSpec as published: noise of its own, suffix drafts of 4 tokens, the step's bubbles only",
+    ("--drafters=suffix", "--draft-window=4", "--draft-floor=0", "--survival-floor=0"),
+    ("--no-coupled", "--during-update=halt"),
+)
+IN_STEP = System(
+    "coupled in step",
+    "the coming step's noise, all drafters, 16 tokens, the step's bubbles only",
+    _COUPLED,
+    ("--during-update=halt",),
+)
+OVERLAP = System(
+    "coupled overlap",
+    "the same, and through the trainer's update",
+    _COUPLED,
+    ("--during-update=pregenerate",),
+)
+INTRA = System(
+    "coupled in step, intra",
+    f"as in step, and beside the last {_INTRA_SAMPLES} samples of the step on an instance",
+    (*_COUPLED, f"--background-threshold={_INTRA_SAMPLES}"),
+    ("--during-update=halt", "--intra-instance", f"--intra-threshold={_INTRA_SAMPLES}"),
+)
+
+HISTORY = System(
+    "history",
+    "drafts from earlier steps, all drafters, 16 tokens; nothing is generated ahead",
+    _COUPLED,
+    bubbles=False,
+)
+
+
+def plain_platform(model: Path, instances: int, folder: Path) -> PlatformConfig:
+    """A platform in float32 with nothing but engine and gateway at work."""
+    return platform_of(PLAIN, model, instances, folder)
+
+
+def platform_of(system: System, model: Path, instances: int, folder: Path) -> PlatformConfig:
+    """A platform in float32 that is set up so."""
+    return PlatformConfig(
+        model=model.absolute(),
+        instances=instances,
+        folder=folder,
+        instance_options=(
+            "--dtype=float32",
+            f"--kv-cache-memory-bytes={KV_BYTES}",
+            *system.instance_options,
+        ),
+        bubble_options=system.bubble_options,
+        draft_stores=1 if system.drafts else 0,
+        bubbles=system.bubbles,
+    )

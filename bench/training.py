@@ -1,0 +1,97 @@
+"""A real GRPO run of tinymath on a platform, step by step, each part of a step timed by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import paceline
+from bench.comparison import Responses
+from examples.tinymath.grpo import Learner
+from examples.tinymath.train import Options, collect, groups, lessons, plan, reward
+from paceline import Exactness, Group, Reward, Sample, SampleKey, SamplingParams, WeightFolder
+
+Samples = Mapping[SampleKey, Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One step as it went. Times in seconds, divergences in nats."""
+
+    step: int
+    groups: tuple[Group, ...]
+    samples: Samples
+    weights: Path
+    """Folder of the weights that sampled."""
+    rollout_seconds: float
+    update_seconds: float
+    """The trainer's own part: rewards, learning, writing the new weights."""
+    push_seconds: float
+    """Bringing them to every instance."""
+    reward: float
+    """Mean over the samples."""
+    kl: float
+    """KL(behaviour || policy) of the samples before they are learned from: the mean of e^r - r - 1 over all
+    tokens, r = log p_policy - log p_behaviour. 0, but for rounding, unless cached tokens were kept."""
+    update_kl: float
+    """The same while they are learned from, over the tokens learned from."""
+    clip_fraction: float
+    """Share of these tokens whose ratio was clipped."""
+
+    @property
+    def responses(self) -> Responses:
+        """The token ids of each sample."""
+        return {key: sample.token_ids.tolist() for key, sample in self.samples.items()}
+
+
+def train(
+    run: paceline.Run, learner: Learner, options: Options, weights: WeightFolder, exactness: Exactness
+) -> Iterator[TrainedStep]:
+    """Trains from `weights.model`, which the platform must serve; every version is kept in `weights`."""
+    sampling = sampling_of(options)
+    served = weights.model
+    for step, problems in enumerate(plan(options)):
+        asked = groups(problems, options)
+        began = time.perf_counter()
+        rollout = run.rollout(step, asked, sampling, exactness=exactness)
+        samples = collect(rollout, lambda *_: None)
+        rolled_out = time.perf_counter()
+        rewards = reward(problems, samples)
+        lesson = lessons(problems, samples, rewards)
+        rewarded = time.perf_counter()
+        drift = learner.drift(lesson)  # for the figures: a trainer would not
+        measured = time.perf_counter()
+        report = learner.step(lesson)
+        folder = weights.write(step + 1, learner.model.state_dict())
+        learned = time.perf_counter()
+        named = [Reward(s.prompt_id, s.slot, value) for s, value in zip(samples, rewards, strict=True)]
+        run.report_rewards(rollout.batch.batch_id, named, kl=drift.kl, clip_fraction=report.clipped_ratio)
+        push_seconds = push(run, folder)
+        yield TrainedStep(
+            step=step,
+            groups=tuple(asked),
+            samples={sample.key: sample for sample in samples},
+            weights=served,
+            rollout_seconds=rolled_out - began,
+            update_seconds=(rewarded - rolled_out) + (learned - measured),
+            push_seconds=push_seconds,
+            reward=report.reward,
+            kl=drift.kl,
+            update_kl=report.kl,
+            clip_fraction=report.clipped_ratio,
+        )
+        served = folder
+
+
+def push(run: paceline.Run, folder: Path) -> float:
+    """Brings a folder of weights to every instance; seconds that it took."""
+    began = time.perf_counter()
+    run.push_weights(folder)
+    return time.perf_counter() - began
+
+
+def sampling_of(options: Options) -> SamplingParams:
+    """How the samples of a run are drawn."""
+    return SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)

@@ -1,0 +1,72 @@
+"""Who worked on what, and when: the spans of a step, its length, its bubbles. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One instance worked on one sample from `begin` to `end`, in seconds from the start of the step."""
+
+    instance_id: str
+    begin: float
+    end: float
+
+
+def step_begin(samples: Iterable[Sample]) -> float:
+    """When the first sample was begun, in seconds since the epoch; 0 when none was."""
+    spans = (span for sample in samples for span in sample.provenance.instance_spans)
+    return min((span.begin for span in spans), default=0.0)
+
+
+def step_spans(samples: Sequence[Sample]) -> tuple[Span, ...]:
+    """All spans of a step, from the first one's begin."""
+    start = step_begin(samples)
+    spans = (span for sample in samples for span in sample.provenance.instance_spans)
+    return tuple(Span(span.instance_id, span.begin - start, span.end - start) for span in spans)
+
+
+def bubble_seconds(spans: Iterable[Span], instances: Iterable[str]) -> dict[str, float]:
+    """Seconds within the step (first begin to last end of any instance) in which an instance had no sample."""
+    spans = list(spans)
+    length, own = step_seconds(spans), by_instance(spans)
+    return {name: length - _covered(own.get(name, ())) for name in instances}
+
+
+def step_seconds(spans: Iterable[Span]) -> float:
+    """From the first begin to the last end."""
+    return max((span.end for span in spans), default=0.0)
+
+
+def active_samples(spans: Iterable[Span]) -> tuple[list[float], list[int]]:
+    """Times, and how many samples are active from each time to the next."""
+    changes: dict[float, int] = defaultdict(int)
+    for span in spans:
+        changes[span.begin] += 1
+        changes[span.end] -= 1
+    times = sorted(changes)
+    return times, np.cumsum([changes[time] for time in times], dtype=int).tolist()
+
+
+def by_instance(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    """The spans of each instance."""
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[span.instance_id].append(span)
+    return dict(found)
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """Length of the union of intervals."""
+    covered, reached = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.begin):
+        covered += max(0.0, span.end - max(span.begin, reached))
+        reached = max(reached, span.end)
+    return covered

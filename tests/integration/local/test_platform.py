@@ -1,0 +1,129 @@
+"""The launcher with all that needs no engine: Redis, gateway, draft stores, bubble coordinator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paceline.internal.v1 import draft_pb2 as pb
+from paceline.internal.v1 import draft_pb2_grpc as rpc
+from services.drafts.convert import to_proto
+from services.local import Platform, PlatformConfig, PlatformError
+from services.local.child import Child
+from services.local.restarts import RestartPolicy
+from tests.unit.drafts.rollouts import make
+
+CALL = 20.0
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PlatformConfig:
+    """No instances: a model is only looked for."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return PlatformConfig(
+        model=model,
+        instances=0,
+        folder=tmp_path / "platform",
+        draft_stores=2,
+        draft_options=("--snapshot-interval-seconds=0.05",),
+    )
+
+
+@pytest.fixture
+def platform(config: PlatformConfig) -> Iterator[Platform]:
+    with Platform(config) as platform:
+        yield platform
+
+
+def address(child: Child | None) -> str:
+    assert child is not None
+    assert child.ready is not None
+    return child.ready.address
+
+
+def call(child: Child, method: str, request: object) -> pb.GetDraftStatsResponse:
+    with grpc.insecure_channel(address(child)) as channel:
+        return getattr(rpc.DraftServiceStub(channel), method)(request, timeout=CALL, wait_for_ready=True)
+
+
+def stats(child: Child) -> pb.GetDraftStatsResponse:
+    return call(child, "GetDraftStats", pb.GetDraftStatsRequest())
+
+
+def put(child: Child) -> None:
+    call(child, "PutRollouts", iter([pb.PutRolloutsRequest(rollouts=[to_proto(make())])]))
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + CALL
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def test_every_process_runs_and_is_shown(platform: Platform) -> None:
+    assert [child.spec.name for child in platform.processes] == ["gateway", "drafts-0", "drafts-1", "bubbles"]
+    assert all(child.alive and child.ready for child in platform.processes)
+    platform.check()
+
+
+def test_a_draft_store_comes_back_with_its_rollouts(platform: Platform, config: PlatformConfig) -> None:
+    store = platform.draft_stores[1]
+    put(store)
+    until(lambda: stats(store).snapshot_at)
+    platform.kill_draft_store(1)
+    platform.check()  # it is meant to be dead
+    platform.restart_draft_store(1)
+    assert stats(store).rollouts == 1
+    platform.restart_draft_store(1, kill=True)
+    assert stats(store).rollouts == 1
+    assert stats(platform.draft_stores[0]).rollouts == 0
+    assert [each.name for each in config.snapshots.iterdir()] == ["drafts-1.drafts"]
+
+
+def test_the_coordinator_is_replaced(platform: Platform) -> None:
+    assert platform.bubbles is not None
+    platform.kill_bubbles()
+    assert not platform.bubbles.alive
+    platform.check()
+    platform.restart_bubbles()
+    first = platform.bubbles.pid
+    platform.restart_bubbles(kill=True)
+    assert platform.bubbles.pid != first
+    assert platform.bubbles.alive
+
+
+def test_one_that_dies_by_itself_is_noticed(platform: Platform) -> None:
+    platform.draft_stores[0].kill()
+    with pytest.raises(PlatformError, match="drafts-0 ended"):
+        platform.check()
+
+
+def test_they_can_be_left_out(config: PlatformConfig) -> None:
+    with Platform(replace(config, draft_stores=0, bubbles=False)) as platform:
+        assert [child.spec.name for child in platform.processes] == ["gateway"]
+        with pytest.raises(PlatformError, match="not configured"):
+            platform.kill_bubbles()
+
+
+def test_a_platform_with_a_new_redis_begins_without_drafts_and_restarts_what_dies(
+    config: PlatformConfig,
+) -> None:
+    config = replace(config, restarts=RestartPolicy(initial=0.05))
+    with Platform(config) as first:
+        put(first.draft_stores[0])
+    assert list(config.snapshots.iterdir())
+    with Platform(config) as second:
+        store = second.draft_stores[0]
+        assert stats(store).rollouts == 0
+        killed = store.pid
+        second.kill_draft_store(0)
+        until(lambda: store.alive and store.pid != killed and store.ready)
+        assert stats(store).rollouts == 0

@@ -1,0 +1,52 @@
+"""Steps as a replay would give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.replay import ReplayedStep
+from bench.scrape import Metrics
+from paceline import FinishReason, InstanceSpan, Provenance, Sample, SampleKey, SampleStatus
+
+
+def sample(slot: int, tokens: Sequence[int], prompt_id: str = "p", **provenance: Any) -> Sample:
+    """A finished sample; provenance fields by name."""
+    return Sample(
+        prompt_id=prompt_id,
+        slot=slot,
+        token_ids=np.array(tokens, np.int64),
+        logprobs=np.zeros(len(tokens), np.float32),
+        finish_reason=FinishReason.STOP,
+        status=SampleStatus.COMPLETED,
+        version_spans=(),
+        provenance=Provenance(**provenance),
+        seed=slot,
+    )
+
+
+def span(instance_id: str, begin: float, end: float) -> tuple[InstanceSpan, ...]:
+    """A sample's only span."""
+    return (InstanceSpan(instance_id, 0, 1, begin, end),)
+
+
+def named(samples: Sequence[Sample]) -> dict[SampleKey, Sample]:
+    """Samples by key."""
+    return {each.key: each for each in samples}
+
+
+def step(*samples: Sample, metrics: Mapping[str, Metrics] | None = None, **changes: Any) -> ReplayedStep:
+    """A step of a fleet of two, a and b."""
+    values: dict[str, Any] = {
+        "step": 0,
+        "samples": named(samples),
+        "fleet": ("a", "b"),
+        "rollout_seconds": 4.0,
+        "update_seconds": 2.0,
+        "push_seconds": 0.5,
+        "covered": (),
+        "metrics": metrics or {},
+    }
+    return ReplayedStep(**(values | changes))
