@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import drafts_index, history, lenience
+from bench import history, lenience
+from bench.drafts_index import measure as measure_index
 from bench.report import console, format_value, show_rows, show_table, write
 from bench.systems import plain_platform
 from bench.ties import Judge, judge_all
@@ -70,7 +71,7 @@ def main() -> None:
     )
     result: dict[str, Any] = {}
     if "index" in given.only:
-        result |= drafts_index.measure()
+        result |= measure_index()
     if {"reuse", "training"} & set(given.only):
         config = plain_platform(MODEL, given.instances, FOLDER / "trajectory")
         trajectory = record(config, options, FOLDER / "weights", partial(_say, "recorded"))
@@ -86,16 +87,20 @@ def main() -> None:
 def _reuse(trajectory: Trajectory, instances: int) -> dict[str, Any]:
     runs = history.run_all(trajectory, instances, FOLDER / "platform", _say)
     table = history.figures(trajectory.options, runs)
-    comparisons = history.compare(trajectory, runs)
-    ties = judge_all(comparisons["exact"].differences, trajectory, Judge())
+    exact, coupled = history.compare(trajectory, runs)
+    ties = [
+        tie
+        for compared, base in ((exact, "plain"), (coupled, "plain, coupled noise"))
+        for tie in judge_all(compared.differences, trajectory, [step.samples for step in runs[base]], Judge())
+    ]
     show_table("reuse: replayed, epochs after the first", _REUSE, table)
     return {
         "reuse_coupled_history": table["coupled_history"]["reused_share"],
         "reuse_lenient": table["lenient e^0.5"]["reused_share"],
         "exact_step_reduction": table["exact"]["decode_steps_reduction"],
         "build_share_of_rollout": table["exact"]["build_share_of_rollout"],
-        "tokens_differing_share": comparisons["exact"].differing_share,
-        "tokens_differing_share_coupled_history": comparisons["coupled_history"].differing_share,
+        "tokens_differing_share": exact.differing_share,
+        "tokens_differing_share_coupled_history": coupled.differing_share,
         "differences": [{**asdict(tie), "near_tie": tie.near} for tie in ties],
         "reuse": table,
     }
@@ -135,7 +140,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=800)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.pool % given.prompts:
+        parser.error("--pool must be a multiple of --prompts: epochs begin with a step")
+    return given
 
 
 if __name__ == "__main__":

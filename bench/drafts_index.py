@@ -240,6 +240,8 @@ def tinymath_groups(prompts: int = 24, rollouts: int = 16, seed: int = 0) -> lis
     from examples.tinymath import tokenizer
     from examples.tinymath.tasks import MAX_TRACE, PRACTICE, make_problems
 
+    # So small a model gains nothing from more threads, and they would wait for each other on a busy machine.
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     torch.manual_seed(seed)
     groups = []

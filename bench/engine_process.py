@@ -157,14 +157,16 @@ class _Ignored:
 def _speculation(order: Round, vocab_size: int) -> Any:
     if not order.drafter:
         return None
+    from services.drafts.index import warm_up
     from services.generation.drafting.given import GivenDrafter
     from services.generation.drafting.plan import FixedPlan
     from services.generation.drafting.speculation import Speculation
     from services.generation.drafting.suffix import SuffixDrafter
 
+    warm_up()
     drafter = GivenDrafter() if order.drafter == "given" else SuffixDrafter()
     # The floor is the instance's default.
-    return Speculation([drafter], FixedPlan(order.window, 0.5), vocab_size, _Ignored())
+    return Speculation([drafter], FixedPlan(order.window, 0.3), vocab_size, _Ignored())
 
 
 def _run(engine: Any, order: Round, serial: int, clock: _NoiseClock) -> Measured:
@@ -215,4 +217,4 @@ def _record(measured: Measured, step: SampleStep, running: set[str], speculation
     if step.finish is not None:
         running.discard(step.sample_id)
         if speculation is not None:
-            speculation.end(step.sample_id)
+            speculation.end(step.sample_id, measured.responses[step.sample_id.partition("/")[2]])

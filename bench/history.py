@@ -59,14 +59,20 @@ def _run(
     return runs
 
 
-def compare(trajectory: Trajectory, runs: Mapping[str, Sequence[ReplayedStep]]) -> dict[str, Comparison]:
-    """Tokens of the levels that must not change any with those of plain decoding."""
-    comparisons = {name: Comparison() for name in ("exact", "coupled_history")}
-    for recorded, step in zip(trajectory.steps, runs["exact"], strict=True):
-        comparisons["exact"].add("exact", step.step, recorded.responses, step.responses)
-    for base, step in zip(runs["plain, coupled noise"], runs["coupled_history"], strict=True):
-        comparisons["coupled_history"].add("coupled_history", step.step, base.responses, step.responses)
-    return comparisons
+def compare(
+    trajectory: Trajectory, runs: Mapping[str, Sequence[ReplayedStep]]
+) -> tuple[Comparison, Comparison]:
+    """The tokens of `exact` and of `coupled_history` beside plain decoding's of the same noise.
+
+    Those of the plain replay must be the trajectory's besides.
+    """
+    exact, coupled = Comparison(), Comparison()
+    for recorded, plain, step in zip(trajectory.steps, runs["plain"], runs["exact"], strict=True):
+        exact.add("plain", step.step, recorded.responses, plain.responses)
+        exact.add("exact", step.step, plain.responses, step.responses)
+    for plain, step in zip(runs["plain, coupled noise"], runs["coupled_history"], strict=True):
+        coupled.add("coupled_history", step.step, plain.responses, step.responses)
+    return exact, coupled
 
 
 def figures(options: Options, runs: Mapping[str, Sequence[ReplayedStep]]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.comparison import Difference
-from bench.training import sampling_of
+from bench.training import Samples, sampling_of
 from bench.trajectory import Trajectory
 from kernels.coupled_sampler.noise import gumbel
 
@@ -73,16 +73,18 @@ class Judge:
         return self._model
 
 
-def judge_all(differences: Iterable[Difference], trajectory: Trajectory, judge: Judge) -> list[Tie]:
-    """Every difference from a trajectory, judged with the weights that sampled there."""
+def judge_all(
+    differences: Iterable[Difference], trajectory: Trajectory, plain: Sequence[Samples], judge: Judge
+) -> list[Tie]:
+    """Every difference from plain decoding's samples, step by step those of the trajectory's weights."""
     temperature = sampling_of(trajectory.options).temperature
     assert temperature is not None, "the options name one"
-    steps = {step.step: step for step in trajectory.steps}
+    steps = {step.step: (step, truth) for step, truth in zip(trajectory.steps, plain, strict=True)}
     found = []
     for difference in differences:
-        step, key = steps[difference.step], difference.key
+        (step, truth), key = steps[difference.step], difference.key
         prompts = {group.prompt_id: group.prompt_token_ids for group in step.groups}
-        sample = step.samples[key]
+        sample = truth[key]
         found.append(
             judge.judge(
                 difference,

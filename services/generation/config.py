@@ -64,7 +64,7 @@ class GenerationConfig(ServiceConfig):
     """Keep the weights in host memory while the trainer has the device. CUDA only: on CPU just KV is dropped."""
     draft_window: int = Field(default=16, ge=1, le=128)
     """Most draft tokens of a sample in one step."""
-    draft_floor: float = Field(default=0.5, ge=0, le=1)
+    draft_floor: float = Field(default=0.3, ge=0, le=1)
     """Offers whose first token is less likely to be accepted than this are left out."""
     survival_floor: float = Field(default=0.1, ge=0, le=1)
     """Offers are cut where a token is less likely than this to be reached and accepted."""

@@ -40,7 +40,7 @@ class Prompts:
         self.growing: dict[int, Growing] = {}
         """The growing rollouts by handle."""
         self.unbuilt: set[Name] = set()
-        """Prompts whose automata have to be rebuilt."""
+        """Prompts with growing rollouts whose automata have to be rebuilt before the next step."""
 
     def __iter__(self) -> Iterator[tuple[Name, Prompt]]:
         return iter(list(self._entries.items()))
@@ -60,7 +60,6 @@ class Prompts:
         if entry is None:
             entry = Prompt()
             self._cost += entry.fixed_cost
-            self.unbuilt.add(name)
         self._entries[name] = entry
         return entry
 
@@ -112,6 +111,8 @@ class Prompts:
         text = self._arena.close(handle)
         entry = self.use(growing.prompt)
         del entry.growing[growing.rollout]
+        if not entry.growing:
+            self.unbuilt.discard(growing.prompt)
         if keep:
             entry.rollouts[growing.rollout] = Rollout(growing.version, text)
             self._cost += len(text)
@@ -156,25 +157,20 @@ class Prompts:
 
         False, and nothing is evicted, if it cannot fit.
         """
-        if self.used + needed <= self._max_tokens:
-            return True
-        if needed > self.room(keep):
-            return False
-        for name, entry in self:
-            if self.used + needed <= self._max_tokens:
-                return True
-            if not entry.growing and name != keep:
-                self.drop(name)
-        finished = [
-            (rollout.version, name, rollout_name)
-            for name, entry in self
-            for rollout_name, rollout in entry.rollouts.items()
-        ]
-        finished.sort(key=lambda each: each[0])
-        for _, name, rollout_name in finished:
-            if self.used + needed <= self._max_tokens - self._max_tokens // _SLACK:
+        over = self.used + needed - self._max_tokens
+        going = []
+        for name, entry in self._entries.items():
+            if over <= 0:
                 break
-            self.forget(name, [rollout_name], keep=name == keep)
+            if not entry.growing and name != keep:
+                going.append(name)
+                over -= entry.fixed_cost + entry.finished_cost
+        if over > 0 and needed > self.room(keep):
+            return False
+        for name in going:
+            self.drop(name)
+        if over > 0:
+            self._forget_oldest(over + self._max_tokens // _SLACK, keep)
         return True
 
     def build(self, names: Collection[Name]) -> None:
@@ -184,7 +180,7 @@ class Prompts:
         the prompts lose finished rollouts, then growing ones are halted and emptied, then their own tokens go.
         """
         cleared = False
-        while pending := [name for name in names if name in self.unbuilt]:
+        while pending := [name for name in names if not self._entries[name].built]:
             for name in pending:
                 entry = self._entries[name]
                 if self._try_build(name, entry):
@@ -206,13 +202,28 @@ class Prompts:
         idle = [name for name, entry in self._entries.items() if not entry.growing and name not in keep]
         for name in idle[: (len(idle) + 1) // 2]:
             self.drop(name)
-        self.unbuilt = set(self._entries)
+        self.unbuilt = {name for name, entry in self._entries.items() if entry.growing}
+
+    def _forget_oldest(self, enough: int, keep: Name | None) -> None:
+        """Remove finished rollouts, those of the oldest versions first, until so much is free or none is left."""
+        finished = [
+            (rollout.version, name, each)
+            for name, entry in self._entries.items()
+            for each, rollout in entry.rollouts.items()
+        ]
+        finished.sort(key=lambda each: each[0])
+        enough = self.used - enough
+        for _, name, rollout in finished:
+            if self.used <= enough:
+                return
+            self.forget(name, [rollout], keep=name == keep)
 
     def _release(self, name: Name, entry: Prompt) -> None:
         if entry.built:
             self._arena.release(entry.root)
             entry.root = NOWHERE
-            self.unbuilt.add(name)
+            if entry.growing:
+                self.unbuilt.add(name)
 
     def _rebase(self, name: Name, entry: Prompt, version: int) -> None:
         """Let a version be weighed that is too new for the base: it becomes the base."""

@@ -34,8 +34,12 @@ class Stepper:
         window: int,
     ) -> Offers:
         """See SuffixIndex.step; shapes and token ids are right. KeyError for a handle that is not open."""
-        if self.prompts.unbuilt or self.prompts.used + len(tokens) > self.settings.max_tokens:
-            self._prepare(handles, cu)
+        crowded = self.prompts.used + len(tokens) > self.settings.max_tokens
+        if crowded or self.prompts.unbuilt:
+            names = self._prompts_of(handles)
+            if crowded:
+                self._make_room(handles, cu)
+            self.prompts.build(names)
         n, settings, cleared = len(handles), self.settings, False
         offers = Offers(
             np.zeros((n, window), np.int32),
@@ -66,9 +70,8 @@ class Stepper:
                     self.prompts.build(names)
                     cleared = True
 
-    def _prepare(self, handles: npt.NDArray[np.int64], cu: npt.NDArray[np.int64]) -> None:
-        """Build what the step needs and make room for it, by halting rollouts from the last on if need be."""
-        names = self._prompts_of(handles)
+    def _make_room(self, handles: npt.NDArray[np.int64], cu: npt.NDArray[np.int64]) -> None:
+        """Make room for the new tokens, by halting rollouts from the last on if need be."""
         lengths = np.diff(cu)
         lengths[[self.arena.halted(handle) for handle in handles.tolist()]] = 0
         room = self.prompts.room()
@@ -79,7 +82,6 @@ class Stepper:
                 self.arena.halt(int(handles[i]))
                 lengths[i] = 0
         self.prompts.make_room(int(lengths.sum()))
-        self.prompts.build(names)
 
     def _prompts_of(self, handles: npt.NDArray[np.int64]) -> set[Name]:
         return {self.prompts.growing[handle].prompt for handle in handles.tolist()}

@@ -248,8 +248,10 @@ class SuffixIndex:
         """Make room and the name free. ValueError, with nothing changed, if that cannot be."""
         entry = self._prompts.get(prompt)
         cost += TEXT_COST if entry is None else 0
-        if self._prompts.used + cost > self._settings.max_tokens and cost > self._prompts.room(prompt):
-            raise ValueError(f"no room for {what}: {self._bound}")
+        refusal = ValueError(f"no room for {what}: {self._bound}")
         if entry is not None and rollout in entry.rollouts:
+            if cost > self._prompts.room(prompt):
+                raise refusal
             self._prompts.forget(prompt, [rollout], keep=True)
-        self._prompts.make_room(cost, prompt)
+        if not self._prompts.make_room(cost, prompt):
+            raise refusal

@@ -36,10 +36,11 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Whether the engine may take background samples, and whether real ones are in it."""
+    """Whether the engine may take background samples, whether real ones are in it, and its policy version."""
 
     free: bool = False
     serving: bool = False
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class Report:
 
 
 class BackgroundStream:
-    """Collects what background samples give; a report goes out when `poll_steps` engine steps have passed, when
-    a sample has ended, and when the engine becomes free or is needed. None in the outbox is the end.
+    """Collects what background samples give. A report goes out when `poll_steps` engine steps have passed, when
+    a sample has ended, and when the engine becomes free, is needed or has other weights; None at the end.
 
     Filled by the engine thread, emptied by the event loop.
     """
@@ -89,7 +90,8 @@ class BackgroundStream:
     def flush(self, load: fleet_pb2.InstanceLoad, policy_version: int) -> None:
         """Report, if there is something to say."""
         real = load.running + load.waiting
-        standing = Standing(self._is_open() and self._background.allowed(real), real > 0)
+        free = self._is_open() and self._background.allowed(real)
+        standing = Standing(free, real > 0, policy_version)
         due = bool(self.samples) and self._background.steps - self._reported_at >= self.poll_steps
         if not (due or self._ended or standing != self._standing):
             return

@@ -11,9 +11,13 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from bench.comparison import Difference  # noqa: E402
-from bench.ties import NEAR, Judge, Tie  # noqa: E402
+from bench.ties import NEAR, Judge, Tie, judge_all  # noqa: E402
+from bench.training import TrainedStep  # noqa: E402
+from bench.trajectory import Trajectory  # noqa: E402
+from examples.tinymath.train import Options  # noqa: E402
 from kernels.coupled_sampler.noise import gumbel  # noqa: E402
-from paceline import SampleKey  # noqa: E402
+from paceline import Group, SampleKey  # noqa: E402
+from tests.unit.bench.steps import named, sample  # noqa: E402
 
 PROMPT, RESPONSE, SEED, POSITION = [1, 2, 3], [4, 5, 6], 77, 2
 
@@ -62,3 +66,26 @@ def test_only_a_near_tie_between_the_two_best_excuses() -> None:
     assert not Tie(difference(4, 9), best=9, second=4, gap=NEAR * 2).near
     assert not Tie(difference(4, 9), best=9, second=5, gap=NEAR / 2).near
     assert not Tie(difference(4, None), best=9, second=4, gap=NEAR / 2).near
+
+
+def test_every_difference_is_judged_where_it_was_sampled(folder: Path) -> None:
+    """With the weights of its step, after the plain sample's tokens, with that sample's noise."""
+    plain = named([sample(SEED, RESPONSE)])
+    key = SampleKey("p", SEED)
+    trained = TrainedStep(
+        step=4,
+        groups=(Group("p", PROMPT, 1),),
+        samples=plain,
+        weights=folder,
+        rollout_seconds=1.0,
+        update_seconds=1.0,
+        push_seconds=1.0,
+        reward=0.0,
+        kl=0.0,
+        update_kl=0.0,
+        clip_fraction=0.0,
+    )
+    trajectory = Trajectory(Options(temperature=0.5), (trained,), folder)
+    found = judge_all([Difference("x", 4, key, POSITION, 0, 1)], trajectory, [plain], Judge())
+    expected = scores(folder)
+    assert [tie.best for tie in found] == [max(range(32), key=expected.__getitem__)]

@@ -350,8 +350,8 @@ async def test_a_report_comes_every_so_many_steps_and_with_every_end(rigs: Calla
 async def test_a_report_says_when_the_engine_is_free_and_when_not(rigs: Callable[..., Any]) -> None:
     rig = await rigs()
     await rig.call(lambda: None)
-    await rig.start(9, real=True, max_tokens=3)
-    await rig.step(3)
+    await rig.start(9, real=True, max_tokens=8)
+    await rig.step(8)
     await rig.read()
     free, serving = Standing(True, False), Standing(False, True)
     assert [report.standing for report in rig.reports] == [free, serving, free]

@@ -296,6 +296,12 @@ async def test_items_that_meet_real_work_are_given_back(rig: Rig) -> None:
     assert len(rig.engine.requests) == 1
 
 
+async def test_new_weights_are_told_at_once(rig: Rig) -> None:
+    assert (await rig.coordinator.asked()).request.policy_version == 0
+    await rig.call(lambda: setattr(rig.loop, "policy_version", 5))
+    assert (await rig.coordinator.asked()).request.policy_version == 5
+
+
 async def test_a_closed_instance_asks_for_nothing(rig: Rig) -> None:
     await rig.take(item(1))
     await rig.step(2)

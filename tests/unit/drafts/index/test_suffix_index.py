@@ -105,6 +105,39 @@ def test_other_prompts_help_where_the_own_says_nothing():
     assert offered(index, handle, [104, 105, 106]) == [107, 108, 109, 110]
 
 
+def test_what_followed_a_prompt_helps_another_prompt_that_ends_like_it():
+    index = make()
+    index.put_prompt("p", [1, 2, 3, 4])
+    index.insert("p", 0, 0, [50, 51])
+    index.put_prompt("q", [9, 2, 3, 4])
+    assert offered(index, index.open("q", 0, 0), [], 2) == [50, 51]
+
+
+def test_one_dissenting_prompt_does_not_overturn_several():
+    index = make()
+    for prompt, last in enumerate([8, 8, 8, 9]):
+        index.insert(prompt, 0, 0, [1, 2, 3, last])
+    handle = index.open("new", 0, 0)
+    assert offered(index, handle, [1, 2, 3], 1) == [8]
+    for prompt in range(10, 20):
+        index.insert(prompt, 0, 0, [1, 2, 3, 9])
+    assert offered(index, index.open("newer", 0, 0), [1, 2, 3], 1) == [9]
+
+
+def test_what_all_prompts_share_survives_the_growth_of_its_table():
+    index = SuffixIndex(max_tokens=200_000)
+    fewest = len(index._arena.arrays.entries)
+    text = np.random.default_rng(0).permutation(20_000)
+    for start in range(0, 20_000, 500):
+        index.insert(start, 0, 0, text[start : start + 500])
+    assert len(index._arena.arrays.entries) >= 16 * fewest
+    found = 0
+    for place in range(100, 20_000, 500):
+        handle = index.open(("new", place), 0, 0)
+        found += offered(index, handle, text[place : place + 13], 1) == [text[place + 13]]
+    assert found >= 34  # of 40: where a bucket is full, entries are overwritten
+
+
 def test_the_own_prompt_wins_over_others_with_a_context_as_long():
     index = make()
     for name in range(20):
