@@ -9,7 +9,7 @@ from services.local import PlatformConfig
 
 KV_BYTES = 512 << 20
 """Of an instance: the samples of a step of tinymath, and the next step's, with room to spare."""
-_COUPLED = ("--draft-window=16",)
+_COUPLED = ("--speculation=planner", "--draft-window=16")
 _INTRA_SAMPLES = 8
 """As in the paper's appendix: samples of the step beside which an instance takes on the next step's."""
 

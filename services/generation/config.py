@@ -47,7 +47,7 @@ class GenerationConfig(ServiceConfig):
     """How often new tokens are reported; a lost instance costs at most what it generated since."""
     step_timeout_seconds: float = Field(default=300, gt=0)
     """An engine step that takes longer is a hung device: heartbeats stop and the process ends."""
-    speculation: Literal["off", "fixed", "planner"] = "fixed"
+    speculation: Literal["off", "fixed", "planner"] = "planner"
     """off: plain decoding. fixed: verify the best offer of the drafters, up to draft_window tokens. planner: as
     many of their tokens, over the whole batch, as pay by the predicted time of the step."""
     calibration: Path | None = None

@@ -63,7 +63,7 @@ def test_history_with_the_same_noise_is_verified_many_tokens_a_step(client: Clie
         assert sample.provenance.lossless
         assert sample.provenance.cached_tokens == len(sample.token_ids)
         assert sample.provenance.reused_prefix == len(sample.token_ids)
-    assert decode_steps(again) < decode_steps(first) / 4
+    assert decode_steps(again) < 16 * 120 / 6
     assert {source.drafter for s in again for source in s.provenance.draft_sources} >= {"history"}
 
 
@@ -88,7 +88,7 @@ def test_lenient_reuse_is_marked_and_carries_the_cached_log_probabilities(client
         assert not sample.provenance.lossless
         assert sample.provenance.exactness.lenience == pytest.approx(1.5)
         np.testing.assert_allclose(sample.logprobs, earlier.logprobs, atol=1e-4)
-    assert decode_steps(again) < decode_steps(list(first.values())) / 20
+    assert decode_steps(again) == 2 * len(again), "the prompt, then the whole rollout at once"
 
 
 def test_nobody_waits_for_a_dead_draft_store(platform: Platform, client: Client) -> None:

@@ -1,4 +1,9 @@
-"""Compiled prediction of the next token: the prompt's automaton and the shared table, the longer context first."""
+"""Compiled prediction of the next token: the prompt's automaton and the shared table, the longer context first.
+
+Measured on tinymath rollouts, 8 known and 8 running of each prompt, 8 tokens offered: following the longest match
+gives 3.05 tokens a step, a mixture of all contexts 3.09, a shorter context that occurred twice at least 2.79, eight
+times 2.24; the longest match with the shared table beside it 3.50.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 # Compiled functions carry numba types, which annotations cannot say.

@@ -267,5 +267,7 @@ class Prompts:
             for handle in grown:
                 self._arena.halt(handle)
                 self._arena.empty(handle)
-        else:
+        elif len(entry.tokens):
             self.set_tokens(name, entry.tokens[:0])
+        else:
+            raise RuntimeError(f"no room for the root of prompt {name!r}: the bound was not kept")
