@@ -35,7 +35,7 @@ PLAIN = System("plain", "one token at a time", ("--speculation=off",), drafts=Fa
 BUBBLESPEC = System(
     "bubblespec",
     "BubbleSpec as published: noise of its own, suffix drafts of 4 tokens, the step's bubbles only",
-    ("--drafters=suffix", "--draft-window=4", "--draft-floor=0", "--survival-floor=0"),
+    ("--speculation=fixed", "--drafters=suffix", "--draft-window=4", "--draft-floor=0", "--survival-floor=0"),
     ("--no-coupled", "--during-update=halt"),
 )
 IN_STEP = System(

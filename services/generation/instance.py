@@ -64,7 +64,7 @@ def _suffix(config: GenerationConfig, metrics: EngineMetrics) -> Drafter:
     from services.drafts.index import SuffixIndex, warm_up
 
     warm_up()
-    index = SuffixIndex(max_tokens=config.draft_index_tokens)
+    index = SuffixIndex(max_tokens=config.draft_index_tokens, floor=config.survival_floor)
     return SuffixDrafter(
         index,
         capacity=config.draft_index_tokens,
