@@ -26,7 +26,8 @@ def test_sdk_import_pulls_neither_an_engine_nor_a_service() -> None:
 def test_control_services_import_without_an_engine() -> None:
     for service in ("bubbles", "drafts", "gateway", "local", "platform", "policy"):
         _run(
-            f"import services.{service}, sys; found = {{'numba', 'torch', 'vllm'}} & set(sys.modules); assert not found"
+            f"import services.{service}, sys; "
+            "found = {'numba', 'torch', 'vllm'} & set(sys.modules); assert not found"
         )
 
 
