@@ -76,7 +76,7 @@ def test_up_leaves_no_process_behind(model: Path, tmp_path: Path, number: signal
     said = _read_until(process, "Ctrl-C to stop")
     assert "instance-0" in said
     started = psutil.Process(process.pid).children(recursive=True)
-    assert len(started) == 3, "an instance, a gateway, a Redis"
+    assert len(started) == 5, "an instance, a gateway, a Redis, a draft store, a coordinator of bubbles"
     process.send_signal(number)
     process.communicate(timeout=60)
     _, alive = psutil.wait_procs(started, timeout=10)
