@@ -32,6 +32,7 @@ from services.generation.weights import StagedWeights, read_manifest, stage
 from services.platform.errors import FailedPrecondition
 from services.platform.registry import InstanceRecord
 from services.policy.models import step_time_for
+from services.policy.step_time import UnsupportedArchitecture
 
 _log = structlog.get_logger(__name__)
 _STATES = {
@@ -55,7 +56,12 @@ def _speculation(config: GenerationConfig, engine: Any, metrics: EngineMetrics) 
 def _plan(config: GenerationConfig, dtype: str, metrics: EngineMetrics) -> Plan:
     if config.speculation == "fixed":
         return FixedPlan(config.draft_window, config.draft_floor, config.survival_floor)
-    step_time = step_time_for(Path(config.model), dtype, config.calibration)
+    try:
+        step_time = step_time_for(Path(config.model), dtype, config.calibration)
+    except UnsupportedArchitecture as error:
+        # No reason not to serve the model.
+        _log.warning("no_step_time_model", reason=str(error), speculation="fixed")
+        return FixedPlan(config.draft_window, config.draft_floor, config.survival_floor)
     return PlannedDrafts(config.draft_window, step_time, config.draft_margin, metrics.planner)
 
 

@@ -188,6 +188,7 @@ class EngineLoop(threading.Thread):
         Raises:
             FailedPrecondition: a background sample, and real ones have the engine.
             ResourceExhausted: too many samples are waiting.
+            Unavailable: the engine slept and could not be woken.
         """
         yielded = self._make_way(stream)
         if self.load.waiting >= self._max_waiting:
@@ -202,6 +203,7 @@ class EngineLoop(threading.Thread):
         if finish is not None:
             stream.finish(sample, sample.finished(finish, self._clock()))
             return
+        self.wake()
         self._engine.add(request)
         self.reuse.begin(request)
         stream.samples[handle] = sample
@@ -269,17 +271,33 @@ class EngineLoop(threading.Thread):
     def sleep(self) -> bool:
         """End the background samples and leave the device to others; False when real samples are running.
 
-        The next sample wakes the engine, and so do new weights.
+        The next sample wakes the engine, and so do new weights. An engine that fails at it is given up.
+
+        Raises:
+            Unavailable: it did.
         """
         if self.sample_count:
             return False
         self.end_background()
-        self._engine.sleep()
+        self._or_fail(self._engine.sleep)
         return True
 
     def wake(self) -> None:
-        """Take the device back, if the engine sleeps."""
-        self._engine.wake()
+        """Take the device back, if the engine sleeps. An engine that fails at it is given up.
+
+        Raises:
+            Unavailable: it did.
+        """
+        if self._engine.asleep:
+            self._or_fail(self._engine.wake)
+
+    def _or_fail(self, change: Callable[[], None]) -> None:
+        """A device that is half there would refuse whatever comes; another process can begin anew."""
+        try:
+            change()
+        except Exception as error:
+            self.fail(error)
+            raise Unavailable("the engine of this instance lost its device") from error
 
     def close(self, stream: SampleStream) -> None:
         """Forget a stream whose caller is gone, and abort its samples."""

@@ -60,6 +60,7 @@ class ScriptedEngine:
     released: set[str] = field(default_factory=set)
     asleep: bool = False
     row_capacity: int = 1 << 20
+    dtype: str = "float32"
 
     def allow(self, steps: int) -> None:
         """Let the engine step so often."""

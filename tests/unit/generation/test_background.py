@@ -24,7 +24,7 @@ from services.generation.metrics import EngineMetrics
 from services.generation.pregeneration.metrics import PregenerationMetrics
 from services.generation.pregeneration.stream import BackgroundStream, Report, Standing
 from services.generation.samples import WorkStream
-from services.platform.errors import FailedPrecondition, ResourceExhausted
+from services.platform.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from tests.support.models import tiny_model
 from tests.unit.generation.scripted import ScriptedEngine, sample_request
 
@@ -40,6 +40,17 @@ class WatchedEngine(ScriptedEngine):
     batches: list[set[str]] = field(default_factory=list)
     waiting: list[set[str]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
+    device_fault: Exception | None = None
+
+    def sleep(self) -> None:
+        ScriptedEngine.sleep(self)
+        if self.device_fault is not None:
+            raise self.device_fault
+
+    def wake(self) -> None:
+        if self.asleep and self.device_fault is not None:
+            raise self.device_fault
+        ScriptedEngine.wake(self)
 
     def add(self, request: Any) -> None:
         ScriptedEngine.add(self, request)
@@ -387,6 +398,23 @@ async def test_whatever_is_started_wakes_the_engine_first(rigs: Callable[..., An
     assert not rig.loop.asleep
     await rig.step(3)
     assert rig.engine.batches[-1] == {rig.ids[2]}
+
+
+async def test_an_engine_that_cannot_wake_is_given_up(rigs: Callable[..., Any]) -> None:
+    rig = await rigs()
+    await rig.call(rig.loop.sleep)
+    rig.engine.device_fault = MemoryError("the trainer has it")
+    with pytest.raises(Unavailable, match="lost its device"):
+        await rig.start(9, real=True, max_tokens=3)
+    assert rig.loop.broken.result(WAIT) is rig.engine.device_fault
+
+
+async def test_an_engine_that_fails_to_fall_asleep_is_given_up(rigs: Callable[..., Any]) -> None:
+    rig = await rigs()
+    rig.engine.device_fault = RuntimeError("half asleep")
+    with pytest.raises(Unavailable, match="lost its device"):
+        await rig.call(rig.loop.sleep)
+    assert rig.loop.broken.result(WAIT) is rig.engine.device_fault
 
 
 OPERATIONS = st.lists(

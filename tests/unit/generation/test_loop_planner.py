@@ -126,3 +126,12 @@ async def test_an_instance_does_not_start_with_a_calibration_that_cannot_be_used
     model = tiny_model(tmp_path, num_hidden_layers=1)
     with pytest.raises(UnusableCalibration):
         _instance(rigs(), model, calibration=tmp_path / "config.json")
+
+
+async def test_a_model_without_a_step_time_is_served_with_drafts_of_fixed_length(
+    rigs: Callable[..., Rig], tmp_path: Path
+) -> None:
+    rig = rigs()
+    _instance(rig, tiny_model(tmp_path, num_hidden_layers=1, num_experts=8), draft_window=5)
+    assert rig.loop.speculation is not None
+    assert isinstance(rig.loop.speculation.plan, FixedPlan)

@@ -147,6 +147,16 @@ def test_the_own_prompt_wins_over_others_with_a_context_as_long():
     assert offered(index, handle, [8, 1, 2, 3, 4], 1) == [60]
 
 
+def test_a_match_grows_with_what_is_offered():
+    index = make()
+    for prompt in range(20):
+        index.insert(prompt, 0, 0, [1, 2, 3, 4, 60])
+    index.insert("q", 0, 0, [1, 2, 3, 4, 50])
+    handle = index.open("q", 1, 0)
+    # Behind 4 the prompt's own match is of four tokens, as long as the context that the other prompts share.
+    assert offered(index, handle, [8, 1, 2, 3], 2) == [4, 50]
+
+
 def test_a_context_shorter_than_min_match_is_not_used():
     for min_match, expected in ((2, []), (1, [4])):
         index = make(min_match=min_match)
@@ -400,9 +410,11 @@ def test_what_is_no_saved_index_is_refused():
     index.put_prompt("p", [1, 2, 3])
     index.insert("p", 0, 0, [4, 5, 6])
     saved = index.dump()
-    flipped = bytearray(saved)
-    flipped[len(saved) // 2] ^= 1
-    for damaged in (b"", b"x" * 100, saved[:-1], saved[:40], saved + b"x", bytes(flipped)):
+    # One bit of the magic, of a token, and of the digest behind it.
+    flipped = [bytearray(saved) for _ in range(3)]
+    for copy, place in zip(flipped, (0, -18, -1), strict=True):
+        copy[place] ^= 1
+    for damaged in (b"", b"x" * 100, saved[:-1], saved[:40], saved + b"x", *map(bytes, flipped)):
         with pytest.raises(ValueError, match="saved suffix index"):
             SuffixIndex.load(damaged)
 
