@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.drafts.index import compiled
+from services.drafts.index import compiled, recent
 from services.drafts.index.layout import (
     CHUNK,
     CURSOR,
@@ -62,6 +62,7 @@ class Arena:
             np.zeros(0, CHUNK),
             np.zeros(0, CURSOR),
             np.zeros(LEAST_ENTRIES, np.uint64),
+            np.zeros(_recent_entries(max_tokens), np.uint64),
             prior_odds(),
             np.zeros(SCALARS, np.int64),
         )
@@ -181,6 +182,11 @@ class Arena:
             larger = np.zeros(2 * len(entries), np.uint64)
             compiled.enlarge(entries, larger)
             self.arrays = self.arrays._replace(entries=larger)
+
+
+def _recent_entries(max_tokens: int) -> int:
+    """A place for each token, within bounds."""
+    return min(max(recent.LEAST_ENTRIES, 1 << max_tokens.bit_length()), recent.MOST_ENTRIES)
 
 
 def _larger(rows: int, needed: int, most: int) -> int:

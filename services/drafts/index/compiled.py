@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from kernels.coupled_sampler import jit
-from services.drafts.index import automaton, shared, texts
+from services.drafts.index import automaton, recent, shared, texts
+from services.drafts.index.hashing import push
 from services.drafts.index.layout import HISTORY, NOWHERE
 from services.drafts.index.prediction import advance, choose, learn_from
 
@@ -23,7 +24,7 @@ _FINGERPRINT = jit.source_fingerprint(Path(__file__).parent) + jit.source_finger
 
 
 @jit.kernel
-def append(arrays, cursor, tokens, start, end, reach, min_match, hashes):
+def append(arrays, cursor, tokens, start, end, reach, min_match, hashes, salt, found):
     """Append tokens[start:end] to a growing rollout; returns the place behind the last one there was room for."""
     for i in range(start, end):
         token, state = tokens[i], np.int64(cursor.state)
@@ -31,27 +32,30 @@ def append(arrays, cursor, tokens, start, end, reach, min_match, hashes):
             return i
         length = np.int64(arrays.states[state].length)
         hashed = np.int64(cursor.hashed)
-        learn_from(arrays, state, length, hashes, hashed, cursor.weight, min_match, token)
+        learn_from(arrays, state, length, hashes, hashed, cursor.weight, min_match, token, salt, found)
         state = automaton.extend(
             arrays.states, arrays.edges, arrays.scalars, state, token, cursor.weight, reach
         )
         if state == NOWHERE:
             return i
         shared.learn(arrays.entries, arrays.scalars, hashes, hashed, token)
-        shared.push(hashes, hashed, token)
+        recent.learn(arrays.recent, hashes, hashed, salt, token)
+        push(hashes, hashed, token)
         texts.store(arrays.chunks, arrays.scalars, cursor, token)
         cursor.state, cursor.hashed = state, hashed + 1
     return end
 
 
 @jit.kernel
-def offer(arrays, cursor, min_match, floor, hashes, tokens, shares):
+def offer(arrays, cursor, min_match, floor, hashes, salt, found, tokens, shares):
     """Fill tokens and shares [window]; returns how many, and the length of the context of the first."""
     state, hashed = np.int64(cursor.state), np.int64(cursor.hashed)
     match = np.int64(arrays.states[state].length)
     count, first, survival = 0, np.int64(0), np.float32(1)
     while count < len(tokens):
-        token, share, length = choose(arrays, state, match, hashes, hashed, cursor.weight, min_match)
+        token, share, length = choose(
+            arrays, state, match, hashes, hashed, cursor.weight, min_match, salt, found
+        )
         survival *= share
         if token < 0 or survival < floor:
             break
@@ -60,7 +64,7 @@ def offer(arrays, cursor, min_match, floor, hashes, tokens, shares):
         tokens[count], shares[count] = token, share
         count += 1
         state, match = advance(arrays.states, arrays.edges, state, match, token)
-        shared.push(hashes, hashed, token)
+        push(hashes, hashed, token)
         hashed += 1
     return count, first
 
@@ -91,7 +95,7 @@ def _build_texts(fingerprint: str) -> tuple[Any, Any]:
         fingerprint  # noqa: B018
         for i in range(len(tokens)):
             shared.learn(arrays.entries, arrays.scalars, hashes, hashed, tokens[i])
-            shared.push(hashes, hashed, tokens[i])
+            push(hashes, hashed, tokens[i])
             hashed += 1
         return hashed
 
@@ -114,12 +118,16 @@ def _build_step(fingerprint: str) -> Any:
             if row >= len(cursors) or cursors[row].generation != handles[i] >> _GENERATION_SHIFT:
                 return i
         hashes = np.empty(HISTORY, dtype=np.uint64)
+        found = np.empty(len(recent.ORDERS), dtype=np.int64)
         for i in range(progress[0], len(handles)):
             cursor = cursors[handles[i] & _ROW]
             if not cursor.halted:
                 for h in range(HISTORY):
                     hashes[h] = cursor.hashes[h]
-                done = append(arrays, cursor, tokens, progress[1], cu[i + 1], reach, min_match, hashes)
+                salt = recent.salt_of(handles[i])
+                done = append(
+                    arrays, cursor, tokens, progress[1], cu[i + 1], reach, min_match, hashes, salt, found
+                )
                 for h in range(HISTORY):
                     cursor.hashes[h] = hashes[h]
                 progress[1] = done
@@ -131,7 +139,10 @@ def _build_step(fingerprint: str) -> Any:
             if not cursor.halted:
                 for h in range(HISTORY):
                     hashes[h] = cursor.hashes[h]
-                counts[i], matches[i] = offer(arrays, cursor, min_match, floor, hashes, offered[i], shares[i])
+                salt = recent.salt_of(handles[i])
+                counts[i], matches[i] = offer(
+                    arrays, cursor, min_match, floor, hashes, salt, found, offered[i], shares[i]
+                )
         return DONE
 
     return step

@@ -74,7 +74,8 @@ class Arrays(NamedTuple):
     """What the kernels work on.
 
     states [S] STATE; edges [E] EDGE; chunks [C] CHUNK; cursors [N] CURSOR; entries [power of two] uint64, the
-    shared table (shared.py); odds [KINDS, 2] float32 (odds.py); scalars [SCALARS] int64.
+    shared table (shared.py); recent [power of two] uint64, what came last in each growing rollout (recent.py); odds
+    [KINDS, 2] float32 (odds.py); scalars [SCALARS] int64.
     """
 
     states: NDArray[np.void]
@@ -82,5 +83,6 @@ class Arrays(NamedTuple):
     chunks: NDArray[np.void]
     cursors: NDArray[np.void]
     entries: NDArray[np.uint64]
+    recent: NDArray[np.uint64]
     odds: NDArray[np.float32]
     scalars: NDArray[np.int64]

@@ -1,8 +1,14 @@
-"""Compiled prediction of the next token: the prompt's automaton and the shared table, the longer context first.
+"""Compiled prediction of the next token, by the prompt's automaton, the shared table, and the rollout's own text.
+
+Automaton and shared table are the other texts: of the two the longer context speaks, the prompt's own if equal.
+The rollout's own latest occurrences of its last tokens then vote on that token and on others; the likeliest is
+taken.
 
 Measured on tinymath rollouts, 8 known and 8 running of each prompt, 8 tokens offered: following the longest match
 gives 3.05 tokens a step, a mixture of all contexts 3.09, a shorter context that occurred twice at least 2.79, eight
-times 2.24; the longest match with the shared table beside it 3.50.
+times 2.24; the longest match with the shared table beside it 3.50. On others, 64 running at once, 16 tokens
+offered: 5.3 without the rollout's own votes, 6.0 with them, and for the longest sample, which drifts from what
+others wrote, 1.5 and 2.0.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,6 +17,7 @@ times 2.24; the longest match with the shared table beside it 3.50.
 import numpy as np
 
 from kernels.coupled_sampler.jit import kernel
+from services.drafts.index import recent
 from services.drafts.index.edges import find, target_of, token_of, weight_of
 from services.drafts.index.layout import NONE, NOWHERE
 from services.drafts.index.odds import (
@@ -21,6 +28,7 @@ from services.drafts.index.odds import (
     judge,
     kind_of_match,
     kind_of_shared,
+    kind_of_votes,
 )
 from services.drafts.index.shared import ORDERS, look_up
 
@@ -72,28 +80,66 @@ def predict(arrays, state, match, hashes, hashed, weight, min_match):
 
 
 @kernel
-def choose(arrays, state, match, hashes, hashed, weight, min_match):
-    """The next token by the longer context, the prompt's own if equal: (token or -1, probability, length)."""
-    matched, matched_kind, shared, shared_kind, match, length = predict(
-        arrays, state, match, hashes, hashed, weight, min_match
-    )
+def _elsewhere(odds, matched, matched_kind, shared, shared_kind, match, length):
+    """What the other texts say, by the longer context: (token or -1, probability)."""
     if matched >= 0 and match >= length:
-        return matched, chance(arrays.odds, matched_kind), length
+        return matched, chance(odds, matched_kind)
     if shared >= 0:
-        return shared, chance(arrays.odds, shared_kind), length
-    return _NO_TOKEN, np.float32(0), length
+        return shared, chance(odds, shared_kind)
+    return _NO_TOKEN, np.float32(0)
 
 
 @kernel
-def learn_from(arrays, state, match, hashes, hashed, weight, min_match, token):
-    """Judge what would have been predicted where `token` came."""
-    matched, matched_kind, shared, shared_kind, _, _ = predict(
+def choose(arrays, state, match, hashes, hashed, weight, min_match, salt, found):
+    """The likeliest next token: (token or -1, probability, length of the context that other texts speak from).
+
+    `found` [recent.ORDERS] int64 is for use here.
+    """
+    matched, matched_kind, shared, shared_kind, match, length = predict(
         arrays, state, match, hashes, hashed, weight, min_match
     )
+    token, confidence = _elsewhere(arrays.odds, matched, matched_kind, shared, shared_kind, match, length)
+    recent.look_up(arrays.recent, hashes, hashed, salt, found)
+    best_token, best = token, np.float32(0)
+    if token >= 0:
+        best = chance(arrays.odds, kind_of_votes(recent.votes(found, token), token, token, confidence))
+    for i in range(len(found)):
+        if found[i] >= 0 and found[i] != token:
+            votes = recent.votes(found, found[i])
+            likely = chance(arrays.odds, kind_of_votes(votes, found[i], token, confidence))
+            if likely > best:
+                best_token, best = found[i], likely
+    return best_token, best, length
+
+
+@kernel
+def learn_from(arrays, state, match, hashes, hashed, weight, min_match, token, salt, found):
+    """Judge what would have been predicted where `token` came. `found` as for `choose`."""
+    matched, matched_kind, shared, shared_kind, match, length = predict(
+        arrays, state, match, hashes, hashed, weight, min_match
+    )
+    elsewhere, confidence = _elsewhere(arrays.odds, matched, matched_kind, shared, shared_kind, match, length)
+    recent.look_up(arrays.recent, hashes, hashed, salt, found)
+    if elsewhere >= 0:
+        kind = kind_of_votes(recent.votes(found, elsewhere), elsewhere, elsewhere, confidence)
+        judge(arrays.odds, kind, elsewhere == token)
+    for i in range(len(found)):
+        if found[i] >= 0 and found[i] != elsewhere and _first_place(found, found[i]) == i:
+            kind = kind_of_votes(recent.votes(found, found[i]), found[i], elsewhere, confidence)
+            judge(arrays.odds, kind, found[i] == token)
     if matched >= 0:
         judge(arrays.odds, matched_kind, matched == token)
     if shared >= 0:
         judge(arrays.odds, shared_kind, shared == token)
+
+
+@kernel
+def _first_place(found, token):
+    """Where a token is in `found`, in which it must be."""
+    i = 0
+    while found[i] != token:
+        i += 1
+    return i
 
 
 @kernel

@@ -10,7 +10,8 @@ for it adds one, a vote for another takes one away. It forgets by itself and is 
 import numpy as np
 
 from kernels.coupled_sampler.jit import kernel
-from services.drafts.index.layout import ENTRIES, HISTORY
+from services.drafts.index.hashing import context, powers
+from services.drafts.index.layout import ENTRIES
 
 ORDERS = (1, 2, 4, 6, 9, 13)
 """Context lengths in tokens, ascending."""
@@ -28,30 +29,15 @@ _BUCKET, _BUCKET_BITS = 4, np.uint64(2)
 _LOW_BITS, _LOW = np.uint64(10), np.uint64(LEAST_ENTRIES // _BUCKET - 1)
 _ONE = np.uint64(1)
 _VOTE = _ONE << _TOKEN_BITS
+_SALT = np.uint64(0)
 
-_BASE = 0x9E3779B97F4A7C15
-_FACTOR = np.uint64(_BASE)
-_POWERS = tuple(np.uint64(pow(_BASE, order, 2**64)) for order in ORDERS)
-_MIX, _MIX_SHIFT = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(29)
-_RING = HISTORY - 1
-if max(ORDERS) >= HISTORY or HISTORY & _RING:
-    raise ValueError("the ring must be longer than the longest context, and a power of two")
-
-
-@kernel
-def push(hashes, hashed, token):
-    """Hash one more token: `hashes` [HISTORY] uint64 holds those of the last prefixes, `hashed` counts them."""
-    before = hashes[(hashed - 1) & _RING] if hashed > 0 else np.uint64(0)
-    hashes[hashed & _RING] = before * _FACTOR + np.uint64(token) + _ONE
+_POWERS = powers(ORDERS)
 
 
 @kernel
 def _context(hashes, hashed, i):
     """Hash of the last ORDERS[i] tokens, of at least so many."""
-    before = hashes[(hashed - 1 - ORDERS[i]) & _RING] if hashed > ORDERS[i] else np.uint64(0)
-    mixed = (hashes[(hashed - 1) & _RING] - before * _POWERS[i] + np.uint64(i)) * _MIX
-    mixed ^= mixed >> _MIX_SHIFT
-    return mixed * _FACTOR
+    return context(hashes, hashed, ORDERS[i], _POWERS[i], _SALT)
 
 
 @kernel

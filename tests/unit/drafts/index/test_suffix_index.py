@@ -95,7 +95,8 @@ def test_the_prompt_counts_only_where_no_rollout_has_been():
     assert offered(index, handle, [9, 1, 2], 2) == [3, 9]
     for name in ("one", "two"):
         index.insert("p", name, 0, [8, 1, 2, 7])
-    assert offered(index, handle, [6, 1, 2], 1) == [7]
+    other = index.open("p", "other", 0)
+    assert offered(index, other, [6, 1, 2], 1) == [7]
 
 
 def test_other_prompts_help_where_the_own_says_nothing():
