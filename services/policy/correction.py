@@ -38,7 +38,8 @@ class Correction:
         self._limit = limit
         self._gain, self._offset = 1.0, 0.0
         self._scale: float | None = None
-        self._covariance = np.diag([_DOUBT_GAIN, _DOUBT_OFFSET])
+        # Covariance of the two: variances, and what they share. Plain numbers: a step has no time for small arrays.
+        self._doubt = (_DOUBT_GAIN, 0.0, _DOUBT_OFFSET)
         # Surprises in a row: positive when steps took longer, negative when shorter.
         self._surprises = 0
 
@@ -66,16 +67,21 @@ class Correction:
             return
         if self._scale is None:
             self._scale = predicted
-        features = np.array([1.0, self._scale / predicted])
-        expected = float(self.apply(predicted)) / predicted
+        relative = self._scale / predicted
+        expected = self._applied(predicted) / predicted
         ratio = self._believed(measured / predicted, expected)
-        spread = self._covariance @ features
-        step = spread / (_FORGETTING + float(features @ spread))
-        error = ratio - float(features @ (self._gain, self._offset))
-        gain, offset = np.array([self._gain, self._offset]) + step * error
-        self._gain = float(min(max(gain, 1 / self._limit), self._limit))
-        self._offset = float(min(max(offset, -self._limit), self._limit))
-        self._forget(step, spread)
+        gains, shared, offsets = self._doubt
+        spread = (gains + shared * relative, shared + offsets * relative)
+        scale = _FORGETTING + spread[0] + spread[1] * relative
+        error = ratio - (self._gain + self._offset * relative)
+        self._gain = min(max(self._gain + spread[0] / scale * error, 1 / self._limit), self._limit)
+        self._offset = min(max(self._offset + spread[1] / scale * error, -self._limit), self._limit)
+        self._doubt = _less_doubt(self._doubt, spread, scale)
+
+    def _applied(self, predicted: float) -> float:
+        """`apply` of one time above 0."""
+        corrected = self._gain * predicted + self.offset
+        return min(max(corrected, predicted / self._limit), predicted * self._limit)
 
     def _believed(self, ratio: float, expected: float) -> float:
         """What a measured ratio counts as."""
@@ -86,13 +92,19 @@ class Correction:
         self._surprises = self._surprises + side if self._surprises * side > 0 else side
         if abs(self._surprises) < _BELIEVED:
             return expected * _SURPRISE**side
-        self._covariance = np.diag([_DOUBT_GAIN, _DOUBT_OFFSET])
+        self._doubt = (_DOUBT_GAIN, 0.0, _DOUBT_OFFSET)
         return ratio
 
-    def _forget(self, step: NDArray[np.float64], spread: NDArray[np.float64]) -> None:
-        covariance = (self._covariance - np.outer(step, spread)) / _FORGETTING
-        covariance = (covariance + covariance.T) / 2
-        self._covariance = covariance * min(1.0, _MOST_DOUBT / float(np.trace(covariance)))
+
+def _less_doubt(
+    doubt: tuple[float, float, float], spread: tuple[float, float], scale: float
+) -> tuple[float, float, float]:
+    """The covariance after a step was seen, and what is older has been forgotten a little."""
+    gains = (doubt[0] - spread[0] * spread[0] / scale) / _FORGETTING
+    shared = (doubt[1] - spread[0] * spread[1] / scale) / _FORGETTING
+    offsets = (doubt[2] - spread[1] * spread[1] / scale) / _FORGETTING
+    bound = min(1.0, _MOST_DOUBT / (gains + offsets))
+    return gains * bound, shared * bound, offsets * bound
 
 
 class CorrectedStepTime:
@@ -108,7 +120,10 @@ class CorrectedStepTime:
 
     def observe(self, requests: int, rows: int, context: int, seconds: float) -> float:
         """A step was measured. What had been predicted for it, in seconds."""
-        raw = float(self.model.seconds(requests, rows, context))
+        return self.learn(float(self.model.seconds(requests, rows, context)), seconds)
+
+    def learn(self, raw: float, seconds: float) -> float:
+        """As `observe`, of a step for which the model predicts `raw` seconds."""
         predicted = float(self.correction.apply(raw))
         self.correction.observe(raw, seconds)
         return predicted

@@ -19,6 +19,8 @@ _PRIOR_BANDWIDTH = 5e10
 _PRIOR_BASE = 2e-3
 _PRIOR_PER_REQUEST = 2e-5
 _PRIOR_PER_ROW = 2e-5
+Number = Any
+"""A float, or an array of such."""
 _MIXTURE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -106,32 +108,36 @@ class StepTime(BaseModel):
 
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         """The predicted time; the arguments broadcast. A step without rows is none, and takes no time."""
-        requests, rows, context = (np.asarray(each, np.float64) for each in (requests, rows, context))
+        requests, rows, context = (_number(each) for each in (requests, rows, context))
         drafted = rows - requests
         rest = self.base + self.per_request * requests + self.verification_seconds(requests, drafted, context)
         roofline = np.maximum(self.memory_seconds(context), self.compute_seconds(requests, rows, context))
-        return np.where(rows > 0, roofline + rest, 0.0)
+        return (roofline + rest) * (rows > 0)
 
-    def verification_seconds(
-        self, requests: NDArray[np.float64], drafted: NDArray[np.float64], context: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def verification_seconds(self, requests: Number, drafted: Number, context: Number) -> Number:
         """Time beyond the roofline that verifying so many draft tokens takes."""
-        mean = context / np.maximum(requests, 1.0)
-        rows = drafted * (self.per_row + self.per_attending_row * mean)
-        return rows + np.where(drafted > 0, self.verify_per_request * requests, 0.0)
+        rows = drafted * (self.per_row + self.per_attending_row * _mean(context, requests))
+        return rows + (drafted > 0) * (self.verify_per_request * requests)
 
-    def memory_seconds(self, context: NDArray[np.float64]) -> NDArray[np.float64]:
+    def memory_seconds(self, context: Number) -> Number:
         """Time to move weights and KV."""
         of = self.architecture
         return (of.weight_bytes + self.kv_scale * of.kv_bytes * context) / self.bandwidth
 
-    def compute_seconds(
-        self, requests: NDArray[np.float64], rows: NDArray[np.float64], context: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def compute_seconds(self, requests: Number, rows: Number, context: Number) -> Number:
         """Time to compute; a row attends to the mean length of the samples."""
         of = self.architecture
-        mean = context / np.maximum(requests, 1.0)
-        return rows * (of.dense_flops + of.attention_flops * mean) / self.throughput
+        return rows * ((of.dense_flops + of.attention_flops * _mean(context, requests)) / self.throughput)
+
+
+def _number(given: ArrayLike) -> Number:
+    """An array, but what is one number stays one: arithmetic with it is ten times as fast."""
+    return float(given) if isinstance(given, (int, float)) else np.asarray(given, np.float64)
+
+
+def _mean(context: Number, requests: Number) -> Number:
+    """Tokens in the context of a sample."""
+    return context / (max(requests, 1.0) if isinstance(requests, float) else np.maximum(requests, 1.0))
 
 
 def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:

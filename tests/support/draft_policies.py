@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from services.generation.drafting.drafter import Offer
+from services.generation.drafting.drafter import Offer, Offers
 from services.generation.drafting.planner import PlannedDrafts
 from services.generation.engine.types import SampleState
 from services.policy.correction import CorrectedStepTime, Correction
@@ -58,7 +58,8 @@ class Drafting:
     def _planned(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
         """What the planner makes of good offers that change all the time and of sure ones that are late."""
         offers = {
-            name: [_offer(POLICIES[name](self, each)) for each in samples] for name in ("varying", "stale")
+            name: Offers.of([_offer(POLICIES[name](self, each)) for each in samples])
+            for name in ("varying", "stale")
         }
         return {name: draft.tokens for name, draft in self.planner.choose(samples, offers).items()}
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 # Weight of the prior, in tokens tried.
 _PRIOR_TOKENS = 8.0
 # A bucket with more tokens than this forgets half of them: policies and prompts change.
@@ -23,11 +26,11 @@ class AcceptanceTable:
         self._priors = tuple(priors)
         self._tried = [0.0] * len(self._priors)
         self._kept = [0.0] * len(self._priors)
-        self._probabilities = list(self._priors)
+        self._probabilities = np.array(self._priors, np.float64)
 
     @property
-    def probabilities(self) -> Sequence[float]:
-        """For each bucket, the probability that a token of it is kept, given that all before it were."""
+    def probabilities(self) -> NDArray[np.float64]:
+        """For each bucket, [buckets], the probability that a token of it is kept, given that all before it were."""
         return self._probabilities
 
     def observe(self, bucket: int, tried: int, kept: int) -> None:

@@ -11,12 +11,16 @@ token of every response with its sequence, whether it was offered or not, for ea
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from services.generation.drafting.acceptance import AcceptanceTable
-from services.generation.drafting.drafter import Arrival, DraftContext, Offer
+from services.generation.drafting.drafter import Arrival, DraftContext, Offers
 from services.generation.engine.types import SampleState
 
 # Tokens that must match for a realignment, and how far from the current place it is looked for. Fewer tokens
@@ -32,6 +36,10 @@ _PRIORS = (0.35, 0.55, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.96, 0.96, 0.96)
 # The bucket of each match count below the last wide one, and of as many more as a draft can have tokens.
 _RAMP = [bisect_right(_BUCKETS, matched) - 1 for matched in range(_BUCKETS[-2] + 256)]
 _FAR = _BUCKETS[-2]
+_RAMP_INDEX = np.array(_RAMP)
+
+# Of an alignment that is carried along: length of the sequence, offset, seen, matched.
+_STATE = struct.Struct("<4q")
 
 
 @dataclass(slots=True)
@@ -40,10 +48,25 @@ class _Alignment:
 
     given: list[int]
     source: str
+    tokens: NDArray[np.int32] = field(init=False)
+    """The same as `given`: one is faster to compare with, the other to offer from."""
     offset: int = 0
     # Response tokens compared so far, and how many of the latest matched in a row.
     seen: int = 0
     matched: int = _UNBROKEN
+
+    def __post_init__(self) -> None:
+        self.tokens = np.asarray(self.given, np.int32)
+
+    def state(self) -> bytes:
+        """All but the sequence."""
+        return _STATE.pack(len(self.given), self.offset, self.seen, self.matched)
+
+    def go_on(self, state: bytes) -> None:
+        """Reads `state`; that of another sequence says nothing here. struct.error when it is none."""
+        length, offset, seen, matched = _STATE.unpack(state)
+        if length == len(self.given):
+            self.offset, self.seen, self.matched = offset, seen, matched
 
 
 class GivenDrafter:
@@ -59,17 +82,27 @@ class GivenDrafter:
         """Take the given sequence of a sample, where it has one."""
         if len(context.given):
             self._follow_from_start(context.sample_id, list(context.given), context.source)
+            if state := context.carried.get(self.name):
+                self._alignments[context.sample_id].go_on(state)
+
+    def carry(self, sample_id: str) -> bytes:
+        """Where a sample lies along its sequence."""
+        alignment = self._alignments.get(sample_id)
+        return b"" if alignment is None else alignment.state()
 
     def adopt(self, arrival: Arrival) -> None:
         """Take sequences that came late; what there is of the response is compared with the next offer."""
         for sample_id, rollout in arrival.given.items():
             self._follow_from_start(sample_id, rollout.tokens.tolist(), rollout.kind.value)
 
-    def offer(self, samples: Sequence[SampleState], window: int) -> list[Offer | None]:
+    def offer(self, samples: Sequence[SampleState], window: int) -> Offers | None:
         """The next tokens of each sample's given sequence."""
         if not self._alignments:
-            return [None] * len(samples)
-        return [self._offer(self._alignments.get(sample.sample_id), sample, window) for sample in samples]
+            return None
+        shape = (len(samples), window)
+        offers = Offers(np.zeros(shape, np.int32), np.zeros(shape), [""] * len(samples))
+        found = [self._fill(offers, i, sample) for i, sample in enumerate(samples)]
+        return offers if any(found) else None
 
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
         """Nothing: the next offer sees the tokens themselves."""
@@ -87,18 +120,24 @@ class GivenDrafter:
         if source not in self._tables:
             self._tables[source] = AcceptanceTable(_PRIORS)
 
-    def _offer(self, alignment: _Alignment | None, sample: SampleState, window: int) -> Offer | None:
+    def _fill(self, offers: Offers, i: int, sample: SampleState) -> bool:
+        """Offer a sample the next tokens of its sequence; whether there are any."""
+        alignment = self._alignments.get(sample.sample_id)
         if alignment is None:
-            return None
+            return False
         table = self._tables[alignment.source]
         _compare(alignment, sample.response, table)
         begin = len(sample.response) + alignment.offset
         if begin < 0:
-            return None
-        tokens = alignment.given[begin : begin + window]
-        if not tokens:
-            return None
-        return Offer(tokens, _predictions(table, alignment.matched, len(tokens)), alignment.source)
+            return False
+        ahead = alignment.tokens[begin : begin + offers.tokens.shape[1]]
+        count = len(ahead)
+        if not count:
+            return False
+        offers.tokens[i, :count] = ahead
+        offers.acceptance[i, :count] = _predictions(table, alignment.matched, count)
+        offers.sources[i] = alignment.source  # type: ignore[index]
+        return True
 
 
 def _compare(alignment: _Alignment, response: Sequence[int], table: AcceptanceTable) -> None:
@@ -140,12 +179,11 @@ def _bucket(matched: int) -> int:
     return len(_BUCKETS) - 1 if matched >= _UNBROKEN else _RAMP[min(matched, _FAR)]
 
 
-def _predictions(table: AcceptanceTable, matched: int, count: int) -> list[float]:
+def _predictions(table: AcceptanceTable, matched: int, count: int) -> NDArray[np.float64] | np.float64:
     """For the next tokens, the probability of each if all before it match."""
-    known = table.probabilities
     if matched >= _FAR:
-        return [known[_bucket(matched)]] * count
-    return [known[bucket] for bucket in _RAMP[matched : matched + count]]
+        return table.probabilities[_bucket(matched)]
+    return table.probabilities[_RAMP_INDEX[matched : matched + count]]
 
 
 def _realign(alignment: _Alignment, response: Sequence[int]) -> None:

@@ -11,8 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from services.generation.drafting.drafter import Offer
+import numpy as np
+from numpy.typing import NDArray
+
+from services.generation.drafting.drafter import Offers
 from services.generation.engine.types import SampleState
+
+# Tokens that never survive stand for none.
+NOTHING = float(np.finfo(np.float64).tiny)
 
 
 class Draft(NamedTuple):
@@ -49,31 +55,61 @@ class FixedPlan:
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Nothing: how long steps take does not matter to it."""
 
-    def choose(
-        self, samples: Sequence[SampleState], offers: Mapping[str, Sequence[Offer | None]]
-    ) -> dict[str, Draft]:
+    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> dict[str, Draft]:
         """The drafts of a step, by sample id; samples without one decode plainly.
 
         Args:
             samples: the samples that can verify a draft.
-            offers: for each drafter, one offer or None per sample.
+            offers: of each drafter that makes any.
         """
-        chosen: dict[str, Draft] = {}
-        for i, sample in enumerate(samples):
-            limit = min(self.window, sample.room)
-            best: Draft | None = None
-            most = 0.0
-            for name, made in offers.items():
-                offer = made[i]
-                if offer is None or offer.acceptance[0] < self.floor:
-                    continue
-                length, expected = worth(offer.acceptance, limit, self.survival_floor)
-                if length and (best is None or expected > most):
-                    best = Draft(name, list(offer.tokens[:length]), offer.source or name)
-                    most = expected
-            if best is not None:
-                chosen[sample.sample_id] = best
-        return chosen
+        if not (samples and offers):
+            return {}
+        survival = survivals(list(offers.values()), limits(samples, self.window), self.window)
+        survival[survival[:, :, 0] < self.floor] = 0.0
+        survival[survival < self.survival_floor] = 0.0
+        picks = survival.sum(2).argmax(0)
+        lengths = np.count_nonzero(survival[picks, np.arange(len(samples))], axis=1)
+        return drafts(samples, offers, list(offers), picks, lengths)
+
+
+def survivals(made: Sequence[Offers], limits: NDArray[np.int64], width: int) -> NDArray[np.float64]:
+    """For each drafter, sample and position the probability to be reached and kept, [d, n, width]; 0: no token.
+
+    `limits`, [n], are the most tokens that a sample can verify.
+    """
+    survival = np.zeros((len(made), len(limits), width))
+    for offers, out in zip(made, survival, strict=True):
+        offered = min(width, offers.acceptance.shape[1])
+        np.multiply.accumulate(offers.acceptance[:, :offered], axis=1, out=out[:, :offered])
+    if limits.min() < width:
+        survival *= np.arange(width) < limits[:, None]
+    return survival
+
+
+def limits(samples: Sequence[SampleState], window: int) -> NDArray[np.int64]:
+    """The most tokens that each sample can verify, [n]."""
+    return np.minimum([sample.room for sample in samples], window)
+
+
+def drafts(
+    samples: Sequence[SampleState],
+    offers: Mapping[str, Offers],
+    names: Sequence[str],
+    picks: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> dict[str, Draft]:
+    """Beginnings of offers: for each sample the place of its drafter in `names`, and a number of tokens, [n]."""
+    chosen: dict[str, Draft] = {}
+    for pick, name in enumerate(names):
+        made = offers[name]
+        drafted = np.flatnonzero((picks == pick) & (lengths > 0))
+        if not len(drafted):
+            continue
+        # All at once: a number taken from an array by itself takes as long as a dozen from a list.
+        rows = zip(drafted.tolist(), lengths[drafted].tolist(), made.tokens[drafted].tolist(), strict=True)
+        for i, length, tokens in rows:
+            chosen[samples[i].sample_id] = Draft(name, tokens[:length], made.source(i) or name)
+    return chosen
 
 
 def context_of(samples: Sequence[SampleState]) -> int:

@@ -13,24 +13,28 @@ time grows linearly with the rows the plan is the best there is, over all choice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from struct import Struct
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.generation.drafting.drafter import Offer
-from services.generation.drafting.plan import Draft, StepShape, context_of
+from services.generation.drafting.drafter import Offers
+from services.generation.drafting.plan import (
+    NOTHING,
+    Draft,
+    StepShape,
+    context_of,
+    drafts,
+    limits,
+    survivals,
+)
 from services.generation.engine.types import SampleState
 from services.policy.correction import CorrectedStepTime
 
 Floats = NDArray[np.float64]
 _MAX_ROUNDS = 6
-# Tokens that never survive stand for none.
-_NOTHING = float(np.finfo(np.float64).tiny)
 # Why a step is planned as it is.
 NO_SAMPLES, NO_OFFERS, PLAIN_IS_BEST, WITHIN_MARGIN, DRAFTS = (
     "no_samples",
@@ -91,18 +95,19 @@ class PlannedDrafts:
     margin: float = 0.0
     metrics: PlanMetrics | None = None
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
+    # Uncorrected times of the step that was planned last, by number of draft tokens, and its samples and context.
+    _raw: Floats = field(init=False, repr=False)
+    _timed: tuple[int, int] | None = field(init=False, default=None)
 
     measures = True
     """Whether `stepped` wants to know."""
 
-    def choose(
-        self, samples: Sequence[SampleState], offers: Mapping[str, Sequence[Offer | None]]
-    ) -> dict[str, Draft]:
+    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> dict[str, Draft]:
         """The drafts of a step, by sample id; samples without one decode plainly.
 
         Args:
             samples: the samples that can verify a draft.
-            offers: for each drafter, one offer or None per sample.
+            offers: of each drafter that makes any.
         """
         self.last, drafts = self._decide(samples, offers)
         if self.metrics is not None:
@@ -111,19 +116,23 @@ class PlannedDrafts:
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long."""
-        predicted = self.step_time.observe(shape.requests, shape.rows, shape.context, seconds)
+        if (shape.requests, shape.context) == self._timed:
+            predicted = self.step_time.learn(float(self._raw[shape.rows - shape.requests]), seconds)
+        else:
+            predicted = self.step_time.observe(shape.requests, shape.rows, shape.context, seconds)
         if self.metrics is not None:
             self.metrics.predicted(predicted, seconds)
 
     def _decide(
-        self, samples: Sequence[SampleState], offers: Mapping[str, Sequence[Offer | None]]
+        self, samples: Sequence[SampleState], offers: Mapping[str, Offers]
     ) -> tuple[Decision, dict[str, Draft]]:
         if not samples:
             return Decision(NO_SAMPLES), {}
-        names = [name for name, made in offers.items() if any(made)]
+        names = [name for name, made in offers.items() if made.acceptance[:, :1].any()]
         if not names:
             return Decision(NO_OFFERS), {}
-        survival = survivals([offers[name] for name in names], _limits(samples, self.window), self.window)
+        made = [offers[name] for name in names]
+        survival = survivals(made, limits(samples, self.window), self.window)
         chosen = self._search(survival, context_of(samples))
         gain = chosen.rate / chosen.plain_rate
         if not chosen.count or gain < 1 + self.margin:
@@ -131,13 +140,15 @@ class PlannedDrafts:
             return Decision(reason, offered=gain, seconds=chosen.plain_seconds), {}
         decision = Decision(DRAFTS, chosen.count, chosen.expected, gain, gain, chosen.seconds)
         lengths = _lengths(survival[chosen.picks, np.arange(len(samples))], chosen.line, chosen.count)
-        return decision, _drafts(samples, offers, names, chosen.picks, lengths)
+        return decision, drafts(samples, offers, names, chosen.picks, lengths)
 
     def _search(self, survival: Floats, context: int) -> _Selection:
         """The best selection over picks at prices that follow the rate."""
         drafters, requests, width = survival.shape
         rows = np.arange(requests, requests * (width + 1) + 1)
-        seconds = self.step_time.seconds(requests, rows, context)
+        self._raw = self.step_time.model.seconds(requests, rows, context)
+        self._timed = (requests, context)
+        seconds = self.step_time.correction.apply(self._raw)
         rate = requests / float(seconds[0])
         # No rate is below the plain one, so no token that is worth less than the cheapest row at it is ever taken.
         least = rate * float((seconds[1:] - seconds[:-1]).min())
@@ -159,40 +170,6 @@ class PlannedDrafts:
         return best
 
 
-def survivals(made: Sequence[Sequence[Offer | None]], limits: NDArray[np.int64], width: int) -> Floats:
-    """For each drafter, sample and position the probability to be reached and kept, [d, n, width]; 0: no token.
-
-    `limits`, [n], are the most tokens that a sample can verify.
-    """
-    pack, nothing = _packer(width), bytes(8 * width)
-    packed: list[bytes] = []
-    for offers in made:
-        for offer in offers:
-            if offer is None:
-                packed.append(nothing)
-                continue
-            predictions = offer.acceptance
-            if len(predictions) != width:
-                predictions = [*predictions[:width], *[0.0] * (width - len(predictions))]
-            packed.append(pack(*predictions))
-    # Three times as fast as numpy, which asks each number anew what it is.
-    spread = np.frombuffer(b"".join(packed)).reshape(len(made), len(limits), width)
-    survival = np.multiply.accumulate(spread, axis=2)
-    if limits.min() < width:
-        survival *= np.arange(width) < limits[:, None]
-    return survival
-
-
-@cache
-def _packer(width: int) -> Callable[..., bytes]:
-    """Makes so many numbers an array's bytes."""
-    return Struct(f"{width}d").pack
-
-
-def _limits(samples: Sequence[SampleState], window: int) -> NDArray[np.int64]:
-    return np.minimum([sample.room for sample in samples], window)
-
-
 def _select(survival: Floats, picks: NDArray[np.int64], seconds: Floats, least: float) -> _Selection:
     """The beginning of the line that pays best.
 
@@ -202,7 +179,7 @@ def _select(survival: Floats, picks: NDArray[np.int64], seconds: Floats, least: 
     """
     requests = len(picks)
     picked = survival[picks, np.arange(requests)]
-    line = np.sort(picked[picked >= max(least, _NOTHING)])[::-1]
+    line = np.sort(picked[picked >= max(least, NOTHING)])[::-1]
     expected = np.zeros(len(line) + 1)
     np.cumsum(line, out=expected[1:])
     rates = (requests + expected) / seconds[: len(expected)]
@@ -228,22 +205,3 @@ def _lengths(survival: Floats, line: Floats, count: int) -> NDArray[np.int64]:
     left = count - int(lengths.sum())
     before = np.cumsum(ties) - ties
     return lengths + np.clip(left - before, 0, ties)
-
-
-def _drafts(
-    samples: Sequence[SampleState],
-    offers: Mapping[str, Sequence[Offer | None]],
-    names: Sequence[str],
-    picks: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-) -> dict[str, Draft]:
-    made = [offers[name] for name in names]
-    chosen: dict[str, Draft] = {}
-    drafted = np.flatnonzero(lengths)
-    rows = zip(drafted.tolist(), picks[drafted].tolist(), lengths[drafted].tolist(), strict=True)
-    for i, pick, length in rows:
-        offer = made[pick][i]
-        if offer is not None:
-            name = names[pick]
-            chosen[samples[i].sample_id] = Draft(name, list(offer.tokens[:length]), offer.source or name)
-    return chosen

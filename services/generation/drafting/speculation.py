@@ -1,9 +1,9 @@
 """Speculation of an instance: asks the drafters, applies the plan, reports back what was accepted.
 
 A drafter is never trusted. One that raises, answers for the wrong number of samples, or offers tokens outside
-the vocabulary, more than asked for, or predictions that are no probabilities, loses its say for that step (or
-that sample); the fault is counted and logged once, and after `MAX_FAULTS` faulty steps it is switched off.
-Nothing it does can reach a request.
+the vocabulary, more than asked for, or predictions that are no probabilities, loses its say for that step; the
+fault is counted and logged once, and after `MAX_FAULTS` faulty steps it is switched off. Nothing it does can reach
+a request.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import isnan
 from typing import Protocol, TypeVar
 
 import structlog
 
-from services.generation.drafting.drafter import Arrival, DraftContext, Drafter, Offer
+from services.generation.drafting.drafter import (
+    Arrival,
+    Carrying,
+    DraftContext,
+    Drafter,
+    Offers,
+    SequentialDrafter,
+)
 from services.generation.drafting.plan import Draft, StepShape, context_of
 from services.generation.engine.types import SampleState, SampleStep
 
@@ -35,9 +41,7 @@ class Plan(Protocol):
 
     def stepped(self, shape: StepShape, seconds: float) -> None: ...
 
-    def choose(
-        self, samples: Sequence[SampleState], offers: Mapping[str, Sequence[Offer | None]]
-    ) -> dict[str, Draft]: ...
+    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> dict[str, Draft]: ...
 
 
 class DraftMetrics(Protocol):
@@ -70,12 +74,25 @@ class Speculation:
     _drafts: dict[str, Draft] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._seats = [_Seat(drafter) for drafter in self.drafters]
+        # Those that ask for the others' offers come last.
+        ordered = sorted(self.drafters, key=lambda drafter: isinstance(drafter, SequentialDrafter))
+        self._seats = [_Seat(drafter) for drafter in ordered]
 
     def begin(self, context: DraftContext) -> None:
         """A sample enters the engine."""
         for seat in self._active():
             self._guard(seat, partial(seat.drafter.begin, context))
+
+    def carry(self, sample_id: str) -> dict[str, bytes]:
+        """What the drafters know of a sample beyond its tokens, by their names, for another engine."""
+        found: dict[str, bytes] = {}
+        for seat in self._active():
+            drafter = seat.drafter
+            if isinstance(drafter, Carrying):
+                state = self._guard(seat, partial(drafter.carry, sample_id))
+                if state:
+                    found[drafter.name] = state
+        return found
 
     def adopt(self, arrival: Arrival) -> None:
         """Rollouts have become known."""
@@ -97,7 +114,11 @@ class Speculation:
         if not samples:
             self._drafts = {}
             return {}
-        offers = {seat.drafter.name: self._offers(seat, samples) for seat in self._active()}
+        offers: dict[str, Offers] = {}
+        for seat in self._active():
+            made = self._offers(seat, samples, offers)
+            if made is not None:
+                offers[seat.drafter.name] = made
         self._drafts = self.plan.choose(samples, offers)
         return {sample_id: draft.tokens for sample_id, draft in self._drafts.items()}
 
@@ -127,27 +148,23 @@ class Speculation:
     def _active(self) -> list[_Seat]:
         return [seat for seat in self._seats if seat.on]
 
-    def _offers(self, seat: _Seat, samples: Sequence[SampleState]) -> Sequence[Offer | None]:
+    def _offers(
+        self, seat: _Seat, samples: Sequence[SampleState], others: Mapping[str, Offers]
+    ) -> Offers | None:
         seat.faulted = False
-        window = self.plan.window
-        made = self._guard(seat, lambda: list(seat.drafter.offer(samples, window)))
-        nothing: list[Offer | None] = [None] * len(samples)
-        if made is None:
-            return nothing
-        if len(made) != len(samples):
-            self._fault(seat, f"{len(made)} offers for {len(samples)} samples")
-            return nothing
-        return [self._checked(seat, offer) for offer in made]
-
-    def _checked(self, seat: _Seat, offer: Offer | None) -> Offer | None:
-        if offer is None:
-            return None
-        complaint = self._guard(seat, lambda: _complaint(offer, self.plan.window, self.vocab_size))
-        if complaint == "":
-            return offer
-        if complaint is not None:
+        window, drafter = self.plan.window, seat.drafter
+        try:
+            if isinstance(drafter, SequentialDrafter):
+                made = drafter.offer_beside(samples, window, others)
+            else:
+                made = drafter.offer(samples, window)
+            complaint = "" if made is None else _complaint(made, len(samples), window, self.vocab_size)
+        except Exception as error:
+            complaint = repr(error)
+        if complaint:
             self._fault(seat, complaint)
-        return None
+            return None
+        return made
 
     def _guard(self, seat: _Seat, call: Callable[[], T]) -> T | None:
         try:
@@ -169,18 +186,20 @@ class Speculation:
             _log.error("drafter_switched_off", drafter=seat.drafter.name, faults=seat.faults, last=what)
 
 
-def _complaint(offer: Offer, window: int, vocab_size: int) -> str:
-    """What is wrong with an offer, or ""."""
-    tokens, acceptance = offer.tokens, offer.acceptance
-    if not 0 < len(tokens) <= window:
-        return f"{len(tokens)} tokens offered, allowed are 1 to {window}"
-    if len(acceptance) != len(tokens):
-        return f"{len(acceptance)} predictions for {len(tokens)} tokens"
-    if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= vocab_size:
+def _complaint(made: Offers, samples: int, window: int, vocab_size: int) -> str:
+    """What is wrong with offers, or ""."""
+    if type(made) is not Offers:
+        return f"{type(made).__name__} instead of offers"
+    tokens, acceptance = made.tokens, made.acceptance
+    if tokens.ndim != 2 or len(tokens) != samples or not 0 < tokens.shape[1] <= window:
+        return f"offers of shape {tokens.shape} for {samples} samples of 1 to {window} tokens"
+    if acceptance.shape != tokens.shape:
+        return f"predictions of shape {acceptance.shape} for tokens of shape {tokens.shape}"
+    if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab_size:
         return f"a token outside the vocabulary of {vocab_size}"
-    # A NaN makes the sum one, and hides from the other two.
-    if isnan(sum(acceptance)) or min(acceptance) < 0.0 or max(acceptance) > 1.0:
+    # Asked so that a NaN fails, too.
+    if acceptance.dtype.kind != "f" or not (acceptance.min() >= 0.0 and acceptance.max() <= 1.0):
         return "a prediction that is no probability"
-    if type(offer.source) is not str:
-        return "a source that is no name"
+    if len(made.sources) not in (0, samples) or any(type(each) is not str for each in made.sources):
+        return "sources that are no names"
     return ""

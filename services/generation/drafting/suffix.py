@@ -24,11 +24,12 @@ import numpy.typing as npt
 
 from services.drafts.rollout import Rollout
 from services.generation.drafting.backlog import Backlog
-from services.generation.drafting.drafter import Arrival, DraftContext, Offer
+from services.generation.drafting.drafter import Arrival, DraftContext, Offers
 from services.generation.engine.types import SampleState
 
 if TYPE_CHECKING:
-    from services.drafts.index import Name, Offers
+    from services.drafts.index import Name
+    from services.drafts.index import Offers as Found
 
 # Tokens that the index holds by default, and that may wait for it.
 _CAPACITY = 4_000_000
@@ -50,7 +51,7 @@ class Index(Protocol):
         tokens: npt.NDArray[np.int32],
         cu: npt.NDArray[np.int64],
         window: int,
-    ) -> Offers: ...
+    ) -> Found: ...
 
 
 class BuildMetrics(Protocol):
@@ -124,7 +125,7 @@ class SuffixDrafter:
         for rollout in arrival.rollouts:
             self._waiting.push(rollout)
 
-    def offer(self, samples: Sequence[SampleState], window: int) -> list[Offer | None]:
+    def offer(self, samples: Sequence[SampleState], window: int) -> Offers | None:
         """For each sample, how the index says that it goes on."""
         self._absorb(self._tokens_per_step)
         known = [self._samples.get(state.sample_id) for state in samples]
@@ -136,7 +137,7 @@ class SuffixDrafter:
             taking.append(sample)
             news.append(state.response[sample.taken :])
             sample.taken = len(state.response)
-        return _offers(known, self._step(taking, news, window)) if taking else [None] * len(samples)
+        return _offers(known, self._step(taking, news, window)) if taking else None
 
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
         """Nothing: the next offer sees the tokens themselves."""
@@ -158,7 +159,7 @@ class SuffixDrafter:
         self._absorb(self._tokens_per_step)
         return bool(self._waiting)
 
-    def _step(self, samples: Sequence[_Sample], news: Sequence[Sequence[int]], window: int) -> Offers:
+    def _step(self, samples: Sequence[_Sample], news: Sequence[Sequence[int]], window: int) -> Found:
         """Append new tokens to growing texts, and ask how they may go on."""
         began = self._clock()
         handles = np.fromiter((sample.handle for sample in samples), np.int64, len(samples))
@@ -198,13 +199,16 @@ class SuffixDrafter:
             self._metrics.indexed(phase, self._clock() - began, tokens)
 
 
-def _offers(known: Sequence[_Sample | None], found: Offers) -> list[Offer | None]:
+def _offers(known: Sequence[_Sample | None], found: Found) -> Offers | None:
     """The offers in the order of `known`, of which `found` has a row for each sample."""
-    rows = zip(found.tokens.tolist(), found.shares.tolist(), found.counts.tolist(), strict=True)
-    offers: list[Offer | None] = []
-    for sample in known:
-        tokens, shares, count = next(rows) if sample is not None else ((), (), 0)
-        offers.append(Offer(tokens[:count], shares[:count]) if count else None)
+    if not found.counts.any():
+        return None
+    if len(found.counts) == len(known):
+        return Offers(found.tokens, found.shares.astype(np.float64))
+    rows = [i for i, sample in enumerate(known) if sample is not None]
+    shape = (len(known), found.tokens.shape[1])
+    offers = Offers(np.zeros(shape, np.int32), np.zeros(shape))
+    offers.tokens[rows], offers.acceptance[rows] = found.tokens, found.shares
     return offers
 
 

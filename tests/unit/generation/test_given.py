@@ -12,6 +12,7 @@ from services.drafts.rollout import Kind
 from services.generation.drafting.drafter import Arrival, DraftContext, Offer
 from services.generation.drafting.given import GivenDrafter
 from services.generation.engine.types import SampleState
+from tests.support.offers import unbatched
 from tests.unit.generation.rollouts import rollout
 
 WINDOW = 8
@@ -29,7 +30,7 @@ def drafter_with(sequence: Sequence[int]) -> GivenDrafter:
 
 
 def offered(drafter: GivenDrafter, response: Sequence[int], window: int = WINDOW) -> Offer | None:
-    (offer,) = drafter.offer([state(response)], window)
+    (offer,) = unbatched(drafter.offer([state(response)], window), 1)
     return offer
 
 
@@ -145,7 +146,7 @@ def test_a_sequence_that_never_matches_promises_little_whatever_others_did() -> 
     drafter.begin(DraftContext("bad", [9], [5] * 100, source="history"))
     drafter.begin(DraftContext("good", [9], list(range(100)), source="pregenerated"))
     response = list(range(60))
-    bad, good = drafter.offer([state(response, "bad"), state(response, "good")], 8)
+    bad, good = unbatched(drafter.offer([state(response, "bad"), state(response, "good")], 8), 2)
     assert bad is not None
     assert good is not None
     assert bad.expected < 0.3
@@ -222,8 +223,8 @@ def test_samples_do_not_mix_and_an_ended_one_is_forgotten() -> None:
     drafter.begin(DraftContext("b", [9], (4, 5, 6)))
     drafter.begin(DraftContext("none", [9]))
     states = [state([4], "b"), state([], "none"), state([], "unknown"), state([1, 2], "a")]
-    offers = drafter.offer(states, WINDOW)
+    offers = unbatched(drafter.offer(states, WINDOW), len(states))
     assert [None if offer is None else list(offer.tokens) for offer in offers] == [[5, 6], None, None, [3]]
     drafter.end("a", [1, 2, 3])
     drafter.end("never-begun", [])
-    assert drafter.offer([state([1], "a")], WINDOW) == [None]
+    assert drafter.offer([state([1], "a")], WINDOW) is None

@@ -27,6 +27,7 @@ from services.generation.drafting.planner_metrics import PlannerMetrics
 from services.generation.engine.types import SampleState
 from services.policy.correction import CorrectedStepTime, Correction
 from services.policy.step_time import Architecture, StepTime
+from tests.support.offers import batched
 
 ARCHITECTURE = Architecture(weight_bytes=1e9, kv_bytes=1e4, dense_flops=1e9, attention_flops=1e3)
 WINDOW = 3
@@ -118,7 +119,9 @@ def test_with_one_drafter_the_best_plan_of_all_is_found(
 ) -> None:
     samples, offers = batch
     planner = plan(**fields)
-    found = promised(planner.step_time, samples, offers, as_lengths(samples, planner.choose(samples, offers)))
+    found = promised(
+        planner.step_time, samples, offers, as_lengths(samples, planner.choose(samples, batched(offers)))
+    )
     best = max(promised(planner.step_time, samples, offers, each) for each in all_plans(samples, offers))
     assert found == pytest.approx(best, rel=1e-9)
 
@@ -130,7 +133,9 @@ def test_where_time_grows_with_the_rows_the_best_choice_of_drafters_is_found(
 ) -> None:
     samples, offers = batch
     planner = plan(per_row=per_row, base=base)
-    found = promised(planner.step_time, samples, offers, as_lengths(samples, planner.choose(samples, offers)))
+    found = promised(
+        planner.step_time, samples, offers, as_lengths(samples, planner.choose(samples, batched(offers)))
+    )
     best = max(promised(planner.step_time, samples, offers, each) for each in all_plans(samples, offers))
     assert found == pytest.approx(best, rel=1e-9)
 
@@ -142,7 +147,7 @@ def test_a_plan_keeps_the_rules_and_is_never_worse_than_plain_decoding(
 ) -> None:
     samples, offers = batch
     planner = plan(margin=margin, **fields)
-    drafts = planner.choose(samples, offers)
+    drafts = planner.choose(samples, batched(offers))
     for i, each in enumerate(samples):
         if each.sample_id not in drafts:
             continue
@@ -161,7 +166,7 @@ def test_a_plan_keeps_the_rules_and_is_never_worse_than_plain_decoding(
     assert last.tokens == sum(len(draft.tokens) for draft in drafts.values())
     if drafts:
         assert last.speedup >= 1 + margin
-    assert planner.choose(samples, offers) == drafts
+    assert planner.choose(samples, batched(offers)) == drafts
 
 
 @given(batches(2), any_time)
@@ -174,22 +179,24 @@ def test_a_draft_that_cannot_be_kept_is_not_verified(
         for name, made in offers.items()
     }
     planner = plan(**fields)
-    assert planner.choose(samples, hopeless) == {}
+    assert planner.choose(samples, batched(hopeless)) == {}
     assert planner.last.reason in (NO_OFFERS, PLAIN_IS_BEST)
 
 
 def test_an_empty_batch_and_one_without_offers_decode_plainly() -> None:
     planner = plan()
-    assert planner.choose([], {"a": []}) == {}
+    assert planner.choose([], batched({"a": []})) == {}
     assert planner.last.reason == NO_SAMPLES
-    assert planner.choose([sample(0)], {"a": [None]}) == {}
+    assert planner.choose([sample(0)], batched({"a": [None]})) == {}
     assert planner.last.reason == NO_OFFERS
-    assert planner.choose([sample(0)], {}) == {}
+    assert planner.choose([sample(0)], batched({})) == {}
 
 
 def test_one_sample_with_memory_to_spare_gets_the_whole_offer() -> None:
     planner = plan()
-    drafts = planner.choose([sample(0)], {"a": [offer(0.9, 0.9, 0.9, tokens=(3, 4, 5), source="history")]})
+    drafts = planner.choose(
+        [sample(0)], batched({"a": [offer(0.9, 0.9, 0.9, tokens=(3, 4, 5), source="history")]})
+    )
     assert drafts == {"s0": Draft("a", [3, 4, 5], "history")}
     assert planner.last.speedup == pytest.approx(1 + 0.9 + 0.81 + 0.729)
     assert planner.last.seconds == pytest.approx(1e-3, rel=1e-3)
@@ -198,20 +205,24 @@ def test_one_sample_with_memory_to_spare_gets_the_whole_offer() -> None:
 def test_offers_are_cut_to_the_window_and_to_what_the_sample_has_room_for() -> None:
     offers = {"a": [offer(0.9, 0.9, 0.9), offer(0.9, 0.9, 0.9), offer(0.9, 0.9, 0.9)]}
     samples = [sample(0), sample(1, room=1), sample(2, room=-1)]
-    assert as_lengths(samples, plan(window=2).choose(samples, offers)) == [("a", 2), ("a", 1), ("", 0)]
+    assert as_lengths(samples, plan(window=2).choose(samples, batched(offers))) == [
+        ("a", 2),
+        ("a", 1),
+        ("", 0),
+    ]
 
 
 def test_when_rows_are_dear_nothing_is_drafted() -> None:
     planner = plan(per_row=1.0)
-    assert planner.choose([sample(0)], {"a": [offer(0.9)]}) == {}
+    assert planner.choose([sample(0)], batched({"a": [offer(0.9)]})) == {}
     assert planner.last.reason == PLAIN_IS_BEST
 
 
 def test_a_gain_within_the_margin_is_left() -> None:
     offers = {"a": [offer(0.1)]}
-    assert plan(margin=0.05).choose([sample(0)], offers)
+    assert plan(margin=0.05).choose([sample(0)], batched(offers))
     planner = plan(margin=0.2)
-    assert planner.choose([sample(0)], offers) == {}
+    assert planner.choose([sample(0)], batched(offers)) == {}
     assert planner.last.reason == WITHIN_MARGIN
     assert planner.last.offered == pytest.approx(1.1)
     assert planner.last.speedup == 1.0
@@ -221,7 +232,7 @@ def test_rows_go_to_the_samples_that_use_them() -> None:
     # Two rows are free, more are dear: both go to the sample whose draft holds.
     planner = plan(throughput=4e12)
     offers = {"a": [offer(0.3, 0.3, 0.3), offer(0.99, 0.99, 0.1)]}
-    drafts = planner.choose([sample(0), sample(1)], offers)
+    drafts = planner.choose([sample(0), sample(1)], batched(offers))
     assert as_lengths([sample(0), sample(1)], drafts) == [("", 0), ("a", 2)]
 
 
@@ -229,7 +240,7 @@ def test_equal_tokens_go_to_the_first_samples_and_drafters() -> None:
     planner = plan(throughput=4e12)
     same = [offer(0.5), offer(0.5), offer(0.5)]
     samples = [sample(i) for i in range(3)]
-    assert as_lengths(samples, planner.choose(samples, {"b": same, "a": same})) == [
+    assert as_lengths(samples, planner.choose(samples, batched({"b": same, "a": same}))) == [
         ("b", 1),
         ("", 0),
         ("", 0),
@@ -238,8 +249,8 @@ def test_equal_tokens_go_to_the_first_samples_and_drafters() -> None:
 
 def test_a_long_sure_offer_goes_before_a_short_surer_one_while_rows_are_cheap() -> None:
     offers = {"short": [offer(0.95)], "long": [offer(0.8, 0.8, 0.8)]}
-    assert plan().choose([sample(0)], offers)["s0"].drafter == "long"
-    dear = plan(per_row=7e-4).choose([sample(0)], offers)
+    assert plan().choose([sample(0)], batched(offers))["s0"].drafter == "long"
+    dear = plan(per_row=7e-4).choose([sample(0)], batched(offers))
     assert dear["s0"].drafter == "short"
 
 
@@ -247,7 +258,7 @@ def test_measured_steps_change_the_plan_and_are_counted() -> None:
     registry = CollectorRegistry()
     planner = plan(metrics=PlannerMetrics(registry))
     offers = {"a": [offer(0.5, 0.5, 0.5)]}
-    assert len(planner.choose([sample(0)], offers)["s0"].tokens) == 3
+    assert len(planner.choose([sample(0)], batched(offers))["s0"].tokens) == 3
     # Plain steps take what was predicted, verifying ones three times as long.
     for _ in range(100):
         planner.stepped(StepShape(1, 1, 10), 1e-3)
@@ -266,7 +277,7 @@ def test_a_slower_machine_than_was_thought_makes_predictions_longer() -> None:
     planner = plan()
     for rows in (1, 2, 3) * 20:
         planner.stepped(StepShape(1, rows, 10), 3e-3)
-    planner.choose([sample(0)], {"a": [offer(0.9)]})
+    planner.choose([sample(0)], batched({"a": [offer(0.9)]}))
     assert planner.last.seconds == pytest.approx(3e-3, rel=0.05)
 
 

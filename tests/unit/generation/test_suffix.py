@@ -13,6 +13,7 @@ from services.drafts.rollout import Kind, Rollout
 from services.generation.drafting.drafter import Arrival, DraftContext, Offer
 from services.generation.drafting.suffix import SuffixDrafter
 from services.generation.engine.types import SampleState
+from tests.support.offers import unbatched
 from tests.unit.generation.plain_index import PlainIndex
 from tests.unit.generation.rollouts import rollout
 
@@ -42,7 +43,7 @@ class Rig:
             SampleState(sample_id, self.prompts.get(sample_id, PROMPT), response, 99)
             for sample_id, response in responses.items()
         ]
-        return self.drafter.offer(states, window)
+        return unbatched(self.drafter.offer(states, window), len(states))
 
     def offer(self, sample_id: str, response: list[int], window: int = 4) -> list[int]:
         (offer,) = self.offers(window, **{sample_id: response})
