@@ -10,7 +10,6 @@ takes about ten seconds, so many scenarios share it.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from services.generation.drafting.reuse import Reuse
 from services.generation.engine.types import EngineOptions, Finish, SampleRequest, SampleState
 from tests.support.census import Census, Sequences, take_census
 from tests.support.draft_policies import Drafting, Drafts
+from tests.support.forkserver import engine_context
 
 # Generous: machines that run tests are shared.
 _START_SECONDS = 300
@@ -68,7 +68,7 @@ class EngineHost:
     """The parent's side. A context manager: the process ends with it."""
 
     def __init__(self, options: EngineOptions) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = engine_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, options), daemon=True)
         self._process.start()
