@@ -16,8 +16,8 @@ setup:          ## Virtual environment from the lock
 demo: setup     ## The whole platform on this machine and a GRPO run on it (DEMO_ARGS="--steps 3 ...")
 	$(PYTHON) -m examples.tinymath.demo $(DEMO_ARGS)
 
-test: setup     ## All tests (TEST_ARGS="-k name")
-	$(PYTHON) -m pytest $(TEST_ARGS)
+test: setup     ## All tests, two at a time (TEST_ARGS="-k name")
+	$(PYTHON) -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 lint: setup     ## Format, style, types, protocol
 	$(PYTHON) -m ruff check $(SOURCES)

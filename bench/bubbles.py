@@ -27,7 +27,7 @@ from bench import columns
 from bench.comparison import Comparison
 from bench.coverage import Coverage
 from bench.replay import Covering, Manner, ReplayedStep, nothing_covered, replay
-from bench.report import console, show_table, write
+from bench.report import console, cores, show_table, write
 from bench.systems import (
     BUBBLESPEC,
     IN_STEP,
@@ -44,6 +44,8 @@ from examples.tinymath.train import MODEL, Options
 from services.local import Platform
 
 FOLDER = Path("runs/bench/bubbles")
+_LR = 1.5e-4
+"""Less than the demo has, which is to learn something in ten steps."""
 WARM_UP = 1
 """Steps at the beginning that are not counted."""
 GOALS = {"step_reduction": 0.8, "step_time_reduction": 0.4, "tokens_differing_share": 1e-5}
@@ -89,6 +91,9 @@ def main() -> None:
         samples=given.samples,
         pool=given.steps * given.prompts,
         max_tokens=given.max_tokens,
+        # The trainer has a machine of its own, like this one.
+        threads=len(cores()),
+        lr=given.lr,
         seed=given.seed,
     )
     config = plain_platform(MODEL, given.instances[0], FOLDER / "trajectory")
@@ -175,6 +180,7 @@ def _result(
         "options": vars(given),
         "tokens_of_trajectory": trajectory.tokens,
         "recorded_update_seconds": [step.update_seconds for step in trajectory.steps],
+        "kl_per_step": [step.moved_kl for step in trajectory.steps],
         "warm_up_steps": WARM_UP,
     }
 
@@ -197,6 +203,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=800)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=_LR, help="of the recorded run")
     names = [system.name for system in _COMPARED]
     parser.add_argument("--systems", nargs="*", choices=names, default=names, help="beside plain")
     parser.add_argument("--intra", action="store_true", help="also beside the step's last samples (Table 9)")

@@ -39,6 +39,8 @@ class TrainedStep:
     """The same while they are learned from, over the tokens learned from."""
     clip_fraction: float
     """Share of these tokens whose ratio was clipped."""
+    moved_kl: float
+    """KL of the policy that sampled from the one that was learned, over the step's tokens: how far a step goes."""
 
     @property
     def responses(self) -> Responses:
@@ -66,6 +68,7 @@ def train(
         report = learner.step(lesson)
         folder = weights.write(step + 1, learner.model.state_dict())
         learned = time.perf_counter()
+        moved = learner.drift(lesson)  # for the figures, as well
         named = [Reward(s.prompt_id, s.slot, value) for s, value in zip(samples, rewards, strict=True)]
         run.report_rewards(rollout.batch.batch_id, named, kl=drift.kl, clip_fraction=report.clipped_ratio)
         push_seconds = push(run, folder)
@@ -81,6 +84,7 @@ def train(
             kl=drift.kl,
             update_kl=report.kl,
             clip_fraction=report.clipped_ratio,
+            moved_kl=moved.kl,
         )
         served = folder
 

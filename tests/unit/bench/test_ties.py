@@ -83,6 +83,7 @@ def test_every_difference_is_judged_where_it_was_sampled(folder: Path) -> None:
         reward=0.0,
         kl=0.0,
         update_kl=0.0,
+        moved_kl=0.0,
         clip_fraction=0.0,
     )
     trajectory = Trajectory(Options(temperature=0.5), (trained,), folder)
