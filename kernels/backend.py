@@ -1,0 +1,80 @@
+"""The one switch of all kernels: Triton, or the plain reference that defines the result.
+
+`use` sets it for the process (the engine does, from its configuration); each entry function takes `backend` to
+override it for one call. AUTO is Triton on CUDA tensors where Triton is installed, and the reference elsewhere.
+Nothing here imports Triton before a call needs it, and kernels read no environment variable of their own.
+
+Triton's interpreter (TRITON_INTERPRET=1, set before Triton is first imported) runs the kernels on CPU tensors, many
+times slower: it is how they are tested without a GPU, and only an explicit TRITON asks for it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+class Backend(StrEnum):
+    """What computes."""
+
+    AUTO = "auto"
+    TRITON = "triton"
+    REFERENCE = "reference"
+
+
+class BackendUnavailable(ValueError):
+    """The backend that was asked for cannot run on these tensors."""
+
+
+_chosen = Backend.AUTO
+
+
+def use(backend: Backend | str) -> None:
+    """Set what computes in this process where a call does not say. ValueError for an unknown name."""
+    global _chosen
+    _chosen = _named(backend)
+
+
+def in_use() -> Backend:
+    """What `use` set last; AUTO before."""
+    return _chosen
+
+
+def choose(device: torch.device, backend: Backend | str | None = None) -> Backend:
+    """TRITON or REFERENCE for tensors on `device`. BackendUnavailable where TRITON is asked for and cannot run."""
+    wanted = _chosen if backend is None else _named(backend)
+    if wanted is Backend.REFERENCE:
+        return wanted
+    if wanted is Backend.AUTO:
+        return Backend.TRITON if device.type == "cuda" and installed() else Backend.REFERENCE
+    if not installed():
+        raise BackendUnavailable("backend triton: Triton is not installed; allowed here: auto, reference")
+    if device.type != "cuda" and not interpreted():
+        raise BackendUnavailable(
+            f"backend triton: the tensors are on {device}, Triton needs cuda (or TRITON_INTERPRET=1, for tests); "
+            "allowed here: auto, reference"
+        )
+    return wanted
+
+
+@cache
+def installed() -> bool:
+    """Whether Triton can be imported; does not import it."""
+    return find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter. Imports Triton."""
+    import triton  # type: ignore[import-untyped]
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _named(backend: Backend | str) -> Backend:
+    try:
+        return Backend(backend)
+    except ValueError:
+        raise ValueError(f"backend must be one of {', '.join(Backend)}, got {backend!r}") from None

@@ -1,0 +1,85 @@
+"""What a user would have instead of the kernels, where it is installed: FlashInfer, and vLLM's own kernels.
+
+They are looked up by name when a benchmark asks, never imported by anything else here. Each maker raises whatever
+its library does if it is absent, or other than vLLM 0.32, whose signatures were read, and FlashInfer 0.2; they were not
+tried: the table then says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from kernels.short_query_attention import Step
+
+Run = Callable[[], Any]
+
+
+def vllm_attention(step: Step) -> Run:
+    """vLLM's FlashAttention over the same paged cache."""
+    attention = import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+
+    def run() -> torch.Tensor:
+        return attention(
+            step.query,
+            step.keys,
+            step.values,
+            max_seqlen_q=step.longest_query,
+            cu_seqlens_q=step.cu_queries,
+            max_seqlen_k=step.longest,
+            seqused_k=step.lengths,
+            softmax_scale=step.scale,
+            causal=True,
+            block_table=step.block_table,
+        )
+
+    return run
+
+
+def flashinfer_attention(step: Step) -> Run:
+    """FlashInfer's paged prefill with ragged queries; planning is left out of the time."""
+    prefill = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    device, block = step.query.device, step.keys.shape[1]
+    counts = (step.lengths + block - 1) // block
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=device)
+    starts[1:] = counts.cumsum(0)
+    table = torch.cat([row[:count] for row, count in zip(step.block_table, counts.tolist(), strict=True)])
+    wrapper = prefill(torch.empty(256 << 20, dtype=torch.uint8, device=device), "NHD")
+    wrapper.plan(
+        step.cu_queries,
+        starts,
+        table,
+        (step.lengths - 1) % block + 1,
+        step.query.shape[1],
+        step.keys.shape[2],
+        step.query.shape[2],
+        block,
+        causal=True,
+        sm_scale=step.scale,
+        q_data_type=step.query.dtype,
+    )
+    return lambda: wrapper.run(step.query, (step.keys, step.values))
+
+
+def marlin_matmul(x: torch.Tensor, weight: torch.Tensor, group: int) -> Run:
+    """vLLM's Marlin with the [N, K] weight in its own 4-bit format."""
+    folder = "vllm.model_executor.layers.quantization.utils."
+    scalar = import_module("vllm.scalar_type").scalar_types.uint4b8
+    utils = import_module(folder + "marlin_utils")
+    _, packed, scales, *_ = import_module(folder + "marlin_utils_test").marlin_quantize(
+        weight.T.contiguous(), scalar, group
+    )
+    workspace = utils.marlin_make_workspace_new(x.device)
+    none = torch.empty(0, dtype=torch.int, device=x.device)
+    return lambda: utils.apply_gptq_marlin_linear(
+        x, packed, scales, none, workspace, scalar, weight.shape[0], weight.shape[1]
+    )
+
+
+def flashinfer_sampling(logits: torch.Tensor, top_p: torch.Tensor) -> Run:
+    """FlashInfer's top-p sampling from probabilities: one token a row, no seed of a sample's own."""
+    sampling = import_module("flashinfer.sampling")
+    return lambda: sampling.top_p_sampling_from_probs(logits.float().softmax(dim=-1), top_p)

@@ -1,0 +1,73 @@
+"""Top-k and top-p as a threshold on a row: the specification, and its plain numpy reference.
+
+A token is kept if its scaled logit x = float32(logit / T) is at least the row's threshold. Equal logits are kept or
+dropped together, so no order among them has to be agreed upon:
+
+    top-k   the threshold is the k-th largest x: more than k tokens are kept where others equal it, as vLLM has
+            it on CPU. Off if k < 1 or k >= V.
+    top-p   of what top-k keeps, x is kept if the tokens with a larger one hold less than the share p of the
+            mass; the largest always is. That is vLLM's rule, but for equal logits across the cut, of which vLLM
+            keeps those that its sort happens to put first. Off unless p < 1.
+
+So that every device cuts at the same token, the mass of x is an integer, and sums of integers have no order:
+
+    mass(x) = int64(exp32(x - max x) * 2**40), 0 for x - max x <= LOWEST
+
+where exp32 is float32 additions and multiplications as written in `mass_of`, none fused; the comparison with p is
+float64(sum above) < float64(p) * float64(sum of all). 2**18 entries of mass 2**40 stay below 2**58.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+MASS_BITS = 40
+LOWEST = np.float32(-27.5)
+"""Below it a mass would be less than 2."""
+MOST_ENTRIES = 1 << 22
+"""Vocabulary up to which sums of masses fit 63 bits."""
+LOG2E = np.float32(1.442695)
+LN2_HIGH = np.float32(0.693359375)
+"""ln 2 to 9 bits, so that its product with a small integer is exact."""
+LN2_LOW = np.float32(-2.1219444e-4)
+ROUND = np.float32(1.5 * 2**23)
+"""Added and taken away, it leaves the nearest integer, ties to even."""
+EXP_SERIES = tuple(np.float32(c) for c in (1, 1, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040))
+
+
+def threshold(scaled: NDArray[np.float32], top_k: int, top_p: float) -> np.float32:
+    """The threshold of one row [V] float32 without NaN or +inf; -inf where both masks are off."""
+    lowest = np.float32(-np.inf)
+    if 1 <= top_k < len(scaled):
+        lowest = np.partition(scaled, len(scaled) - top_k)[len(scaled) - top_k]
+    largest = scaled.max()
+    if not top_p < 1 or largest == -np.inf:
+        return lowest
+    values, inverse = np.unique(scaled[scaled >= lowest], return_inverse=True)
+    masses = np.zeros(len(values), dtype=np.int64)
+    np.add.at(masses, inverse, mass_of(values - largest)[inverse])
+    from_here = np.cumsum(masses[::-1])[::-1]
+    kept = (from_here - masses).astype(np.float64) < np.float64(np.float32(top_p)) * np.float64(from_here[0])
+    kept[-1] = True
+    return values[np.argmax(kept)]
+
+
+def thresholds(
+    scaled: NDArray[np.float32], top_k: NDArray[np.int64], top_p: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Thresholds [R] of rows [R, V], a mask each; -inf for rows with NaN or +inf, which are not masked."""
+    sound = scaled.max(axis=1) < np.inf
+    rows = zip(scaled, top_k, top_p, sound, strict=True)
+    found = [threshold(row, int(k), float(p)) if finite else -np.inf for row, k, p, finite in rows]
+    return np.array(found, dtype=np.float32)
+
+
+def mass_of(below: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Mass of entries by how far they lie below the largest (<= 0, any shape)."""
+    d = np.maximum(below, LOWEST)
+    n = (d * LOG2E + ROUND) - ROUND
+    r = (d - n * LN2_HIGH) - n * LN2_LOW
+    series = np.full_like(r, EXP_SERIES[-1])
+    for coefficient in EXP_SERIES[-2::-1]:
+        series = series * r + coefficient
+    scale = ((n.astype(np.int32) + np.int32(127 + MASS_BITS)) << np.int32(23)).view(np.float32)
+    return np.where(below > LOWEST, (series * scale).astype(np.int64), 0)

@@ -1,0 +1,93 @@
+"""The noise of noise.py in Triton, bit for bit. Kernels that use it are launched with enable_fp_fusion=False.
+
+Order keys are those of cpu_noise.py, but unsigned: a larger float has the larger key.
+"""
+
+# mypy: disable-error-code="no-untyped-def,import-untyped"
+# Triton's functions carry types that annotations cannot say.
+
+import triton
+import triton.language as tl
+
+from kernels.coupled_sampler.noise import (
+    EXPONENT_SHIFT,
+    HALF,
+    LN2,
+    LOG_POLYNOMIAL,
+    TWO_THIRDS_BITS,
+    ULP_32,
+)
+from kernels.coupled_sampler.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
+
+_M0, _M1 = (tl.constexpr(m) for m in MULTIPLIERS)
+_W0, _W1 = (tl.constexpr(w) for w in KEY_STEPS)
+_ROUNDS = tl.constexpr(ROUNDS)
+_P0, _P1, _P2, _P3, _P4, _P5, _P6 = (tl.constexpr(float(p)) for p in LOG_POLYNOMIAL)
+_LN2, _HALF, _ULP_32 = (tl.constexpr(float(c)) for c in (LN2, HALF, ULP_32))
+_TWO_THIRDS_BITS = tl.constexpr(int(TWO_THIRDS_BITS))
+_EXPONENT_SHIFT = tl.constexpr(int(EXPONENT_SHIFT))
+
+
+@triton.jit
+def words_of(seed, position, domain, first, BLOCK: tl.constexpr):
+    """The words of `BLOCK` tokens from `first` on, a multiple of 4: [BLOCK] uint32. seed uint64, position int64."""
+    c0 = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = tl.zeros((BLOCK // 4,), tl.uint32)
+    c1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    # An argument that is 1 is a constant to Triton, and no tensor; cast takes both.
+    c2 = zero + tl.cast(domain, tl.uint32)
+    c3 = zero
+    # 64 bits wide, so that a step of a key overflows nothing.
+    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
+    m0, m1 = tl.full((1,), _M0, tl.uint32), tl.full((1,), _M1, tl.uint32)
+    for _ in tl.static_range(_ROUNDS):
+        high0, low0 = tl.umulhi(c0, m0), c0 * m0
+        high1, low1 = tl.umulhi(c2, m1), c2 * m1
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0.to(tl.uint32), low1, high0 ^ c3 ^ k1.to(tl.uint32), low0
+        k0 = (k0 + _W0) & 0xFFFFFFFF
+        k1 = (k1 + _W1) & 0xFFFFFFFF
+    # Token 4 i + 2 a + b at [i, a, b].
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (BLOCK,))
+
+
+@triton.jit
+def _log1p(r):
+    polynomial = _P6 * r + _P5
+    polynomial = polynomial * r + _P4
+    polynomial = polynomial * r + _P3
+    polynomial = polynomial * r + _P2
+    polynomial = polynomial * r + _P1
+    polynomial = polynomial * r + _P0
+    return r + (r * r) * (polynomial * r - _HALF)
+
+
+@triton.jit
+def _split(x):
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - _TWO_THIRDS_BITS) >> _EXPONENT_SHIFT
+    return exponent, (bits - (exponent << _EXPONENT_SHIFT)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def gumbel_of(word):
+    """g of uint32 words, float32."""
+    exponent, fraction = _split(word.to(tl.float32) + _HALF)
+    complement = -((word ^ 0xFFFFFFFF).to(tl.uint32).to(tl.float32) + _HALF) * _ULP_32
+    remainder = tl.where(exponent == 32, complement, fraction - 1.0)
+    log_u = (exponent - 32).to(tl.float32) * _LN2 + _log1p(remainder)
+    exponent, fraction = _split(-log_u)
+    return -(exponent.to(tl.float32) * _LN2 + _log1p(fraction - 1.0))
+
+
+@triton.jit
+def order_key(x):
+    """uint32 that orders as the float32 does; -0 as +0. Of no use for NaN."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def of_order_key(key):
+    """Inverse of order_key: uint32 -> float32."""
+    signed = key.to(tl.int32, bitcast=True)
+    return (signed ^ ((~signed >> 31) | -2147483648)).to(tl.float32, bitcast=True)

@@ -1,0 +1,131 @@
+"""The distillation loss in Triton: one pass forwards, one backwards.
+
+Forwards, a program keeps of its row, for both models, the maximum m and the sum Z of exp(logit - m), and of the
+teacher's weights the sum A of exp(t - m) * (t - s), all rescaled when a maximum rises. Then
+
+    KL = A / Z_teacher - logsumexp(teacher) + logsumexp(student)
+
+Backwards, the gradient of the student's logits is weight * (softmax(student) - softmax(teacher)) / temperature,
+from the two sums that the forward pass has left.
+"""
+
+# mypy: disable-error-code="no-untyped-def,import-untyped"
+# Triton's functions carry types that annotations cannot say.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton_math import narrow
+
+BLOCK = 2048
+
+
+class FusedLoss(torch.autograd.Function):
+    """kd_loss by the kernels; differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        """Losses, [T] float32."""
+        tokens, width = student.shape
+        divergence, student_sum, teacher_sum = torch.empty(
+            3, tokens, dtype=torch.float32, device=student.device
+        )
+        if tokens:
+            _forward[(tokens,)](
+                student, teacher, weights, divergence, student_sum, teacher_sum,
+                student.stride(0), teacher.stride(0), width, 1.0 / temperature,
+                BLOCK=_block(width), num_warps=8, enable_fp_fusion=True,
+            )  # fmt: skip
+        ctx.save_for_backward(student, teacher, weights, divergence, student_sum, teacher_sum)
+        ctx.temperature = temperature
+        return torch.where(weights == 0, 0.0, weights * divergence)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+        """Gradients of student and weights."""
+        student, teacher, weights, divergence, student_sum, teacher_sum = ctx.saved_tensors
+        tokens, width = student.shape
+        of_student = of_weights = None
+        if ctx.needs_input_grad[0]:
+            of_student = torch.empty(tokens, width, dtype=student.dtype, device=student.device)
+            if tokens:
+                block = _block(width)
+                _backward[(tokens, triton.cdiv(width, block))](
+                    student, teacher, weights, grad.contiguous(), student_sum, teacher_sum, of_student,
+                    student.stride(0), teacher.stride(0), width, 1.0 / ctx.temperature,
+                    BLOCK=block, num_warps=8, enable_fp_fusion=True,
+                )  # fmt: skip
+        if ctx.needs_input_grad[2]:
+            of_weights = torch.where(weights == 0, 0.0, grad * divergence)
+        return of_student, None, of_weights, None
+
+
+def _block(width: int) -> int:
+    return min(BLOCK, max(16, triton.next_power_of_2(width)))
+
+
+@triton.jit
+def _forward(
+    student, teacher, weights, divergence, student_sum, teacher_sum,
+    student_stride, teacher_stride, width, inverse, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    result = tl.full((), 0.0, tl.float32)
+    log_s, log_t = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    if tl.load(weights + token) != 0.0:
+        m_s, m_t = tl.full((), -float("inf"), tl.float32), tl.full((), -float("inf"), tl.float32)
+        z_s, z_t = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+        a = tl.full((), 0.0, tl.float32)
+        spoiled = tl.full((), 0, tl.int32)
+        for start in range(0, width, BLOCK):
+            offset = start + tl.arange(0, BLOCK)
+            inside = offset < width
+            s = tl.load(student + token * student_stride + offset, mask=inside, other=-float("inf"))
+            t = tl.load(teacher + token * teacher_stride + offset, mask=inside, other=-float("inf"))
+            s, t = s.to(tl.float32) * inverse, t.to(tl.float32) * inverse
+            spoiled |= tl.max(((s != s) | (t != t)).to(tl.int32), axis=0)
+            new_s, new_t = tl.maximum(m_s, tl.max(s, axis=0)), tl.maximum(m_t, tl.max(t, axis=0))
+            base_s = tl.where(new_s > -float("inf"), new_s, 0.0)
+            base_t = tl.where(new_t > -float("inf"), new_t, 0.0)
+            share = tl.exp(t - base_t)
+            fade = tl.exp(m_t - base_t)
+            z_s = z_s * tl.exp(m_s - base_s) + tl.sum(tl.exp(s - base_s), axis=0)
+            z_t = z_t * fade + tl.sum(share, axis=0)
+            # What has no share adds nothing, be the difference infinite.
+            a = tl.where(fade > 0.0, a * fade, 0.0) + tl.sum(
+                tl.where(share > 0.0, share * (t - s), 0.0), axis=0
+            )
+            m_s, m_t = new_s, new_t
+        log_s, log_t = m_s + tl.log(z_s), m_t + tl.log(z_t)
+        result = tl.where(spoiled > 0, float("nan"), a / z_t - log_t + log_s)
+    tl.store(divergence + token, result)
+    tl.store(student_sum + token, log_s)
+    tl.store(teacher_sum + token, log_t)
+
+
+@triton.jit
+def _backward(
+    student, teacher, weights, grads, student_sum, teacher_sum, out,
+    student_stride, teacher_stride, width, inverse, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < width
+    weight = tl.load(weights + token)
+    result = tl.zeros((BLOCK,), tl.float32)
+    if weight != 0.0:
+        factor = tl.load(grads + token) * weight * inverse
+        s = tl.load(student + token * student_stride + offset, mask=inside, other=-float("inf"))
+        t = tl.load(teacher + token * teacher_stride + offset, mask=inside, other=-float("inf"))
+        q = tl.exp(s.to(tl.float32) * inverse - tl.load(student_sum + token))
+        p = tl.exp(t.to(tl.float32) * inverse - tl.load(teacher_sum + token))
+        result = factor * (q - p)
+    tl.store(out + token * width + offset, narrow(result, out.dtype.element_ty), mask=inside)

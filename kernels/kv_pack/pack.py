@@ -1,0 +1,86 @@
+"""Gather the KV of a request out of its blocks into one buffer, and scatter it back: what a migration sends.
+
+    buffer = torch.empty(packed_shape(kv_caches, len(blocks), tokens), dtype=..., device=...)
+    pack(kv_caches, blocks, buffer, tokens=tokens)
+    unpack(buffer, kv_caches, blocks_there, tokens=tokens)      # elsewhere, into caches of the same layout
+
+Of a last block that is not full only the tokens that are there are carried: no stale KV of others leaves the cache,
+and what lies behind them in the destination's block stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.backend import Backend, choose
+from kernels.kv_pack.layout import BlockLayout, Runs, check_blocks, check_buffer, check_caches, runs
+from kernels.kv_pack.reference import pack_reference, unpack_reference
+
+
+def pack(
+    kv_caches: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    tokens: int | None = None,
+    layout: BlockLayout | None = None,
+    backend: Backend | str | None = None,
+) -> None:
+    """Copy the blocks of a request, over all layers, into one contiguous buffer.
+
+    Args:
+        kv_caches: one tensor a layer, all alike and contiguous, of any dtype; axes as `layout` says.
+        blocks: [n] int32 or int64 in host memory, in the order of the tokens; none twice.
+        out: [layers, elements] as `packed_shape` says; all of it is written.
+        tokens: of the request; None: all blocks are full.
+        layout: default [num_blocks, H, block, 2 D].
+        backend: see kernels/backend.py.
+
+    Raises:
+        ValueError: anything that does not fit, a block out of range or named twice.
+    """
+    layout = layout or BlockLayout()
+    shape = _check(kv_caches, blocks, tokens, layout, "out", out)
+    if choose(out.device, backend) is Backend.TRITON:
+        from kernels.kv_pack.triton_copy import copy
+
+        copy(kv_caches, blocks, out, shape, unpacking=False)
+    else:
+        pack_reference(kv_caches, blocks, out, layout, shape)
+
+
+def unpack(
+    packed: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    *,
+    tokens: int | None = None,
+    layout: BlockLayout | None = None,
+    backend: Backend | str | None = None,
+) -> None:
+    """Copy a buffer that `pack` made into blocks of these caches; arguments and errors as there."""
+    layout = layout or BlockLayout()
+    shape = _check(kv_caches, blocks, tokens, layout, "packed", packed)
+    if choose(packed.device, backend) is Backend.TRITON:
+        from kernels.kv_pack.triton_copy import copy
+
+        copy(kv_caches, blocks, packed, shape, unpacking=True)
+    else:
+        unpack_reference(packed, kv_caches, blocks, layout, shape)
+
+
+def _check(
+    kv_caches: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    tokens: int | None,
+    layout: BlockLayout,
+    name: str,
+    buffer: torch.Tensor,
+) -> Runs:
+    check_caches(kv_caches)
+    shape = runs(kv_caches[0].shape, layout, len(blocks), tokens)
+    check_blocks(blocks, shape.blocks)
+    check_buffer(name, buffer, (len(kv_caches), shape.elements), kv_caches[0])
+    return shape

@@ -1,0 +1,138 @@
+"""A check, on the device at hand, that the kernels give what they must; the engine makes it before it serves.
+
+A compiler that fuses an operation, or a device that rounds otherwise, would change tokens without an error
+(noise.py says what is asked of both), and a wrong copy of KV would be seen by nobody. Takes the time of compiling,
+some seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.backend import Backend
+from kernels.coupled_sampler.noise import gumbel
+from kernels.coupled_sampler.sample import Sampled, sample
+from kernels.kv_pack import pack, packed_shape, unpack
+from kernels.w4a16 import dequantise, matmul, quantise
+
+_WIDTH = 1500
+"""Entries of a row: more than one block of noise, and not a multiple of it."""
+
+
+class KernelMismatch(RuntimeError):
+    """A kernel compiled and ran, and its result is not the reference's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Three requests, of one, three and two rows."""
+
+    logits: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+
+    def sampled(self, drafts: torch.Tensor, device: torch.device, backend: Backend) -> Sampled:
+        """The case on a device."""
+        return sample(
+            self.logits.to(device),
+            self.seeds.to(device),
+            self.positions.to(device),
+            self.temperature.to(device),
+            drafts.to(device),
+            torch.tensor([0, 1, 4, 6]),
+            top_k=None if self.top_k is None else self.top_k.to(device),
+            top_p=None if self.top_p is None else self.top_p.to(device),
+            backend=backend,
+        )
+
+
+def check_kernels(device: torch.device) -> None:
+    """KernelMismatch unless the kernels that an engine uses agree with their references on `device`.
+
+    Raises also what a kernel that does not compile or run raises.
+    """
+    check_sampler(device)
+    check_w4a16(device)
+    check_kv_pack(device)
+
+
+def check_sampler(device: torch.device) -> None:
+    """KernelMismatch unless tokens, counts and log-probabilities on `device` are those of the CPU's sampler.
+
+    Rows of random logits, masked and not, of which one request has a true draft, and rows whose scores all but tie,
+    where one operation rounded differently is enough for another token.
+    """
+    host = torch.device("cpu")
+    for case in _cases():
+        drafts = torch.tensor([11, 12, 13])
+        drafts[0] = case.sampled(drafts, host, Backend.REFERENCE).tokens[1]
+        expected = case.sampled(drafts, host, Backend.REFERENCE)
+        found = case.sampled(drafts, device, Backend.TRITON)
+        if not (
+            torch.equal(found.tokens.cpu(), expected.tokens)
+            and torch.equal(found.counts.cpu(), expected.counts)
+            and torch.allclose(found.logprobs.cpu(), expected.logprobs, rtol=1e-4, atol=1e-4, equal_nan=True)
+        ):
+            raise KernelMismatch(
+                f"sampling on {device} gives tokens {found.tokens.tolist()}, "
+                f"the reference {expected.tokens.tolist()}"
+            )
+
+
+def check_w4a16(device: torch.device) -> None:
+    """KernelMismatch unless 4-bit weights are the reference's to the bit, and products within rounding."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(70, 600, generator=generator).bfloat16()
+    x = torch.randn(3, 600, generator=generator).bfloat16()
+    for symmetric in (True, False):
+        expected = quantise(weight, symmetric=symmetric, backend=Backend.REFERENCE)
+        found = quantise(weight.to(device), symmetric=symmetric, backend=Backend.TRITON)
+        same = torch.equal(found.packed.cpu(), expected.packed) and torch.equal(
+            found.scales.cpu(), expected.scales
+        )
+        if expected.zeros is not None and found.zeros is not None:
+            same &= torch.equal(found.zeros.cpu(), expected.zeros)
+        if not same:
+            raise KernelMismatch(f"quantising on {device} gives other integers or scales than the reference")
+        product = matmul(x.to(device), found, backend=Backend.TRITON).cpu().double()
+        exact = x.double() @ dequantise(expected, torch.float64).T
+        if not (product - exact).abs().max() < 0.01 * exact.abs().max():
+            raise KernelMismatch(f"a product with a 4-bit weight on {device} is off by more than rounding")
+
+
+def check_kv_pack(device: torch.device) -> None:
+    """KernelMismatch unless a request, its last block partial, is packed and unpacked as by the reference."""
+    blocks, there, tokens = torch.tensor([7, 0, 3]), torch.tensor([2, 6, 1]), 37
+    caches = [torch.arange(8 * 2 * 16 * 24).view(8, 2, 16, 24).to(torch.int16) + layer for layer in range(2)]
+    packed, copies = [], []
+    for place, backend in ((torch.device("cpu"), Backend.REFERENCE), (device, Backend.TRITON)):
+        source = [cache.to(place) for cache in caches]
+        buffer = torch.zeros(packed_shape(source, 3, tokens), dtype=torch.int16, device=place)
+        pack(source, blocks, buffer, tokens=tokens, backend=backend)
+        target = [torch.full_like(cache, -1) for cache in source]
+        unpack(buffer, target, there, tokens=tokens, backend=backend)
+        packed.append(buffer.cpu())
+        copies.append(torch.stack(target).cpu())
+    if not (torch.equal(*packed) and torch.equal(*copies)):
+        raise KernelMismatch(f"KV that was packed and unpacked on {device} is not what it was")
+
+
+def _cases() -> tuple[_Case, ...]:
+    rng = np.random.default_rng(0)
+    seeds, positions = torch.tensor([3, -4, 5]), torch.tensor([0, 7, 2**32 - 9])
+    owner, offset = np.repeat(np.arange(3), (1, 3, 2)), np.array([0, 0, 1, 2, 0, 1])
+    places = zip(seeds.numpy().view(np.uint64)[owner], positions.numpy()[owner] + offset, strict=True)
+    noise = np.stack([gumbel(int(seed), int(position), _WIDTH) for seed, position in places])
+    plain = torch.from_numpy(rng.normal(0, 3, (6, _WIDTH)).astype(np.float32))
+    top_k, top_p = torch.tensor([0, 40, 1400]), torch.tensor([0.9, 1.0, 0.5])
+    return (
+        _Case(plain, seeds, positions, torch.tensor([1.0, 0.7, 0.0])),
+        _Case(plain.bfloat16(), seeds, positions, torch.tensor([1.0, 0.7, 1.3]), top_k, top_p),
+        _Case(torch.from_numpy(-noise), seeds, positions, torch.ones(3)),
+    )

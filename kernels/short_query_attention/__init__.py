@@ -1,0 +1,15 @@
+"""Unified short-query attention over a paged KV cache (BubbleSpec, section 3.3).
+
+Decoding and verifying requests go through one launch: the query tokens of a request and the query heads that share
+a key-value head fill one tile of the tensor cores, so a few more query tokens cost what the keys cost anyway.
+
+- inputs.py: what a step is, and what is allowed
+- reference.py: plain PyTorch
+- attend.py: the entry function
+- triton_attend.py: the kernels: attention over a piece of each context, and the sum of the pieces
+"""
+
+from kernels.short_query_attention.attend import attend
+from kernels.short_query_attention.inputs import Step
+
+__all__ = ["Step", "attend"]

@@ -1,0 +1,52 @@
+"""The Triton kernels: in Triton's interpreter, compiled for CUDA without a device, and on a device if there is one.
+
+Each in a process of its own: the interpreter is chosen when Triton is first imported, and other tests need it not.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.backend import installed
+
+FOLDER = Path(__file__).parent / "triton_backend"
+ROOT = FOLDER.parents[3]
+KERNELS = ("attend", "kd_loss", "kv_pack", "sample", "selfcheck", "w4a16")
+
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="Triton is not installed (extra: kernels)"),
+    pytest.mark.timeout(900),
+]
+
+
+def run_tests(mode: str, *names: str) -> None:
+    paths = [str(FOLDER / f"test_{name}.py") for name in names]
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", *paths],
+        cwd=ROOT,
+        env={**os.environ, "KERNEL_TESTS": mode},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stdout[-8000:] + process.stderr[-2000:]
+    assert " passed" in process.stdout
+
+
+def test_kernels_give_the_references_results_in_the_interpreter() -> None:
+    run_tests("interpret", *KERNELS)
+
+
+def test_kernels_compile_for_cuda() -> None:
+    run_tests("compile", "compile")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_gives_the_references_results_on_a_device(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    run_tests("cuda", name)
