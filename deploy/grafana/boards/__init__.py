@@ -1,0 +1,8 @@
+"""The dashboards."""
+
+from deploy.grafana.boards.bubbles import BUBBLES
+from deploy.grafana.boards.instances import INSTANCE_BOARD
+from deploy.grafana.boards.overview import OVERVIEW
+from deploy.grafana.boards.speculation import SPECULATION
+
+BOARDS = (OVERVIEW, INSTANCE_BOARD, SPECULATION, BUBBLES)

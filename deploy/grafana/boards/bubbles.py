@@ -1,0 +1,233 @@
+"""Bubbles, what is generated in them, where it is kept, and samples that move between instances."""
+
+from deploy.grafana.board import (
+    INSTANCE,
+    INSTANCES,
+    NAMESPACE,
+    NAMESPACES,
+    Board,
+    Chart,
+    Query,
+    Section,
+    gauge,
+    mean,
+    quantile,
+    quantiles,
+    rate,
+    ratio,
+)
+
+_W = "paceline_gateway_"
+_G = "paceline_generation_"
+_B = "paceline_bubbles_"
+_D = "paceline_drafts_"
+_M = "paceline_migration_"
+_R = "paceline_reallocator_"
+_HIT = f'{NAMESPACE},outcome="hit"'
+
+_BUBBLES = Section(
+    "Bubbles",
+    (
+        Chart(
+            "Bubbles of the last step",
+            "s",
+            (
+                Query(gauge(f"{_W}step_bubble_average_seconds", how="max"), "mean"),
+                Query(gauge(f"{_W}step_bubble_max_seconds", how="max"), "longest"),
+            ),
+            "Time of an instance from its last sample of a step to the step's end.",
+        ),
+        Chart(
+            "Bubbles",
+            "s",
+            (Query(mean(f"{_W}bubble_seconds"), "mean"), *quantiles(f"{_W}bubble_seconds")),
+        ),
+        Chart(
+            "Coverage",
+            "percentunit",
+            (
+                Query(ratio(f"{_W}pregenerated_tokens_total", f"{_W}announced_step_tokens_total"), "mean"),
+                Query(gauge(f"{_W}step_coverage_ratio", how="max"), "last step"),
+            ),
+            "Tokens that there were of a step's samples when it began, over the tokens of that step.",
+        ),
+        Chart("Announced samples", "short", (Query(gauge(f"{_W}hinted_samples"), "announced"),)),
+        Chart("Hints", "short", (Query(rate(f"{_W}hints_total", "outcome"), "{{outcome}}"),), "Per second."),
+    ),
+)
+
+_AHEAD = Section(
+    "Pre-generation",
+    (
+        Chart(
+            "Tokens per second",
+            "short",
+            (Query(rate(f"{_G}pregenerated_tokens_total", "instance", INSTANCE), "{{instance}}"),),
+        ),
+        Chart(
+            "Samples in the background",
+            "short",
+            (Query(gauge(f"{_G}background_samples", "instance", INSTANCE), "{{instance}}"),),
+        ),
+        Chart(
+            "Ended samples",
+            "short",
+            (Query(rate(f"{_G}pregenerated_samples_total", "outcome", INSTANCE), "{{outcome}}"),),
+            "Per second: finished; partial, so with tokens; empty.",
+        ),
+        Chart(
+            "Time to make way",
+            "s",
+            (
+                Query(quantile(0.95, f"{_G}yield_seconds", where=INSTANCE), "for a sample of the step, p95"),
+                Query(
+                    quantile(0.95, f"{_G}halt_delay_seconds", where=INSTANCE), "at the end of the step, p95"
+                ),
+                Query(quantile(0.95, f"{_G}update_halt_seconds", where=INSTANCE), "for new weights, p95"),
+            ),
+        ),
+        Chart(
+            "Leased and open samples",
+            "short",
+            (Query(gauge(f"{_B}leased_items"), "leased"), Query(gauge(f"{_B}open_items"), "open")),
+        ),
+        Chart(
+            "Leases",
+            "short",
+            (Query(rate(f"{_B}leases_total", "event"), "{{event}}"),),
+            "Per second, by event.",
+        ),
+        Chart(
+            "Polls of the coordinator",
+            "short",
+            (Query(rate(f"{_G}bubble_polls_total", "outcome", INSTANCE), "{{outcome}}"),),
+            "Per second.",
+        ),
+    ),
+)
+
+_STORE = Section(
+    "Draft store",
+    (
+        Chart(
+            "Memory",
+            "bytes",
+            (
+                Query(gauge(f"{_D}bytes", "instance"), "{{instance}}"),
+                Query(gauge(f"{_D}budget_bytes", "instance"), "at most {{instance}}"),
+            ),
+        ),
+        Chart("Rollouts", "short", (Query(gauge(f"{_D}rollouts", "kind"), "{{kind}}"),), kind="area"),
+        Chart(
+            "Prompts found",
+            "percentunit",
+            (
+                Query(
+                    f"{rate(f'{_D}prompts_fetched_total', where=_HIT)}"
+                    f" / ({rate(f'{_D}prompts_fetched_total')} > 0)",
+                    "hits",
+                ),
+            ),
+            "Of the prompts that instances ask for, those that there are rollouts of.",
+        ),
+        Chart(
+            "Rollouts put",
+            "short",
+            (Query(rate(f"{_D}puts_total", "outcome"), "{{outcome}}"),),
+            "Per second.",
+        ),
+        Chart(
+            "Rollouts removed",
+            "short",
+            (Query(rate(f"{_D}removals_total", "cause"), "{{cause}}"),),
+            "Per second. `cold` is what might still have been of use.",
+        ),
+    ),
+)
+
+_MOVES = Section(
+    "Samples that move",
+    (
+        Chart(
+            "Moves",
+            "short",
+            (Query(rate(f"{_M}moves_total", "outcome, reason", INSTANCE), "{{outcome}} {{reason}}"),),
+            "Samples per second that instances moved to others with their KV, or tried to.",
+        ),
+        Chart(
+            "KV sent",
+            "Bps",
+            (Query(rate(f"{_M}bytes_total", "stage", INSTANCE), "{{stage}}"),),
+            "copy: while the sample decodes on. delta: what came about meanwhile, while it is frozen.",
+            kind="area",
+        ),
+        Chart(
+            "Time of a move, p95",
+            "s",
+            (
+                Query(quantile(0.95, f"{_M}stage_seconds", "stage", INSTANCE), "{{stage}}"),
+                Query(quantile(0.95, f"{_M}resume_seconds", where=INSTANCE), "resume"),
+            ),
+            "stall is the time for which a sample is frozen.",
+        ),
+        Chart(
+            "Stall in engine steps",
+            "short",
+            (
+                Query(mean(f"{_M}stall_steps", where=INSTANCE), "mean"),
+                *quantiles(f"{_M}stall_steps", where=INSTANCE),
+            ),
+        ),
+        Chart(
+            "What the gateway makes of moved samples",
+            "short",
+            (Query(rate(f"{_W}moves_total", "outcome"), "{{outcome}}"),),
+            "Per second. Those that it does not claim are resumed by their prefix.",
+        ),
+        Chart(
+            "Arrivals",
+            "short",
+            (Query(rate(f"{_M}arrivals_total", "state", INSTANCE), "{{state}}"),),
+            "Per second, by how far they got.",
+        ),
+        Chart(
+            "Decisions of the reallocator",
+            "short",
+            (Query(rate(f"{_R}decisions_total", "outcome"), "{{outcome}}"),),
+            "Per second.",
+        ),
+        Chart(
+            "Samples and turning points",
+            "short",
+            (
+                Query(gauge(f"{_R}instance_samples", "instance_id", how="max"), "{{instance_id}}"),
+                Query(
+                    gauge(f"{_R}threshold_samples", "instance_id", how="max"), "turning point {{instance_id}}"
+                ),
+            ),
+            "Beyond its turning point an instance gains little by more samples; those below could do with more.",
+        ),
+        Chart(
+            "Gain of moves",
+            "percentunit",
+            (
+                Query(mean(f"{_R}predicted_gain"), "predicted"),
+                Query(mean(f"{_R}achieved_gain"), "measured"),
+            ),
+        ),
+        Chart(
+            "Resumed by their prefix",
+            "short",
+            (Query(rate(f"{_W}resubmissions_total", "cause"), "{{cause}}"),),
+            "Samples per second whose KV is computed anew on another instance.",
+        ),
+    ),
+)
+
+BUBBLES = Board(
+    uid="paceline-bubbles",
+    title="Paceline / Bubbles and migrations",
+    meaning="Idle time within steps, what is generated ahead in it, where that is kept, and samples that move.",
+    variables=(NAMESPACES, INSTANCES),
+    sections=(_BUBBLES, _AHEAD, _STORE, _MOVES),
+)

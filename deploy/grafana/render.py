@@ -1,0 +1,137 @@
+"""Draws the dashboards' data without Grafana: `python -m deploy.grafana.render --prometheus http://127.0.0.1:9090`.
+
+One picture for each dashboard, every panel's series of the last minutes as the panel's queries give them. Needs
+matplotlib (the extra `demo`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from deploy.grafana.board import Board, Chart, Query
+from deploy.grafana.boards import BOARDS
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+_COLUMNS = 3
+_POINTS = 240
+_MOST_SERIES = 12
+"""Names in a legend."""
+
+
+class Source:
+    """A Prometheus, asked for so many seconds up to `end` (unix time)."""
+
+    def __init__(self, url: str, seconds: float, end: float, window: str) -> None:
+        self._url = url.rstrip("/")
+        self._span = {"start": end - seconds, "end": end, "step": max(1.0, seconds / _POINTS)}
+        self.end = end
+        self._window = window
+
+    def over(self, expression: str) -> list[dict[str, Any]]:
+        """Series of the whole time: {metric, values}."""
+        return self._ask("query_range", {"query": self._filled(expression), **self._span})
+
+    def last(self, expression: str) -> list[dict[str, Any]]:
+        """Series of the last moment: {metric, value}."""
+        return self._ask("query", {"query": self._filled(expression), "time": self.end})
+
+    def _filled(self, expression: str) -> str:
+        return re.sub(
+            r"\$(namespace|instance|run)\b", ".*", expression.replace("$__rate_interval", self._window)
+        )
+
+    def _ask(self, what: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        with urllib.request.urlopen(
+            f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(parameters)}", timeout=30
+        ) as answer:
+            result: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+            return result
+
+
+def draw(board: Board, source: Source, path: Path) -> None:
+    """Writes one dashboard as a picture."""
+    charts = [chart for section in board.sections for chart in section.charts]
+    rows = math.ceil(len(charts) / _COLUMNS)
+    figure, axes = plt.subplots(rows, _COLUMNS, figsize=(6 * _COLUMNS, 2.9 * rows), squeeze=False)
+    for place, each in enumerate(axes.flat):
+        if place < len(charts):
+            _draw_chart(charts[place], source, each)
+        else:
+            each.set_axis_off()
+    figure.suptitle(board.title)
+    figure.tight_layout(rect=(0, 0, 1, 0.985))
+    figure.savefig(path, dpi=70)
+    plt.close(figure)
+
+
+def _draw_chart(chart: Chart, source: Source, axes: Axes) -> None:
+    axes.set_title(f"{chart.title} [{chart.unit}]", fontsize=10)
+    drawn = sum(
+        _draw_bars(query, source, axes) if chart.kind == "bars" else _draw_lines(query, source, axes)
+        for query in chart.queries
+    )
+    if not drawn:
+        axes.text(0.5, 0.5, "no data", ha="center", transform=axes.transAxes)
+    elif 0 < drawn <= _MOST_SERIES:
+        axes.legend(fontsize=7)
+    axes.tick_params(labelsize=7)
+    if chart.unit != "none":
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+
+
+def _draw_lines(query: Query, source: Source, axes: Axes) -> int:
+    series = source.over(query.expr)
+    for each in series:
+        points = [(float(at), float(value)) for at, value in each["values"]]
+        times, values = [at - source.end for at, _ in points], [value for _, value in points]
+        axes.plot(times, values, label=_name(query, each["metric"]))
+    return len(series)
+
+
+def _draw_bars(query: Query, source: Source, axes: Axes) -> int:
+    series = source.last(query.expr)
+    bars = sorted((_order(_name(query, each["metric"])), float(each["value"][1])) for each in series)
+    axes.bar([str(name[1]) for name, _ in bars], [value for _, value in bars])
+    return len(series) and _MOST_SERIES + 1
+
+
+def _order(name: str) -> tuple[float, str]:
+    return (float(name) if name.isdigit() else math.inf, name)
+
+
+def _name(query: Query, metric: Mapping[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: metric.get(found[1], ""), query.legend) or "value"
+
+
+def main() -> None:
+    """Draws every dashboard."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prometheus", default="http://127.0.0.1:9090")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--window", default="1m", help="of rates; at least four scrape intervals")
+    parser.add_argument("--out", type=Path, default=Path("runs/dashboards"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    source = Source(options.prometheus, options.minutes * 60, time.time(), options.window)
+    for board in BOARDS:
+        path = options.out / f"{board.uid}.png"
+        draw(board, source, path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

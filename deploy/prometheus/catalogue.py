@@ -1,0 +1,113 @@
+"""Every metric that services export, as they register it.
+
+`python -m deploy.prometheus.catalogue` puts the list into docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+
+from services.bubbles.metrics import BubbleMetrics
+from services.drafts.metrics import DraftMetrics
+from services.drafts.store import DraftStore
+from services.gateway.metrics import GatewayMetrics
+from services.generation.drafting.self_metrics import SelfDraftMetrics
+from services.generation.metrics import EngineMetrics
+from services.generation.migration.metrics import MigrationMetrics
+from services.generation.pregeneration.metrics import PregenerationMetrics
+from services.platform.metrics import redis_up, rpc_metrics, show_build
+from services.platform.watched import RELOADS
+from services.policy.metrics import PolicyMetrics
+from services.policy.scaling.metrics import ScalingMetrics
+from services.reallocator.metrics import ReallocatorMetrics
+
+DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
+BEGIN, END = "<!-- from here on: python -m deploy.prometheus.catalogue -->", "<!-- to here -->"
+
+
+def _every(registry: CollectorRegistry) -> None:
+    rpc_metrics(registry)
+    show_build("any", registry)
+    registry.register(redis_up())
+    registry.register(RELOADS)
+
+
+Maker = Callable[[CollectorRegistry], object]
+
+SERVICES: dict[str, tuple[Maker, ...]] = {
+    "Every service": (_every,),
+    "Gateway": (GatewayMetrics,),
+    "Generation instance": (EngineMetrics, PregenerationMetrics, MigrationMetrics, SelfDraftMetrics),
+    "Draft store": (lambda registry: DraftMetrics(registry, DraftStore(1 << 20, 1), lambda: 0.0),),
+    "Bubble coordinator": (BubbleMetrics,),
+    "Reallocator": (ReallocatorMetrics,),
+    "Policy": (PolicyMetrics, ScalingMetrics),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric under the name that queries use; of a histogram, that without _bucket, _sum and _count."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+def metrics(service: str) -> list[Metric]:
+    """The metrics of a service, by name."""
+    found: dict[str, Metric] = {}
+    for make in SERVICES[service]:
+        registry = CollectorRegistry()
+        make(registry)
+        found |= {metric.name: metric for metric in _metrics(registry)}
+    return [found[name] for name in sorted(found)]
+
+
+def table() -> str:
+    """The list for people, in Markdown."""
+    lines: list[str] = []
+    for service in SERVICES:
+        lines += [
+            "",
+            f"## {service}",
+            "",
+            "| metric | type | labels | meaning |",
+            "| --- | --- | --- | --- |",
+        ]
+        for metric in metrics(service):
+            labels = ", ".join(metric.labels)
+            meaning = metric.meaning.replace("|", "\\|")
+            lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {meaning} |")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def document(text: str) -> str:
+    """The document with the list as it is now."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{table()}\n{END}{tail}"
+
+
+def _metrics(registry: CollectorRegistry) -> Iterator[Metric]:
+    # prometheus_client says what a metric without series is called in its collectors only.
+    suffixes = {"counter": "_total", "info": "_info"}
+    for collector in registry._collector_to_names:
+        assert isinstance(collector, MetricWrapperBase)
+        kind = str(collector._type)
+        yield Metric(
+            f"{collector._name}{suffixes.get(kind, '')}",
+            kind,
+            tuple(collector._labelnames),
+            collector._documentation,
+        )
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(DOCUMENT.read_text()))

@@ -1,0 +1,104 @@
+{{/* What services are told. services/platform/config.py refuses what it does not know. */}}
+
+{{/* Settings as variables. Takes a map of settings. */}}
+{{- define "paceline.settings" -}}
+{{- range $name, $value := . }}
+- name: PACELINE_{{ upper $name }}
+  value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* What every service is told. Takes root, component, advertise, config and extraEnv. */}}
+{{- define "paceline.environment" -}}
+{{- $values := .root.Values -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: PACELINE_HOST
+  value: "0.0.0.0"
+- name: PACELINE_PORT
+  value: {{ include "paceline.port" . | quote }}
+- name: PACELINE_METRICS_PORT
+  value: "9400"
+- name: PACELINE_ADVERTISE_HOST
+  value: {{ .advertise | quote }}
+- name: PACELINE_NAMESPACE
+  value: {{ default (printf "%s.%s" .root.Release.Namespace (include "paceline.fullname" .root)) $values.redis.keyPrefix | quote }}
+{{ include "paceline.redisEnvironment" .root }}
+{{- if include "paceline.tls" .root }}
+- name: PACELINE_TLS__CERT_FILE
+  value: /etc/paceline/tls/tls.crt
+- name: PACELINE_TLS__KEY_FILE
+  value: /etc/paceline/tls/tls.key
+- name: PACELINE_TLS__CA_FILE
+  value: /etc/paceline/tls/ca.crt
+- name: PACELINE_TLS__CLIENT_AUTH
+  value: {{ $values.tls.clientAuth | quote }}
+{{- if and $values.tls.serverName (eq $values.tls.mode "secrets") }}
+- name: PACELINE_TLS__SERVER_NAME
+  value: {{ $values.tls.serverName | quote }}
+{{- end }}
+{{- else }}
+- name: PACELINE_INSECURE
+  value: "true"
+{{- end }}
+- name: PACELINE_TOKEN_FILE
+  value: /etc/paceline/token/{{ $values.tokens.services.secretKey }}
+- name: PACELINE_TOKENS_FILE
+  value: /etc/paceline/grants/tokens.yaml
+{{- with $values.tracing.endpoint }}
+- name: PACELINE_TRACING_ENDPOINT
+  value: {{ . | quote }}
+- name: PACELINE_TRACING_SAMPLE_RATIO
+  value: {{ $values.tracing.sampleRatio | quote }}
+{{- end }}
+{{- include "paceline.settings" .config }}
+{{- with .extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What the policy controller is told of scaling. It recommends for every pool that may be scaled, and sets their
+numbers only where it is the one to. */}}
+{{- define "paceline.scalingEnvironment" -}}
+{{- $pools := list -}}
+{{- range (include "paceline.pools" $ | fromYaml).pools -}}
+{{- if .scaled -}}
+{{- $name := include "paceline.name" (dict "root" $ "component" "generation" "pool" .name) -}}
+{{- $pools = append $pools (dict "name" $name "minimum" (.minReplicas | int) "maximum" (.maxReplicas | int)) -}}
+{{- end -}}
+{{- end -}}
+- name: PACELINE_SCALING__POOLS
+  value: {{ toJson $pools | quote }}
+- name: PACELINE_SCALING__APPLY
+  value: {{ eq (include "paceline.scales" $) "true" | quote }}
+- name: PACELINE_SCALING__GATEWAY
+  value: {{ include "paceline.host" (dict "root" $ "component" "gateway") }}:{{ .Values.gateway.service.port | int }}
+- name: PACELINE_SCALING__LEASE_NAME
+  value: {{ include "paceline.fullname" $ }}-scaling
+{{- range $name, $value := .Values.autoscale.config }}
+- name: PACELINE_SCALING__{{ upper $name }}
+  value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Where the store is. A password reaches the address through a variable, so that it is in no manifest. */}}
+{{- define "paceline.redisEnvironment" -}}
+{{- $redis := .Values.redis -}}
+{{- if $redis.embedded.enabled -}}
+{{- $host := include "paceline.host" (dict "root" . "component" "redis") -}}
+{{- $tls := include "paceline.tls" . -}}
+{{- $files := "ssl_ca_certs=/etc/paceline/tls/ca.crt&ssl_certfile=/etc/paceline/tls/tls.crt&ssl_keyfile=/etc/paceline/tls/tls.key" -}}
+{{- /* The client knows no other name than the one it dials; our authority's signature has to do. */ -}}
+{{- if and .Values.tls.serverName (eq .Values.tls.mode "secrets") }}{{ $files = printf "%s&ssl_check_hostname=false" $files }}{{ end -}}
+- name: REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ include "paceline.redisSecret" . }}, key: {{ $redis.embedded.secretKey }}}}
+- name: PACELINE_REDIS_URL
+  value: {{ printf "%s://:$(REDIS_PASSWORD)@%s:6379/0%s" (ternary "rediss" "redis" (eq $tls "true")) $host (ternary (printf "?%s" $files) "" (eq $tls "true")) | quote }}
+{{- else if $redis.external.existingSecret -}}
+- name: PACELINE_REDIS_URL
+  valueFrom: {secretKeyRef: {name: {{ $redis.external.existingSecret }}, key: {{ $redis.external.secretKey }}}}
+{{- else -}}
+- name: PACELINE_REDIS_URL
+  value: {{ required "redis.external.url or redis.external.existingSecret is needed without redis.embedded.enabled" $redis.external.url | quote }}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,110 @@
+{{/* Names, labels and addresses. */}}
+
+{{/* Begins every name. 24 characters leave room for "-generation-", a pool and what Kubernetes appends. */}}
+{{- define "paceline.fullname" -}}
+{{- $chart := default .Chart.Name .Values.nameOverride -}}
+{{- $both := ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
+{{- default $both .Values.fullnameOverride | trunc 24 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Name of a component's resources. Takes root and component, and pool where there is one. */}}
+{{- define "paceline.name" -}}
+{{- $name := printf "%s-%s" (include "paceline.fullname" .root) .component -}}
+{{- if .pool }}{{ printf "%s-%s" $name .pool }}{{ else }}{{ $name }}{{ end -}}
+{{- end -}}
+
+{{/* Labels that select a component's pods. Takes root, component and perhaps pool. */}}
+{{- define "paceline.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
+app.kubernetes.io/component: {{ .component }}
+{{- if .pool }}
+paceline.io/pool: {{ .pool | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of a component's resources. Takes root, component and perhaps pool. */}}
+{{- define "paceline.labels" -}}
+{{ include "paceline.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: paceline
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
+{{- end -}}
+
+{{/* DNS name of a component's service. Takes root and component. */}}
+{{- define "paceline.host" -}}
+{{ include "paceline.name" . }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.clusterDomain }}
+{{- end -}}
+
+{{/* Every component that is deployed: the port it serves, and who calls it there. */}}
+{{- define "paceline.components" -}}
+{{- $all := dict
+  "gateway" (dict "port" 7400 "callers" (list "policy" "test"))
+  "generation" (dict "port" 7500 "callers" (list "gateway" "reallocator" "policy"))
+  "redis" (dict "port" 6379 "callers" (list "gateway" "generation" "reallocator" "bubbles" "drafts" "policy"))
+-}}
+{{- if not .Values.redis.embedded.enabled }}{{ $all = omit $all "redis" }}{{ end -}}
+{{- if .Values.reallocator.enabled }}
+{{- $_ := set $all "reallocator" (dict "port" 7440 "callers" list) }}
+{{- end }}
+{{- if .Values.bubbles.enabled }}
+{{- $_ := set $all "bubbles" (dict "port" 7420 "callers" (list "gateway" "generation")) }}
+{{- end }}
+{{- if .Values.drafts.enabled }}
+{{- $_ := set $all "drafts" (dict "port" 7410 "callers" (list "gateway" "generation")) }}
+{{- end }}
+{{- if .Values.policy.enabled }}
+{{- $_ := set $all "policy" (dict "port" 7430 "callers" (list "gateway")) }}
+{{- end }}
+{{- toYaml $all -}}
+{{- end -}}
+
+{{/* Port of a component. Takes root and component. */}}
+{{- define "paceline.port" -}}
+{{- get (get (include "paceline.components" .root | fromYaml) .component) "port" | int -}}
+{{- end -}}
+
+{{/* An image of ours. Takes root and image: repository and digest. */}}
+{{- define "paceline.image" -}}
+{{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{ .image.repository }}:{{ default .root.Chart.AppVersion .root.Values.image.tag }}
+{{- with .image.digest }}@{{ . }}{{ end -}}
+{{- end -}}
+
+{{/* The pools, each with what it has by default; "pools" in a map, for fromYaml. */}}
+{{- define "paceline.pools" -}}
+{{- $pools := list -}}
+{{- $names := dict -}}
+{{- range .Values.generation.pools -}}
+{{- if hasKey $names .name }}{{ fail (printf "generation.pools: two are called %s" .name) }}{{ end -}}
+{{- $_ := set $names .name true -}}
+{{- $pool := dict -}}
+{{- range $key, $value := $.Values.generation.defaults }}{{ $_ := set $pool $key $value }}{{ end -}}
+{{- range $key, $value := . }}{{ $_ := set $pool $key $value }}{{ end -}}
+{{- $config := dict -}}
+{{- range $key, $value := $.Values.generation.defaults.config }}{{ $_ := set $config $key $value }}{{ end -}}
+{{- range $key, $value := (.config | default dict) }}{{ $_ := set $config $key $value }}{{ end -}}
+{{- $_ := set $pool "config" $config -}}
+{{- if gt (int $pool.minReplicas) (int $pool.maxReplicas) }}
+{{- fail (printf "generation.pools: minReplicas of %s is above maxReplicas" $pool.name) }}
+{{- end -}}
+{{- $pools = append $pools $pool -}}
+{{- end -}}
+{{- dict "pools" $pools | toYaml -}}
+{{- end -}}
+
+{{/* Who sets the number of instances of a pool: policy, hpa, keda, or nobody: "". Takes root and pool (its values). */}}
+{{- define "paceline.scaler" -}}
+{{- if and .root.Values.autoscale.enabled .pool.scaled }}
+{{- if not .root.Values.policy.enabled }}
+{{- fail "autoscale.enabled: needs policy.enabled, which says how many instances there should be" }}
+{{- end }}
+{{- .root.Values.autoscale.by }}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether the policy controller sets the number of instances: "true" or nothing. */}}
+{{- define "paceline.scales" -}}
+{{- if and .Values.autoscale.enabled (eq .Values.autoscale.by "policy") }}true{{ end -}}
+{{- end -}}

@@ -1,0 +1,51 @@
+{{/* Certificates and tokens: which secrets hold them. */}}
+
+{{/* Whether there is TLS: "true" or nothing. */}}
+{{- define "paceline.tls" -}}
+{{- if ne .Values.tls.mode "none" }}true{{ end -}}
+{{- end -}}
+
+{{/* Secret with the certificate of a component. Takes root and component. */}}
+{{- define "paceline.tlsSecret" -}}
+{{- $tls := .root.Values.tls -}}
+{{- if eq $tls.mode "certManager" -}}
+{{ include "paceline.name" . }}-tls
+{{- else -}}
+{{- $name := get $tls.secretNames .component | default $tls.secretName -}}
+{{- required (printf "tls.secretName or tls.secretNames.%s is needed with tls.mode secrets" .component) $name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name that a component's certificate has. Takes root and component. */}}
+{{- define "paceline.serverName" -}}
+{{- $given := ternary .root.Values.tls.serverName "" (eq .root.Values.tls.mode "secrets") -}}
+{{- default (include "paceline.host" .) $given -}}
+{{- end -}}
+
+{{/* Secret with the services' own token, and that with what is known of callers' tokens. */}}
+{{- define "paceline.tokenSecret" -}}
+{{ default (printf "%s-token" (include "paceline.fullname" .)) .Values.tokens.services.existingSecret }}
+{{- end -}}
+{{- define "paceline.grantsSecret" -}}
+{{ default (printf "%s-grants" (include "paceline.fullname" .)) .Values.tokens.existingSecret }}
+{{- end -}}
+
+{{/* Secret with the token that Prometheus shows. */}}
+{{- define "paceline.metricsTokenSecret" -}}
+{{- if and .Values.tokens.existingSecret (not .Values.tokens.metrics.existingSecret) }}
+{{- fail "tokens.metrics.existingSecret: is needed to scrape with tokens.existingSecret" }}
+{{- end -}}
+{{ default (printf "%s-metrics-token" (include "paceline.fullname" .)) .Values.tokens.metrics.existingSecret }}
+{{- end -}}
+
+{{/* Secret with Redis's password. */}}
+{{- define "paceline.redisSecret" -}}
+{{ default (printf "%s-redis" (include "paceline.fullname" .)) .Values.redis.embedded.existingSecret }}
+{{- end -}}
+
+{{/* A value of a secret that the chart made earlier, or else a new one: base64. Takes root, name, key, prefix. */}}
+{{- define "paceline.kept" -}}
+{{- $found := lookup "v1" "Secret" .root.Release.Namespace .name -}}
+{{- $data := get ($found | default dict) "data" | default dict -}}
+{{- get $data .key | default (printf "%s%s" (.prefix | default "") (randAlphaNum 43) | b64enc) -}}
+{{- end -}}

@@ -1,0 +1,124 @@
+"""What the chart renders to, and how to find things in it."""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import yaml
+
+ROOT = Path(__file__).parents[3]
+CHART = ROOT / "helm/paceline"
+VALUE_SETS = {
+    "defaults": {},
+    **{
+        file.name.removesuffix("-values.yaml"): yaml.safe_load(file.read_text())
+        for file in sorted((CHART / "ci").glob("*-values.yaml"))
+    },
+}
+"""Values of the sets in helm/paceline/ci, and none, by name."""
+NAMESPACE = "ml"
+ELSEWHERE = "rediss://:secret@redis.example.com:6380/0"
+"""Address of a Redis that is given in a secret."""
+COMPONENT, POOL = "app.kubernetes.io/component", "paceline.io/pool"
+
+# Parsing is most of the work, and every test reads much of the same YAML.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@functools.cache
+def chart() -> helm.Chart:
+    """The chart, loaded once."""
+    return helm.Chart.load(str(CHART))
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The manifests of one rendering, and the notes."""
+
+    manifests: tuple[dict[str, Any], ...]
+    notes: str
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        """Every manifest of a kind."""
+        return [each for each in self.manifests if each["kind"] == kind]
+
+    def named(self, kind: str, name: str) -> dict[str, Any]:
+        """The manifest of a kind with a name, which begins with the release's."""
+        (found,) = [each for each in self.all(kind) if each["metadata"]["name"] == f"paceline{name}"]
+        return found
+
+    def names(self, kind: str) -> set[str]:
+        """Names of the manifests of a kind."""
+        return {each["metadata"]["name"] for each in self.all(kind)}
+
+    def workloads(self) -> list[dict[str, Any]]:
+        """Whatever makes pods."""
+        return [*self.all("Deployment"), *self.all("StatefulSet")]
+
+    def pods(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and spec of every kind of pod, that of `helm test` included."""
+        for each in self.workloads():
+            yield each["metadata"]["name"], each["spec"]["template"]["spec"]
+        for each in self.all("Pod"):
+            yield each["metadata"]["name"], each["spec"]
+
+    def services(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Component and workload of everything that is one of our services."""
+        for each in self.workloads():
+            component = each["metadata"]["labels"][COMPONENT]
+            if component != "redis":
+                yield component, each
+
+
+def render(values: Mapping[str, Any] | None = None, name: str = "paceline") -> Release:
+    """Renders the chart as `helm install` does, without a cluster."""
+    texts = chart().render(dict(values or {}), name=name, namespace=NAMESPACE)
+    notes = next(text for path, text in texts.items() if path.endswith("NOTES.txt"))
+    documents = [
+        document
+        for path, text in sorted(texts.items())
+        if not path.endswith("NOTES.txt")
+        for document in yaml.load_all(text, _LOADER)
+        if document is not None
+    ]
+    return Release(tuple(documents), notes)
+
+
+@functools.cache
+def value_set(name: str) -> Release:
+    """The rendering of one of VALUE_SETS."""
+    return render(VALUE_SETS[name])
+
+
+def container(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """The one container of a workload's pods."""
+    (only,) = workload["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+def environment(holder: Mapping[str, Any], pod: str = "paceline-x-0") -> dict[str, str]:
+    """A container's variables as its process sees them. Secrets hold "secret", and the address ELSEWHERE."""
+    found: dict[str, str] = {}
+    for each in holder.get("env", []):
+        if "value" in each:
+            text = each["value"]
+            for name, value in found.items():
+                text = text.replace(f"$({name})", value)
+            found[each["name"]] = text
+        elif "fieldRef" in each["valueFrom"]:
+            assert each["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+            found[each["name"]] = pod
+        else:
+            found[each["name"]] = ELSEWHERE if each["name"] == "PACELINE_REDIS_URL" else "secret"
+    return found
+
+
+def secret_text(secret: Mapping[str, Any], key: str) -> str:
+    """What a secret holds under a key."""
+    return base64.b64decode(secret["data"][key]).decode()

@@ -1,0 +1,123 @@
+"""docs/operations.md: its manifests, values, commands and code are of this chart and this program."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from typer.main import get_command
+
+from paceline.cli.app import app
+from tests.unit.helm.release import ROOT, Release, chart, render
+
+TEXT = (ROOT / "docs/operations.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^ *```{language}\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE)
+    assert found
+    return found
+
+
+def commands() -> Iterator[list[str]]:
+    """Every simple command, in words."""
+    for block in blocks("sh"):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            reader = shlex.shlex(line, posix=True, punctuation_chars="|;&>")
+            reader.whitespace_split = True
+            words = list(reader)
+            while words:
+                end = next((i for i, word in enumerate(words) if set(word) <= set("|;&>")), len(words))
+                yield words[:end]
+                words = words[end + 1 :]
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, Any]:
+    (text,) = [block for block in blocks("yaml") if block.startswith("# values.yaml")]
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def release(values: dict[str, Any]) -> Release:
+    return render(values)
+
+
+def test_the_values_of_the_first_installation_are_taken(values: dict[str, Any]) -> None:
+    chart().validate_schema(values)
+
+
+def test_the_manifests_are_valid_and_their_volume_is_the_one_that_instances_read(release: Release) -> None:
+    (text,) = [block for block in blocks("yaml") if not block.startswith("# values.yaml")]
+    claim, pod = yaml.safe_load_all(text)
+    for each in (claim, pod):
+        kubernetes_validate.validate(each, "1.36", strict=True)
+    volumes = release.named("StatefulSet", "-generation-h100")["spec"]["template"]["spec"]["volumes"]
+    assert claim["metadata"]["name"] in [
+        each.get("persistentVolumeClaim", {}).get("claimName") for each in volumes
+    ]
+
+
+def test_options_that_are_set_on_the_command_line_are_values_of_the_chart(values: dict[str, Any]) -> None:
+    seen = 0
+    for words in commands():
+        if words[0] == "helm":
+            for option, given in pairwise(words):
+                if option == "--set":
+                    path, _, text = given.partition("=")
+                    nested: Any = yaml.safe_load(text) if path != "image.tag" else text
+                    for name in reversed(path.split(".")):
+                        nested = {name: nested}
+                    chart().validate_schema({**values, **nested})
+                    seen += 1
+    assert seen >= 2
+
+
+def test_commands_of_paceline_have_these_options() -> None:
+    known = {name: command for name, command in get_command(app).commands.items()}  # type: ignore[attr-defined]
+    seen = 0
+    for words in commands():
+        if words[0] == "paceline":
+            options = {option for each in known[words[1]].params for option in each.opts}
+            assert {word for word in words[2:] if word.startswith("--")} <= options, words
+            seen += 1
+    assert seen >= 3
+
+
+def test_objects_that_are_named_are_made(release: Release) -> None:
+    made = {each["kind"].lower(): release.names(each["kind"]) | {"loader"} for each in release.manifests}
+    made["secret"] |= {each["spec"]["secretName"] for each in release.all("Certificate")}
+    seen = set()
+    for kind, name in re.findall(r"\b(statefulset|service|secret|deployment)[/ ](paceline[\w-]*)", TEXT):
+        assert name in made[kind], f"{kind} {name}"
+        seen.add(kind)
+    assert seen >= {"statefulset", "service", "secret"}
+    for name in re.findall(r"secrets? `(paceline[\w-]*)`", TEXT):
+        assert name in made["secret"], name
+
+
+def test_images_that_are_built_are_the_targets_of_the_container_file() -> None:
+    (loop,) = re.findall(r"for target in (.*); do", TEXT)
+    targets = re.findall(
+        r"^FROM base AS (\S+)", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE
+    )
+    assert loop.split() == ["control", "generation-cuda", "generation-cpu"]
+    assert set(loop.split()) <= set(targets)
+    assert re.findall(r"PYTHON_IMAGE=(\S+)@", TEXT)[0] in (ROOT / "deploy/docker/Dockerfile").read_text()
+
+
+def test_the_first_step_is_code_that_connects_to_this_gateway(release: Release) -> None:
+    (code,) = blocks("python")
+    compile(code, "first_step.py", "exec")
+    (host, port), *_ = re.findall(r'address = "([\w.-]+):(\d+)"', code)
+    service = release.named("Service", "-gateway")
+    assert host == f"{service['metadata']['name']}.ml.svc.cluster.local"
+    assert int(port) == service["spec"]["ports"][0]["port"]
+    assert host in release.named("Certificate", "-gateway")["spec"]["dnsNames"]

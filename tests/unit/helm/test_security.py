@@ -1,0 +1,254 @@
+"""Who may do what: pods, networks, the Kubernetes API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.unit.helm.release import (
+    CHART,
+    COMPONENT,
+    VALUE_SETS,
+    Release,
+    container,
+    environment,
+    render,
+    value_set,
+)
+
+
+@pytest.fixture(params=VALUE_SETS, scope="module")
+def release(request: pytest.FixtureRequest) -> Release:
+    return value_set(request.param)
+
+
+def test_every_pod_meets_the_restricted_standard_and_has_a_read_only_root(release: Release) -> None:
+    for name, pod in release.pods():
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] is True, name
+        assert context["runAsUser"] > 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert not [each for each in pod.get("volumes", []) if "hostPath" in each]
+        for each in pod["containers"]:
+            inner = each["securityContext"]
+            assert inner["allowPrivilegeEscalation"] is False
+            assert inner["readOnlyRootFilesystem"] is True
+            assert inner["capabilities"] == {"drop": ["ALL"]}
+            assert "hostPort" not in str(each.get("ports"))
+
+
+def test_what_is_written_has_a_volume_where_the_root_is_read_only(release: Release) -> None:
+    for component, workload in release.services():
+        mounts = {
+            each["mountPath"]: each.get("readOnly", False) for each in container(workload)["volumeMounts"]
+        }
+        # HOME, NUMBA_CACHE_DIR and the ready file of the images lie there.
+        assert mounts["/cache"] is False
+        assert mounts["/tmp"] is False
+        assert all(mounts[path] for path in mounts if path.startswith("/etc/paceline"))
+        if component == "generation" and "/weights" in mounts:
+            assert mounts["/weights"] is True
+
+
+def test_variables_of_other_services_do_not_reach_a_pod(release: Release) -> None:
+    # PACELINE_GATEWAY_PORT and its like, or VLLM_PORT of a service called vllm.
+    assert all(pod["enableServiceLinks"] is False for _, pod in release.pods())
+
+
+def test_nobody_may_use_the_kubernetes_api_by_default() -> None:
+    release = value_set("defaults")
+    assert not release.all("Role")
+    assert not release.all("RoleBinding")
+    assert not any(pod["automountServiceAccountToken"] for _, pod in release.pods())
+    assert not any(each["automountServiceAccountToken"] for each in release.all("ServiceAccount"))
+
+
+def test_with_scaling_the_policy_controller_alone_may_scale_what_it_is_to_scale() -> None:
+    release = value_set("autoscale")
+    trusted = {name for name, pod in release.pods() if pod["automountServiceAccountToken"]}
+    assert trusted == {"paceline-policy"}
+    (binding,) = release.all("RoleBinding")
+    assert [each["name"] for each in binding["subjects"]] == ["paceline-policy"]
+    pod = release.named("Deployment", "-policy")["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "paceline-policy"
+    (role,) = release.all("Role")
+    granted = {
+        (resource, verb, name)
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", ["*"])
+    }
+    assert granted == {
+        ("statefulsets/scale", "get", "paceline-generation-burst"),
+        ("statefulsets/scale", "update", "paceline-generation-burst"),
+        ("pods", "get", "*"),
+        ("leases", "create", "*"),
+        ("leases", "get", "paceline-scaling"),
+        ("leases", "update", "paceline-scaling"),
+    }
+
+
+def test_a_role_never_names_no_statefulset_when_it_means_none() -> None:
+    values = {"autoscale": {"enabled": True}, "generation": {"defaults": {"scaled": False}}}
+    (role,) = render(values).all("Role")
+    assert "statefulsets/scale" not in [each for rule in role["rules"] for each in rule["resources"]]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rbac": {"create": False}, "autoscale": {"enabled": True}},
+        {"autoscale": {"enabled": True, "by": "keda"}},
+    ],
+)
+def test_no_role_is_made_where_somebody_else_sees_to_it(values: dict[str, Any]) -> None:
+    assert not render(values).all("Role")
+
+
+def test_without_network_policies_there_are_none() -> None:
+    assert not render({"networkPolicy": {"enabled": False}}).all("NetworkPolicy")
+
+
+def test_every_pod_is_behind_a_network_policy(release: Release) -> None:
+    for each in release.workloads():
+        labels = each["spec"]["template"]["metadata"]["labels"]
+        matching = [
+            policy
+            for policy in release.all("NetworkPolicy")
+            if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+        ]
+        assert len(matching) == 1
+        assert matching[0]["spec"]["policyTypes"] == ["Ingress"]
+
+
+def test_from_outside_the_namespace_only_the_gateway_is_reached_and_only_at_its_port(
+    release: Release,
+) -> None:
+    for policy in release.all("NetworkPolicy"):
+        component = policy["metadata"]["labels"][COMPONENT]
+        for rule in policy["spec"]["ingress"]:
+            # An empty list would mean everybody.
+            assert rule.get("from", ["trainers"])
+            outside = "from" not in rule or any(
+                {"ipBlock", "namespaceSelector"} & each.keys() for each in rule["from"]
+            )
+            if outside:
+                ports = [each["port"] for each in rule["ports"]]
+                allowed = [[9400]] if component != "gateway" else [[7400], [9400]]
+                assert ports in allowed, component
+                if ports == [9400]:
+                    assert rule["from"] == [
+                        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+                    ]
+
+
+def test_each_service_is_reached_by_those_that_call_it() -> None:
+    # As services/*/ dial each other: whoever opens a channel to a record of the registry.
+    assert _callers(value_set("defaults")) == {
+        "generation": {"gateway", "reallocator", "policy", "generation"},
+        "drafts": {"gateway", "generation"},
+        "bubbles": {"gateway", "generation"},
+        "policy": {"gateway"},
+        "redis": {"gateway", "generation", "reallocator", "bubbles", "drafts", "policy"},
+    }
+
+
+def test_kv_moves_between_instances_over_one_port_for_each_gpu_and_nobody_else_reaches_these() -> None:
+    release = value_set("gpu")
+    (rule,) = [
+        each
+        for policy in release.all("NetworkPolicy")
+        for each in policy["spec"]["ingress"]
+        if "endPort" in each["ports"][0]
+    ]
+    assert [each["podSelector"]["matchLabels"][COMPONENT] for each in rule["from"]] == ["generation"]
+    ports = range(rule["ports"][0]["port"], rule["ports"][0]["endPort"] + 1)
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    most = schema["properties"]["generation"]["properties"]["defaults"]["properties"]["gpus"]["maximum"]
+    assert len(ports) == most
+    told = environment(container(release.named("StatefulSet", "-generation-h200")))
+    assert int(told["PACELINE_MIGRATION_PORT"]) == ports[0]
+    assert not {int(told["PACELINE_PORT"]), int(told["PACELINE_METRICS_PORT"])} & set(ports)
+
+
+def test_trainers_can_be_named_without_shutting_the_services_out() -> None:
+    policy = value_set("mtls").named("NetworkPolicy", "-gateway")
+    rule = next(each for each in policy["spec"]["ingress"] if each["ports"][0]["port"] == 7400)
+    assert rule["from"][:2] == [
+        {"ipBlock": {"cidr": "10.0.0.0/8"}},
+        {"namespaceSelector": {"matchLabels": {"team": "rl"}}},
+    ]
+    inside = [each["podSelector"]["matchLabels"][COMPONENT] for each in rule["from"][2:]]
+    assert inside == ["policy", "test"]
+
+
+def test_the_gateway_is_no_load_balancer_unless_asked_for() -> None:
+    assert value_set("defaults").named("Service", "-gateway")["spec"]["type"] == "ClusterIP"
+    outside = [
+        each for each in value_set("mtls").all("Service") if each["spec"].get("type") == "LoadBalancer"
+    ]
+    assert [each["metadata"]["name"] for each in outside] == ["paceline-gateway"]
+    assert outside[0]["spec"]["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
+
+
+def test_without_certificates_of_our_own_none_are_made() -> None:
+    for name in ("cpu", "mtls"):
+        assert not value_set(name).all("Certificate")
+        assert not value_set(name).all("Issuer")
+
+
+def test_a_given_issuer_is_used_instead_of_an_authority_of_our_own() -> None:
+    issuer = {"name": "corporate", "kind": "ClusterIssuer"}
+    release = render({"tls": {"certManager": {"issuerRef": issuer}}})
+    assert not release.all("Issuer")
+    assert not [each for each in release.all("Certificate") if each["spec"].get("isCA")]
+    assert all(
+        each["spec"]["issuerRef"] == {**issuer, "group": "cert-manager.io"}
+        for each in release.all("Certificate")
+    )
+
+
+def test_whoever_only_calls_has_no_certificate_to_serve_with() -> None:
+    usages = {
+        each["metadata"]["name"]: set(each["spec"].get("usages", []))
+        for each in value_set("defaults").all("Certificate")
+    }
+    for name in ("paceline-trainer", "paceline-metrics"):
+        assert "server auth" not in usages[name]
+        assert "client auth" in usages[name]
+    assert {"server auth", "client auth"} <= usages["paceline-generation"]
+
+
+def test_given_secrets_are_mounted_where_they_are_for() -> None:
+    release = value_set("mtls")
+    mounted = {component: _secret(workload, "tls") for component, workload in release.services()}
+    assert mounted.pop("gateway") == "platform-front-door-tls"
+    assert set(mounted.values()) == {"platform-internal-tls"}
+    assert not release.all("Secret")
+
+
+def test_secrets_are_mounted_as_folders_so_that_a_rotation_is_seen(release: Release) -> None:
+    for _, pod in release.pods():
+        for each in pod["containers"]:
+            assert not [mount for mount in each["volumeMounts"] if "subPath" in mount]
+
+
+def _secret(workload: Mapping[str, Any], volume: str) -> str:
+    volumes = workload["spec"]["template"]["spec"]["volumes"]
+    return next(str(each["secret"]["secretName"]) for each in volumes if each["name"] == volume)
+
+
+def _callers(release: Release) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for policy in release.all("NetworkPolicy"):
+        component = policy["metadata"]["labels"][COMPONENT]
+        for rule in policy["spec"]["ingress"]:
+            for each in rule.get("from", []):
+                if "podSelector" in each:
+                    found.setdefault(component, set()).add(each["podSelector"]["matchLabels"][COMPONENT])
+    return found

