@@ -109,6 +109,8 @@ class PlannedDrafts:
             samples: the samples that can verify a draft.
             offers: of each drafter that makes any.
         """
+        # What an earlier step was to take says nothing of one that is not planned.
+        self._timed = None
         self.last, drafts = self._decide(samples, offers)
         if self.metrics is not None:
             self.metrics.planned(self.last)

@@ -60,6 +60,11 @@ class _Seat:
     on: bool = True
     # Faulted in the step being planned; a step counts once however many samples it spoilt.
     faulted: bool = False
+    # The drafter, if it asks what the others offer.
+    sequential: SequentialDrafter | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sequential = self.drafter if isinstance(self.drafter, SequentialDrafter) else None
 
 
 @dataclass(slots=True)
@@ -75,8 +80,8 @@ class Speculation:
 
     def __post_init__(self) -> None:
         # Those that ask for the others' offers come last.
-        ordered = sorted(self.drafters, key=lambda drafter: isinstance(drafter, SequentialDrafter))
-        self._seats = [_Seat(drafter) for drafter in ordered]
+        seats = [_Seat(drafter) for drafter in self.drafters]
+        self._seats = sorted(seats, key=lambda seat: seat.sequential is not None)
 
     def begin(self, context: DraftContext) -> None:
         """A sample enters the engine."""
@@ -152,12 +157,12 @@ class Speculation:
         self, seat: _Seat, samples: Sequence[SampleState], others: Mapping[str, Offers]
     ) -> Offers | None:
         seat.faulted = False
-        window, drafter = self.plan.window, seat.drafter
+        window = self.plan.window
         try:
-            if isinstance(drafter, SequentialDrafter):
-                made = drafter.offer_beside(samples, window, others)
+            if seat.sequential is None:
+                made = seat.drafter.offer(samples, window)
             else:
-                made = drafter.offer(samples, window)
+                made = seat.sequential.offer_beside(samples, window, others)
             complaint = "" if made is None else _complaint(made, len(samples), window, self.vocab_size)
         except Exception as error:
             complaint = repr(error)

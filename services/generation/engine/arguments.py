@@ -5,12 +5,13 @@ Imported by `core` only, which sets the environment that vLLM reads first.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from services.generation.engine.types import EngineOptions
+from services.generation.engine.types import KERNELS_KEY, SELF_W4_KEY, EngineOptions
 
 _WORKERS = {
     "cpu": "services.generation.engine.worker.CoupledCPUWorker",
@@ -28,12 +29,14 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
         "block_size": options.block_size,
         "speculative_config": options.vllm_speculation,
-        # vLLM refuses the option where the platform cannot do it.
+        "additional_config": _for_workers(options) or None,
         # vLLM refuses it on CPU, where its worker passes over sleeping.
         "enable_sleep_mode": (options.sleep_mode and not on_cpu) or None,
     }
     if options.coupled and options.vllm_speculation is not None:
         raise ValueError("vLLM's own speculation needs vLLM's own runner: coupled=False")
+    if options.self_w4 is not None and not options.coupled:
+        raise ValueError("self_w4 needs the coupled runner")
     return EngineArgs(
         model=options.model,
         tokenizer=options.model,
@@ -45,13 +48,31 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         enable_chunked_prefill=options.enable_chunked_prefill,
         enforce_eager=on_cpu if options.enforce_eager is None else options.enforce_eager,
         tensor_parallel_size=options.tensor_parallel_size,
-        distributed_executor_backend="uni" if options.tensor_parallel_size == 1 else "mp",
+        distributed_executor_backend=_executor(options, on_cpu),
         async_scheduling=False,
         disable_log_stats=True,
         seed=0,
         worker_cls=_WORKERS[kind] if options.coupled else "auto",
         **{name: value for name, value in chosen.items() if value is not None},
     )
+
+
+def _for_workers(options: EngineOptions) -> dict[str, Any]:
+    """What workers are told beyond vLLM's own options."""
+    found: dict[str, Any] = {}
+    if options.self_w4 is not None:
+        found[SELF_W4_KEY] = asdict(options.self_w4)
+    if options.kernels != "auto":
+        found[KERNELS_KEY] = options.kernels
+    return found
+
+
+def _executor(options: EngineOptions, on_cpu: bool) -> str:
+    if options.executor == "ray":
+        if on_cpu:
+            raise ValueError("executor ray needs CUDA: vLLM does not place CPU workers on a Ray cluster")
+        return "ray"
+    return "uni" if options.tensor_parallel_size == 1 else "mp"
 
 
 def end_tokens(model_config: Any) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from services.generation.engine.arguments import end_tokens, engine_args
 from services.generation.engine.marks import unpack
+from services.generation.engine.migration import EngineMigration
+from services.generation.engine.model_drafts import ModelDrafts
 from services.generation.engine.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
 from services.generation.engine.types import (
     EngineLoad,
@@ -68,9 +70,15 @@ class Engine:
         config = engine_args(options).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
+        # Samples that leave for another engine, or come from one.
+        self.migration = EngineMigration(self._core, self._request, options.coupled)
         self._drafted: list[str] = []
         # By sample, the cached log-probabilities that it has not come to; none once it takes over nothing more.
         self._cached_logprobs: dict[str, Sequence[float]] = {}
+        # The drafter that has a model of its own; None: there is none.
+        self.model_drafts = (
+            None if options.self_w4 is None else ModelDrafts(self._core, options.self_w4.most_tokens)
+        )
         self._coupled = options.coupled
         self._sleep_mode = options.sleep_mode
         self.asleep = False
@@ -97,16 +105,9 @@ class Engine:
                 for each.
         """
         self.wake()
-        params = self._sampling_params(request)
-        sample = Request(
-            request_id=request.sample_id,
-            prompt_token_ids=list(request.prompt),
-            sampling_params=params,
-            pooling_params=None,
-            block_hasher=self._core.request_block_hasher,
-        )
+        sample = self._request(request)
         if request.prefix:
-            self._adopt(sample, request, params)
+            self._adopt(sample, request)
         self._core.add_request(sample)
         if request.follows:
             self._cached_logprobs[request.sample_id] = request.cached_logprobs
@@ -125,6 +126,7 @@ class Engine:
         self._core.abort_requests(ended)
         for sample_id in ended:
             self._cached_logprobs.pop(sample_id, None)
+            self.migration.forget(sample_id)
 
     def step(self) -> list[SampleStep]:
         """Run one engine step: schedule, forward, verify, sample."""
@@ -195,16 +197,21 @@ class Engine:
         """
         self.wake()
         cached = self._cached_blocks()
+        if self.model_drafts is not None:
+            self.model_drafts.forget()
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self.forget_kv()
+        if self.model_drafts is not None:
+            self.model_drafts.begin()
         return cached
 
     def forget_kv(self) -> None:
-        """Drop every KV block.
+        """Drop every KV block, and the reservations of samples that are to come.
 
         Raises:
             StaleKVError: a sample still holds some.
         """
+        self.migration.withdraw_all()
         if not self._core.reset_prefix_cache():
             raise StaleKVError("vLLM refused to reset its prefix cache: KV blocks are still in use")
         pool = self._scheduler.kv_cache_manager.block_pool
@@ -228,6 +235,8 @@ class Engine:
             self.step()
         self.forget_kv()
         if self._sleep_mode:
+            if self.model_drafts is not None:
+                self.model_drafts.forget(drop=True)
             self._core.sleep(level=1)
         self.asleep = True
 
@@ -238,6 +247,8 @@ class Engine:
         if self._sleep_mode and not self._core.wake_up():
             raise RuntimeError("vLLM did not get all of its memory back")
         self.asleep = False
+        if self._sleep_mode and self.model_drafts is not None:
+            self.model_drafts.begin()
 
     def shutdown(self) -> None:
         """Release the device."""
@@ -253,17 +264,29 @@ class Engine:
                 request.spec_token_ids = []
         self._drafted.clear()
 
-    def _adopt(self, sample: Request, request: SampleRequest, params: SamplingParams) -> None:
+    def _request(self, request: SampleRequest) -> Request:
+        """vLLM's form of a sample; the tokens that it brings along are output."""
+        sample = Request(
+            request_id=request.sample_id,
+            prompt_token_ids=list(request.prompt),
+            sampling_params=self._sampling_params(request),
+            pooling_params=None,
+            block_hasher=self._core.request_block_hasher,
+        )
+        if request.prefix:
+            sample.append_output_token_ids(list(request.prefix))
+        return sample
+
+    def _adopt(self, sample: Request, request: SampleRequest) -> None:
         """Resume a sample from tokens: vLLM sees a preempted request, so the tokens stay output tokens."""
         if not self._coupled:
             raise ValueError("a sample with a prefix needs the coupled runner")
-        sample.append_output_token_ids(list(request.prefix))
         sample.status = RequestStatus.PREEMPTED
         # vLLM asserts that a first prefill finds no more than the prompt in the prefix cache; the tokens of an
         # adopted sample may be there too, when this engine generated them.
         sample.num_preemptions = 1
-        groups = len(self._scheduler.kv_cache_config.kv_cache_groups)
-        args = (request.sample_id, list(request.prompt), list(request.prefix), params, groups)
+        blocks: tuple[list[int], ...] = tuple([] for _ in self._scheduler.kv_cache_config.kv_cache_groups)
+        args = (request.sample_id, list(request.prompt), list(request.prefix), sample.sampling_params, blocks)
         self._core.collective_rpc("adopt_sample", args=args)
 
     def _sampling_params(self, request: SampleRequest) -> SamplingParams:

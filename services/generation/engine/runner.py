@@ -37,12 +37,17 @@ class CoupledRunnerMixin:
         self._followed: dict[str, CachedRollout] = {}
 
     def adopt_sample(
-        self, sample_id: str, prompt: list[int], output: list[int], params: SamplingParams, kv_groups: int
+        self,
+        sample_id: str,
+        prompt: list[int],
+        output: list[int],
+        params: SamplingParams,
+        blocks: tuple[list[int], ...],
     ) -> None:
-        """Make known a sample that has output already, so that the scheduler can resume it.
+        """Make known a sample that has output already, so that the scheduler can resume it, or just go on with it.
 
         The scheduler tells a runner of resumed requests by id only; for a request it has never seen, the
-        state that a preemption would have left behind is made here.
+        state that a preemption would have left behind is made here; `blocks` are those that it has, by kind of KV.
         """
         self.requests[sample_id] = CachedRequestState(
             req_id=sample_id,
@@ -50,7 +55,7 @@ class CoupledRunnerMixin:
             mm_features=[],
             sampling_params=params,
             generator=None,
-            block_ids=tuple([] for _ in range(kv_groups)),
+            block_ids=blocks,
             num_computed_tokens=0,
             output_token_ids=list(output),
         )

@@ -19,6 +19,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from kernels.coupled_sampler.cpu import coupled_verify
 from kernels.coupled_sampler.verify import UNSAMPLED
+from services.generation.engine import device_sampler
 from services.generation.engine.constraints import constrain, temperatures
 from services.generation.engine.lenient import candidates, taken_over
 from services.generation.engine.noise import CachedRollout, SampleNoise
@@ -123,13 +124,22 @@ def sample(
         noise: one per sample.
         followed: by its index, the cached rollout of each sample that has taken over all its tokens so far.
     """
-    raw = logits.float()
     temperature = temperatures(metadata, len(noise))
-    processed, divided = constrain(raw, rows, metadata, noise, temperature)
     by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
+    on_device = not followed and device_sampler.samples_on(logits.device, noise)
+    if on_device and device_sampler.only_masked(metadata, noise):
+        drawn = device_sampler.draw(logits, rows, temperature, noise, metadata)
+        logprobs = np.where(by_processed[rows.samples], drawn.processed, drawn.logprobs)
+        return Verified(drawn.tokens, drawn.counts, np.zeros(len(noise), np.int64), logprobs)
+    raw = logits.float()
+    processed, divided = constrain(raw, rows, metadata, noise, temperature)
     scores = _Scores(raw, processed, divided, temperature, by_processed)
     taken = _take_over(scores, rows, noise, followed) if followed else None
-    tokens, counts = _verify(_numpy(processed), rows, scores.divisor, noise, taken)
+    if on_device:
+        drawn = device_sampler.draw(processed, rows, scores.divisor, noise)
+        tokens, counts = drawn.tokens, drawn.counts
+    else:
+        tokens, counts = _verify(_numpy(processed), rows, scores.divisor, noise, taken)
     logprobs = _logprobs(scores, rows, tokens, counts, taken)
     reused = np.zeros(len(noise), np.int64) if taken is None else taken.count
     return Verified(tokens, counts, reused, logprobs)

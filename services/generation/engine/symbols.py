@@ -67,6 +67,7 @@ _CONFIG = (
             "enforce_eager",
             "tensor_parallel_size",
             "enable_sleep_mode",
+            "additional_config",
             "distributed_executor_backend",
             "async_scheduling",
             "disable_log_stats",
@@ -263,6 +264,8 @@ _WORKER = (
     ),
     Symbol("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "builds the runner that is re-classed"),
     *_fields("vllm.v1.worker.cpu_worker", "CPUWorker", "model_runner", "re-classed after init_device"),
+    *_fields("vllm.v1.worker.cpu_worker", "CPUWorker", "device", "where kernels are to run"),
+    *_fields("vllm.v1.worker.gpu_worker", "Worker", "device", "where kernels are to run"),
     Symbol("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", "builds the runner that is re-classed"),
     Symbol(
         "vllm.v1.worker.gpu_worker",
@@ -322,4 +325,186 @@ _SAMPLER = (
     Symbol("vllm.v1.sample.rejection_sampler", "PLACEHOLDER_TOKEN_ID", "the filler", Kind.ATTRIBUTE),
 )
 
-SYMBOLS: tuple[Symbol, ...] = (*_CONFIG, *_CORE, *_REQUEST, *_RUNNER, *_WORKER, *_SAMPLER)
+_TWIN = (
+    Symbol("vllm.model_executor.layers.linear", "LinearBase", "what the 4-bit twin has another kind of"),
+    *_fields(
+        "vllm.model_executor.layers.linear",
+        "LinearBase",
+        "quant_method params_dtype input_size output_size prefix",
+        "shape and precision of a layer",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.linear",
+        "LinearMethodBase",
+        "how a layer of the twin multiplies",
+    ),
+    Symbol(
+        "vllm.model_executor.layers.linear",
+        "UnquantizedLinearMethod.apply",
+        "a layer's weight is read by multiplying with it",
+        parameters=("layer", "x", "bias"),
+    ),
+    Symbol(
+        "vllm.model_executor.kernels.linear",
+        "choose_mp_linear_kernel",
+        "the fastest kernel for 4-bit weights; ValueError without any",
+        parameters=("config",),
+    ),
+    Symbol(
+        "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel",
+        "MPLinearLayerConfig",
+        "what such a kernel is chosen for",
+        parameters=(
+            "full_weight_shape",
+            "partition_weight_shape",
+            "weight_type",
+            "act_type",
+            "group_size",
+            "zero_points",
+        ),
+    ),
+    *(
+        Symbol(
+            "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel",
+            f"MPLinearKernel.{name}",
+            "packs a 4-bit weight and multiplies with it",
+            parameters=parameters,
+        )
+        for name, parameters in (
+            ("process_weights_after_loading", ("layer",)),
+            ("apply_weights", ("layer", "x", "bias")),
+        )
+    ),
+    Symbol(
+        "vllm.model_executor.parameter",
+        "PackedvLLMParameter",
+        "4-bit weights as those kernels want them",
+        parameters=("packed_factor", "packed_dim"),
+    ),
+    Symbol("vllm.model_executor.parameter", "GroupQuantScaleParameter", "their scales"),
+    Symbol("vllm.scalar_type", "scalar_types", "the type of a 4-bit weight", Kind.ATTRIBUTE),
+    Symbol("vllm.config", "set_current_vllm_config", "kernels are chosen by it", parameters=("vllm_config",)),
+    *_fields("vllm.config", "VllmConfig", "additional_config", "tells workers of the twin and kernels"),
+    Symbol("vllm.config", "ModelConfig.get_num_experts", "a mixture of experts has no twin"),
+    *_fields("vllm.v1.core.sched.scheduler", "Scheduler", "num_lookahead_tokens", "slots for drafts"),
+    *_fields("vllm.v1.worker.gpu_worker", "Worker", "model_runner", "whose model is drafted from"),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker.load_model", "the twin is made after it"),
+    Symbol("vllm.v1.worker.cpu_worker", "CPUWorker.load_model", "the twin is made after it"),
+    *_fields(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner",
+        "attn_groups model_config uses_mrope vllm_config device model_memory_usage",
+        "draft steps of the twin; what is left for KV",
+    ),
+    *_fields(
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch",
+        "block_table req_id_to_index token_ids_cpu",
+        "slots and latest tokens of drafts",
+    ),
+    *_fields("vllm.v1.worker.block_table", "BlockTable", "block_size num_blocks_per_row", "slots of drafts"),
+    Symbol(
+        "vllm.v1.worker.block_table",
+        "BlockTable.get_device_tensor",
+        "slots of drafts",
+        parameters=("num_reqs",),
+    ),
+    Symbol(
+        "vllm.v1.worker.utils",
+        "AttentionGroup.build_metadata_for_drafting",
+        "attention of a draft step",
+        parameters=("common_attn_metadata", "draft_index"),
+    ),
+    Symbol(
+        "vllm.v1.attention.backend",
+        "CommonAttentionMetadata",
+        "attention of a draft step",
+        parameters=(
+            "query_start_loc",
+            "query_start_loc_cpu",
+            "seq_lens",
+            "num_reqs",
+            "num_actual_tokens",
+            "max_query_len",
+            "max_seq_len",
+            "block_table_tensor",
+            "slot_mapping",
+            "causal",
+            "is_prefilling",
+            "seq_lens_cpu_upper_bound",
+        ),
+    ),
+    Symbol(
+        "vllm.forward_context",
+        "set_forward_context",
+        "a draft step",
+        parameters=("attn_metadata", "vllm_config", "num_tokens", "slot_mapping"),
+    ),
+)
+
+_MIGRATION = (
+    *_fields(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        "kv_holding_waiting max_num_running_reqs block_size needs_kv_cache_zeroing vllm_config",
+        "seats, and whether KV can be moved block by block",
+    ),
+    Symbol(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._enqueue_waiting_request",
+        "a sample with KV that waits for a seat",
+        parameters=("request",),
+    ),
+    Symbol(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_block_ids",
+        "where a sample's KV is",
+        parameters=("request_id",),
+    ),
+    Symbol(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_computed_blocks",
+        "blocks of a sample that is to come that are here already",
+        parameters=("request",),
+    ),
+    Symbol(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.allocate_slots",
+        "blocks for a sample that is to come; None when there are not enough",
+        parameters=(
+            "request",
+            "num_new_tokens",
+            "num_new_computed_tokens",
+            "new_computed_blocks",
+            "delay_cache_blocks",
+        ),
+    ),
+    Symbol(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.cache_blocks",
+        "its KV can be shared once it is here",
+        parameters=("request", "num_computed_tokens"),
+    ),
+    Symbol("vllm.v1.core.kv_cache_manager", "KVCacheManager.free", "a reservation", parameters=("request",)),
+    Symbol(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheBlocks",
+        "the shared blocks, whole ones only",
+        parameters=("blocks",),
+    ),
+    *_fields("vllm.v1.request", "Request", "output_token_ids sampling_params", "a sample that enters"),
+    *_fields("vllm.v1.request", "RequestStatus", "RUNNING", "a sample that goes on"),
+    *_fields("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "kv_caches", "the KV, a view a layer"),
+    *_fields("vllm.v1.worker.worker_base", "WorkerBase", "rank", "whose peer gets its KV"),
+)
+
+SYMBOLS: tuple[Symbol, ...] = (
+    *_CONFIG,
+    *_CORE,
+    *_REQUEST,
+    *_RUNNER,
+    *_WORKER,
+    *_MIGRATION,
+    *_SAMPLER,
+    *_TWIN,
+)

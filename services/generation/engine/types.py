@@ -33,11 +33,27 @@ class Verifier(StrEnum):
     LENIENT = "lenient"
 
 
+KERNELS_KEY = "paceline_kernels"
+"""Where vLLM's additional_config has the name of the kernels' backend, if it is not auto."""
+SELF_W4_KEY = "paceline_self_w4"
+"""Where vLLM's additional_config has the fields of `W4Options`, if the engine is to have a 4-bit twin."""
+
+
+@dataclass(frozen=True, slots=True)
+class W4Options:
+    """The 4-bit twin of the self_w4 drafter: input columns that share a scale, and the most tokens of a draft."""
+
+    group: int = 128
+    most_tokens: int = 8
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What an engine is built from. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
 
     With `sleep_mode` an engine that sleeps moves its weights to host memory; nothing moves on CPU.
+    `kernels`: auto, triton or reference (kernels/backend.py), for this process and its workers.
+    `self_w4`: keep a 4-bit twin of the weights that drafts; None: there is none.
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
     `vllm_speculation`, only with that, is a `speculative_config` of vLLM's.
     """
@@ -54,8 +70,11 @@ class EngineOptions:
     enable_chunked_prefill: bool = True
     enforce_eager: bool | None = None
     tensor_parallel_size: int = 1
+    executor: str = "local"
     sleep_mode: bool = False
     coupled: bool = True
+    kernels: str = "auto"
+    self_w4: W4Options | None = None
     vllm_speculation: dict[str, Any] | None = None
 
 
@@ -103,6 +122,14 @@ class SampleStep:
     accepted: int = 0
     reused: int = 0
     verified_logprobs: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens of a model drafter, [k], and of each the log-probability that the drafter drew it with, [k]."""
+
+    tokens: list[int]
+    logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)

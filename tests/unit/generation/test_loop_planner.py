@@ -17,6 +17,7 @@ from services.generation.drafting.planner import PlannedDrafts
 from services.generation.drafting.speculation import Plan, Speculation
 from services.generation.instance import Instance
 from services.generation.metrics import EngineMetrics
+from services.generation.steering.steered import SteeredPlan
 from services.policy.stored import UnusableCalibration
 from tests.support.models import tiny_model
 from tests.unit.generation.scripted import ScriptedEngine
@@ -32,6 +33,7 @@ class NamedEngine(ScriptedEngine):
     """One that says what its weights are."""
 
     dtype: str = "float32"
+    model_drafts: None = None
 
 
 @pytest.fixture
@@ -115,8 +117,9 @@ async def test_an_instance_plans_when_it_is_told_to(rigs: Callable[..., Rig], tm
     _instance(rig, tiny_model(tmp_path, num_hidden_layers=1), draft_window=5, draft_margin=0.1)
     assert rig.loop.speculation is not None
     plan = rig.loop.speculation.plan
-    assert isinstance(plan, PlannedDrafts)
-    assert (plan.window, plan.margin) == (5, 0.1)
+    assert isinstance(plan, SteeredPlan)
+    assert plan.measures
+    assert (plan.knobs.mode, plan.knobs.draft_cap, plan.knobs.margin) == ("planner", 5, 0.1)
     assert (await _tokens(rig))[1] == list(range(12))
 
 
@@ -134,4 +137,8 @@ async def test_a_model_without_a_step_time_is_served_with_drafts_of_fixed_length
     rig = rigs()
     _instance(rig, tiny_model(tmp_path, num_hidden_layers=1, num_experts=8), draft_window=5)
     assert rig.loop.speculation is not None
-    assert isinstance(rig.loop.speculation.plan, FixedPlan)
+    plan = rig.loop.speculation.plan
+    assert isinstance(plan, SteeredPlan)
+    assert plan.step_time is None
+    assert (await _tokens(rig))[1] == list(range(12))
+    assert plan.window == 5

@@ -273,6 +273,14 @@ def test_measured_steps_change_the_plan_and_are_counted() -> None:
     assert value("paceline_planner_predicted_step_seconds_total") > 0.2
 
 
+def test_a_step_that_is_not_planned_is_not_measured_by_an_earlier_plan() -> None:
+    planner = plan()
+    planner.choose([sample(0)], batched({"a": [offer(0.5)]}))
+    assert planner.choose([], {}) == {}
+    # A cached rollout of the same sample in the same place is verified, with more rows than any plan has.
+    planner.stepped(StepShape(1, 129, 10), 1e-3)
+
+
 def test_a_slower_machine_than_was_thought_makes_predictions_longer() -> None:
     planner = plan()
     for rows in (1, 2, 3) * 20:

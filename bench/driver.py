@@ -1,0 +1,241 @@
+"""Drives instances directly, as a gateway does: work streams, claims, and resuming by prefix.
+
+A benchmark of moves wants to say itself where samples begin, and to make the same moves in another way: the gateway
+of the platform is bypassed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Self
+
+import grpc
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.internal.v1 import generation_pb2_grpc, migration_pb2, migration_pb2_grpc
+from paceline.v1 import sample_pb2
+
+_CALL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A sample to generate, and the instance that it begins on."""
+
+    key: str
+    prompt: tuple[int, ...]
+    seed: int
+    sampling: sample_pb2.SamplingParams
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A sample that left an instance for another one when it had so many response tokens."""
+
+    key: str
+    donor: str
+    receiver: str
+    tokens: int
+    migration_id: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """A sample on its way. `gaps` are the seconds from the last token before a move to the first one after it."""
+
+    task: Task
+    instance_id: str
+    handle: int
+    tokens: list[int] = field(default_factory=list)
+    last_at: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    moving: bool = False
+    moved_to: str = ""
+    finished: pb.Finished | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a load came to. `rates` are tokens a second of all instances in windows of a second."""
+
+    seconds: float
+    tracks: dict[str, Track]
+    moves: list[Move]
+    lost_claims: int
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of all samples."""
+        return sum(len(each.tokens) for each in self.tracks.values())
+
+    @property
+    def responses(self) -> dict[str, list[int]]:
+        """The token ids of each sample."""
+        return {key: each.tokens for key, each in self.tracks.items()}
+
+    @property
+    def gaps(self) -> list[float]:
+        """Of all moves of all samples."""
+        return [gap for each in self.tracks.values() for gap in each.gaps]
+
+
+class Driver:
+    """Usage: `async with Driver(addresses) as driver: outcome = await driver.run(tasks)`."""
+
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        self._addresses = addresses
+        self._stack = AsyncExitStack()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __aenter__(self) -> Self:
+        for name, address in self._addresses.items():
+            channel = grpc.aio.insecure_channel(address)
+            self._channels[name] = await self._stack.enter_async_context(channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def run(self, tasks: Iterable[Task], by_prefix: Iterable[Move] = ()) -> Outcome:
+        """All tasks to their ends. Moves that the instances make are followed; those of `by_prefix` are made by
+        ending the sample on its instance and resuming it on the other with the tokens that it has."""
+        calls: dict[str, Any] = {
+            name: generation_pb2_grpc.GenerationServiceStub(channel).Work()  # type: ignore[no-untyped-call]
+            for name, channel in self._channels.items()
+        }
+        return await _Run(calls, list(tasks), list(by_prefix)).finish()
+
+    async def migration(self, move: Move) -> migration_pb2.Migration:
+        """What the donor says of a move."""
+        stub: Any = migration_pb2_grpc.MigrationServiceStub(self._channels[move.donor])  # type: ignore[no-untyped-call]
+        request = migration_pb2.GetMigrationRequest(migration_id=move.migration_id)
+        return (await stub.GetMigration(request, timeout=_CALL_SECONDS)).migration
+
+
+class _Run:
+    def __init__(self, calls: dict[str, Any], tasks: list[Task], by_prefix: list[Move]) -> None:
+        self._calls = calls
+        self._tasks = tasks
+        self._wanted = {move.key: move for move in by_prefix}
+        self._handles = count(1)
+        self._tracks: dict[str, Track] = {}
+        self._by_handle: dict[tuple[str, int], Track] = {}
+        self._moves: list[Move] = []
+        self._lost_claims = 0
+        self._left = len(tasks)
+        self._done = asyncio.Event()
+
+    async def finish(self) -> Outcome:
+        """The load to its end."""
+        starts: dict[str, list[pb.WorkItem]] = {name: [] for name in self._calls}
+        for task in self._tasks:
+            track = Track(task, task.instance_id, next(self._handles))
+            self._tracks[task.key] = track
+            self._by_handle[track.instance_id, track.handle] = track
+            starts[task.instance_id].append(_item(track))
+        began = time.perf_counter()
+        readers = [asyncio.create_task(self._read(name)) for name in self._calls]
+        done = asyncio.create_task(self._done.wait())
+        try:
+            for name, items in starts.items():
+                if items:
+                    await self._calls[name].write(pb.WorkRequest(start=items))
+            finished, _ = await asyncio.wait({done, *readers}, return_when=asyncio.FIRST_COMPLETED)
+            for task_ in finished - {done}:
+                task_.result()
+            seconds = time.perf_counter() - began
+        finally:
+            for each in (done, *readers):
+                each.cancel()
+            for call in self._calls.values():
+                call.cancel()
+        if self._left:
+            raise RuntimeError(f"a work stream ended with {self._left} samples unfinished")
+        return Outcome(seconds, self._tracks, self._moves, self._lost_claims)
+
+    async def _read(self, name: str) -> None:
+        async for response in self._calls[name]:
+            await self._take(name, response, time.perf_counter())
+
+    async def _take(self, name: str, response: pb.WorkResponse, now: float) -> None:
+        request = pb.WorkRequest()
+        for delta in response.deltas:
+            track = self._by_handle.get((name, delta.handle))
+            if track is not None:
+                self._extend(track, delta, now, request)
+        for finished in response.finished:
+            track = self._by_handle.pop((name, finished.handle), None)
+            if track is not None:
+                await self._ended(track, finished)
+        for refused in response.refused:
+            track = self._by_handle.pop((name, refused.handle), None)
+            if track is None or not track.moved_to:
+                raise RuntimeError(f"{name} refused a sample: {refused.message}")
+            self._lost_claims += 1
+            await self._resume(track, track.moved_to)
+        for moved in response.moved:
+            track = self._by_handle.pop((name, moved.handle), None)
+            if track is not None:
+                await self._claim(track, moved)
+        if request.abort:
+            await self._calls[name].write(request)
+
+    def _extend(self, track: Track, delta: pb.Delta, now: float, request: pb.WorkRequest) -> None:
+        if track.moved_to and track.last_at:
+            track.gaps.append(now - track.last_at)
+            track.moved_to = ""
+        track.tokens.extend(delta.token_ids)
+        track.last_at = now
+        move = self._wanted.get(track.task.key)
+        here = move is not None and move.donor == track.instance_id and not track.moving
+        if here and move is not None and len(track.tokens) >= move.tokens:
+            track.moving = True
+            request.abort.append(track.handle)
+
+    async def _ended(self, track: Track, finished: pb.Finished) -> None:
+        aborted = finished.finish_reason == sample_pb2.FINISH_REASON_ABORTED
+        if aborted and track.moving:
+            move = self._wanted.pop(track.task.key)
+            track.moving = False
+            self._moves.append(Move(move.key, move.donor, move.receiver, len(track.tokens)))
+            await self._resume(track, move.receiver)
+            return
+        track.finished = finished
+        self._left -= 1
+        if not self._left:
+            self._done.set()
+
+    async def _resume(self, track: Track, instance_id: str) -> None:
+        # As the gateway does: the last token is sampled again.
+        del track.tokens[-1:]
+        track.instance_id, track.handle, track.moved_to = instance_id, next(self._handles), instance_id
+        self._by_handle[instance_id, track.handle] = track
+        await self._calls[instance_id].write(pb.WorkRequest(start=[_item(track)]))
+
+    async def _claim(self, track: Track, moved: pb.Moved) -> None:
+        donor, track.instance_id, track.handle = track.instance_id, moved.instance_id, next(self._handles)
+        track.moved_to = moved.instance_id
+        self._by_handle[track.instance_id, track.handle] = track
+        self._moves.append(
+            Move(track.task.key, donor, moved.instance_id, len(track.tokens), moved.migration_id)
+        )
+        claim = pb.Claim(handle=track.handle, migration_id=moved.migration_id)
+        await self._calls[moved.instance_id].write(pb.WorkRequest(claim=[claim]))
+
+
+def _item(track: Track) -> pb.WorkItem:
+    task = track.task
+    return pb.WorkItem(
+        handle=track.handle,
+        prompt_token_ids=task.prompt,
+        prefix_token_ids=track.tokens,
+        sampling=task.sampling,
+        exactness=sample_pb2.Exactness(level=sample_pb2.EXACTNESS_LEVEL_EXACT),
+        seed=task.seed,
+    )

@@ -1,0 +1,52 @@
+"""What a worker does for migration: it has the port of its rank's KV."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from services.generation.migration.nixl import make_agent
+from services.generation.migration.port import KvPort
+from services.generation.migration.reason import NotMoved
+from services.generation.migration.store import Geometry, KvStore
+
+
+class KvWorkerMixin:
+    """Put in front of vLLM's worker. The annotations name what is used of it."""
+
+    model_runner: Any
+    rank: int
+    _kv_port: KvPort
+    _kv_sent: dict[str, Future[Any]]
+
+    def open_kv_port(
+        self, blocks: int, block_size: int, chunk_bytes: int, senders: int, agent: str
+    ) -> Geometry:
+        """Make the port (see `KvPort`), for caches of so many blocks; the geometry of a rank's KV."""
+        store = KvStore(self.model_runner.kv_caches, blocks, block_size)
+        nixl = make_agent(f"{agent}/{self.rank}") if agent else None
+        self._kv_port = KvPort(store, self.rank, chunk_bytes=chunk_bytes, senders=senders, agent=nixl)
+        self._kv_sent = {}
+        return store.geometry
+
+    def own_kv_port(self) -> KvPort:
+        """The port itself, for an engine in this process."""
+        return self._kv_port
+
+    def call_kv_port(self, method: str, *args: Any) -> Any:
+        """Call a method of the port, from another process: what raises NotMoved there is returned.
+
+        `send` returns nothing here; `sent` says what became of it, None while it is under way.
+        """
+        try:
+            if method == "send":
+                self._kv_sent[args[0]] = self._kv_port.send(*args)
+                return None
+            if method == "sent":
+                future = self._kv_sent[args[0]]
+                return future.result() if future.done() else None
+            if method == "end":
+                self._kv_sent.pop(args[0], None)
+            return getattr(self._kv_port, method)(*args)
+        except NotMoved as error:
+            return error

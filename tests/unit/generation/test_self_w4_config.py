@@ -1,0 +1,28 @@
+"""The flags of the 4-bit twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.generation.config import GenerationConfig
+from services.generation.engine.types import W4Options
+
+
+def _config(**settings: Any) -> GenerationConfig:
+    return GenerationConfig(model="/models/policy", **settings)
+
+
+def test_there_is_no_twin_unless_it_is_asked_for_and_may_draft() -> None:
+    assert _config().engine_options().self_w4 is None
+    assert _config(self_w4=True, speculation="off").engine_options().self_w4 is None
+    asked = _config(self_w4=True, self_w4_group="64", self_w4_tokens=5)
+    assert asked.engine_options().self_w4 == W4Options(group=64, most_tokens=5)
+
+
+@pytest.mark.parametrize("group", [0, 31, 512])
+def test_a_group_that_no_kernel_has_is_refused(group: int) -> None:
+    with pytest.raises(ValidationError, match="allowed are 32, 64, 128, 256"):
+        _config(self_w4_group=group)
