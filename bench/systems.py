@@ -84,4 +84,7 @@ def platform_of(system: System, model: Path, instances: int, folder: Path) -> Pl
         bubble_options=system.bubble_options,
         draft_stores=1 if system.drafts else 0,
         bubbles=system.bubbles,
+        # Compared are ways to speculate, on samples that stay where they are.
+        policy=False,
+        reallocator=False,
     )

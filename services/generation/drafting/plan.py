@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -106,9 +107,12 @@ def drafts(
         if not len(drafted):
             continue
         # All at once: a number taken from an array by itself takes as long as a dozen from a list.
-        rows = zip(drafted.tolist(), lengths[drafted].tolist(), made.tokens[drafted].tolist(), strict=True)
-        for i, length, tokens in rows:
-            chosen[samples[i].sample_id] = Draft(name, tokens[:length], made.source(i) or name)
+        places = drafted.tolist()
+        rows = zip(made.tokens[drafted].tolist(), lengths[drafted].tolist(), strict=True)
+        tokens = [row[:length] for row, length in rows]
+        sources = [made.sources[i] or name for i in places] if made.sources else repeat(name, len(places))
+        whole = map(Draft._make, zip(repeat(name, len(places)), tokens, sources, strict=True))
+        chosen.update(zip([samples[i].sample_id for i in places], whole, strict=True))
     return chosen
 
 
