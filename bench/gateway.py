@@ -55,6 +55,7 @@ def main() -> None:
         instance_options=("--dtype", "float32", "--speculation", "off", *_engine_options()),
         environment=cpu_environment(_engine_cores()),
         pin=False,
+        reallocator=False,
     )
     with (
         Platform(options) as platform,

@@ -1,10 +1,11 @@
-"""The step-time model and the draft planner on the tinymath model.
+"""The step-time model, the toggle and the draft planner on the tinymath model.
 
 Sweeps the engine and fits the step-time model to a part of the cells; then decodes batches whose drafts are the
-true responses with a share of wrong tokens: plainly, with every fixed draft length, and as planned. All ways take
-turns in one process on one core, and must give the same tokens. Writes runs/bench/policy.json.
+true responses with a share of wrong tokens: plainly, with every fixed draft length, with some of them when the
+toggle says so, and as planned. All ways take turns in one process on one core, and must give the same tokens.
+Writes runs/bench/policy.json, and the toggle's boundary over the measured steps as policy.svg.
 
-    python -m bench.policy [--rounds 5] [--samples 8,32,128] [--model DIR]
+    python -m bench.policy [--rounds 5] [--samples 8,32,128] [--w4-steps 8] [--model DIR]
 """
 
 from __future__ import annotations
@@ -22,23 +23,28 @@ from typing import Any
 
 import numpy as np
 
-from bench.report import cores, format_value, show, show_rows, write
-from services.generation.drafting.drafter import DraftContext, Offer
+from bench import boundary, w4
+from bench.report import Figures, cores, format_value, show, show_rows, write
+from services.generation.drafting.drafter import DraftContext, Offers
 from services.generation.drafting.given import GivenDrafter
 from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.planner import PlannedDrafts, survivals
 from services.generation.drafting.speculation import Plan, Speculation
 from services.generation.engine.types import EngineOptions, SampleRequest, SampleState
+from services.generation.steering.steered import SteeredPlan
 from services.platform.sampling import Sampling
 from services.policy.calibration import Fit, calibrate
 from services.policy.correction import CorrectedStepTime, Correction
+from services.policy.knobs import Knobs
 from services.policy.models import architecture_of
 from services.policy.probe import Grid, measure_bandwidth, measure_throughput, sweep
 from services.policy.step_time import StepTime
+from services.policy.sweep import Sweep
 
 _MOST = 128
 _WINDOW, _MARGIN = 16, 0.02
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+# Lengths that the toggle is tried with.
+_TOGGLED = (2, 4, 8, 16)
 # Share of wrong tokens in the drafts: nearly true, as reused rollouts are, and as good as useless.
 _WRONG = (0.02, 0.15, 0.4, 0.95)
 _PROMPT, _RESPONSE = 24, 160
@@ -49,13 +55,15 @@ _GOALS = {
     "planner_vs_best_fixed_min": ">= 0.97",
     "planner_us_256": "<= 200",
     "worst_ratio_vs_plain": ">= 0.98",
-    "self_w4_acceptance": "",
+    "planner_worst_vs_plain": "",
+    "boundary_agreement": "",
+    "self_w4_acceptance": ">= 0.96",
 }
 _NOTE = (
-    "self_w4_acceptance is null: there is no W4 self-drafter yet. planner_us_256 is a whole decision for 256"
-    " samples, 2 drafters and 16 tokens, from lists of offers to lists of tokens; planner_us_256_lists is the part"
-    " of it that turns the lists of predictions into arrays. A plan's rate is tokens a second of the whole round,"
-    " drafters and planning included."
+    "planner_us_256 is a whole decision for 256 samples, 2 drafters and 16 tokens, from offers to lists of tokens."
+    " worst_ratio_vs_plain is the toggle's, over all batch sizes, draft lengths and drafters. A plan's rate is"
+    " tokens a second of the whole round, drafters and planning included. Of the boundary's figures see"
+    " bench/boundary.py."
 )
 
 
@@ -103,39 +111,62 @@ def main() -> None:
     )
     engine = Engine(options)
     warm_up(engine)
-    fit = _fit(engine, arguments.model, arguments.seconds)
+    swept, fit = _fit(engine, arguments.model, arguments.seconds)
     cells = [
         _cell(engine, fit.step_time, samples, wrong, arguments.rounds)
         for samples in arguments.samples
         for wrong in arguments.wrong
     ]
-    whole, lists = _decision_microseconds(fit.step_time)
-    figures = {
+    found = boundary.speedups(swept.points, fit.step_time)
+    picture = Path("runs/bench/policy.svg")
+    drawn = boundary.draw(found, fit.step_time, _MARGIN, picture)
+    engine.shutdown()
+    self_w4, why = _self_w4(arguments.w4_steps, arguments.model)
+    figures: dict[str, Any] = {
         "step_time_error_median": fit.held_out.median,
         "step_time_error_p90": fit.held_out.p90,
         "planner_vs_best_fixed_min": min(cell["planner_vs_best_fixed"] for cell in cells),
-        "planner_us_256": whole,
-        "planner_us_256_lists": lists,
-        "worst_ratio_vs_plain": min(cell["planner_vs_plain"] for cell in cells),
-        "self_w4_acceptance": None,
+        "planner_us_256": _decision_microseconds(fit.step_time),
+        "worst_ratio_vs_plain": min(cell["toggle_vs_plain"] for cell in cells),
+        "planner_worst_vs_plain": min(cell["planner_vs_plain"] for cell in cells),
+        "self_w4_acceptance": self_w4.get("self_w4_acceptance"),
+        **boundary.figures(found, _MARGIN),
     }
     columns = tuple(cells[0])
     show_rows("policy: cells", columns, [[format_value(cell[each]) for each in columns] for cell in cells])
     goals = [(name, format_value(figures[name]), goal) for name, goal in _GOALS.items()]
     show_rows("policy", ("figure", "value", "goal"), goals)
     show("policy: the fit", fit.step_time.model_dump(exclude={"architecture"}))
-    print(_NOTE)
-    step_time = fit.step_time.model_dump()
+    print(_NOTE, f"self_w4: {why}" if why else "", f"picture: {picture}" if drawn else "no picture")
     write(
         "policy",
-        {**figures, "cells": cells, "step_time": step_time, "note": _NOTE, "rounds": arguments.rounds},
+        {
+            **figures,
+            "self_w4": self_w4 or why,
+            "cells": cells,
+            "step_time": fit.step_time.model_dump(),
+            "note": _NOTE,
+            "rounds": arguments.rounds,
+        },
     )
 
 
-def _fit(engine: Any, model: Path, seconds: float) -> Fit:
+def _self_w4(steps: int, model: Path) -> tuple[Figures, str]:
+    """The 4-bit twin's figures over a training run, and why there are none where there are none."""
+    if not steps:
+        return {}, "not measured: --w4-steps is 0"
+    try:
+        return w4.measure(w4.Given(steps=steps, model=model)), ""
+    except Exception as error:
+        # The other figures took minutes; they are worth keeping without it.
+        return {}, f"not measured: {error!r}"
+
+
+def _fit(engine: Any, model: Path, seconds: float) -> tuple[Sweep, Fit]:
     grid = Grid(seconds=seconds).within(_MOST, engine.limits.max_model_len, engine.row_capacity)
     throughput, bandwidth = measure_throughput(engine.dtype), measure_bandwidth()
-    return calibrate(architecture_of(model, engine.dtype), throughput, bandwidth, sweep(engine, grid))
+    swept = sweep(engine, grid)
+    return swept, calibrate(architecture_of(model, engine.dtype), throughput, bandwidth, swept)
 
 
 def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int) -> dict[str, Any]:
@@ -168,8 +199,9 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
             raise RuntimeError(f"plan {name} changed tokens")
         rates.setdefault(name, []).append(found.rate)
     middle = {name: median(each) for name, each in rates.items()}
-    fixed = {name: rate for name, rate in middle.items() if name not in ("plain", "planner")}
-    best = max(fixed, key=lambda name: fixed[name])
+    fixed = {name: rate for name, rate in middle.items() if name.startswith("fixed")}
+    toggled = {name: rate for name, rate in middle.items() if name.startswith("toggle")}
+    best, worst = (pick(each, key=each.__getitem__) for pick, each in ((max, fixed), (min, toggled)))
     return {
         "samples": samples,
         "wrong": wrong,
@@ -177,6 +209,9 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
         "best_fixed": best,
         "best_fixed_vs_plain": fixed[best] / middle["plain"],
         "planner_vs_plain": middle["planner"] / middle["plain"],
+        # Of the lengths that the toggle was tried with, the one that came off worst.
+        "toggle_worst": worst,
+        "toggle_vs_plain": toggled[worst] / middle["plain"],
         # Where no length pays, the best fixed length is none.
         "planner_vs_best_fixed": middle["planner"] / max(fixed[best], middle["plain"]),
     }
@@ -187,10 +222,18 @@ def _turns(model: StepTime, rounds: int, random: Random) -> Iterator[tuple[str, 
     makers: dict[str, Callable[[], Plan | None]] = {"plain": lambda: None}
     for length in _LENGTHS:
         makers[f"fixed {length}"] = partial(FixedPlan, length)
-    makers["planner"] = lambda: PlannedDrafts(_WINDOW, CorrectedStepTime(model, Correction()), _MARGIN)
+    for length in _TOGGLED:
+        makers[f"toggle {length}"] = partial(_steered, model, "toggle", length)
+    makers["planner"] = partial(_steered, model, "planner", _WINDOW)
     for _ in range(rounds):
         for name in random.sample(list(makers), len(makers)):
             yield name, makers[name]()
+
+
+def _steered(model: StepTime, mode: Any, cap: int) -> SteeredPlan:
+    """The plan of an instance whose knobs say so."""
+    knobs = Knobs(mode=mode, draft_cap=cap, margin=_MARGIN)
+    return SteeredPlan(knobs, CorrectedStepTime(model, Correction()), lambda _: None)
 
 
 def _spoilt(tokens: Sequence[int], wrong: float, vocab: int, random: Random) -> tuple[int, ...]:
@@ -250,28 +293,23 @@ def _record(measured: Measured, steps: Sequence[Any], speculation: Speculation |
                 speculation.end(step.sample_id, measured.responses[step.sample_id])
 
 
-def _decision_microseconds(model: StepTime, repeats: int = 200) -> tuple[float, float]:
-    """Median time of a decision for 256 samples, and of its conversion of lists."""
-    random = Random(0)
+def _decision_microseconds(model: StepTime, repeats: int = 200) -> float:
+    """Median time of a decision for 256 samples."""
+    random = np.random.default_rng(0)
     samples = [SampleState(f"s{i}", [1] * 100, [1] * 200, 100) for i in range(_TIMED)]
 
-    def made() -> list[Offer | None]:
-        return [Offer([1] * _WINDOW, [random.uniform(0.5, 1) for _ in range(_WINDOW)]) for _ in range(_TIMED)]
+    def made() -> Offers:
+        shape = (_TIMED, _WINDOW)
+        return Offers(np.ones(shape, np.int32), random.uniform(0.5, 1, shape))
 
     offers = {"given": made(), "suffix": made()}
-    plan = PlannedDrafts(_WINDOW, CorrectedStepTime(model, Correction()))
-    limits = np.full(_TIMED, _WINDOW)
-
-    def timed(run: Callable[[], object]) -> float:
-        taken = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - began)
-        return median(taken) * 1e6
-
-    whole = timed(lambda: plan.choose(samples, offers))
-    return whole, timed(lambda: survivals(list(offers.values()), limits, _WINDOW))
+    plan = _steered(model, "planner", _WINDOW)
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        plan.choose(samples, offers)
+        taken.append(time.perf_counter() - began)
+    return median(taken) * 1e6
 
 
 def _arguments() -> argparse.Namespace:
@@ -283,6 +321,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=45.0, help="of the sweep")
     parser.add_argument("--samples", type=numbers(int), default=[8, 16, 32, 64, _MOST], help="batch sizes")
+    parser.add_argument("--w4-steps", type=int, default=8, help="of the run that drafts with the 4-bit twin")
     parser.add_argument("--wrong", type=numbers(float), default=list(_WRONG), help="shares of wrong tokens")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or max(arguments.samples) > _MOST or min(arguments.samples) < 1:

@@ -149,17 +149,25 @@ class AsyncClient:
         """Empties an instance for good; returns how many samples were handed over."""
         return await self.call(calls.drain(instance_id))
 
-    async def policy(self, run_id: str) -> t.Policy:
-        """The knobs of a run."""
-        return await self.call(calls.policy(run_id))
+    async def policy(self, run_id: str = "", *, model: str = "", pool: str = "") -> t.Policy:
+        """The knobs that are set for a run, a model or a pool; without a name, for the whole fleet."""
+        return await self.call(calls.policy(run_id, model, pool))
 
-    async def set_policy(self, run_id: str, policy: t.Policy) -> int:
-        """Changes the knobs; returns the new revision."""
-        return await self.call(calls.set_policy(run_id, policy))
+    async def set_policy(
+        self, run_id: str, policy: t.Policy, *, model: str = "", pool: str = ""
+    ) -> t.PolicyChange:
+        """Replaces the knobs of a scope, named as for `policy`, by others made from their revision.
 
-    def watch_decisions(self, run_id: str) -> AsyncIterator[t.Decision]:
-        """The platform's decisions for a run as they are made; without end."""
-        return self.events(calls.watch_decisions(run_id))
+        `{"speculation": False}` turns everything to plain decoding.
+        """
+        return await self.call(calls.set_policy(run_id, policy, model, pool))
+
+    def watch_decisions(self, run_id: str = "", since: float | None = None) -> AsyncIterator[t.Decision]:
+        """Decisions as they are made, without end: of a run and of the fleet, or all.
+
+        `since` (unix seconds) begins with those that were made from then on, as far as they are kept.
+        """
+        return self.events(calls.watch_decisions(run_id, since))
 
     # How calls are made
 

@@ -6,7 +6,7 @@ The sync and the async client send the same calls; what a call means is said her
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -206,19 +206,51 @@ def drain(instance_id: str) -> Unary[int]:
     return Unary("Fleet", "Drain", request, lambda answer: int(answer.handed_over), slow=True)
 
 
-def policy(run_id: str) -> Unary[t.Policy]:
+def policy(run_id: str, model: str, pool: str) -> Unary[t.Policy]:
     """GetPolicy."""
-    return Unary("Fleet", "GetPolicy", fleet_pb2.GetPolicyRequest(run_id=run_id), convert.policy)
+    request = fleet_pb2.GetPolicyRequest(run_id=run_id, model=model, pool=pool)
+    return Unary("Fleet", "GetPolicy", request, convert.policy)
 
 
-def set_policy(run_id: str, policy: t.Policy) -> Unary[int]:
+def set_policy(run_id: str, policy: t.Policy, model: str, pool: str) -> Unary[t.PolicyChange]:
     """SetPolicy: the knobs, and the revision that they were made from."""
-    knobs = convert.knobs_to_proto(policy.knobs)
-    request = fleet_pb2.SetPolicyRequest(run_id=run_id, revision=policy.revision, knobs=knobs)
-    return Unary("Fleet", "SetPolicy", request, lambda answer: int(answer.revision))
+    request = fleet_pb2.SetPolicyRequest(
+        run_id=run_id,
+        revision=policy.revision,
+        knobs=convert.knobs_to_proto(policy.knobs),
+        model=model,
+        pool=pool,
+    )
+    return Unary("Fleet", "SetPolicy", request, convert.policy_change)
 
 
-def watch_decisions(run_id: str) -> Stream[t.Decision]:
-    """WatchDecisions."""
-    request = fleet_pb2.WatchDecisionsRequest(run_id=run_id)
-    return Stream("Fleet", "WatchDecisions", lambda: request, convert.decision)
+def watch_decisions(run_id: str, since: float | None) -> Stream[t.Decision]:
+    """WatchDecisions, each decision once."""
+    place = DecisionPlace(run_id, since)
+    return Stream("Fleet", "WatchDecisions", place.request, place.take, lambda: False)
+
+
+@dataclass(slots=True)
+class DecisionPlace:
+    """How far decisions have been read: up to a time, and of that time these."""
+
+    run_id: str
+    since: float | None
+    _seen: list[t.Decision] = field(default_factory=list)
+
+    def request(self) -> fleet_pb2.WatchDecisionsRequest:
+        """What to send: go on from here."""
+        request = fleet_pb2.WatchDecisionsRequest(run_id=self.run_id)
+        if self.since is not None:
+            request.since.FromNanoseconds(int(self.since * 1e9))
+        return request
+
+    def take(self, answer: fleet_pb2.WatchDecisionsResponse) -> t.Decision | None:
+        """The decision; None when it was read before."""
+        decision = convert.decision(answer)
+        if decision in self._seen:
+            return None
+        if self.since is None or decision.time > self.since:
+            self.since, self._seen = decision.time, []
+        self._seen.append(decision)
+        return decision

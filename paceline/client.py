@@ -156,17 +156,23 @@ class Client:
         """Empties an instance for good; returns how many samples were handed over."""
         return self.call(calls.drain(instance_id))
 
-    def policy(self, run_id: str) -> t.Policy:
-        """The knobs of a run."""
-        return self.call(calls.policy(run_id))
+    def policy(self, run_id: str = "", *, model: str = "", pool: str = "") -> t.Policy:
+        """The knobs that are set for a run, a model or a pool; without a name, for the whole fleet."""
+        return self.call(calls.policy(run_id, model, pool))
 
-    def set_policy(self, run_id: str, policy: t.Policy) -> int:
-        """Changes the knobs; returns the new revision."""
-        return self.call(calls.set_policy(run_id, policy))
+    def set_policy(self, run_id: str, policy: t.Policy, *, model: str = "", pool: str = "") -> t.PolicyChange:
+        """Replaces the knobs of a scope, named as for `policy`, by others made from their revision.
 
-    def watch_decisions(self, run_id: str) -> Iterator[t.Decision]:
-        """The platform's decisions for a run as they are made; without end."""
-        return self.events(calls.watch_decisions(run_id))
+        `{"speculation": False}` turns everything to plain decoding.
+        """
+        return self.call(calls.set_policy(run_id, policy, model, pool))
+
+    def watch_decisions(self, run_id: str = "", since: float | None = None) -> Iterator[t.Decision]:
+        """Decisions as they are made, without end: of a run and of the fleet, or all.
+
+        `since` (unix seconds) begins with those that were made from then on, as far as they are kept.
+        """
+        return self.events(calls.watch_decisions(run_id, since))
 
     # How calls are made
 

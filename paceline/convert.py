@@ -300,12 +300,35 @@ def instances(
     return tuple(instance(message) for message in answer.instances)
 
 
+def _values(struct: struct_pb2.Struct) -> dict[str, Any]:
+    """JSON values; a Struct knows floats only, and whole ones are told as integers."""
+    found: dict[str, Any] = _whole(json_format.MessageToDict(struct))
+    return found
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _whole(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def policy(answer: fleet_pb2.GetPolicyResponse) -> t.Policy:
     """The knobs of a run."""
-    return t.Policy(answer.revision, json_format.MessageToDict(answer.knobs))
+    return t.Policy(answer.revision, _values(answer.knobs))
+
+
+def policy_change(answer: fleet_pb2.SetPolicyResponse) -> t.PolicyChange:
+    """What became of a change of knobs."""
+    return t.PolicyChange(
+        answer.revision, tuple(answer.applied_instance_ids), tuple(answer.pending_instance_ids)
+    )
 
 
 def decision(answer: fleet_pb2.WatchDecisionsResponse) -> t.Decision:
     """One explained decision."""
-    details = json_format.MessageToDict(answer.details)
-    return t.Decision(_seconds(answer.time), answer.kind, answer.reason, answer.predicted_gain, details)
+    details = _values(answer.details)
+    return t.Decision(
+        _seconds(answer.time), answer.kind, answer.reason, answer.predicted_gain, details, answer.run_id
+    )

@@ -455,11 +455,22 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The knobs that a run works by."""
+    """The knobs that are set for a run, a model, a pool or the whole fleet."""
 
     revision: int
-    """Changes are made from a revision, and refused when another came between."""
+    """Changes are made from a revision, and refused (AbortedError) when another came between. 0: none was set."""
     knobs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    """What became of a change of knobs."""
+
+    revision: int
+    applied: tuple[str, ...]
+    """Instances that work by it."""
+    pending: tuple[str, ...]
+    """Instances that had not answered; they get it as soon as they can be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,4 +481,7 @@ class Decision:
     kind: str
     reason: str
     predicted_gain: float
+    """What it was expected to bring, as a share: 0.1 is ten percent."""
     details: Mapping[str, Any]
+    run_id: str = ""
+    """Empty: it is about the whole fleet."""

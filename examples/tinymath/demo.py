@@ -27,10 +27,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from examples.tinymath.background import BackgroundWatch
+from examples.tinymath.decisions import DecisionWatch, save_decisions
 from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
 from examples.tinymath.report import write_report
 from examples.tinymath.train import MODEL, Options, add_options, new_learner, read_options, train
-from paceline import Client, WeightFolder
+from paceline import Client, Policy, WeightFolder
 from services.local import Platform, PlatformConfig, PlatformError
 
 _COLUMNS = (
@@ -46,6 +47,8 @@ _COLUMNS = (
 )
 _SPECULATION_COLUMNS = ("accepted", "block eff.")
 _CACHE_COLUMNS = ("cached", "reused")
+POLICIES = ("fixed", "solver", "toggle", "planner")
+"""Modes of speculation; see docs/policy.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Setup:
     dtype: str
     out: Path
     instance_options: tuple[str, ...]
+    policy: str | None = None
+    """How the platform speculates; None leaves it to the instances."""
 
 
 class Screen:
@@ -135,7 +140,12 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         ready = time.monotonic()
         console.print(f"Gateway on {platform.gateway_address}; ready after {ready - began:.0f} s.")
         device = client.instances()[0].device
-        records = _train(client, setup, options, console)
+        with DecisionWatch(platform.client()) as watch:
+            if setup.policy is not None:
+                set_mode(client, setup.policy)
+            records = _train(client, setup, options, console)
+            watch.wait_for(options.steps - 1)
+        decisions = watch.decisions
     summary = {
         "name": f"tinymath, GRPO, {options.steps} steps",
         "started": started.strftime("%Y-%m-%d %H:%M"),
@@ -145,12 +155,19 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         "start_seconds": ready - began,
         "wall_seconds": time.monotonic() - began,
         "report": str(setup.out / "report.html"),
-        **summarize(records, {**asdict(options), "dtype": setup.dtype}),
+        **summarize(records, {**asdict(options), "dtype": setup.dtype, "policy": setup.policy or "planner"}),
     }
     save_steps(setup.out / "steps.json", records)
+    save_decisions(setup.out / "decisions.json", decisions)
     (setup.out / "summary.json").write_text(json.dumps(summary, indent=2))
-    write_report(setup.out / "report.html", records, summary)
+    write_report(setup.out / "report.html", records, summary, decisions)
     return summary
+
+
+def set_mode(client: Client, mode: str) -> None:
+    """Lets every instance speculate in this mode."""
+    policy = client.policy()
+    client.set_policy("", Policy(policy.revision, {**policy.knobs, "mode": mode}))
 
 
 def _train(client: Client, setup: Setup, options: Options, console: Console) -> list[StepRecord]:
@@ -202,6 +219,7 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     parser.add_argument("--model", type=Path, default=MODEL, help="model folder in Hugging Face layout")
     parser.add_argument("--dtype", default="float32", help="of the instances: float32, bfloat16 or auto")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
+    parser.add_argument("--policy", choices=POLICIES, help="how the platform speculates (default: planner)")
     parser.add_argument(
         "--instance-option",
         action="append",
@@ -210,7 +228,8 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     )
     add_options(parser)
     given = parser.parse_args(arguments)
-    setup = Setup(given.model, given.instances, given.dtype, given.out, tuple(given.instance_option))
+    options = tuple(given.instance_option)
+    setup = Setup(given.model, given.instances, given.dtype, given.out, options, given.policy)
     return setup, read_options(given)
 
 

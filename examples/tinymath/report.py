@@ -2,7 +2,7 @@
 
     python -m examples.tinymath.report runs/latest
 
-makes it again from the run's `steps.json` and `summary.json`.
+makes it again from the run's `steps.json`, `summary.json` and `decisions.json`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from examples.tinymath import pictures
+from examples.tinymath.decisions import decision_rows, load_decisions
 from examples.tinymath.lanes import busy, gaps
 from examples.tinymath.records import StepRecord, load_steps, percentiles
 from examples.tinymath.spans import step_seconds
+from paceline import Decision
 
 
-def write_report(path: Path, records: Sequence[StepRecord], summary: Mapping[str, Any]) -> None:
-    """Renders the report of finished steps."""
+def write_report(
+    path: Path,
+    records: Sequence[StepRecord],
+    summary: Mapping[str, Any],
+    decisions: Sequence[Decision] = (),
+) -> None:
+    """Renders the report of finished steps and of what the platform decided in them."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     page = environment.get_template("report.html.j2").render(
@@ -31,6 +38,7 @@ def write_report(path: Path, records: Sequence[StepRecord], summary: Mapping[str
         rows=[row(record) for record in records],
         speculation=any(record.drafted for record in records),
         caches=any(record.cached for record in records),
+        decisions=decision_rows(decisions, min((record.began for record in records), default=0.0)),
         pictures={
             "reward": pictures.reward_curve(records),
             "lengths": pictures.length_histogram(records),
@@ -119,7 +127,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/latest"))
     folder = parser.parse_args().folder
     summary = json.loads((folder / "summary.json").read_text())
-    write_report(folder / "report.html", load_steps(folder / "steps.json"), summary)
+    decisions = load_decisions(folder / "decisions.json")
+    write_report(folder / "report.html", load_steps(folder / "steps.json"), summary, decisions)
     print(folder / "report.html")
 
 

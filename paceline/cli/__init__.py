@@ -1,4 +1,4 @@
-"""The command line: `paceline up | status | demo`. Needs the `services` extra; the SDK does not."""
+"""The command line: `paceline up | status | policy | token | demo`. Needs the `services` extra, unlike the SDK."""
 
 from __future__ import annotations
 

@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli import policy
 from paceline.errors import PacelineError
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
+app.add_typer(policy.app, name="policy", help="Knobs of speculation, and the platform's decisions.")
 
 Token = Annotated[str | None, typer.Option(envvar="PACELINE_TOKEN", help="Bearer token of the gateway.")]
 
@@ -58,12 +60,33 @@ def up(
 def status(
     address: Annotated[str, typer.Option(help="host:port of the gateway.")] = "127.0.0.1:7400",
     ca_file: Annotated[Path | None, typer.Option(help="Use TLS and trust these authorities (PEM).")] = None,
+    cert_file: Annotated[Path | None, typer.Option(help="Certificate to show (PEM), for mutual TLS.")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")] = None,
     token: Token = None,
 ) -> None:
     """Shows the instances and the published versions."""
     from paceline.cli.status import show_status
 
-    show_status(address, token, ca_file)
+    show_status(address, token, ca_file, cert_file, key_file)
+
+
+@app.command()
+def token(
+    name: Annotated[str, typer.Option(help="Whose token it is, such as trainer.")],
+    scope: Annotated[
+        list[str], typer.Option(help="rollouts, weights, fleet or metrics; may be given several times.")
+    ],
+    requests_per_second: Annotated[
+        float | None, typer.Option(help="RPCs that it may begin in a second. Default: any number.")
+    ] = None,
+    stdin: Annotated[
+        bool, typer.Option("--stdin", help="Take a token from standard input, and make none.")
+    ] = False,
+) -> None:
+    """Makes a token, and the entry with its hash for the gateway's tokens_file."""
+    from paceline.cli.token import print_token
+
+    raise typer.Exit(print_token(name, scope, requests_per_second, stdin))
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
 import typer
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.policy.calibration import BadFit, Errors, Fit, calibrate, require_good
+from services.policy.machine import machine_name
 from services.policy.models import VALUE_BYTES, architecture_of
 from services.policy.probe import EngineStalled, Grid, measure_bandwidth, measure_throughput, sweep
 from services.policy.stored import Calibration, Subject
@@ -54,11 +54,6 @@ def run_calibration(
     return 0
 
 
-def machine_name() -> str:
-    """The processor and how many of its cores this process may use."""
-    return f"{_processor()} x{len(os.sched_getaffinity(0))}"
-
-
 def _measure(
     model: Path,
     dtype: str,
@@ -96,15 +91,6 @@ def _measure(
         return subject, swept, calibrate(architecture, throughput, bandwidth, swept)
     finally:
         engine.shutdown()
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(found, platform.processor() or platform.machine())
 
 
 def _points_table(swept: Sweep, fit: Fit) -> Table:

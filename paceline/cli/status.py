@@ -22,9 +22,11 @@ _STYLES = {
 }
 
 
-def show_status(address: str, token: str | None, ca_file: Path | None) -> None:
+def show_status(
+    address: str, token: str | None, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
+) -> None:
     """Prints instances and versions."""
-    tls = Tls(ca_file=ca_file) if ca_file else None
+    tls = Tls(ca_file, cert_file, key_file) if ca_file or cert_file else None
     with Client(address, token=token, tls=tls, timeout=5, retry=RetryPolicy(attempts=3)) as client:
         instances, versions = client.instances(), client.versions()
     console = Console()

@@ -129,10 +129,14 @@ class DrainResponse(_message.Message):
     def __init__(self, handed_over: _Optional[int] = ...) -> None: ...
 
 class GetPolicyRequest(_message.Message):
-    __slots__ = ("run_id",)
+    __slots__ = ("run_id", "model", "pool")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    model: str
+    pool: str
+    def __init__(self, run_id: _Optional[str] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class GetPolicyResponse(_message.Message):
     __slots__ = ("revision", "knobs")
@@ -143,37 +147,49 @@ class GetPolicyResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class SetPolicyRequest(_message.Message):
-    __slots__ = ("run_id", "revision", "knobs")
+    __slots__ = ("run_id", "revision", "knobs", "model", "pool")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     KNOBS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     revision: int
     knobs: _struct_pb2.Struct
-    def __init__(self, run_id: _Optional[str] = ..., revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    model: str
+    pool: str
+    def __init__(self, run_id: _Optional[str] = ..., revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class SetPolicyResponse(_message.Message):
-    __slots__ = ("revision",)
+    __slots__ = ("revision", "applied_instance_ids", "pending_instance_ids")
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
     revision: int
-    def __init__(self, revision: _Optional[int] = ...) -> None: ...
+    applied_instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    pending_instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, revision: _Optional[int] = ..., applied_instance_ids: _Optional[_Iterable[str]] = ..., pending_instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchDecisionsRequest(_message.Message):
-    __slots__ = ("run_id",)
+    __slots__ = ("run_id", "since")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    since: _timestamp_pb2.Timestamp
+    def __init__(self, run_id: _Optional[str] = ..., since: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class WatchDecisionsResponse(_message.Message):
-    __slots__ = ("time", "kind", "reason", "predicted_gain", "details")
+    __slots__ = ("time", "kind", "reason", "predicted_gain", "details", "run_id")
     TIME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_GAIN_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     time: _timestamp_pb2.Timestamp
     kind: str
     reason: str
     predicted_gain: float
     details: _struct_pb2.Struct
-    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_gain: _Optional[float] = ..., details: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    run_id: str
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_gain: _Optional[float] = ..., details: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., run_id: _Optional[str] = ...) -> None: ...

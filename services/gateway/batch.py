@@ -5,6 +5,8 @@ Pure: times are passed in (unix seconds), nothing is sent or stored here. One sa
     WAITING -> ASSIGNED(instance, attempt) -> ENDED
        ^___________________|   instance lost, item refused, or handed over
 
+    ASSIGNED(instance, attempt) -> ASSIGNED(another instance, next attempt)   moved with its KV
+
 Each assignment is a new attempt; events of an earlier attempt are ignored, whoever sends them. A sample
 that goes on elsewhere does so from the tokens that it has, less the last one: that one is sampled again
 (with the same noise, so the same token), and so the instance itself sees whether it ended the sample,
@@ -214,6 +216,24 @@ class Batch:
     def lost(self, index: int, attempt: int, now: float) -> Verdict:
         """The instance is gone: the sample waits again, with the tokens that it has."""
         return self._leave(index, attempt, now, resubmission=True)
+
+    def moved(
+        self, index: int, attempt: int, instance_id: str, response_tokens: int, now: float
+    ) -> int | None:
+        """The sample runs on another instance now, which goes on after so many response tokens. The number of
+        the new attempt; None when this is of an earlier attempt, or when tokens are missing here."""
+        sample = self.samples[index]
+        have = len(sample.tokens)
+        if sample.phase is not Phase.ASSIGNED or sample.attempt != attempt:
+            return None
+        if len(self.groups[sample.group].prefix) + have != response_tokens:
+            return None
+        before = sample.spans[-1]
+        sample.fruitless = 0 if before.end_token > before.begin_token else sample.fruitless
+        before.end, sample.instance_id = now, instance_id
+        sample.attempt += 1
+        sample.spans.append(Span(instance_id, have, have, now, now))
+        return sample.attempt
 
     def refused(self, index: int, attempt: int, now: float) -> Verdict:
         """The instance would not take the sample just now."""

@@ -44,6 +44,9 @@ class GatewayConfig(ServiceConfig):
     """Deadline of short calls to instances."""
     abort_timeout_seconds: float = Field(2.0, gt=0)
     """A cancelled sample is delivered after so long even if its instance has not answered."""
+    claim_wait_seconds: float = Field(2.0, gt=0)
+    """A sample that was moved to an instance to which there is no link yet is resumed by its prefix after so
+    long."""
     refusal_pause_seconds: float = Field(0.1, gt=0)
     """An instance that refused is left alone for so long, doubling with each refusal in a row."""
     refusal_pause_most_seconds: float = Field(2.0, gt=0)

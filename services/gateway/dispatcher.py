@@ -21,11 +21,13 @@ from services.gateway.history import History
 from services.gateway.lengths import LengthPredictor
 from services.gateway.links import Held, WorkLink
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.moves import Moves
 from services.gateway.placement import Assignment, Waiting, WaitingQueue
 from services.gateway.pulse import Pulse
 from services.gateway.running import Ref, Running
 from services.gateway.steps import StepBook
 from services.gateway.writer import JournalWriter
+from services.platform import tracing
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +59,7 @@ class Dispatcher:
         self._writer: JournalWriter | None = None
         self._history: History | None = None
         self._steps = StepBook()
+        self._moves = Moves(self, metrics, config.claim_wait_seconds)
         # What was there of the samples of a batch before it began.
         self._coverage: dict[BatchKey, Coverage] = {}
 
@@ -83,10 +86,14 @@ class Dispatcher:
         `coverage` is there of its samples (None: its step was not announced)."""
         self._orders += _ORDER_STEP
         running = Running(batch, self._orders, fingerprint, private, events)
+        running.trace = tracing.begin(
+            "batch", root=True, run_id=batch.key[0], step=batch.step, samples=len(batch.remaining())
+        )
         self.batches[batch.key] = running
         if not private:
             self._begin_step(batch, coverage)
-        self._metrics.batches.set(len(self.batches))
+            self._metrics.runs.show(batch.key[0], time.time(), step=batch.step)
+        self._gauge_batches()
         for sample in batch.remaining():
             self.unfinished += 1
             if sample.cancelled:
@@ -108,6 +115,9 @@ class Dispatcher:
             if phase is Phase.WAITING:
                 self._queue.discard((running.batch.key, index))
                 self._settle(running, index, running.batch.abort(index, time.time()), "")
+            elif phase is Phase.ASSIGNED and index not in running.places:
+                # On its way to another instance, where it will be claimed to be aborted.
+                self._settle(running, index, running.batch.abort(index, time.time()), "")
             elif phase is Phase.ASSIGNED:
                 link, handle = running.places[index]
                 link.abort(handle)
@@ -122,6 +132,7 @@ class Dispatcher:
             return
         running.stop_timers()
         running.dropped = True
+        running.trace.end(running.broken, delivered=running.events)
         del self.batches[running.batch.key]
         self._coverage.pop(running.batch.key, None)
         if not running.private:
@@ -132,7 +143,7 @@ class Dispatcher:
         for link, handle in running.places.values():
             link.abort(handle)
         running.places.clear()
-        self._metrics.batches.set(len(self.batches))
+        self._gauge_batches()
         self._gauge_queue()
         self.moved.set()
         running.changed.beat()
@@ -164,6 +175,7 @@ class Dispatcher:
     def link_up(self, link: WorkLink) -> None:
         """The instance can be given work."""
         self.links[link.instance_id] = link
+        self._moves.arrived(link)
         self.pump_soon()
 
     def link_lost(self, link: WorkLink, reason: str) -> None:
@@ -176,7 +188,7 @@ class Dispatcher:
             log.warning("resubmitting", instance=link.instance_id, samples=len(held), reason=reason)
         now = time.time()
         for each in held.values():
-            self._take_back(each, each.batch.lost(each.index, each.attempt, now), "lost")
+            self.take_back(each, each.batch.lost(each.index, each.attempt, now), "lost")
         self.pump_soon()
 
     def responded(self, link: WorkLink, response: generation_pb2.WorkResponse) -> None:
@@ -189,12 +201,14 @@ class Dispatcher:
             held = link.release(finished.handle)
             if held is not None:
                 verdict = held.batch.finish(held.index, held.attempt, finished, now)
-                self._take_back(held, verdict, "handed_over")
+                self.take_back(held, verdict, "handed_over")
         for refused in response.refused:
             self._refused(link, refused, now)
+        for moved in response.moved:
+            self._moves.moved(link, moved, now)
         for running in touched.values():
             self._saved_later(running)
-        if response.finished or response.refused:
+        if response.finished or response.refused or response.moved:
             self._metrics.running.labels(link.instance_id).set(len(link.held))
             self.pump_soon()
         if not response.refused and (response.deltas or response.finished):
@@ -229,10 +243,13 @@ class Dispatcher:
         held = link.release(refused.handle)
         if held is None:
             return
-        self._metrics.refusals.labels(link.instance_id, str(refused.code)).inc()
+        self._metrics.refused(link.instance_id, refused.code)
         if refused.code == _INVALID_ARGUMENT:
             error = f"{link.instance_id} refused {refused.field or 'the sample'}: {refused.message}"
-            self._take_back(held, held.batch.fail(held.index, error, now), "")
+            self.take_back(held, held.batch.fail(held.index, error, now), "")
+            return
+        if held.migration_id:
+            self._moves.refused(held, now)
             return
         pause = self._config.refusal_pause_seconds * 2 ** min(link.refusals, 16)
         pause = min(pause, self._config.refusal_pause_most_seconds)
@@ -243,7 +260,12 @@ class Dispatcher:
             log.info(
                 "instance_refused", instance=link.instance_id, code=refused.code, message=refused.message
             )
-        self._take_back(held, held.batch.refused(held.index, held.attempt, now), "")
+        self.take_back(held, held.batch.refused(held.index, held.attempt, now), "")
+
+    def running(self, held: Held) -> Running | None:
+        """The batch of a sample, if it is still being worked on."""
+        running = self.batches.get(held.batch.key)
+        return running if running is not None and running.batch is held.batch else None
 
     # Placement -----------------------------------------------------------------------------------------
 
@@ -273,11 +295,11 @@ class Dispatcher:
         now = time.time()
         attempt = running.batch.assign(index, link.instance_id, now)
         handle = link.next_handle()
-        sample = running.batch.samples[index]
-        link.give(
-            Held(running.batch, index, attempt, assignment.waiting.prompt, assignment.waiting.predicted),
-            work_item(running.batch, sample, handle),
-        )
+        sample, waiting = running.batch.samples[index], assignment.waiting
+        span = self.trace(running, index)
+        item = work_item(running.batch, sample, handle)
+        item.trace_parent = span.traceparent
+        link.give(Held(running.batch, index, attempt, waiting.prompt, waiting.predicted, span), item)
         running.places[index] = (link, handle)
         self._metrics.placements.labels(link.instance_id).inc()
         self._metrics.running.labels(link.instance_id).set(len(link.held))
@@ -285,30 +307,50 @@ class Dispatcher:
             self._metrics.queue_seconds.observe(now - running.batch.accepted_at)
         log.debug("placed", batch=key, sample=index, instance=link.instance_id, attempt=attempt)
 
-    def _enqueue(self, running: Running, index: int) -> None:
+    def work_left(self, running: Running, index: int) -> float:
+        """Tokens that a sample is predicted to need still; drafted ones count for less."""
         batch, sample = running.batch, running.batch.samples[index]
         group = batch.groups[sample.group]
         limit = group.sampling.max_tokens if group.sampling.HasField("max_tokens") else None
         run_id = batch.key[0]
         predicted = self.lengths.predict(run_id, group.prompt_id, group.expected_tokens, limit)
         covered = self._coverage.get(batch.key, {}).get((group.prompt_id, sample.slot))
-        work = remaining_work(predicted, len(sample.tokens), covered, self._config.draft_cost)
-        prompt: Hashable = (run_id, group.prompt_id)
+        return remaining_work(predicted, len(sample.tokens), covered, self._config.draft_cost)
+
+    def _enqueue(self, running: Running, index: int) -> None:
+        batch = running.batch
+        prompt: Hashable = (batch.key[0], batch.groups[batch.samples[index].group].prompt_id)
         self._queue.push(
             Waiting(
                 ref=(batch.key, index),
                 prompt=prompt,
                 policy_version=batch.policy_version,
-                predicted=work,
+                predicted=self.work_left(running, index),
                 order=running.order + index,
             )
         )
 
     # What became of a sample ---------------------------------------------------------------------------
 
-    def _take_back(self, held: Held, verdict: Verdict, cause: str) -> None:
-        running = self.batches.get(held.batch.key)
-        if running is not None and running.batch is held.batch:
+    def trace(self, running: Running, index: int) -> tracing.Span:
+        """The span of a sample's attempt, from its placement until it is taken back."""
+        sample = running.batch.samples[index]
+        return tracing.begin(
+            "sample",
+            running.trace.traceparent,
+            prompt_id=running.batch.groups[sample.group].prompt_id,
+            slot=sample.slot,
+            attempt=sample.attempt,
+            instance_id=sample.instance_id,
+            prefix_tokens=len(sample.tokens),
+        )
+
+    def take_back(self, held: Held, verdict: Verdict, cause: str) -> None:
+        """Takes in what became of a sample that no instance has any more."""
+        tokens = len(held.batch.samples[held.index].tokens)
+        held.trace.end(verdict=verdict.value, cause=cause, tokens=tokens)
+        running = self.running(held)
+        if running is not None:
             self._settle(running, held.index, verdict, cause)
             self._saved_later(running)
 
@@ -356,7 +398,8 @@ class Dispatcher:
         report = self._steps.end(batch.key[0], batch.step, sample.spans, len(sample.tokens), ending.at)
         if report is not None:
             bubbles = report.bubbles(self.links)
-            self._metrics.step_over(list(bubbles.values()), report.tokens, report.pregenerated)
+            took = report.ended_at - report.begun_at
+            self._metrics.step_over(took, list(bubbles.values()), report.tokens, report.pregenerated)
             log.info("step_over", run=report.run_id, step=report.step, bubbles=bubbles)
 
     def _keep(self, batch: Batch, ending: Ending) -> None:
@@ -377,6 +420,7 @@ class Dispatcher:
         remaining = [sample.index for sample in running.batch.remaining()]
         if remaining:
             log.warning("deadline_passed", batch=running.batch.key, samples=len(remaining))
+            self._metrics.expired.inc(len(remaining))
             self.cancel(running, remaining, keep_partial=True)
 
     def _give_up(self, running: Running, index: int) -> None:
@@ -385,6 +429,11 @@ class Dispatcher:
             log.warning("abort_unanswered", batch=running.batch.key, sample=index)
             self._settle(running, index, verdict, "")
             self._saved_later(running)
+
+    def _gauge_batches(self) -> None:
+        submitted = [each.batch.accepted_at for each in self.batches.values() if not each.private]
+        self._metrics.batches.set(len(self.batches))
+        self._metrics.oldest_batch.set(min(submitted, default=0.0))
 
     def _gauge_queue(self) -> None:
         self._metrics.queued.set(len(self._queue))

@@ -11,13 +11,14 @@ from paceline.internal.v1 import generation_pb2
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.gateway.assemble import timestamp
 from services.gateway.fleet import Member, State
+from services.gateway.policy import PolicyFront
 from services.gateway.roster import Connection, ConnectionBroken, within
 from services.gateway.term import Term
-from services.platform.errors import NotFound, ServiceError, Unavailable, Unimplemented
+from services.platform.errors import NotFound, ServiceError, Unavailable
 
 Context = grpc.aio.ServicerContext
 
-_STATES = {
+STATES = {
     State.STALE: fleet_pb2.INSTANCE_STATE_STALE,
     State.SERVING: fleet_pb2.INSTANCE_STATE_SERVING,
     State.PAUSED: fleet_pb2.INSTANCE_STATE_PAUSED,
@@ -25,14 +26,15 @@ _STATES = {
     State.DEAD: fleet_pb2.INSTANCE_STATE_DEAD,
 }
 _CALL_SECONDS = 5.0
-_NO_POLICY = "there is no policy service yet; knobs are those of each instance's configuration"
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
-    """`term` gives the current term of leadership, or raises Unavailable."""
+    """`term` gives the current term of leadership, or raises Unavailable. `policy` needs none: whichever gateway is
+    asked passes it on."""
 
-    def __init__(self, term: Callable[[], Term]) -> None:
+    def __init__(self, term: Callable[[], Term], policy: PolicyFront) -> None:
         self._term = term
+        self._policy = policy
 
     async def ListInstances(
         self, request: fleet_pb2.ListInstancesRequest, context: Context
@@ -83,18 +85,18 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def GetPolicy(
         self, request: fleet_pb2.GetPolicyRequest, context: Context
     ) -> fleet_pb2.GetPolicyResponse:
-        raise Unimplemented("GetPolicy", _NO_POLICY)
+        return await self._policy.get(request)
 
     async def SetPolicy(
         self, request: fleet_pb2.SetPolicyRequest, context: Context
     ) -> fleet_pb2.SetPolicyResponse:
-        raise Unimplemented("SetPolicy", _NO_POLICY)
+        return await self._policy.set(request)
 
     async def WatchDecisions(
         self, request: fleet_pb2.WatchDecisionsRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
-        raise Unimplemented("WatchDecisions", _NO_POLICY)
-        yield  # makes this a stream
+        async for decision in self._policy.watch(request):
+            yield decision
 
     def _report(self, term: Term, connection: Connection, state: State) -> None:
         term.fleet.report(connection.instance_id, state, asyncio.get_running_loop().time())
@@ -132,7 +134,7 @@ def _instance(member: Member) -> fleet_pb2.Instance:
         instance_id=record.instance_id,
         epoch=record.epoch,
         address=record.address,
-        state=_STATES[member.state],
+        state=STATES[member.state],
         policy_version=member.version,
         load=fleet_pb2.InstanceLoad(
             running=int(load.get("running", 0)),

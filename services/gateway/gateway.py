@@ -9,16 +9,20 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paceline.internal.v1 import demand_pb2_grpc
 from paceline.v1 import fleet_pb2_grpc, rollout_pb2_grpc, weight_pb2_grpc
 from services.gateway.config import GatewayConfig
+from services.gateway.demand_service import DemandServicer
 from services.gateway.fleet_service import FleetServicer
-from services.gateway.lease import Lease
+from services.gateway.keys import GatewayKeys
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.policy import PolicyFront
 from services.gateway.rollout_service import RolloutServicer
 from services.gateway.tasks import end
 from services.gateway.term import Term
 from services.gateway.weight_service import WeightServicer
 from services.platform.errors import Unavailable
+from services.platform.lease import Lease
 from services.platform.server import GrpcServer
 from services.platform.store import connect
 
@@ -40,7 +44,9 @@ class Gateway:
             RolloutServicer(self.term, self._metrics), self.server.server
         )
         weight_pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(self.term), self.server.server)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(self.term), self.server.server)
+        demand_pb2_grpc.add_DemandServiceServicer_to_server(DemandServicer(self.term), self.server.server)
+        fleet = FleetServicer(self.term, PolicyFront(config, self._redis))
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, self.server.server)
 
     @property
     def address(self) -> str:
@@ -62,7 +68,8 @@ class Gateway:
         while True:
             # A new token each term, so that nothing left over from an earlier one can write.
             token = uuid.uuid4().hex
-            lease = Lease(self._redis, self._config.namespace, token, self._config.lease_seconds)
+            key = GatewayKeys(self._config.namespace).lease
+            lease = Lease(self._redis, key, token, self._config.lease_seconds)
             try:
                 await lease.acquire()
                 await self._lead(lease)

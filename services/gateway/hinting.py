@@ -131,6 +131,7 @@ class Hinting:
             self._forgotten.discard(run_id)
 
     def _forget_idle(self) -> None:
+        self._metrics.runs.forget(time.time() - self._config.run_idle_seconds)
         busy = {running.batch.key[0] for running in self._dispatcher.batches.values()}
         for run_id in self.book.idle(time.time() - self._config.run_idle_seconds):
             if run_id not in busy:

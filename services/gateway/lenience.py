@@ -6,6 +6,7 @@ it once (services/drafts/lenience.py says how far), however often and by whichev
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ class Leniences:
         if requested.HasField("kl_target"):
             known = await self._load(run_id)
             chosen = chosen if known is None else known.lenience
-        self._metrics.lenience.labels(run_id).set(chosen)
+        self._metrics.runs.show(run_id, time.time(), lenience=chosen)
         return chosen
 
     async def report(self, key: BatchKey, used: float, kl: float, target: float) -> None:

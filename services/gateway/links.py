@@ -9,6 +9,7 @@ from typing import Any
 from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
 from services.gateway.batch import Batch
 from services.gateway.placement import Slots
+from services.platform.tracing import NO_SPAN, Span
 
 # Tokens and items in one message: far below the size limit of messages.
 _MOST_TOKENS = 1_000_000
@@ -24,12 +25,16 @@ class Held:
     attempt: int
     prompt: Hashable
     predicted: float
+    # This attempt.
+    trace: Span = NO_SPAN
+    # Of a sample that came to the instance by a move and is claimed there.
+    migration_id: str = ""
 
 
 class WorkLink:
     """The gateway's end of a work stream. `slots` counts what the instance has and can still take.
 
-    `give` and `abort` only note what is to be sent; all that is noted when the stream can take it goes
+    `give`, `claim` and `abort` only note what is to be sent; all that is noted when the stream can take it goes
     out in one message. `responded` is called with every message, in order. `run` ends when the stream
     does: with grpc.aio.AioRpcError, or returning when the instance ended it without an error.
     """
@@ -53,6 +58,7 @@ class WorkLink:
         self._responded = responded
         self._handles = count(1)
         self._starts: list[generation_pb2.WorkItem] = []
+        self._claims: list[generation_pb2.Claim] = []
         self._aborts: list[int] = []
         self._wake = asyncio.Event()
 
@@ -64,6 +70,13 @@ class WorkLink:
         """Sends an item. Its slot must have been taken by the placement."""
         self.held[item.handle] = held
         self._starts.append(item)
+        self._wake.set()
+
+    def claim(self, held: Held, handle: int) -> None:
+        """Takes over a sample that was moved to the instance, and takes a slot for it."""
+        self.held[handle] = held
+        self.slots.take(held.prompt, held.predicted)
+        self._claims.append(generation_pb2.Claim(handle=handle, migration_id=held.migration_id))
         self._wake.set()
 
     def abort(self, handle: int) -> None:
@@ -96,7 +109,11 @@ class WorkLink:
 
     def _drain(self) -> Iterator[generation_pb2.WorkRequest]:
         starts, self._starts = self._starts, []
+        claims, self._claims = self._claims, []
         aborts, self._aborts = self._aborts, []
+        if claims:
+            # Before the aborts, which may be of these.
+            yield generation_pb2.WorkRequest(claim=claims)
         request, tokens = generation_pb2.WorkRequest(), 0
         for item in starts:
             request.start.append(item)

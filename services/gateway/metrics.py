@@ -1,9 +1,12 @@
 """What the gateway tells Prometheus."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from google.rpc import code_pb2
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.gateway.run_gauges import RunGauges
 
 _Make = Callable[..., Any]
 
@@ -24,15 +27,28 @@ class GatewayMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"paceline_gateway_{name}", text, labels, registry=registry, buckets=buckets)
 
+        # `instance_id` and not `instance`, which is Prometheus's own name for who was scraped.
         self.samples = counter("samples_total", "Samples ended, by status.", "status")
-        self.tokens = counter("tokens_total", "Response tokens received from instances.", "instance")
-        self.placements = counter("placements_total", "Samples given to instances.", "instance")
-        self.refusals = counter("refusals_total", "Samples that instances refused.", "instance", "code")
+        self.expired = counter("expired_samples_total", "Samples ended by the deadline of their batch.")
+        self.tokens = counter("tokens_total", "Response tokens received from instances.", "instance_id")
+        self.placements = counter("placements_total", "Samples given to instances.", "instance_id")
+        self.refusals = counter("refusals_total", "Samples that instances refused.", "instance_id", "code")
         self.resubmissions = counter("resubmissions_total", "Samples resumed elsewhere, by cause.", "cause")
-        self.losses = counter("instance_losses_total", "Instances lost.", "instance")
+        self.moves = counter(
+            "moves_total",
+            "Samples that instances moved to others, by what came of it: claimed; refused (the claim), no_link or "
+            "tokens_missing, and resumed by their prefix; unwanted (ended or cancelled meanwhile).",
+            "outcome",
+        )
+        self.losses = counter("instance_losses_total", "Instances lost.", "instance_id")
+        self.instance_up = gauge("instance_up", "1, or 0 for an instance that is lost.", "instance_id")
         self.queued = gauge("queued_samples", "Samples waiting for an instance.")
-        self.running = gauge("running_samples", "Samples on an instance.", "instance")
+        self.running = gauge("running_samples", "Samples on an instance.", "instance_id")
         self.batches = gauge("batches", "Batches unfinished.")
+        self.oldest_batch = gauge(
+            "oldest_batch_timestamp_seconds",
+            "Unix time at which the oldest unfinished batch of SubmitRollouts was accepted; 0: there is none.",
+        )
         self.streams = gauge("streams", "Open StreamRollouts and Generate calls.")
         self.instances = gauge("instances", "Instances by state.", "state")
         self.policy_version = gauge("policy_version", "The published policy version.")
@@ -45,7 +61,7 @@ class GatewayMetrics:
             "sample_tokens", "Response tokens of samples.", (16, 64, 256, 1024, 4096, 16384, 65536)
         )
         self._reuse(counter)
-        self._reports(gauge)
+        self.runs = RunGauges(registry)
         self._steps(counter, gauge, histogram)
         self.history = counter(
             "history_rollouts_total",
@@ -54,7 +70,38 @@ class GatewayMetrics:
             "outcome",
         )
         self.update_seconds = histogram("update_seconds", "Phases of weight updates.", _SECONDS, "phase")
-        self.updates = counter("updates_total", "Weight updates, by outcome.", "outcome")
+        self.updates = counter(
+            "updates_total",
+            "Weight updates, by outcome: published; aborted by the trainer; failed; abandoned by a trainer "
+            "that went silent.",
+            "outcome",
+        )
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """A series that begins at 1 hides its first increase from rate()."""
+        for status in ("completed", "truncated", "aborted", "failed"):
+            self.samples.labels(status)
+        for outcome in ("published", "aborted", "failed", "abandoned"):
+            self.updates.labels(outcome)
+        for cause in ("lost", "handed_over"):
+            self.resubmissions.labels(cause)
+        self.moves.labels("claimed")
+        for level in ("exact", "coupled_history", "lenient", "rejection"):
+            self.count_whole(level, 0, 0, 0, samples=0)
+
+    def refused(self, instance_id: str, code: int) -> None:
+        """Counts a sample that an instance refused with this google.rpc.Code."""
+        known = code in code_pb2.Code.values()
+        self.refusals.labels(instance_id, code_pb2.Code.Name(code) if known else str(code)).inc()
+
+    def show_instances(self, up: dict[str, bool], gone: Collection[str]) -> None:
+        """Shows who is lost, and nothing more of those that are forgotten."""
+        for instance_id, alive in up.items():
+            self.instance_up.labels(instance_id).set(alive)
+        for instance_id in gone:
+            self.instance_up.remove(instance_id)
+            self.running.remove(instance_id)
 
     def _reuse(self, counter: _Make) -> None:
         """Of the samples of batches that were completed or truncated, by exactness level. Reuse rate =
@@ -81,15 +128,14 @@ class GatewayMetrics:
             "cached_samples_total.",
         )
 
-    def count_whole(self, level: str, tokens: int, cached: int, reused: int) -> None:
-        """Counts a sample of a batch that was completed or truncated."""
-        self.whole_samples.labels(level).inc()
+    def count_whole(self, level: str, tokens: int, cached: int, reused: int, samples: int = 1) -> None:
+        """Counts a sample of a batch that was completed or truncated; no `samples` only makes the series."""
+        self.whole_samples.labels(level).inc(samples)
         self.whole_tokens.labels(level).inc(tokens)
-        if cached:
-            self.cached_samples.labels(level).inc()
-            self.cached_tokens.labels(level).inc(cached)
-            self.reused_tokens.labels(level).inc(reused)
-            self.fully_reused.labels(level).inc(reused == tokens)
+        self.cached_samples.labels(level).inc(samples if cached else 0)
+        self.cached_tokens.labels(level).inc(cached)
+        self.reused_tokens.labels(level).inc(reused if cached else 0)
+        self.fully_reused.labels(level).inc(samples if cached and reused == tokens else 0)
 
     def _steps(self, counter: _Make, gauge: _Make, histogram: _Make) -> None:
         """Of steps that are over. Coverage = pregenerated_tokens / announced_step_tokens."""
@@ -99,6 +145,9 @@ class GatewayMetrics:
             "outcome",
         )
         self.hinted: Gauge = gauge("hinted_samples", "Samples of coming steps that are announced.")
+        self.step_seconds: Histogram = histogram(
+            "step_seconds", "Steps from their first sample's acceptance to their last one's end.", _SECONDS
+        )
         self.bubble_seconds: Histogram = histogram(
             "bubble_seconds",
             "Idle time of an instance from its last sample of a step to the step's end, at every step.",
@@ -117,12 +166,15 @@ class GatewayMetrics:
             "announced_step_tokens_total", "Response tokens of the steps that were announced."
         )
         self.coverage: Gauge = gauge(
-            "step_coverage", "Pre-generated tokens over real tokens, of the last announced step."
+            "step_coverage_ratio", "Pre-generated tokens over real tokens, of the last announced step."
         )
 
-    def step_over(self, bubbles: Sequence[float], tokens: int, pregenerated: int | None) -> None:
-        """Takes in a step: the idle seconds of its instances, its tokens, and how many were there when it began
-        (None: it was not announced)."""
+    def step_over(
+        self, seconds: float, bubbles: Sequence[float], tokens: int, pregenerated: int | None
+    ) -> None:
+        """Takes in a step: how long it took, the idle seconds of its instances, its tokens, and how many were
+        there when it began (None: it was not announced)."""
+        self.step_seconds.observe(seconds)
         for seconds in bubbles:
             self.bubble_seconds.observe(seconds)
         if bubbles:
@@ -132,13 +184,3 @@ class GatewayMetrics:
             self.pregenerated.inc(pregenerated)
             self.announced.inc(tokens)
             self.coverage.set(pregenerated / tokens if tokens else 0.0)
-
-    def _reports(self, gauge: _Make) -> None:
-        self.lenience: Gauge = gauge("lenience", "The l of the run's last LENIENT batch.", "run")
-        self.reward: Gauge = gauge("reward", "Mean of the rewards last reported.", "run")
-        self.kl: Gauge = gauge(
-            "reported_kl", "KL between the policy and the one that sampled, as last reported.", "run"
-        )
-        self.clip_fraction: Gauge = gauge(
-            "reported_clip_fraction", "Share of tokens whose ratio was clipped, as last reported.", "run"
-        )

@@ -1,5 +1,6 @@
 """What a trainer reports of a batch: rewards of its samples, and what the update on it measured."""
 
+import time
 from collections.abc import Iterable
 
 from paceline.v1 import rollout_pb2, sample_pb2
@@ -37,13 +38,14 @@ class Rewards:
         return len(matched)
 
     def _measure(self, request: rollout_pb2.ReportRewardsRequest, rewards: list[float]) -> None:
-        run_id = request.run_id
+        measured = {}
         if rewards:
-            self._metrics.reward.labels(run_id).set(sum(rewards) / len(rewards))
+            measured["reward"] = sum(rewards) / len(rewards)
         if request.HasField("kl"):
-            self._metrics.kl.labels(run_id).set(request.kl)
+            measured["reported_kl"] = request.kl
         if request.HasField("clip_fraction"):
-            self._metrics.clip_fraction.labels(run_id).set(request.clip_fraction)
+            measured["reported_clip_fraction"] = request.clip_fraction
+        self._metrics.runs.show(request.run_id, time.time(), **measured)
 
 
 def known(recorded: Recorded, rewards: Iterable[rollout_pb2.Reward]) -> list[rollout_pb2.Reward]:

@@ -101,6 +101,8 @@ class Roster:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._revision = -1
+        # Instances that metrics tell of.
+        self._shown: set[str] = set()
 
     async def run(self) -> None:
         """Watches the registry until cancelled, then closes all connections."""
@@ -110,6 +112,7 @@ class Roster:
                 await asyncio.sleep(self._config.registry_poll_seconds)
         finally:
             await self._close_all()
+            self._show({})
             self.changed.beat()
 
     def live(self) -> list[Connection]:
@@ -153,11 +156,17 @@ class Roster:
         if self._revision == self._fleet.revision:
             return
         self._revision = self._fleet.revision
-        states = [member.state for member in self._fleet.members.values()]
-        for state in State:
-            self._metrics.instances.labels(state.value).set(states.count(state))
+        self._show({name: member.state for name, member in self._fleet.members.items()})
         self._metrics.policy_version.set(self._fleet.published or 0)
         self.changed.beat()
+
+    def _show(self, states: dict[str, State]) -> None:
+        """Tells metrics of these instances, and of no other."""
+        for state in State:
+            self._metrics.instances.labels(state.value).set(list(states.values()).count(state))
+        up = {name: state is not State.DEAD for name, state in states.items()}
+        self._metrics.show_instances(up, self._shown - up.keys())
+        self._shown = set(up)
 
     async def _poll(self) -> None:
         try:

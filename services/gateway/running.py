@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from services.gateway.batch import Batch
 from services.gateway.links import WorkLink
 from services.gateway.pulse import Pulse
+from services.platform.tracing import NO_SPAN, Span
 
 # A sample of a batch that is being worked on, by batch key and sample index.
 Ref = tuple[tuple[str, str], int]
@@ -32,6 +33,8 @@ class Running:
     broken: str = ""
     # Nobody works on it any more.
     dropped: bool = False
+    # From here to the last delivery.
+    trace: Span = NO_SPAN
 
     def __post_init__(self) -> None:
         # Group number -> indexes of its samples.

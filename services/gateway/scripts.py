@@ -1,4 +1,4 @@
-"""Lua scripts of the journal, the lease and the version record.
+"""Lua scripts of the journal and the version record.
 
 Every script may be run twice with the same arguments with the effect of once, because a client that lost
 its connection cannot know whether the first was run. Those that write for a leader check that it is still
@@ -45,22 +45,6 @@ if redis.call('LLEN', KEYS[2]) >= tonumber(redis.call('HGET', KEYS[1], 'total'))
   for at = 1, 4 do redis.call('EXPIRE', KEYS[at], ARGV[2]) end
 end
 return cursors
-"""
-
-# KEYS: lease. ARGV: token, milliseconds. Takes a free lease, renews an own one. Returns the holder.
-LEASE = """
-local holder = redis.call('GET', KEYS[1])
-if not holder or holder == ARGV[1] then
-  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-  return ARGV[1]
-end
-return holder
-"""
-
-# KEYS: lease. ARGV: token.
-RELEASE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
-return 0
 """
 
 # KEYS: lease, then one key per value. ARGV: token, then values; an empty value deletes its key.

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 
 import structlog
 from prometheus_client import REGISTRY
 
 from paceline.internal.v1 import generation_pb2_grpc as rpc
+from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
+from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
+from services.gateway.tasks import end
 from services.generation.config import GenerationConfig
 from services.generation.instance import Instance
+from services.generation.knobs import KnobService
 from services.generation.loop import EngineLoop
 from services.generation.metrics import EngineMetrics
+from services.generation.migration.metrics import MigrationMetrics
+from services.generation.migration.migration import Migration
+from services.generation.migration.service import MigrationService
 from services.generation.pregeneration.context import pregenerating
 from services.generation.pregeneration.metrics import PregenerationMetrics
 from services.generation.rollouts.stores import watched_stores
@@ -28,10 +37,14 @@ from services.platform.store import OUTAGES, Keys, connect
 
 _log = structlog.get_logger(__name__)
 _HEARTBEAT_SECONDS = 1.0
+# How long the engine's thread may keep the interpreter when another thread wants it. Python's own 5 ms are more
+# than a step of a small model, and a moved sample waits for several such hand-overs while it is frozen.
+_SWITCH_SECONDS = 0.0005
 
 
 async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
     """Load the model, then serve until told to stop or the engine breaks."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
     metrics = EngineMetrics(REGISTRY)
     loop = EngineLoop(
         lambda: _build_engine(config),
@@ -44,17 +57,26 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
     instance = Instance(config, loop, metrics)
     server = GrpcServer(config, service="generation")
     rpc.add_GenerationServiceServicer_to_server(GenerationService(instance), server.server)
+    engine = loop.ready.result()
+    knobs = KnobService(config, instance, engine.dtype, engine.device)
+    policy_rpc.add_KnobServiceServicer_to_server(knobs, server.server)
+    migration = Migration(config, instance, MigrationMetrics(REGISTRY))
+    migration_rpc.add_MigrationServiceServicer_to_server(MigrationService(migration), server.server)
     await server.start()
     instance.address = server.address
     instance.metrics_address = f"{server.address.rpartition(':')[0]}:{shutdown.metrics_port}"
     async with connect(config) as store, AsyncExitStack() as stack:
         keys = Keys(config.namespace)
         registry = Registry(store, keys)
+        await knobs.recall(store)
+        await migration.open(server.address)
+        stack.push_async_callback(migration.close)
         if config.drafts:
             looking = watched_stores(config, registry, config.draft_fetch_seconds)
             stores = await stack.enter_async_context(looking)
             stack.push_async_callback(instance.fetch_from(stores).close)
         registration = Registration(store, keys, instance.record())
+        instance.evacuators = partial(_are_there, registry, "reallocator")
         instance.epoch = await registration.register()
         await server.set_serving(True)
         shutdown.ready(server.address)
@@ -63,6 +85,8 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
                 ahead = pregenerating(config, instance, stores, registry, PregenerationMetrics(REGISTRY))
                 await stack.enter_async_context(ahead)
             await _until_over(shutdown, loop, _heartbeat(instance, registration))
+            await server.set_serving(False)
+            await _evacuate(instance, registration)
         finally:
             await _leave(config, instance, server, registration)
 
@@ -83,6 +107,28 @@ async def _until_over(shutdown: Shutdown, loop: EngineLoop, beating: Coroutine[A
         raise RuntimeError("the engine failed") from loop.broken.result()
     if beats in done:
         beats.result()
+
+
+async def _evacuate(instance: Instance, registration: Registration) -> None:
+    """Let the samples be moved away. The instance is alive meanwhile, and says that it is draining."""
+    emptying = asyncio.create_task(instance.evacuate(instance.evacuation_seconds))
+    # Once begun: the first heartbeat is to say so.
+    await asyncio.sleep(0)
+    beats = asyncio.create_task(_heartbeat(instance, registration))
+    try:
+        await asyncio.wait((emptying, beats), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end((emptying, beats))
+    # Unavailable: the engine broke meanwhile, and has ended the streams itself.
+    with suppress(Unavailable, asyncio.CancelledError):
+        emptying.result()
+
+
+async def _are_there(registry: Registry, service: str) -> bool:
+    try:
+        return bool(await registry.list(service))
+    except OUTAGES:
+        return False
 
 
 async def _leave(

@@ -6,10 +6,12 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from services.generation.engine.types import EngineOptions
+from services.generation.engine.types import EngineOptions, W4Options
 from services.platform.config import ServiceConfig
+
+_W4_GROUPS = (32, 64, 128, 256)
 
 
 class GenerationConfig(ServiceConfig):
@@ -43,19 +45,37 @@ class GenerationConfig(ServiceConfig):
     """No CUDA graphs. Default: eager on CPU only."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that one instance spans."""
+    executor: Literal["local", "ray"] = "local"
+    """local: the devices are those of this machine. ray: vLLM places its workers on the Ray cluster that
+    RAY_ADDRESS names, for an instance that spans machines. CUDA only."""
+    kernels: Literal["auto", "triton", "reference"] = "auto"
+    """auto: Triton kernels on CUDA, if they compile and give the right tokens, and the references elsewhere.
+    triton: an instance that cannot use them does not start. reference: never."""
     flush_interval_seconds: float = Field(default=0.05, gt=0)
     """How often new tokens are reported; a lost instance costs at most what it generated since."""
     step_timeout_seconds: float = Field(default=300, gt=0)
     """An engine step that takes longer is a hung device: heartbeats stop and the process ends."""
-    speculation: Literal["off", "fixed", "planner"] = "planner"
-    """off: plain decoding. fixed: verify the best offer of the drafters, up to draft_window tokens. planner: as
-    many of their tokens, over the whole batch, as pay by the predicted time of the step."""
+    evacuation_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Time for a reallocator to move the samples away, once the instance is told to stop or to drain; what is left
+    then is handed back. Where no reallocator is registered that is done at once."""
+    speculation: Literal["off", "fixed", "toggle", "solver", "planner"] = "planner"
+    """off: plain decoding, whatever the knobs say. fixed: verify the best offer of the drafters, up to draft_window
+    tokens. toggle: that, in the steps in which it pays by their predicted time. solver: drafts of the length that a
+    table has for the batch. planner: as many tokens, over the whole batch, as pay. Knobs can change the mode."""
     calibration: Path | None = None
     """Fit of `paceline calibrate` for the planner. Unset: it starts from a guess and learns from measured steps."""
     draft_margin: float = Field(default=0.02, ge=0, allow_inf_nan=False)
     """Least gain over plain decoding, as a share, for which the planner verifies drafts."""
     drafters: tuple[Literal["given", "suffix"], ...] = ("given", "suffix")
     """Which drafters make offers."""
+    pool: str = ""
+    """Name of the pool that the instance belongs to; knobs can be set for one."""
+    self_w4: bool = False
+    """Keep a 4-bit twin of the weights, and draft with it where other drafts are worse and its steps pay."""
+    self_w4_group: int = 128
+    """Weights that share a scale in the twin: 32, 64, 128 or 256; must divide the inputs of every linear layer."""
+    self_w4_tokens: int = Field(default=8, ge=1, le=64)
+    """Most tokens that the twin drafts for a sample in one step; so many KV slots are kept ahead of each."""
     pregenerate: bool = True
     """Generate samples of coming steps in bubbles, as the coordinator of bubbles says. Needs `drafts`."""
     background_threshold: int = Field(default=0, ge=0)
@@ -82,8 +102,32 @@ class GenerationConfig(ServiceConfig):
     """Tokens of arriving rollouts that are put into that index with one engine step."""
     reuse_chunk: int = Field(default=128, ge=1, le=128)
     """Most tokens of its cached rollout that a LENIENT sample verifies in one step, whatever `speculation` says."""
+    migration_port: int = Field(default=0, ge=0, le=65535)
+    """Port that KV of moved samples comes to; ranks beyond the first have those that follow. 0: any free ones."""
+    migration_transport: Literal["tcp", "nixl"] = "tcp"
+    """How KV of moved samples travels. nixl needs the package of that name, on every instance."""
+    migration_timeout_seconds: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Longest time that moving a sample may take, where the caller does not say; then it stays."""
+    migration_stall_seconds: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    """Longest time that a sample is kept from decoding while the rest of its KV is sent, and as long again until
+    the receiver has it."""
+    migration_claim_seconds: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """A moved sample that no gateway claims for so long is given up."""
+    migration_outgoing: int = Field(default=4, ge=1)
+    """Samples that leave at once."""
+    migration_incoming: int = Field(default=8, ge=1)
+    """Samples that come at once."""
+    migration_chunk_bytes: int = Field(default=8 * 1024 * 1024, ge=1)
+    """KV that is packed and sent at a time."""
     threads_bind: str | None = None
     """CPU cores that the CPU engine's threads are bound to, such as 0 or 0-3."""
+
+    @field_validator("self_w4_group")
+    @classmethod
+    def _known_group(cls, group: int) -> int:
+        if group not in _W4_GROUPS:
+            raise ValueError(f"allowed are {', '.join(map(str, _W4_GROUPS))}")
+        return group
 
     def engine_options(self) -> EngineOptions:
         """The part that the engine is built from."""
@@ -99,5 +143,10 @@ class GenerationConfig(ServiceConfig):
             enable_prefix_caching=self.enable_prefix_caching,
             enforce_eager=self.enforce_eager,
             tensor_parallel_size=self.tensor_parallel_size,
+            executor=self.executor,
             sleep_mode=self.sleep_mode,
+            kernels=self.kernels,
+            self_w4=W4Options(self.self_w4_group, self.self_w4_tokens)
+            if self.self_w4 and self.speculation != "off"
+            else None,
         )

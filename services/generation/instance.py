@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from paceline.v1 import fleet_pb2
 from services.generation.config import GenerationConfig
 from services.generation.drafting.drafter import Drafter
 from services.generation.drafting.given import GivenDrafter
-from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.planner import PlannedDrafts
 from services.generation.drafting.reuse import Reuse
-from services.generation.drafting.speculation import Plan, Speculation
+from services.generation.drafting.self_draft import SelfDrafter
+from services.generation.drafting.speculation import Speculation
 from services.generation.drafting.suffix import SuffixDrafter
 from services.generation.engine.types import TensorSpec
 from services.generation.intake import Intake
@@ -28,13 +27,18 @@ from services.generation.metrics import EngineMetrics
 from services.generation.pregeneration.worker import Pregenerator
 from services.generation.rollouts.cache import DraftCache, Shards
 from services.generation.rollouts.fetcher import ShardFetcher, Stores
+from services.generation.steering.gate import Gated
+from services.generation.steering.steered import Counted, Floors, OriginOf, SteeredPlan
 from services.generation.weights import StagedWeights, read_manifest, stage
 from services.platform.errors import FailedPrecondition
 from services.platform.registry import InstanceRecord
+from services.policy.drafter_time import self_w4_time
+from services.policy.knobs import Knobs
 from services.policy.models import step_time_for
 from services.policy.step_time import UnsupportedArchitecture
 
 _log = structlog.get_logger(__name__)
+_EVACUATION_POLL_SECONDS = 0.02
 _STATES = {
     "serving": fleet_pb2.INSTANCE_STATE_SERVING,
     "paused": fleet_pb2.INSTANCE_STATE_PAUSED,
@@ -42,27 +46,39 @@ _STATES = {
 }
 
 
-def _speculation(config: GenerationConfig, engine: Any, metrics: EngineMetrics) -> Speculation | None:
+async def _nobody() -> bool:
+    return False
+
+
+def _speculation(
+    config: GenerationConfig, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
+) -> tuple[Speculation, SteeredPlan] | None:
     if config.speculation == "off":
         return None
     makers: dict[str, Callable[[], Drafter]] = {
         "given": GivenDrafter,
         "suffix": lambda: _suffix(config, metrics),
     }
-    plan = _plan(config, engine.dtype if config.speculation == "planner" else "", metrics)
-    return Speculation([makers[name]() for name in config.drafters], plan, engine.limits.vocab_size, metrics)
+    knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
+    plan = _plan(config, knobs, engine.dtype, metrics, origin_of)
+    drafters: list[Drafter] = [Gated(makers[name](), plan.wanted) for name in config.drafters]
+    if engine.model_drafts is not None:
+        time = self_w4_time(Path(config.model), engine.dtype, config.self_w4_group, lambda: plan.step_time)
+        drafters.append(SelfDrafter(engine.model_drafts, plan, time, metrics=metrics.self_w4))
+    return Speculation(drafters, plan, engine.limits.vocab_size, Counted(metrics, plan)), plan
 
 
-def _plan(config: GenerationConfig, dtype: str, metrics: EngineMetrics) -> Plan:
-    if config.speculation == "fixed":
-        return FixedPlan(config.draft_window, config.draft_floor, config.survival_floor)
+def _plan(
+    config: GenerationConfig, knobs: Knobs, dtype: str, metrics: EngineMetrics, origin_of: OriginOf
+) -> SteeredPlan:
     try:
         step_time = step_time_for(Path(config.model), dtype, config.calibration)
     except UnsupportedArchitecture as error:
         # No reason not to serve the model.
         _log.warning("no_step_time_model", reason=str(error), speculation="fixed")
-        return FixedPlan(config.draft_window, config.draft_floor, config.survival_floor)
-    return PlannedDrafts(config.draft_window, step_time, config.draft_margin, metrics.planner)
+        step_time = None
+    floors = Floors(config.draft_floor, config.survival_floor)
+    return SteeredPlan(knobs, step_time, origin_of, floors=floors, metrics=metrics.planner)
 
 
 def _suffix(config: GenerationConfig, metrics: EngineMetrics) -> Drafter:
@@ -102,14 +118,31 @@ class Instance:
         self._registered_at = time.time()
         self.address = self.metrics_address = ""
         self.epoch = 0
-        loop.speculation = _speculation(config, self._engine, metrics)
+        # None: the instance was started without speculation, and no knob changes that.
+        self.steering: SteeredPlan | None = None
+        speculating = _speculation(config, self._engine, metrics, loop.origin_of)
+        if speculating is not None:
+            loop.speculation, self.steering = speculating
         self.intake = Intake(loop, self.terms, metrics.rollouts, config.draft_wait_seconds)
         loop.cache = self._cache = DraftCache(self._engine.limits.vocab_size, config.draft_cache_bytes)
         loop.background.threshold = config.background_threshold
         # None: nothing is pre-generated.
         self.pregenerator: Pregenerator | None = None
         loop.reuse = Reuse(config.reuse_chunk, self._engine.row_capacity)
+        # Ends the samples that were moved here and that no gateway has claimed; in the engine thread.
+        self.leave_unclaimed: Callable[[], None] = lambda: None
+        # Whether there is anybody who would move samples away.
+        self.evacuators: Callable[[], Awaitable[bool]] = _nobody
         self._set_version(config.initial_version)
+        metrics.most_running.set(config.max_num_seqs)
+        metrics.engine.info(
+            {"model": config.model, "device": self._engine.device, "speculation": config.speculation}
+        )
+
+    @property
+    def evacuation_seconds(self) -> float:
+        """Longest time to wait for samples to be moved away."""
+        return self._config.evacuation_seconds
 
     @property
     def state(self) -> str:
@@ -133,16 +166,37 @@ class Instance:
         return self.intake.fetcher
 
     async def pause(self, paused: bool) -> None:
-        """Stop stepping, or go on."""
+        """Stop stepping, or go on; going on also takes back a drain, for an instance that is to stay after all."""
+        if not paused:
+            self._draining = False
 
         def set_paused() -> None:
             self.loop.paused = paused
 
         await asyncio.wrap_future(self.loop.call(set_paused))
 
-    async def drain(self) -> int:
-        """Take nothing more and hand back every sample with the tokens it has; the number handed back."""
+    async def evacuate(self, seconds: float) -> None:
+        """Take nothing more; returns when the instance is empty, or after so long. At once where nobody would empty
+        it: the samples are only waited for while they are being moved."""
         self._draining = True
+        await asyncio.wrap_future(self.loop.call(self.loop.end_background))
+        if seconds > 0 and self.loop.sample_count and await self.evacuators():
+            deadline = time.monotonic() + seconds
+            while (  # noqa: ASYNC110 (the engine thread sets no event)
+                self._draining
+                and self.loop.sample_count
+                and not self.loop.paused
+                and time.monotonic() < deadline
+            ):
+                await asyncio.sleep(_EVACUATION_POLL_SECONDS)
+
+    async def drain(self, seconds: float = 0.0) -> int:
+        """Take nothing more, let the samples be moved away for so long, and hand back the others with the tokens
+        they have; the number handed back."""
+        await self.evacuate(seconds)
+        if not self._draining:
+            # It was told to go on meanwhile.
+            return 0
         return await asyncio.wrap_future(self.loop.call(self.loop.abort_all))
 
     async def stage(self, version: int, folder: Path, checksum: str) -> StagedWeights:
@@ -192,6 +246,7 @@ class Instance:
     def _apply(self, staged: StagedWeights) -> int:
         # Items may have come since the halt.
         self.loop.end_background()
+        self.leave_unclaimed()
         if self.loop.sample_count:
             raise FailedPrecondition(
                 "SAMPLES_RUNNING",

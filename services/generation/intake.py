@@ -22,7 +22,7 @@ from services.generation.rollouts.fetcher import ShardFetcher
 from services.generation.rollouts.metrics import RolloutMetrics
 from services.generation.rollouts.origin import Origin
 from services.generation.samples import WorkStream
-from services.platform.errors import ServiceError
+from services.platform.errors import NotFound, ServiceError
 
 _log = structlog.get_logger(__name__)
 
@@ -44,6 +44,8 @@ class Intake:
         """
         # None: there is no draft store, and nothing waits.
         self.fetcher: ShardFetcher | None = None
+        # Who has samples that were moved here and hands them to the streams that claim them, in the engine thread.
+        self.claims: Callable[[WorkStream, pb.Claim], None] = _nothing_to_claim
         self._loop = loop
         self._terms = terms
         self._metrics = metrics
@@ -54,7 +56,8 @@ class Intake:
         """Start and abort what a request says, in the background."""
         items = [(item, self._fetch(item)) for item in request.start]
         aborts = list(request.abort)
-        self._loop.call(lambda: self._take(stream, items, aborts))
+        claims = list(request.claim)
+        self._loop.call(lambda: self._take(stream, items, aborts, claims))
         waiting: dict[Fetch, list[pb.WorkItem]] = {}
         for item, fetch in items:
             if fetch is not None:
@@ -96,9 +99,12 @@ class Intake:
         stream: WorkStream,
         items: Iterable[tuple[pb.WorkItem, Fetch | None]],
         aborts: Iterable[int],
+        claims: Iterable[pb.Claim] = (),
     ) -> None:
         for item, fetch in items:
             self._start(stream, item, parks=fetch is not None)
+        for claim in claims:
+            self.claims(stream, claim)
         running = []
         for handle in aborts:
             if stream.parked.pop(handle, None) is not None:
@@ -122,9 +128,13 @@ class Intake:
             if parks:
                 stream.parked[item.handle] = item
             else:
-                loop.start_sample(stream, item.handle, request, Origin.of(item))
+                loop.start_sample(stream, item.handle, request, Origin.of(item), item.trace_parent)
         except ServiceError as error:
             stream.refuse(Refusal.of(item.handle, error))
         except Exception as error:
             _log.exception("item_failed", handle=item.handle)
             stream.refuse(Refusal.unexpected(item.handle, error))
+
+
+def _nothing_to_claim(stream: WorkStream, claim: pb.Claim) -> None:
+    stream.refuse(Refusal.of(claim.handle, NotFound("migration", claim.migration_id)))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -91,6 +92,8 @@ class EngineLoop(threading.Thread):
         self.cache: DraftCache | None = None
         self.reuse = Reuse()
         self.background = Background()
+        # By sample id, who is told that it leaves the engine, and whether it had finished; for the engine thread.
+        self.watchers: dict[str, Callable[[bool], None]] = {}
         self.policy_version = 0
         self.last_progress = clock()
         self._factory = factory
@@ -179,7 +182,12 @@ class EngineLoop(threading.Thread):
         self._streams.add(stream)
 
     def start_sample(
-        self, stream: SampleStream, handle: int, request: SampleRequest, origin: Origin = NOWHERE
+        self,
+        stream: SampleStream,
+        handle: int,
+        request: SampleRequest,
+        origin: Origin = NOWHERE,
+        trace_parent: str = "",
     ) -> None:
         """Queue a sample for a stream. A real one ends the background samples that it leaves no place for.
 
@@ -206,6 +214,7 @@ class EngineLoop(threading.Thread):
         self.wake()
         self._engine.add(request)
         self.reuse.begin(request)
+        sample.entered(trace_parent)
         stream.samples[handle] = sample
         self._samples[request.sample_id] = sample
         if stream.background:
@@ -240,6 +249,13 @@ class EngineLoop(threading.Thread):
         if self.speculation is not None:
             self.speculation.adopt(Arrival(rollouts, given))
 
+    def origin_of(self, sample_id: str) -> Origin | None:
+        """The run and step that a real sample is of; None of any other."""
+        sample = self._samples.get(sample_id)
+        if sample is None or not sample.origin.run_id or sample_id in self.background:
+            return None
+        return sample.origin
+
     def next_sample_id(self) -> str:
         """An id that this engine has never seen: vLLM must not meet the same one twice."""
         self._serial += 1
@@ -250,6 +266,37 @@ class EngineLoop(threading.Thread):
         ended = self._end_samples(samples)
         self._flush()
         return ended
+
+    @property
+    def samples(self) -> Mapping[str, RunningSample]:
+        """The samples in the engine by id, in the background or real. In the engine thread only."""
+        return self._samples
+
+    def begin_drafts(self, sample: RunningSample, carried: Mapping[str, bytes]) -> None:
+        """Have the drafters begin a sample that comes from another engine, with what they knew of it there."""
+        if self.speculation is not None:
+            self.speculation.begin(replace(_context(sample, self.policy_version), carried=carried))
+
+    def enter(self, sample: RunningSample) -> None:
+        """A sample that came with its KV is in the engine, and its drafters have begun."""
+        self._make_way(sample.stream)
+        sample.stream.samples[sample.handle] = sample
+        self._samples[sample.request.sample_id] = sample
+
+    def release(self, sample_id: str) -> None:
+        """End a sample that runs in another engine, or could not enter this one, without an event to its stream."""
+        self._engine.abort([sample_id])
+        if sample_id in self._samples:
+            self._forget(self._samples[sample_id])
+
+    @property
+    def now(self) -> float:
+        """The loop's clock, in seconds."""
+        return self._clock()
+
+    def flush(self) -> None:
+        """Send what has come together to the streams now."""
+        self._flush()
 
     def _end_samples(self, samples: Iterable[RunningSample]) -> int:
         chosen = [sample for sample in samples if sample.request.sample_id in self._samples]
@@ -422,7 +469,7 @@ class EngineLoop(threading.Thread):
         sample.record(step, began, self._learn(step))
         if step.finish is None:
             return
-        self._forget(sample)
+        self._forget(sample, finished=True)
         if step.finish is Finish.ERROR:
             sample.stream.samples.pop(sample.handle, None)
             sample.stream.refuse(_unsampleable(sample))
@@ -454,7 +501,11 @@ class EngineLoop(threading.Thread):
             return True
         return False
 
-    def _forget(self, sample: RunningSample) -> None:
+    def _forget(self, sample: RunningSample, *, finished: bool = False) -> None:
+        sample.left()
+        watcher = self.watchers.pop(sample.request.sample_id, None)
+        if watcher is not None:
+            watcher(finished)
         del self._samples[sample.request.sample_id]
         self.background.discard(sample.request.sample_id)
         self.reuse.end(sample.request.sample_id)

@@ -6,10 +6,11 @@ from collections import Counter as Counts
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from paceline.v1 import fleet_pb2
 from services.generation.drafting.planner_metrics import PlannerMetrics
+from services.generation.drafting.self_metrics import SelfDraftMetrics
 from services.generation.rollouts.metrics import RolloutMetrics
 
 _STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.05, 0.1, 0.2, 0.5, 1, 5)
@@ -37,6 +38,10 @@ class EngineMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         prefix = "paceline_generation_"
+        self.engine = Info(f"{prefix}engine", "What this instance serves, and on what.", registry=registry)
+        self.most_running = Gauge(
+            f"{prefix}max_running_samples", "Most samples that run at once.", registry=registry
+        )
         self.steps = Histogram(
             f"{prefix}step_seconds", "Engine step time.", buckets=_STEP_BUCKETS, registry=registry
         )
@@ -80,6 +85,7 @@ class EngineMetrics:
             f"{drafts}drafter_faults_total", "Offers that broke the rules.", ["drafter"], registry=registry
         )
         self.planner = PlannerMetrics(registry)
+        self.self_w4 = SelfDraftMetrics(registry)
         reuse = "paceline_reuse_"
         self.reused_tokens = Counter(
             f"{reuse}tokens_total",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,11 +13,15 @@ from services.drafts.rollout import Rollout
 from services.generation.engine.types import Finish, SampleRequest, SampleStep, Verifier
 from services.generation.rollouts.agreement import agreement
 from services.generation.rollouts.origin import NOWHERE, Origin
+from services.platform import tracing
+from services.platform.tracing import NO_SPAN, Span
 
 _FINISH_REASONS = {
     Finish.STOP: sample_pb2.FINISH_REASON_STOP,
     Finish.LENGTH: sample_pb2.FINISH_REASON_LENGTH,
 }
+# Weight of the newest verify step in a sample's mean acceptance.
+_ACCEPTANCE_SMOOTHING = 0.2
 
 
 class SampleStream(Protocol):
@@ -73,6 +78,13 @@ class RunningSample:
     reused_prefix: int = 0
     origin: Origin = NOWHERE
     rollout: Rollout | None = None
+    # From its arrival until it leaves the engine.
+    trace: Span = NO_SPAN
+    # Draft tokens accepted per verify step, of late; 0 when nothing was verified.
+    acceptance: float = 0.0
+    # Moves between instances, and what is told when the first step after one has ended.
+    migrations: int = 0
+    resumed: Callable[[], None] | None = None
     response: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +106,7 @@ class RunningSample:
         """Take over what a step, begun at `began`, did for the sample."""
         if self.started is None:
             self.started = began
+            self.trace.event("first_step")
         self.tokens.extend(step.token_ids)
         self.logprobs.extend(step.logprobs)
         self.verified_logprobs.extend(step.verified_logprobs)
@@ -101,11 +114,39 @@ class RunningSample:
         self.response.extend(step.token_ids)
         self.generated += len(step.token_ids)
         self.decode_steps += 1
+        if self.resumed is not None:
+            self.resumed()
+            self.resumed = None
         if step.drafted:
+            weight = _ACCEPTANCE_SMOOTHING if self.verify_steps else 1.0
+            self.acceptance += (step.accepted - self.acceptance) * weight
             self.verify_steps += 1
             count = self.drafts.setdefault(drafter, DraftCount())
             count.drafted += step.drafted
             count.accepted += step.accepted
+
+    def entered(self, trace_parent: str) -> None:
+        """The sample is in the engine: the beginning of its span, under this traceparent."""
+        self.trace = tracing.begin(
+            "generate",
+            trace_parent,
+            run_id=self.origin.run_id,
+            prompt_id=self.request.prompt_id,
+            slot=self.origin.slot,
+            step=self.origin.step,
+            prefix_tokens=len(self.request.prefix),
+        )
+
+    def left(self) -> None:
+        """The sample is in the engine no more: the end of its span."""
+        drafts = self.drafts.values()
+        self.trace.end(
+            tokens=self.generated,
+            decode_steps=self.decode_steps,
+            verify_steps=self.verify_steps,
+            drafted=sum(count.drafted for count in drafts),
+            accepted=sum(count.accepted for count in drafts),
+        )
 
     def take_delta(self) -> pb.Delta | None:
         """The tokens since the last call, or None when there are none."""
@@ -159,14 +200,23 @@ class WorkStream:
         self.parked: dict[int, pb.WorkItem] = {}
         self._finished: list[pb.Finished] = []
         self._refused: list[pb.Refused] = []
+        self._moved: list[pb.Moved] = []
         self._last_deltas: list[pb.Delta] = []
 
     def finish(self, sample: RunningSample, event: pb.Finished) -> None:
         """Note the end of a sample; its last tokens go out before it, in the same response."""
+        self._last(sample)
+        self._finished.append(event)
+
+    def move(self, sample: RunningSample, event: pb.Moved) -> None:
+        """Note that a sample runs elsewhere now; its last tokens go out before that, in the same response."""
+        self._last(sample)
+        self._moved.append(event)
+
+    def _last(self, sample: RunningSample) -> None:
         delta = sample.take_delta()
         if delta is not None:
             self._last_deltas.append(delta)
-        self._finished.append(event)
         self.samples.pop(sample.handle, None)
 
     def finish_unstarted(self, handle: int) -> None:
@@ -182,18 +232,19 @@ class WorkStream:
         """Hand everything that is waiting to the event loop, as one response."""
         deltas = [delta for sample in self.samples.values() if (delta := sample.take_delta())]
         deltas += self._last_deltas
-        if not (deltas or self._finished or self._refused):
+        if not (deltas or self._finished or self._refused or self._moved):
             return
         self.put(
             pb.WorkResponse(
                 deltas=deltas,
                 finished=self._finished,
                 refused=self._refused,
+                moved=self._moved,
                 load=load,
                 policy_version=policy_version,
             )
         )
-        self._finished, self._refused, self._last_deltas = [], [], []
+        self._finished, self._refused, self._moved, self._last_deltas = [], [], [], []
 
     def put(self, event: pb.WorkResponse | Exception | None) -> None:
         """Append to the outbox from any thread."""

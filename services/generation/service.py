@@ -20,6 +20,8 @@ from services.generation.samples import WorkStream
 from services.platform.errors import Unimplemented
 
 _log = structlog.get_logger(__name__)
+# Of a caller's deadline, what is left for handing samples back.
+_DRAIN_ANSWER_SECONDS = 1.0
 
 
 class GenerationService(rpc.GenerationServiceServicer):
@@ -81,8 +83,11 @@ class GenerationService(rpc.GenerationServiceServicer):
     async def DrainEngine(
         self, request: pb.DrainEngineRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DrainEngineResponse:
-        """Refuse new samples from now on, and hand back the running ones."""
-        return pb.DrainEngineResponse(handed_over=await self._instance.drain())
+        """Refuse new samples from now on, let them be moved away, and hand back those that were not."""
+        left = context.time_remaining()
+        most = self._instance.evacuation_seconds if left is None else left - _DRAIN_ANSWER_SECONDS
+        seconds = min(most, self._instance.evacuation_seconds)
+        return pb.DrainEngineResponse(handed_over=await self._instance.drain(seconds))
 
     async def StageWeights(
         self, request: pb.StageWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from paceline.channel import Tls
 from services.local.restarts import RestartPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class PlatformConfig:
-    """One gateway, some instances, draft stores, a bubble coordinator and a Redis, all on this machine."""
+    """A gateway, instances, draft stores, a bubble coordinator, a policy service, a reallocator and a Redis, all on
+    this machine."""
 
     model: Path
     """Model folder in Hugging Face layout."""
@@ -26,14 +28,25 @@ class PlatformConfig:
     """Replicas of the draft store; 0: nothing is kept of earlier steps."""
     bubbles: bool = True
     """Pre-generate coming steps in the bubbles of a step, and while the trainer learns."""
+    policy: bool = True
+    """Knobs that can be changed while the platform runs, and decisions that are explained."""
+    reallocator: bool = True
+    """Move running samples from crowded instances to those that have few, and off one that is to stop."""
     token: str | None = None
     """Bearer token that every process asks for; None asks for none (loopback only)."""
+    tokens_file: Path | None = None
+    """Hashed tokens that the gateway accepts besides, with their scopes."""
+    tls: Tls | None = None
+    """Mutual TLS between all processes, and to the gateway: authority, certificate (for 127.0.0.1) and key. None:
+    plain text."""
     instance_options: tuple[str, ...] = ()
     """More flags for every instance, such as ("--max-num-seqs", "64")."""
     gateway_options: tuple[str, ...] = ()
     draft_options: tuple[str, ...] = ()
     """More flags for every draft store, such as ("--budget-bytes", "67108864")."""
     bubble_options: tuple[str, ...] = ()
+    policy_options: tuple[str, ...] = ()
+    reallocator_options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     """More environment variables for every process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

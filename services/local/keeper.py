@@ -13,11 +13,18 @@ _POLL_SECONDS = 0.1
 
 
 class Keeper:
-    """A thread that watches processes until it is stopped. `wanted` says which are to be alive."""
+    """A thread that watches processes until it is stopped. `wanted` says which are to be alive; `looked` is called
+    after each look at them."""
 
-    def __init__(self, policy: RestartPolicy, wanted: Callable[[], Iterable[Child]]) -> None:
+    def __init__(
+        self,
+        policy: RestartPolicy,
+        wanted: Callable[[], Iterable[Child]],
+        looked: Callable[[], None] = lambda: None,
+    ) -> None:
         self._policy = policy
         self._wanted = wanted
+        self._looked = looked
         self._restarts: dict[str, Restarts] = {}
         self._due: dict[str, float | None] = {}
         self._stopping = threading.Event()
@@ -40,6 +47,7 @@ class Keeper:
         while not self._stopping.wait(_POLL_SECONDS):
             for child in self._wanted():
                 self._look_after(child, time.monotonic())
+            self._looked()
 
     def _look_after(self, child: Child, now: float) -> None:
         name = child.spec.name

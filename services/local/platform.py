@@ -1,4 +1,5 @@
-"""The whole platform on this machine: Redis, draft stores, bubble coordinator, instances and gateway as processes.
+"""The whole platform on this machine, as processes: Redis, draft stores, bubble coordinator, policy service,
+reallocator, instances and gateway.
 
     with Platform(PlatformConfig(model=Path("examples/tinymath/model"))) as platform:
         client = platform.client()
@@ -24,6 +25,7 @@ from services.local import pinning, specs
 from services.local.child import Child, ChildSpec, PlatformError, Ready, stop_together
 from services.local.config import PlatformConfig
 from services.local.keeper import Keeper
+from services.local.targets import TargetsFile
 from services.platform.embedded_redis import EmbeddedRedis
 
 _POLL_SECONDS = 0.1
@@ -40,6 +42,8 @@ class Platform:
         self.instances: list[Child] = []
         self.draft_stores: list[Child] = []
         self.bubbles: Child | None = None
+        self.policy: Child | None = None
+        self.reallocator: Child | None = None
         self.redis: EmbeddedRedis | None = None
         self._redis_url = ""
         self._state = Path()
@@ -47,6 +51,7 @@ class Platform:
         self._spawner = ThreadPoolExecutor(1, "spawner")
         self._stopping = threading.Event()
         self._keeper: Keeper | None = None
+        self._targets = TargetsFile(config.folder)
         self._on_purpose: set[str] = set()
         """Names of processes that were killed by a caller and are to stay dead."""
 
@@ -91,12 +96,13 @@ class Platform:
 
     @property
     def processes(self) -> list[Child]:
-        """The gateway, the instances, the draft stores and the bubble coordinator."""
+        """The gateway, the instances, the draft stores, the bubble coordinator, the policy service and the
+        reallocator."""
         return _given(self.gateway) + self.instances + self._helpers
 
     def client(self, *, retry: RetryPolicy | None = None) -> Client:
         """A new SDK client on the gateway."""
-        return Client(self.gateway_address, token=self.config.token, retry=retry)
+        return Client(self.gateway_address, token=self.config.token, tls=self.config.tls, retry=retry)
 
     def kill(self, index: int) -> None:
         """Kills an instance as a crash would. It comes back only if restarts are configured."""
@@ -109,6 +115,14 @@ class Platform:
     def kill_bubbles(self) -> None:
         """Kills the bubble coordinator as a crash would; as `kill`."""
         self._kill(self._started(self.bubbles))
+
+    def kill_policy(self) -> None:
+        """Kills the policy service as a crash would; as `kill`."""
+        self._kill(self._started(self.policy))
+
+    def kill_reallocator(self) -> None:
+        """Kills the reallocator as a crash would; as `kill`."""
+        self._kill(self._started(self.reallocator))
 
     def remove(self, index: int) -> None:
         """Stops an instance for good, cleanly, as a scale-down would."""
@@ -126,6 +140,7 @@ class Platform:
         if wait:
             deadline = time.monotonic() + self.config.start_timeout
             child.wait_ready(deadline)
+            self._write_targets()
             self.wait_serving(len(self._wanted(self.instances)), deadline)
 
     def restart_gateway(self, *, kill: bool = False) -> None:
@@ -139,6 +154,14 @@ class Platform:
     def restart_bubbles(self, *, kill: bool = False) -> None:
         """Replaces the bubble coordinator; returns when the new one takes calls."""
         self._replace(self._started(self.bubbles), kill)
+
+    def restart_policy(self, *, kill: bool = False) -> None:
+        """Replaces the policy service; returns when the new one takes calls."""
+        self._replace(self._started(self.policy), kill)
+
+    def restart_reallocator(self, *, kill: bool = False) -> None:
+        """Replaces the reallocator; returns when the new one is ready."""
+        self._replace(self._started(self.reallocator), kill)
 
     def check(self) -> None:
         """PlatformError with the end of its log when a process is gone and will not be started again."""
@@ -168,6 +191,10 @@ class Platform:
         ]
         if config.bubbles:
             self.bubbles = self._child(specs.bubbles_spec(config, self._state, self._redis_url))
+        if config.policy:
+            self.policy = self._child(specs.policy_spec(config, self._state, self._redis_url))
+        if config.reallocator:
+            self.reallocator = self._child(specs.reallocator_spec(config, self._state, self._redis_url))
         self.instances = [self._instance(index) for index in range(config.instances)]
         self.gateway = self._child(specs.gateway_spec(config, self._state, self._redis_url, config.port))
         for child in (*self._helpers, *self.instances, *_given(self.gateway)):
@@ -175,9 +202,10 @@ class Platform:
         for child in self.processes:
             child.wait_ready(deadline, self.check)
         self._keep_port()
+        self._write_targets()
         self.wait_serving(config.instances, deadline)
         if config.restarts is not None:
-            self._keeper = Keeper(config.restarts, lambda: self._wanted(self.processes))
+            self._keeper = Keeper(config.restarts, lambda: self._wanted(self.processes), self._write_targets)
             self._keeper.start()
 
     def _start_redis(self) -> str:
@@ -201,7 +229,8 @@ class Platform:
 
     @property
     def _helpers(self) -> list[Child]:
-        return self.draft_stores + _given(self.bubbles)
+        services = (self.bubbles, self.policy, self.reallocator)
+        return self.draft_stores + [child for child in services if child is not None]
 
     def _child(self, spec: ChildSpec) -> Child:
         return Child(spec, self._spawner)
@@ -218,6 +247,11 @@ class Platform:
         child.start()
         self._on_purpose.discard(child.spec.name)
         child.wait_ready(time.monotonic() + self.config.start_timeout)
+        self._write_targets()
+
+    def _write_targets(self) -> None:
+        """Tells Prometheus where metrics are now."""
+        self._targets.write(self.processes, tls=self.config.tls is not None)
 
     def _started(self, child: Child | None) -> Child:
         if child is None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.channel import Tls
 from services.local.child import ChildSpec
 from services.local.config import PlatformConfig
 
@@ -43,9 +44,22 @@ def bubbles_spec(config: PlatformConfig, state: Path, redis_url: str) -> ChildSp
     return _spec(config, state, "bubbles", "services.bubbles", flags, {}, ())
 
 
+def policy_spec(config: PlatformConfig, state: Path, redis_url: str) -> ChildSpec:
+    """The policy service."""
+    flags = [*_flags(state, "policy", redis_url), "--port=0", *config.policy_options]
+    return _spec(config, state, "policy", "services.policy", flags, {}, ())
+
+
+def reallocator_spec(config: PlatformConfig, state: Path, redis_url: str) -> ChildSpec:
+    """The reallocator."""
+    flags = [*_flags(state, "reallocator", redis_url), "--port=0", *config.reallocator_options]
+    return _spec(config, state, "reallocator", "services.reallocator", flags, {}, ())
+
+
 def gateway_spec(config: PlatformConfig, state: Path, redis_url: str, port: int) -> ChildSpec:
     """The gateway on a given port; 0 lets it pick one."""
-    flags = [*_flags(state, "gateway", redis_url), f"--port={port}", *config.gateway_options]
+    tokens = [f"--tokens-file={config.tokens_file.absolute()}"] if config.tokens_file else []
+    flags = [*_flags(state, "gateway", redis_url), f"--port={port}", *tokens, *config.gateway_options]
     return _spec(config, state, "gateway", "services.gateway", flags, {}, ())
 
 
@@ -91,6 +105,23 @@ def _spec(
         argv=(sys.executable, "-m", module, *flags),
         log=config.logs / f"{name}.log",
         ready_file=_ready_file(state, name),
-        environment={"PYTHONUNBUFFERED": "1", **environment, **token, **config.environment},
+        environment={
+            "PYTHONUNBUFFERED": "1",
+            **environment,
+            **token,
+            **_tls(config.tls),
+            **config.environment,
+        },
         cores=cores,
     )
+
+
+def _tls(tls: Tls | None) -> dict[str, str]:
+    if tls is None:
+        return {}
+    files = {name: getattr(tls, name) for name in ("ca_file", "cert_file", "key_file")}
+    paths = {name: str(path.absolute()) for name, path in files.items() if path is not None}
+    settings = paths | {"client_auth": "true"}
+    if tls.server_name is not None:
+        settings["server_name"] = tls.server_name
+    return {f"PACELINE_TLS__{name.upper()}": value for name, value in settings.items()}

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.platform.config_sources import ConfigError as ConfigError
@@ -73,7 +73,10 @@ class ServiceConfig(BaseSettings):
     token: SecretStr | None = None
     """Bearer token that callers must show and that peers are shown. Unset: none is asked for."""
     token_file: Path | None = None
-    """File that holds the token; instead of `token`."""
+    """File that holds the token; instead of `token`. Read again when it changes."""
+    tokens_file: Path | None = None
+    """YAML file of the tokens of callers, as hashes, with what each may do; `paceline token` makes entries. Read
+    again when it changes. `token` is accepted besides, for everything."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """The store: redis://, rediss:// (TLS) or unix:// address."""
     namespace: str = Field(default="paceline", pattern=r"^[A-Za-z0-9_.-]+$")
@@ -88,6 +91,12 @@ class ServiceConfig(BaseSettings):
     """Largest gRPC message, both ways."""
     ready_file: Path | None = None
     """Where to write {pid, address, metrics_port} as JSON once the service is ready."""
+    tracing_endpoint: str | None = Field(default=None, pattern=r"^(https?://)?[^/\s]+:\d+/?$")
+    """OTLP/gRPC collector that spans are sent to, such as otel-collector:4317; TLS if it begins with https://.
+    Unset: nothing is traced."""
+    tracing_sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the traces begun here that are kept; a caller's own trace is kept if the caller keeps it."""
+    _token_from_file: bool = PrivateAttr(False)
 
     @field_validator("redis_url")
     @classmethod
@@ -102,9 +111,17 @@ class ServiceConfig(BaseSettings):
             if not self.token_file.is_file():
                 raise ValueError(f"token_file: {self.token_file} is not a file")
             self.token = SecretStr(self.token_file.read_text().strip())
+            self._token_from_file = True
         if self.token is not None and not self.token.get_secret_value():
             raise ValueError("token: must not be empty; leave it unset to ask for none")
+        if self.tokens_file is not None and not self.tokens_file.is_file():
+            raise ValueError(f"tokens_file: {self.tokens_file} is not a file")
         return self
+
+    @property
+    def rotating_token_file(self) -> Path | None:
+        """The file that the token came from; None when it was given itself, or there is none."""
+        return self.token_file if self._token_from_file else None
 
 
 def is_loopback(host: str) -> bool:
@@ -123,7 +140,9 @@ def listening_problems(config: ServiceConfig) -> list[str]:
     if config.tls is not None and config.tls.cert_file is None:
         problems.append("tls.cert_file and tls.key_file are needed to serve with TLS")
     if not is_loopback(config.host) and not config.insecure:
-        missing = [name for name in ("tls", "token") if getattr(config, name) is None]
+        missing = [] if config.tls is not None else ["tls"]
+        if config.token is None and config.tokens_file is None:
+            missing.append("token")
         if missing:
             problems.append(
                 f"listening on {config.host} needs {' and '.join(missing)}; "

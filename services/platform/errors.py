@@ -105,6 +105,18 @@ class Unavailable(ServiceError):
         super().__init__(message, _info("UNAVAILABLE"), *_retry(retry_after))
 
 
+class Aborted(ServiceError):
+    """Somebody else changed what the request was made from: look, and try again.
+
+    `reason` is an UPPER_SNAKE constant.
+    """
+
+    code = grpc.StatusCode.ABORTED
+
+    def __init__(self, reason: str, message: str, **metadata: str) -> None:
+        super().__init__(message, _info(reason, metadata))
+
+
 class DataLoss(ServiceError):
     """Data is missing or damaged beyond recovery."""
 
@@ -142,12 +154,12 @@ class Unauthenticated(ServiceError):
 
 
 class PermissionDenied(ServiceError):
-    """The caller is known and may not do this."""
+    """The caller is known and may not do this; `reason` is an UPPER_SNAKE constant."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, _info("PERMISSION_DENIED"))
+    def __init__(self, message: str, reason: str = "PERMISSION_DENIED", **metadata: str) -> None:
+        super().__init__(message, _info(reason, metadata))
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:

@@ -20,8 +20,9 @@ import grpc
 import structlog
 from google.rpc import error_details_pb2
 
-from services.platform.auth import authenticated
-from services.platform.errors import InvalidArgument, ServiceError, Unauthenticated, Unavailable, to_status
+from services.platform import tracing
+from services.platform.errors import InvalidArgument, ServiceError, Unavailable, to_status
+from services.platform.guard import Guard
 from services.platform.metrics import RpcMetrics
 from services.platform.store import OUTAGES
 from services.platform.violations import Violation
@@ -37,6 +38,8 @@ HEALTH = "/grpc.health.v1.Health/"
 WATCH = f"{HEALTH}Watch"
 """The method whose calls never end by themselves."""
 
+_FAULTS = {"DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN"}
+"""Statuses that are an error of the server, as OpenTelemetry's conventions have it."""
 _SAFE_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -46,11 +49,11 @@ if TYPE_CHECKING:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every RPC; `service` is the label of the metrics."""
+    """Wraps every RPC; `service` is the label of the metrics. Without a guard everybody may call everything."""
 
-    def __init__(self, service: str, token: str | None, metrics: RpcMetrics) -> None:
+    def __init__(self, service: str, guard: Guard | None, metrics: RpcMetrics) -> None:
         self._service = service
-        self._token = token
+        self._guard = guard
         self._metrics = metrics
         self._watchers: set[Task[Any]] = set()
         self._stopping = False
@@ -98,6 +101,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         trailer = ((REQUEST_ID, request_id),)
         context.set_trailing_metadata(trailer)
         labels = (self._service, method.removeprefix("/"))
+        span = tracing.serve(method, _metadata(context, tracing.TRACE_PARENT)) if tracing.active() else None
         self._metrics.in_flight.labels(*labels).inc()
         began = time.perf_counter()
         code = grpc.StatusCode.UNKNOWN.name
@@ -124,6 +128,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._metrics.in_flight.labels(*labels).dec()
             self._metrics.requests.labels(*labels, code).inc()
             self._metrics.seconds.labels(*labels).observe(time.perf_counter() - began)
+            if span is not None:
+                span.end(code if code in _FAULTS else "", **{"rpc.grpc.status_code": code})
         # Only now, so that whoever has the answer also finds the call counted.
         if error is not None:
             status = to_status(error)
@@ -138,8 +144,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _admit(self, method: str, unary: bool, context: Context) -> None:
         if method.startswith(HEALTH):
             return
-        if self._token is not None and not authenticated(_metadata(context, "authorization"), self._token):
-            raise Unauthenticated("a valid bearer token is needed in the metadata `authorization`")
+        if self._guard is not None:
+            self._guard.admit(method, _metadata(context, "authorization"))
         if unary and not _has_deadline(context):
             raise InvalidArgument([Violation("deadline", "is missing; every call must set a timeout")])
 

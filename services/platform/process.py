@@ -16,8 +16,10 @@ import structlog
 
 from services.platform.config import ConfigError, ServiceConfig, load_config
 from services.platform.logs import configure_logging
-from services.platform.metrics import start_metrics_server
+from services.platform.metrics import show_build, start_metrics_server
 from services.platform.server import stop_servers
+from services.platform.tracing import start_tracing, stop_tracing
+from services.platform.watched import Unreadable
 
 log = structlog.get_logger(__name__)
 
@@ -82,14 +84,17 @@ def run(
 def _run(service: str, main: Callable[[C, Shutdown], Awaitable[None]], config: C) -> int:
     try:
         _remove(config.ready_file)
+        start_tracing(service, config)
+        show_build(service)
         asyncio.run(_main(main, config, start_metrics_server(config)))
-    except ConfigError as error:
+    except (ConfigError, Unreadable) as error:
         print(error, file=sys.stderr)
         return 2
     except Exception:
         log.exception("service_failed", service=service)
         return FAILED
     finally:
+        stop_tracing()
         _remove(config.ready_file)
     log.info("stopped")
     return 0

@@ -12,6 +12,7 @@ import structlog
 from redis.asyncio import Redis
 
 from services.platform.errors import FailedPrecondition
+from services.platform.metrics import redis_up
 from services.platform.store import OUTAGES, Keys
 
 log = structlog.get_logger(__name__)
@@ -141,10 +142,12 @@ class Registration:
             if self._reachable:
                 log.warning("heartbeat_failed", instance_id=self.record.instance_id, error=str(error))
             self._reachable = False
+            redis_up().set(0)
         else:
             if not self._reachable:
                 log.info("heartbeat_resumed", instance_id=self.record.instance_id)
             self._reachable = True
+            redis_up().set(1)
 
     async def _write(self) -> None:
         async with self._lock:

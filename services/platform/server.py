@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from services.platform.config import ConfigError, ServiceConfig, listening_problems
+from services.platform.guard import guard_of
 from services.platform.interceptor import CallInterceptor
 from services.platform.metrics import rpc_metrics
 from services.platform.transport import server_credentials, server_options
@@ -39,9 +40,8 @@ class GrpcServer:
         self, config: ServiceConfig, *, service: str, registry: CollectorRegistry | None = None
     ) -> None:
         self._config = config
-        token = config.token.get_secret_value() if config.token is not None else None
         metrics = rpc_metrics(REGISTRY if registry is None else registry)
-        self._interceptor = CallInterceptor(service, token, metrics)
+        self._interceptor = CallInterceptor(service, guard_of(config), metrics)
         self.server = _NamingServer(
             grpc.aio.server(interceptors=[self._interceptor], options=server_options(config))
         )
@@ -56,6 +56,7 @@ class GrpcServer:
     async def start(self) -> None:
         """Binds and serves. ConfigError when the address is not allowed, RuntimeError when it is taken."""
         if problems := listening_problems(self._config):
+            await self._end_unused()
             raise ConfigError(problems)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection([*self.server.names, reflection.SERVICE_NAME], self.server)
@@ -64,12 +65,15 @@ class GrpcServer:
         try:
             self.port = self._bind(f"{_bracketed(self._config.host)}:{self._config.port}")
         except RuntimeError:
-            # A server that was given a port and never ran crashes the process when it is collected.
-            await self.server.start()
-            await self.server.stop(0)
+            await self._end_unused()
             raise
         await self.server.start()
         _running.add(self)
+
+    async def _end_unused(self) -> None:
+        """A server that never ran can crash the process when it is collected: it logs itself then."""
+        await self.server.start()
+        await self.server.stop(0)
 
     async def set_serving(self, serving: bool) -> None:
         """What health answers for the server as a whole ("") and for every service on it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import grpc
 
+from services.platform.certificates import Certificates, watch_certificates
 from services.platform.config import ServiceConfig, TlsConfig
 
 Options = list[tuple[str, int | str]]
@@ -52,22 +53,31 @@ def channel_options(config: ServiceConfig) -> Options:
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Credentials to serve with. OSError when a file cannot be read."""
-    pair = (_required(tls.key_file), _required(tls.cert_file))
-    roots = _read(tls.ca_file) if tls.client_auth else None
-    return grpc.ssl_server_credentials([pair], roots, tls.client_auth)
+    """Credentials to serve with; each new connection gets the certificate that is on disk then.
 
-
-def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """Credentials to dial a peer with. OSError when a file cannot be read."""
-    return grpc.ssl_channel_credentials(_read(tls.ca_file), _read(tls.key_file), _read(tls.cert_file))
-
-
-def _read(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()
-
-
-def _required(path: Path | None) -> bytes:
-    if path is None:
+    OSError when a file cannot be read, Unreadable when it is no good, ValueError without a certificate.
+    """
+    if tls.cert_file is None or tls.key_file is None:
         raise ValueError("tls.cert_file and tls.key_file are needed to serve with TLS")
-    return path.read_bytes()
+    watched = watch_certificates(tls)
+    shown = watched.current()
+
+    def changed() -> Any:  # None for no change, which the stubs of grpc do not know
+        nonlocal shown
+        now = watched.current()
+        if now is shown:
+            return None
+        shown = now
+        return _shown(now, tls)
+
+    return grpc.dynamic_ssl_server_credentials(_shown(shown, tls), changed, tls.client_auth)
+
+
+def channel_credentials(certificates: Certificates) -> grpc.ChannelCredentials:
+    """Credentials to dial a peer with."""
+    return grpc.ssl_channel_credentials(certificates.roots, certificates.key, certificates.chain)
+
+
+def _shown(certificates: Certificates, tls: TlsConfig) -> grpc.ServerCertificateConfiguration:
+    pair: Any = (certificates.key, certificates.chain)
+    return grpc.ssl_server_certificate_configuration([pair], certificates.roots if tls.client_auth else None)

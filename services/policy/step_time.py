@@ -108,11 +108,10 @@ class StepTime(BaseModel):
 
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         """The predicted time; the arguments broadcast. A step without rows is none, and takes no time."""
-        requests, rows, context = (_number(each) for each in (requests, rows, context))
-        drafted = rows - requests
-        rest = self.base + self.per_request * requests + self.verification_seconds(requests, drafted, context)
-        roofline = np.maximum(self.memory_seconds(context), self.compute_seconds(requests, rows, context))
-        return (roofline + rest) * (rows > 0)
+        n, r, c = (_number(each) for each in (requests, rows, context))
+        rest = self.base + self.per_request * n + self.verification_seconds(n, r - n, c)
+        roofline = np.maximum(self.memory_seconds(c), self.compute_seconds(n, r, c))
+        return np.asarray((roofline + rest) * (r > 0))
 
     def verification_seconds(self, requests: Number, drafted: Number, context: Number) -> Number:
         """Time beyond the roofline that verifying so many draft tokens takes."""

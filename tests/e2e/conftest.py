@@ -1,16 +1,25 @@
-"""One platform for all tests of a file: two instances of a tiny random model, a gateway, a Redis."""
+"""One platform for all tests of a file: two instances of a tiny random model, a gateway, a Redis.
+
+With PACELINE_E2E_TLS=1 in the environment of pytest everything runs under mutual TLS and a token.
+"""
 
 from __future__ import annotations
 
+import os
+import ssl
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from paceline import Client
+from paceline import Client, Tls
 from services.local import Platform, PlatformConfig
+from tests.support.certificates import Authority
 
 VOCAB = 64
+# Taken away, because services refuse settings that they do not know.
+UNDER_TLS = os.environ.pop("PACELINE_E2E_TLS", "") not in ("", "0")
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
@@ -37,6 +46,24 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def certificates(folder: Path) -> Tls:
+    """An authority, and a certificate that all processes and the client use, on both ends."""
+    tls = Authority(folder, "ours").tls("platform")
+    return Tls(tls.ca_file, tls.cert_file, tls.key_file)
+
+
+def scrape(platform: Platform, metrics_address: str) -> str:
+    """What a process of the platform tells Prometheus."""
+    config, scheme, context = platform.config, "http", None
+    if config.tls is not None:
+        scheme, context = "https", ssl.create_default_context(cafile=str(config.tls.ca_file))
+        context.load_cert_chain(str(config.tls.cert_file), str(config.tls.key_file))
+    headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
+    request = urllib.request.Request(f"{scheme}://{metrics_address}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=10, context=context) as answer:
+        return str(answer.read().decode())
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
@@ -49,6 +76,8 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         instances=2,
         folder=tmp_path_factory.mktemp("platform"),
         instance_options=("--dtype=float32", "--max-num-seqs=32", "--kv-cache-memory-bytes=268435456"),
+        tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
+        token="the token of the tests" if UNDER_TLS else None,
     )
     with Platform(config) as platform:
         yield platform

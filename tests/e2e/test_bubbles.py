@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 import paceline
 from paceline import Client, Group, Sample, SamplingParams, WeightFolder
 from services.local import Platform
+from tests.e2e.conftest import scrape
 
 SAMPLING = SamplingParams(max_tokens=150, ignore_eos=True)
 PREGENERATED = "pregenerated"
@@ -32,14 +32,15 @@ def decode_steps(samples: Sequence[Sample]) -> int:
     return sum(sample.provenance.decode_steps for sample in samples)
 
 
-def pregenerated(client: Client) -> float:
+def pregenerated(platform: Platform) -> float:
     """Tokens that the fleet has pre-generated so far, as Prometheus sees it."""
     total = 0.0
-    for instance in client.instances():
-        with urllib.request.urlopen(f"http://{instance.metrics_address}/metrics", timeout=10) as answer:
-            for line in answer.read().decode().splitlines():
-                if line.startswith("paceline_generation_pregenerated_tokens_total"):
-                    total += float(line.rsplit(" ", 1)[1])
+    with platform.client() as client:
+        instances = client.instances()
+    for instance in instances:
+        for line in scrape(platform, instance.metrics_address).splitlines():
+            if line.startswith("paceline_generation_pregenerated_tokens_total"):
+                total += float(line.rsplit(" ", 1)[1])
     return total
 
 
@@ -51,9 +52,9 @@ def until(holds: Callable[[], Any], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def filled(client: Client, before: float, wanted: int = 16 * 150) -> None:
+def filled(platform: Platform, before: float, wanted: int = 16 * 150) -> None:
     """Returns when the whole coming step is pre-generated."""
-    until(lambda: pregenerated(client) - before >= wanted)
+    until(lambda: pregenerated(platform) - before >= wanted)
 
 
 @pytest.fixture
@@ -81,13 +82,13 @@ def weights(client: Client, model: Path, tmp_path: Path) -> Iterator[Callable[[f
     push(1.0)
 
 
-def test_a_hinted_step_is_verified_instead_of_decoded(client: Client, plain: Any) -> None:
+def test_a_hinted_step_is_verified_instead_of_decoded(platform: Platform, client: Client, plain: Any) -> None:
     run = client.run("hinted", seed=21)
-    before = pregenerated(client)
+    before = pregenerated(platform)
     version = client.versions().policy_version
     assert run.hint(1, groups(1), SAMPLING, expected_version=version) == 16
     list(run.rollout(0, groups(0), SAMPLING))
-    filled(client, before)
+    filled(platform, before)
     samples = list(run.rollout(1, groups(1), SAMPLING))
     expected = plain(21, 1)
     assert tokens(samples) == tokens(expected)
@@ -98,26 +99,26 @@ def test_a_hinted_step_is_verified_instead_of_decoded(client: Client, plain: Any
 
 
 def test_drafts_of_the_old_weights_never_reach_a_result_unverified(
-    client: Client, plain: Any, weights: Callable[[float], None]
+    platform: Platform, client: Client, plain: Any, weights: Callable[[float], None]
 ) -> None:
     run = client.run("updated", seed=22)
-    before = pregenerated(client)
+    before = pregenerated(platform)
     version = client.versions().policy_version
     run.hint(1, groups(1), SAMPLING, expected_version=version + 1)
     list(run.rollout(0, groups(0), SAMPLING))
-    filled(client, before)
+    filled(platform, before)
     weights(1.3)
     samples = list(run.rollout(1, groups(1), SAMPLING))
     assert any(sample.provenance.cached_tokens for sample in samples), "the drafts outlive the update"
     assert tokens(samples) == tokens(plain(22, 1)), "every token is the current policy's"
 
 
-def test_a_wrong_hint_costs_nothing(client: Client, plain: Any) -> None:
+def test_a_wrong_hint_costs_nothing(platform: Platform, client: Client, plain: Any) -> None:
     run = client.run("wrong", seed=23)
-    before = pregenerated(client)
+    before = pregenerated(platform)
     run.hint(1, groups(9), SAMPLING, expected_version=client.versions().policy_version)
     list(run.rollout(0, groups(0), SAMPLING))
-    until(lambda: pregenerated(client) > before)
+    until(lambda: pregenerated(platform) > before)
     samples = list(run.rollout(1, groups(1), SAMPLING))
     assert tokens(samples) == tokens(plain(23, 1))
     assert {sample.status for sample in samples} == {paceline.SampleStatus.TRUNCATED}
@@ -128,10 +129,10 @@ def test_an_instance_killed_while_it_pregenerates_costs_only_its_drafts(
 ) -> None:
     long = SamplingParams(max_tokens=900, ignore_eos=True)
     run = client.run("killed", seed=24)
-    before = pregenerated(client)
+    before = pregenerated(platform)
     run.hint(1, groups(1), long, expected_version=client.versions().policy_version)
     list(run.rollout(0, groups(0), SAMPLING))
-    until(lambda: pregenerated(client) > before)
+    until(lambda: pregenerated(platform) > before)
     platform.kill(0)
     try:
         samples = list(run.rollout(1, groups(1), SAMPLING))
@@ -151,9 +152,9 @@ def test_a_dead_coordinator_is_missed_by_nobody(platform: Platform, client: Clie
     finally:
         platform.restart_bubbles()
     # Told again what there is to do, it goes on.
-    before = pregenerated(client)
+    before = pregenerated(platform)
     run.hint(2, groups(2), SAMPLING, expected_version=version)
-    filled(client, before)
+    filled(platform, before)
     assert tokens(list(run.rollout(2, groups(2), SAMPLING))) == tokens(plain(25, 2))
 
 

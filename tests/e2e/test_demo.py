@@ -23,7 +23,8 @@ TINYMATH = ROOT / "examples" / "tinymath" / "model"
 @pytest.mark.skipif(not (TINYMATH / "model.safetensors").exists(), reason="the tinymath model is not there")
 def test_the_demo_writes_its_summary_and_report(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "small"
-    flags = ["--steps=2", "--prompts=4", "--samples=4", "--max-tokens=200", f"--out={out}"]
+    flags = ["--steps=2", "--prompts=4", "--samples=4", "--max-tokens=200", "--policy=toggle"]
+    flags.append(f"--out={out}")
     done = subprocess.run(
         [sys.executable, "-m", "paceline.cli", "demo", *flags], cwd=ROOT, capture_output=True, text=True
     )
@@ -35,14 +36,28 @@ def test_the_demo_writes_its_summary_and_report(tmp_path: Path) -> None:
     assert summary["tokens"] > 32
     report = Path(summary["report"]).read_text()
     assert report.count("<svg") == 5
+    decisions = json.loads((out / "decisions.json").read_text())
+    steps = [each["details"] for each in decisions if each["kind"] == "speculation"]
+    assert {(each["step"], each["mode"]) for each in steps} == {(0, "toggle"), (1, "toggle")}
+    assert "mode unset -&gt; toggle" in report
+    assert "engine steps verified drafts" in report
     assert "http://" not in report.replace("http://www.w3.org", ""), "the report fetches nothing"
     weights = sorted(path.name for path in (out / "weights").iterdir())
     assert weights == ["v00000001", "v00000002"]
 
 
+def as_flags(platform: Platform) -> list[str]:
+    """Where the gateway is, and what it asks for."""
+    tls, flags = platform.config.tls, ["--address", platform.gateway_address]
+    if tls is not None:
+        files = {"ca": tls.ca_file, "cert": tls.cert_file, "key": tls.key_file}
+        flags += [f"--{name}-file={path}" for name, path in files.items()]
+    return [*flags, f"--token={platform.config.token}"] if platform.config.token else flags
+
+
 def test_status_shows_the_fleet(platform: Platform) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli", "status", "--address", platform.gateway_address],
+        [sys.executable, "-m", "paceline.cli", "status", *as_flags(platform)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -76,7 +91,7 @@ def test_up_leaves_no_process_behind(model: Path, tmp_path: Path, number: signal
     said = _read_until(process, "Ctrl-C to stop")
     assert "instance-0" in said
     started = psutil.Process(process.pid).children(recursive=True)
-    assert len(started) == 5, "an instance, a gateway, a Redis, a draft store, a coordinator of bubbles"
+    assert len(started) == 7, "an instance, a gateway, a Redis, a draft store, bubbles, policy, reallocator"
     process.send_signal(number)
     process.communicate(timeout=60)
     _, alive = psutil.wait_procs(started, timeout=10)

@@ -9,6 +9,9 @@ the real engine are elsewhere. Nor does it look for rollouts: the test puts them
 takes over `keep` tokens when a LENIENT sample starts, with log-probabilities as an instance tells them; for
 any other level it counts how far they agree.
 
+A test moves a running sample with `move`: the other fake decodes on at once, and hands over what it has when the
+sample is claimed there.
+
 In a test: `async with FakeInstance(...) as fake`, and then its controls (`hold_at`, `freeze`, `kill`,
 `refuse_with`, `fail_stage`, ...). As a process, to be killed or stopped by signals:
 `python -m tests.support.fake_instance --id i0 --redis-url ... --namespace ...`.
@@ -20,7 +23,7 @@ import argparse
 import asyncio
 import hashlib
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -37,6 +40,11 @@ from services.platform.registry import InstanceRecord, Registration
 from services.platform.server import GrpcServer
 from services.platform.store import Keys, connect
 
+_STATES = {
+    "serving": fleet_pb2.INSTANCE_STATE_SERVING,
+    "paused": fleet_pb2.INSTANCE_STATE_PAUSED,
+    "draining": fleet_pb2.INSTANCE_STATE_DRAINING,
+}
 VOCAB = 1000
 MAX_MODEL_LEN = 512
 EOS = 0
@@ -145,12 +153,20 @@ class FakeInstance(rpc.GenerationServiceServicer):
         self.keep = 0
         # Appended to the verified log-probabilities of every delta: a mistake.
         self.surplus_verified: list[float] = []
+        # How long a drain waits for the samples to be moved away.
+        self.evacuation_seconds = 0.0
+        # What else its server serves.
+        self.beside: list[Callable[[grpc.aio.Server], None]] = []
         # What happened ----------------------------------------------------------------------------------
         self.accepted: list[pb.WorkItem] = []
         self.aborted: list[int] = []
         self.applied: list[int] = []
         self.discarded: list[int] = []
+        self.steps = self.generated = 0
         self.streams: set[_Stream] = set()
+        # Samples that were moved here and not claimed, by migration id, each on a stream of its own.
+        self.unclaimed: dict[str, _Stream] = {}
+        self.claimed: list[str] = []
         self.staged: tuple[int, str] | None = None
         self.paused = False
         self.draining = False
@@ -172,6 +188,8 @@ class FakeInstance(rpc.GenerationServiceServicer):
         """Listens and registers."""
         self._server = GrpcServer(self.config, service="generation")
         rpc.add_GenerationServiceServicer_to_server(self, self._server.server)
+        for add in self.beside:
+            add(self._server.server)
         await self._server.start()
         record = InstanceRecord(
             "generation",
@@ -206,9 +224,36 @@ class FakeInstance(rpc.GenerationServiceServicer):
         """Goes on as SIGCONT does."""
         self._thawed.set()
 
+    @property
+    def state(self) -> str:
+        """As an instance says it."""
+        return "draining" if self.draining else "paused" if self.paused else "serving"
+
     def running(self) -> list[_Sample]:
         """The samples that are not finished."""
-        return [sample for stream in self.streams for sample in stream.samples.values()]
+        streams = (*self.streams, *self.unclaimed.values())
+        return [sample for stream in streams for sample in stream.samples.values()]
+
+    def move(
+        self, sample: _Sample, migration_id: str, receiver: FakeInstance | None, name: str = "", more: int = 0
+    ) -> None:
+        """Moves a sample to another fake (None: to one that loses it, called `name`). `more` is added to the
+        number of tokens that it is said to have: a mistake."""
+        handle, stream = sample.item.handle, sample.stream
+        response = pb.WorkResponse(policy_version=self.version)
+        self._take(sample, response)
+        response.moved.add(
+            handle=handle,
+            migration_id=migration_id,
+            instance_id=receiver.instance_id if receiver is not None else name,
+            response_tokens=sample.length + more,
+        )
+        del stream.samples[handle]
+        if receiver is not None:
+            sample.stream = _Stream()
+            sample.stream.samples[handle] = sample
+            receiver.unclaimed[migration_id] = sample.stream
+        stream.outbox.put_nowait(response)
 
     # GenerationService ---------------------------------------------------------------------------------
 
@@ -243,6 +288,13 @@ class FakeInstance(rpc.GenerationServiceServicer):
                 max_running=self.max_running,
                 max_model_len=MAX_MODEL_LEN,
                 vocab_size=VOCAB,
+                state=_STATES[self.state],
+                load=fleet_pb2.InstanceLoad(
+                    running=len(self.running()),
+                    step_seconds=self.step_seconds,
+                    steps=self.steps,
+                    generated_tokens=self.generated,
+                ),
             ),
             staged_version=self.staged[0] if self.staged else 0,
         )
@@ -256,13 +308,17 @@ class FakeInstance(rpc.GenerationServiceServicer):
     async def ResumeEngine(
         self, request: pb.ResumeEngineRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeEngineResponse:
-        self.paused = False
+        self.paused = self.draining = False
         return pb.ResumeEngineResponse()
 
     async def DrainEngine(
         self, request: pb.DrainEngineRequest, context: grpc.aio.ServicerContext
     ) -> pb.DrainEngineResponse:
         self.draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.evacuation_seconds):
+                while self.running():  # noqa: ASYNC110 (nothing is set when it is)
+                    await asyncio.sleep(0.005)
         samples = self.running()
         for sample in samples:
             self._finish(sample, sample_pb2.FINISH_REASON_ABORTED)
@@ -312,6 +368,8 @@ class FakeInstance(rpc.GenerationServiceServicer):
     async def _read(self, stream: _Stream, requests: AsyncIterator[pb.WorkRequest]) -> None:
         async for request in requests:
             await self._thawed.wait()
+            for claim in request.claim:
+                self._claim(stream, claim)
             for item in request.start:
                 self._start(stream, item)
             for handle in request.abort:
@@ -336,17 +394,34 @@ class FakeInstance(rpc.GenerationServiceServicer):
             sample.keep = min(self.keep, len(sample.cached.tokens))
         stream.samples[item.handle] = sample
 
+    def _claim(self, stream: _Stream, claim: pb.Claim) -> None:
+        old = self.unclaimed.pop(claim.migration_id, None)
+        if old is None:
+            code = grpc.StatusCode.NOT_FOUND.value[0]
+            refused = pb.Refused(handle=claim.handle, code=code, message="not here")
+            stream.outbox.put_nowait(pb.WorkResponse(refused=[refused], policy_version=self.version))
+            return
+        self.claimed.append(claim.migration_id)
+        while not old.outbox.empty():
+            response = old.outbox.get_nowait()
+            assert isinstance(response, pb.WorkResponse)
+            for event in (*response.deltas, *response.finished):
+                event.handle = claim.handle
+            stream.outbox.put_nowait(response)
+        for sample in old.samples.values():
+            sample.item.handle, sample.stream = claim.handle, stream
+            stream.samples[claim.handle] = sample
+
     async def _steps(self) -> None:
-        steps = 0
         while True:
             await asyncio.sleep(self.step_seconds)
             await self._thawed.wait()
             if self.paused:
                 continue
-            steps += 1
+            self.steps += 1
             for sample in self.running()[: self.max_running]:
                 self._step(sample)
-            if steps % self.flush_every == 0:
+            if self.steps % self.flush_every == 0:
                 for stream in self.streams:
                     self._flush(stream)
 
@@ -360,6 +435,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
             sample.new_verified.append(verified_logprob(token, sample.length, self.version))
         sample.length += 1
         sample.steps += 1
+        self.generated += 1
         sample.tokens.append(token)
         sample.new_tokens.append(token)
         sample.new_logprobs.append(logprob)

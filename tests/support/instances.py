@@ -72,7 +72,7 @@ class InstanceProcess:
         """Start the process, without waiting for it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._ready_file.unlink(missing_ok=True)
-        flags = [part for name, value in self._settings.items() for part in (f"--{name}", str(value))]
+        flags = [part for name, value in self._settings.items() for part in _flag(name, value)]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 tied([sys.executable, "-m", self._module, *flags]),
@@ -150,6 +150,13 @@ class InstanceProcess:
         if self.alive:
             self.terminate()
             self.wait()
+
+
+def _flag(name: str, value: Any) -> tuple[str, ...]:
+    """A setting on the command line; a yes or no has no value of its own."""
+    if isinstance(value, bool):
+        return (f"--{name}" if value else f"--no-{name}",)
+    return f"--{name}", str(value)
 
 
 def item(handle: int, prompt: Sequence[int], **fields: Any) -> pb.WorkItem:

@@ -211,9 +211,10 @@ _MOVES = Section(
             "Gain of moves",
             "percentunit",
             (
-                Query(mean(f"{_R}predicted_gain"), "predicted"),
-                Query(mean(f"{_R}achieved_gain"), "measured"),
+                Query(quantile(0.5, f"{_R}predicted_gain"), "predicted"),
+                Query(quantile(0.5, f"{_R}achieved_gain"), "measured"),
             ),
+            "Medians. There is no mean: a histogram of values that can be negative has no sum.",
         ),
         Chart(
             "Resumed by their prefix",

@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkItem(_message.Message):
-    __slots__ = ("handle", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "seed", "policy_version", "given_draft", "prompt_id", "run_id", "slot", "step")
+    __slots__ = ("handle", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "seed", "policy_version", "given_draft", "prompt_id", "run_id", "slot", "step", "trace_parent")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class WorkItem(_message.Message):
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -35,15 +36,26 @@ class WorkItem(_message.Message):
     run_id: str
     slot: int
     step: int
-    def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., given_draft: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ..., run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    trace_parent: str
+    def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., given_draft: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ..., run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class WorkRequest(_message.Message):
-    __slots__ = ("start", "abort")
+    __slots__ = ("start", "abort", "claim")
     START_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     start: _containers.RepeatedCompositeFieldContainer[WorkItem]
     abort: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, start: _Optional[_Iterable[_Union[WorkItem, _Mapping]]] = ..., abort: _Optional[_Iterable[int]] = ...) -> None: ...
+    claim: _containers.RepeatedCompositeFieldContainer[Claim]
+    def __init__(self, start: _Optional[_Iterable[_Union[WorkItem, _Mapping]]] = ..., abort: _Optional[_Iterable[int]] = ..., claim: _Optional[_Iterable[_Union[Claim, _Mapping]]] = ...) -> None: ...
+
+class Claim(_message.Message):
+    __slots__ = ("handle", "migration_id")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    migration_id: str
+    def __init__(self, handle: _Optional[int] = ..., migration_id: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("handle", "token_ids", "logprobs", "verified_logprobs")
@@ -92,18 +104,34 @@ class Refused(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
 
 class WorkResponse(_message.Message):
-    __slots__ = ("deltas", "finished", "refused", "load", "policy_version")
+    __slots__ = ("deltas", "finished", "refused", "load", "policy_version", "moved")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     refused: _containers.RepeatedCompositeFieldContainer[Refused]
     load: _fleet_pb2.InstanceLoad
     policy_version: int
-    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., load: _Optional[_Union[_fleet_pb2.InstanceLoad, _Mapping]] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    moved: _containers.RepeatedCompositeFieldContainer[Moved]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., load: _Optional[_Union[_fleet_pb2.InstanceLoad, _Mapping]] = ..., policy_version: _Optional[int] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("handle", "migration_id", "instance_id", "address", "response_tokens")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    migration_id: str
+    instance_id: str
+    address: str
+    response_tokens: int
+    def __init__(self, handle: _Optional[int] = ..., migration_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., response_tokens: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -118,8 +118,11 @@ class PlannedDrafts:
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long."""
-        if (shape.requests, shape.context) == self._timed:
-            predicted = self.step_time.learn(float(self._raw[shape.rows - shape.requests]), seconds)
+        # Told once: a step that was not planned, such as of samples that reuse rollouts, has none of it.
+        timed, self._timed = self._timed, None
+        drafted = shape.rows - shape.requests
+        if (shape.requests, shape.context) == timed and drafted < len(self._raw):
+            predicted = self.step_time.learn(float(self._raw[drafted]), seconds)
         else:
             predicted = self.step_time.observe(shape.requests, shape.rows, shape.context, seconds)
         if self.metrics is not None:

@@ -265,7 +265,7 @@ async def test_samples_are_placed_by_the_work_that_their_drafts_leave(cluster: C
     await gateway.trainer.collect(batch)
     await until(lambda: gateway.metric("pregenerated_tokens_total") == 4300, "the step is counted")
     assert gateway.metric("announced_step_tokens_total") == 8 * 400
-    assert gateway.metric("step_coverage") == pytest.approx(4300 / 3200)
+    assert gateway.metric("step_coverage_ratio") == pytest.approx(4300 / 3200)
     assert gateway.metric("bubble_seconds_count") == 2
 
 

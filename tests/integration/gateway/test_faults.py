@@ -113,7 +113,7 @@ async def test_an_instance_that_refuses_gets_a_pause_and_others_get_the_work(clu
     await gateway.trainer.submit(request)
     check_samples(request, await gateway.trainer.collect(request))
     assert fakes[0].accepted == []
-    assert gateway.metric("refusals_total", instance="i0", code="8") > 0
+    assert gateway.metric("refusals_total", instance_id="i0", code="RESOURCE_EXHAUSTED") > 0
 
 
 async def test_samples_that_are_refused_everywhere_fail_and_do_not_hang(cluster: Cluster) -> None:
@@ -283,7 +283,7 @@ async def test_redis_may_be_restarted_in_mid_step(tmp_path: Path) -> None:
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         server.start()
         check_samples(request, [event async for event in stream])
-        assert gateway.metric("instance_losses_total", instance="i0") == 0
+        assert gateway.metric("instance_losses_total", instance_id="i0") == 0
         again = make_batch()
         # The first call may still meet a connection to the old server, and is answered UNAVAILABLE.
         await until(lambda: _accepted(gateway.trainer, again), "the next batch is accepted")

@@ -110,7 +110,7 @@ async def test_a_store_that_dies_under_load_disturbs_nobody_and_its_successor_is
     await store.kill()
     fake.hold_at = None
     check_samples(second, await gateway.trainer.collect(second))
-    assert gateway.metric("instance_losses_total", instance="i0") == 0
+    assert gateway.metric("instance_losses_total", instance_id="i0") == 0
     successor = await store_of(cluster)
     await until(lambda: len(successor.rollouts()) == 40, "the successor has what its predecessor missed")
 

@@ -69,7 +69,14 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def test_every_process_runs_and_is_shown(platform: Platform) -> None:
-    assert [child.spec.name for child in platform.processes] == ["gateway", "drafts-0", "drafts-1", "bubbles"]
+    assert [child.spec.name for child in platform.processes] == [
+        "gateway",
+        "drafts-0",
+        "drafts-1",
+        "bubbles",
+        "policy",
+        "reallocator",
+    ]
     assert all(child.alive and child.ready for child in platform.processes)
     platform.check()
 
@@ -107,7 +114,9 @@ def test_one_that_dies_by_itself_is_noticed(platform: Platform) -> None:
 
 
 def test_they_can_be_left_out(config: PlatformConfig) -> None:
-    with Platform(replace(config, draft_stores=0, bubbles=False)) as platform:
+    with Platform(
+        replace(config, draft_stores=0, bubbles=False, policy=False, reallocator=False)
+    ) as platform:
         assert [child.spec.name for child in platform.processes] == ["gateway"]
         with pytest.raises(PlatformError, match="not configured"):
             platform.kill_bubbles()

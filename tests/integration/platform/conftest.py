@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry
 
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
+from services.platform import watched
 from services.platform.channel import open_channel
-from services.platform.config import ServiceConfig, TlsConfig
+from services.platform.config import ServiceConfig
 from services.platform.server import GrpcServer
+from tests.support.certificates import Authority
 
 Poll = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 Serve = Callable[..., AbstractAsyncContextManager["Toy"]]
@@ -110,59 +106,13 @@ def poll() -> Poll:
     return until
 
 
-@dataclass(frozen=True, slots=True)
-class Authority:
-    """A certificate authority of the test's own."""
-
-    folder: Path
-    name: str
-    key: ec.EllipticCurvePrivateKey
-    certificate: x509.Certificate
-
-    def tls(self, subject: str, **settings: Any) -> TlsConfig:
-        """TLS settings with a certificate for 127.0.0.1 and `subject`, and this authority's as trusted."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        names = [x509.DNSName(subject), x509.IPAddress(ip_address("127.0.0.1"))]
-        certificate = _builder(subject, self.name, key).add_extension(
-            x509.SubjectAlternativeName(names), critical=False
-        )
-        paths = {part: self.folder / f"{self.name}-{subject}.{part}" for part in ("crt", "key", "ca")}
-        paths["crt"].write_bytes(_pem(certificate.sign(self.key, hashes.SHA256())))
-        paths["key"].write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
-        )
-        paths["ca"].write_bytes(_pem(self.certificate))
-        return TlsConfig(cert_file=paths["crt"], key_file=paths["key"], ca_file=paths["ca"], **settings)
-
-
 @pytest.fixture
 def authority(tmp_path: Path) -> Callable[[str], Authority]:
     """Makes a certificate authority of the given name."""
-
-    def make(name: str) -> Authority:
-        key = ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(name, name, key).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
-        return Authority(tmp_path, name, key, builder.sign(key, hashes.SHA256()))
-
-    return make
+    return lambda name: Authority(tmp_path, name)
 
 
-def _builder(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(days=1))
-    )
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
+@pytest.fixture
+def immediate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed certificates and tokens are seen at their next use."""
+    monkeypatch.setattr(watched, "CHECK_SECONDS", 0.0)

@@ -47,7 +47,7 @@ def bare(address: str) -> grpc.aio.Channel:
 
 
 def count(toy: Any, method: str, code: str) -> float:
-    labels = {"service": "toy", "method": method, "code": code}
+    labels = {"component": "toy", "method": method, "code": code}
     return toy.registry.get_sample_value("paceline_rpc_requests_total", labels) or 0.0
 
 
@@ -209,7 +209,7 @@ async def test_a_caller_that_leaves_ends_its_stream(serve: Any, poll: Any) -> No
             return count(toy, WATCH, "CANCELLED") == 1
 
         await poll(counted)
-        labels = {"service": "toy", "method": WATCH}
+        labels = {"component": "toy", "method": WATCH}
         assert toy.registry.get_sample_value("paceline_rpc_in_flight", labels) == 0
 
 
@@ -290,7 +290,7 @@ async def test_calls_are_counted_by_code_and_timed(serve: Any) -> None:
         toy.servicer.error = ValueError("boom")
         await refused(toy.stub.ListInstances(OK, timeout=5))
         assert [count(toy, LIST, code) for code in ("OK", "NOT_FOUND", "INTERNAL")] == [3, 1, 1]
-        labels = {"service": "toy", "method": LIST}
+        labels = {"component": "toy", "method": LIST}
         assert toy.registry.get_sample_value("paceline_rpc_seconds_count", labels) == 5
         assert toy.registry.get_sample_value("paceline_rpc_in_flight", labels) == 0
 
@@ -299,7 +299,7 @@ async def test_running_calls_are_counted(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=10)
         await asyncio.wait_for(toy.servicer.entered.wait(), 5)
-        labels = {"service": "toy", "method": "paceline.v1.FleetService/Drain"}
+        labels = {"component": "toy", "method": "paceline.v1.FleetService/Drain"}
         assert toy.registry.get_sample_value("paceline_rpc_in_flight", labels) == 1
         toy.servicer.release.set()
         await running

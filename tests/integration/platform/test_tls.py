@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -15,6 +16,9 @@ from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.platform.channel import open_channel
 from services.platform.config import ServiceConfig, TlsConfig
 from services.platform.metrics import start_metrics_server
+from services.platform.server import GrpcServer
+from services.platform.watched import Unreadable
+from tests.support.certificates import DAY
 
 REQUEST = fleet_pb2.ListInstancesRequest()
 
@@ -56,6 +60,29 @@ async def test_mutual_tls_asks_clients_for_a_certificate(serve: Any, authority: 
         assert await code_of(toy.server.address, without) == grpc.StatusCode.UNAVAILABLE
         foreign = theirs.tls("peer").model_copy(update={"ca_file": server.ca_file})
         assert await code_of(toy.server.address, ServiceConfig(tls=foreign, token="t")) != grpc.StatusCode.OK
+
+
+async def test_an_expired_certificate_is_refused_on_either_side(serve: Any, authority: Any) -> None:
+    ours = authority("ours")
+    server, expired = ours.tls("server", client_auth=True), ours.tls("expired", lasts=-DAY)
+    peer = ServiceConfig(tls=ours.tls("peer"), token="t")
+    async with serve(ServiceConfig(tls=server, token="t"), peer) as toy:
+        old = ServiceConfig(tls=expired, token="t")
+        assert await code_of(toy.server.address, old) == grpc.StatusCode.UNAVAILABLE
+        assert await code_of(toy.server.address, peer) == grpc.StatusCode.OK
+    async with serve(ServiceConfig(tls=expired, token="t"), peer) as toy:
+        assert await code_of(toy.server.address, peer) == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_certificate_that_cannot_be_used_is_said_at_the_start(authority: Any) -> None:
+    one, other = authority("one").tls("server"), authority("other").tls("server")
+    mixed = one.model_copy(update={"key_file": other.key_file})
+    with pytest.raises(Unreadable, match="not a certificate and its key"):
+        await GrpcServer(ServiceConfig(tls=mixed, token="t"), service="toy").start()
+    with pytest.raises(Unreadable, match="not a certificate and its key"):
+        open_channel("127.0.0.1:1", ServiceConfig(tls=mixed, token="t"))
+    with pytest.raises(Unreadable, match="no certificate authority"):
+        open_channel("127.0.0.1:1", ServiceConfig(tls=TlsConfig(ca_file=one.key_file), token="t"))
 
 
 async def test_a_server_is_known_by_a_name_other_than_its_address(serve: Any, authority: Any) -> None:
@@ -100,3 +127,16 @@ def test_metrics_under_mutual_tls_ask_for_a_certificate(authority: Any) -> None:
     config = ServiceConfig(tls=authority("ours").tls("server", client_auth=True), token="t")
     with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)):
         metrics_of(config, Authorization="Bearer t")
+
+
+def test_a_client_that_does_not_shake_hands_holds_up_nobody(authority: Any) -> None:
+    config = ServiceConfig(tls=authority("ours").tls("server"), token="t")
+    registry = CollectorRegistry()
+    port = start_metrics_server(config, registry)
+    with socket.create_connection(("127.0.0.1", port)):
+        context = ssl.create_default_context(cafile=str(config.tls.ca_file if config.tls else None))
+        request = urllib.request.Request(
+            f"https://127.0.0.1:{port}/metrics", headers={"Authorization": "Bearer t"}
+        )
+        with urllib.request.urlopen(request, timeout=5, context=context) as answer:
+            assert answer.status == 200

@@ -186,6 +186,43 @@ def test_a_half_written_extension_restores_what_is_whole() -> None:
     assert list(batch.samples[0].tokens) == [1]
 
 
+def test_a_moved_sample_goes_on_as_a_new_attempt_that_is_no_resubmission() -> None:
+    batch = make()
+    first = batch.assign(0, "i0", 1001.0)
+    batch.extend(0, first, [5, 6], [-1.0, -1.0], 1002.0)
+    second = batch.moved(0, first, "i1", 2, 1003.0)
+    assert second == first + 1
+    assert not batch.extend(0, first, [9], [-1.0], 1004.0), "the donor has nothing more to say"
+    assert batch.extend(0, second, [7], [-1.0], 1004.0)
+    assert batch.finish(0, second, finished(STOP, decode_steps=3), 1005.0) is Verdict.ENDED
+    sample = final_sample(batch, batch.endings[0])
+    assert list(sample.token_ids) == [5, 6, 7]
+    spans = [(s.instance_id, s.begin_token, s.end_token) for s in sample.provenance.instance_spans]
+    assert spans == [("i0", 0, 2), ("i1", 2, 3)]
+    assert (sample.provenance.resubmissions, sample.provenance.decode_steps) == (0, 3)
+
+
+def test_a_moved_sample_that_is_lost_before_it_brought_anything_keeps_all_its_tokens() -> None:
+    batch = make()
+    first = batch.assign(0, "i0", 1001.0)
+    batch.extend(0, first, [5, 6], [-1.0, -1.0], 1002.0)
+    second = batch.moved(0, first, "i1", 2, 1003.0)
+    assert second is not None
+    assert batch.lost(0, second, 1004.0) is Verdict.WAITING
+    # The donor went on after them, so none of them was the last.
+    assert list(batch.samples[0].tokens) == [5, 6]
+    assert batch.samples[0].resubmissions == 1
+
+
+def test_a_moved_sample_counts_the_prefix_that_its_caller_brought() -> None:
+    batch = make()
+    batch.groups[0] = GroupSpec("p", [1, 2], sample_pb2.SamplingParams(max_tokens=50), prefix=(3, 4))
+    first = batch.assign(0, "i0", 1001.0)
+    batch.extend(0, first, [5], [-1.0], 1002.0)
+    assert batch.moved(0, first, "i1", 1, 1003.0) is None
+    assert batch.moved(0, first, "i1", 3, 1003.0) == first + 1
+
+
 class SampleMachine(RuleBasedStateMachine):
     """One sample under any order of events, against the response that it must end with.
 
@@ -224,6 +261,13 @@ class SampleMachine(RuleBasedStateMachine):
         if self.sample.phase is Phase.WAITING:
             self.batch.assign(0, "full", self.now)
             self.batch.refused(0, self.sample.attempt, self.now)
+
+    @rule(missing=st.booleans())
+    def move(self, missing: bool) -> None:
+        if self.sample.phase is Phase.ASSIGNED:
+            old, have = self.sample.attempt, len(self.sample.tokens)
+            new = self.batch.moved(0, old, "there", have + missing, self.now)
+            assert new == (None if missing else old + 1)
 
     @rule(old=st.integers(0, 3))
     def late_event(self, old: int) -> None:

@@ -279,6 +279,9 @@ def test_a_step_that_is_not_planned_is_not_measured_by_an_earlier_plan() -> None
     assert planner.choose([], {}) == {}
     # A cached rollout of the same sample in the same place is verified, with more rows than any plan has.
     planner.stepped(StepShape(1, 129, 10), 1e-3)
+    # Nor is the planner asked at all when every sample verifies one.
+    planner.choose([sample(0)], batched({"a": [offer(0.5)]}))
+    planner.stepped(StepShape(1, 129, 10), 1e-3)
 
 
 def test_a_slower_machine_than_was_thought_makes_predictions_longer() -> None:

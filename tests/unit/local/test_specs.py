@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from paceline import Tls
 from services.local import specs
 from services.local.config import PlatformConfig
 
@@ -46,7 +47,23 @@ def test_every_process_is_given_the_token() -> None:
     for spec in (
         specs.draft_store_spec(CONFIG, STATE, "redis://x", 0),
         specs.bubbles_spec(CONFIG, STATE, "redis://x"),
+        specs.reallocator_spec(CONFIG, STATE, "redis://x"),
     ):
         assert "secret" not in " ".join(spec.argv)
         assert spec.environment["PACELINE_TOKEN"] == "secret"
         assert spec.cores == (), "light: they go wherever there is room"
+
+
+def test_every_process_is_given_the_certificates_and_asks_for_them() -> None:
+    tls = Tls(Path("/c/ca.crt"), Path("/c/tls.crt"), Path("/c/tls.key"), "paceline")
+    config = PlatformConfig(Path("/m"), tls=tls, tokens_file=Path("/c/tokens.yaml"))
+    gateway = specs.gateway_spec(config, STATE, "redis://x", 0)
+    for spec in (gateway, specs.bubbles_spec(config, STATE, "redis://x")):
+        assert {name: value for name, value in spec.environment.items() if "TLS" in name} == {
+            "PACELINE_TLS__CA_FILE": "/c/ca.crt",
+            "PACELINE_TLS__CERT_FILE": "/c/tls.crt",
+            "PACELINE_TLS__KEY_FILE": "/c/tls.key",
+            "PACELINE_TLS__CLIENT_AUTH": "true",
+            "PACELINE_TLS__SERVER_NAME": "paceline",
+        }
+    assert "--tokens-file=/c/tokens.yaml" in gateway.argv

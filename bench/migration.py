@@ -1,0 +1,318 @@
+"""Moving running samples: what it brings, what it costs, and what ending and re-reading them would cost.
+
+Two instances, each on its own cores, and two loads: RLHFSpec's Figure 5 (24 samples beside 1, all equally long, on
+a model large enough to be compute-bound), and tinymath's long tail (the prompts with the longer responses on one
+instance, as in Figure 14). Each is run as it is, with the reallocator, and with the reallocator's moves made by
+ending the sample and resuming it by its prefix elsewhere. Rounds of the three alternate; ratios are those of the
+medians. All tokens are compared with those of the samples that were never moved. Writes runs/bench/migration.json.
+
+    python -m bench.migration [--rounds 3] [--tokens 400] [--hidden 512] [--layers 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.comparison import Comparison
+from bench.driver import Driver, Move, Outcome, Task
+from bench.kv_copy import measure_copies
+from bench.random_model import make_random_model
+from bench.report import console, show, show_table, write
+from bench.scrape import Metrics, scrape
+from bench.systems import plain_platform
+from examples.tinymath.tasks import make_problems
+from examples.tinymath.tokenizer import prompt_ids
+from examples.tinymath.train import MODEL
+from paceline import SampleKey
+from paceline.v1 import sample_pb2
+from services.local import Platform
+from services.platform.seeds import sample_seed
+
+FOLDER = Path("runs/bench/migration")
+GOALS = {
+    "throughput_gain": 1.0,
+    "gather_vs_memcpy": 0.5,
+    "overhead_share": 0.0387,
+    "tokens_differing_share": 1e-5,
+}
+STAY, MOVE, PREFIX = "no moves", "reallocator", "same moves by prefix"
+_SEED, _PROMPT_TOKENS = 11, 24
+_FULL, _EMPTY = "instance-0", "instance-1"
+_REALLOCATOR = (
+    "--decision-steps=32",
+    "--poll-seconds=0.05",
+    "--lease-seconds=0.5",
+    "--dtype=float32",
+)
+_COLUMNS = (
+    ("seconds", "seconds"),
+    ("tokens/s", "tokens_per_second"),
+    ("throughput", "throughput_gain"),
+    ("moves", "moves"),
+    ("gap s", "gap_seconds_median"),
+    ("stall steps", "stall_steps_median"),
+    ("stall s", "stall_seconds_median"),
+    ("overhead", "overhead_share"),
+    ("MB moved", "moved_megabytes"),
+)
+
+
+@dataclass(slots=True)
+class Runs:
+    """All rounds of one way to run a load."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    stall_steps: list[float] = field(default_factory=list)
+    stall_seconds: list[float] = field(default_factory=list)
+    reallocator: list[Metrics] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of the median round."""
+        return median(each.seconds for each in self.outcomes)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the median round."""
+        return median(each.tokens / each.seconds for each in self.outcomes)
+
+
+def main() -> None:
+    """Measure, show and write."""
+    given = _arguments()
+    model = make_random_model(
+        FOLDER / "model",
+        hidden=given.hidden,
+        layers=given.layers,
+        vocab_size=512,
+        length=_PROMPT_TOKENS + given.tokens + 64,
+    )
+    comparison = Comparison()
+    figure = asyncio.run(_measure(model, "figure 5", lambda _: _figure_5(given), given.rounds, comparison))
+    tail = asyncio.run(_measure(MODEL, "long tail", lambda d: _tail(d, given), given.rounds, comparison))
+    copies = measure_copies()
+    tables = {"figure_5": _table(figure), "long_tail": _table(tail)}
+    for name, table in tables.items():
+        show_table(f"migration: {name}", _COLUMNS, table)
+    moved, stalls = tables["figure_5"][MOVE], [*figure[MOVE].stall_steps, *tail[MOVE].stall_steps]
+    figures = {
+        "throughput_gain": moved["throughput_gain"],
+        "tail_throughput_gain": tables["long_tail"][MOVE]["throughput_gain"],
+        "prefix_throughput_gain": tables["figure_5"][PREFIX]["throughput_gain"],
+        "stall_steps_median": median(stalls) if stalls else None,
+        "gather_vs_memcpy": copies.of_memcpy,
+        "overhead_share": max(
+            (table[MOVE]["overhead_share"] for table in tables.values() if table[MOVE]["moves"]), default=None
+        ),
+        "moves": sum(len(each.moves) for runs in (figure, tail) for each in runs[MOVE].outcomes),
+        "tokens_differing_share": comparison.differing_share,
+    }
+    show("migration", figures)
+    details = {
+        "goals": GOALS,
+        **tables,
+        "copies_bytes_per_second": asdict(copies),
+        "tokens_compared": comparison.compared,
+        "differences": [asdict(each) for each in comparison.differences],
+        "options": vars(given),
+    }
+    write("migration", {**figures, **details})
+
+
+# Loads --------------------------------------------------------------------------------------------------
+
+
+def _figure_5(given: argparse.Namespace) -> list[Task]:
+    """24 samples on one instance and 1 on the other, all of the same length."""
+    sampling = sample_pb2.SamplingParams(max_tokens=given.tokens, ignore_eos=True)
+    return [
+        Task(
+            f"figure/{n}",
+            tuple(3 + (7 * n + place) % 500 for place in range(_PROMPT_TOKENS)),
+            sample_seed(_SEED, 0, "figure", n),
+            sampling,
+            _EMPTY if n == 24 else _FULL,
+        )
+        for n in range(25)
+    ]
+
+
+def _tail(plain: Outcome | None, given: argparse.Namespace) -> list[Task]:
+    """Tinymath's prompts; those whose responses have been found to be longer are all on one instance."""
+    problems = make_problems(seed=1, n=given.prompts)
+    sampling = sample_pb2.SamplingParams(max_tokens=given.tail_tokens)
+    lengths: dict[str, int] = defaultdict(int)
+    if plain is not None:
+        for track in plain.tracks.values():
+            lengths[track.task.key.partition("/")[0]] += len(track.tokens)
+    ranked = sorted((problem.id for problem in problems), key=lambda name: (-lengths[name], name))
+    long = set(ranked[: len(ranked) // 2])
+    return [
+        Task(
+            f"{problem.id}/{slot}",
+            tuple(prompt_ids(problem.question)),
+            sample_seed(_SEED, 1, problem.id, slot),
+            sampling,
+            _FULL if problem.id in long else _EMPTY,
+        )
+        for problem in problems
+        for slot in range(given.samples)
+    ]
+
+
+# Measuring ----------------------------------------------------------------------------------------------
+
+
+async def _measure(
+    model: Path,
+    name: str,
+    tasks_of: Callable[[Outcome | None], list[Task]],
+    rounds: int,
+    comparison: Comparison,
+) -> dict[str, Runs]:
+    runs = {system: Runs() for system in (STAY, MOVE, PREFIX)}
+    config = replace(
+        plain_platform(model, 2, FOLDER / name.replace(" ", "-")),
+        reallocator=True,
+        reallocator_options=_REALLOCATOR,
+        policy=False,
+    )
+    options = (*config.instance_options, "--flush-interval-seconds=0.01")
+    with Platform(replace(config, instance_options=options)) as platform:
+        async with Driver(_addresses(platform)) as driver:
+            _reallocate(platform, wanted=False)
+            # Warms everything up, and tells how long responses are.
+            tasks = tasks_of(await driver.run(tasks_of(None)))
+            for number in range(rounds):
+                plain = await driver.run(tasks)
+                runs[STAY].outcomes.append(plain)
+                _reallocate(platform, wanted=True)
+                moved = await driver.run(tasks)
+                await _look(platform, driver, moved, runs[MOVE])
+                _reallocate(platform, wanted=False)
+                by_prefix = await driver.run(tasks, _first_moves(moved.moves))
+                runs[PREFIX].outcomes.append(by_prefix)
+                truth = _keyed(plain)
+                for system, found in ((MOVE, moved), (PREFIX, by_prefix)):
+                    comparison.add(f"{name}, {system}", number, truth, _keyed(found))
+                _say(name, number, plain, moved, by_prefix)
+    return runs
+
+
+async def _look(platform: Platform, driver: Driver, outcome: Outcome, runs: Runs) -> None:
+    """Keeps a round, and what donors and reallocator say of it."""
+    runs.outcomes.append(outcome)
+    for move in outcome.moves:
+        told = await driver.migration(move)
+        runs.stall_steps.append(told.stall_steps)
+        runs.stall_seconds.append(told.stall_seconds)
+    runs.reallocator.append(scrape(platform)["reallocator"])
+
+
+def _addresses(platform: Platform) -> dict[str, str]:
+    with platform.client() as client:
+        return {each.instance_id: each.address for each in client.instances()}
+
+
+def _reallocate(platform: Platform, *, wanted: bool) -> None:
+    """Starts a reallocator that leads, or leaves none."""
+    if not wanted:
+        platform.kill_reallocator()
+        return
+    platform.restart_reallocator()
+    until = time.monotonic() + 10
+    while not scrape(platform)["reallocator"]["paceline_reallocator_leader"]:
+        if time.monotonic() > until:
+            raise RuntimeError("the reallocator does not lead")
+        time.sleep(0.05)
+
+
+def _first_moves(moves: Sequence[Move]) -> list[Move]:
+    """The first move of each sample: one that went on is made once."""
+    found: dict[str, Move] = {}
+    for move in moves:
+        found.setdefault(move.key, move)
+    return list(found.values())
+
+
+def _keyed(outcome: Outcome) -> dict[SampleKey, list[int]]:
+    return {
+        SampleKey(prompt, int(slot)): tokens
+        for key, tokens in outcome.responses.items()
+        for prompt, _, slot in (key.rpartition("/"),)
+    }
+
+
+# Figures ------------------------------------------------------------------------------------------------
+
+
+def _table(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
+    plain = runs[STAY].tokens_per_second
+    return {name: _row(each, plain) for name, each in runs.items()}
+
+
+def _row(runs: Runs, plain: float) -> dict[str, Any]:
+    gaps = [gap for outcome in runs.outcomes for gap in outcome.gaps]
+    return {
+        "seconds": runs.seconds,
+        "tokens_per_second": runs.tokens_per_second,
+        "throughput_gain": runs.tokens_per_second / plain,
+        "moves": sum(len(each.moves) for each in runs.outcomes),
+        "claims_lost": sum(each.lost_claims for each in runs.outcomes),
+        "gap_seconds_median": median(gaps) if gaps else None,
+        "stall_steps_median": median(runs.stall_steps) if runs.stall_steps else None,
+        "stall_seconds_median": median(runs.stall_seconds) if runs.stall_seconds else None,
+        "overhead_share": _overhead(runs),
+        "moved_megabytes": sum(each["paceline_reallocator_moved_bytes_total"] for each in runs.reallocator)
+        / 1e6,
+    }
+
+
+def _overhead(runs: Runs) -> float | None:
+    """Deciding and moving against everything: seconds of decisions over all seconds, and the time that moved
+    samples stood still over the time that all samples took."""
+    if not runs.reallocator:
+        return None
+    seconds = sum(each.seconds for each in runs.outcomes)
+    decided = sum(each["paceline_reallocator_decision_seconds_sum"] for each in runs.reallocator)
+    lived = sum(
+        track.finished.generation_seconds
+        for outcome in runs.outcomes
+        for track in outcome.tracks.values()
+        if track.finished is not None
+    )
+    return decided / seconds + (sum(runs.stall_seconds) / lived if lived else 0.0)
+
+
+def _say(name: str, number: int, plain: Outcome, moved: Outcome, by_prefix: Outcome) -> None:
+    console().print(
+        f"{name}, round {number}: {plain.seconds:.2f} s as it is, {moved.seconds:.2f} s with {len(moved.moves)} "
+        f"moves, {by_prefix.seconds:.2f} s with {len(by_prefix.moves)} of them by prefix",
+        highlight=False,
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=400, help="of a sample of Figure 5's load")
+    parser.add_argument("--hidden", type=int, default=512, help="width of the model for it")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=12, help="of tinymath")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tail-tokens", type=int, default=800)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

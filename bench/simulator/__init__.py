@@ -1,0 +1,1 @@
+"""A cluster without machines: loads of samples run through the reallocator's own plan."""

@@ -1,0 +1,166 @@
+"""Instances that decode samples of known lengths by a curve of step times, and the plan that moves them. Pure.
+
+What decides is services.reallocator's plan, trigger and rest, as in the service; like there it knows how long a
+sample is by now, and not how long it will be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.reallocator.plan import Rest, plan
+from services.reallocator.records import Candidate, Rules, Standing, Transfer, expected_remaining
+from services.reallocator.threshold import Curve
+from services.reallocator.trigger import Trigger
+
+_BLOCK = 16
+
+
+@dataclass(slots=True)
+class Sample:
+    """Lengths in tokens. It stands still until `waits_until` (seconds)."""
+
+    key: str
+    length: int
+    generated: float = 0.0
+    waits_until: float = 0.0
+
+
+@dataclass(slots=True)
+class Instance:
+    """`clock` is the time, in seconds, at which its next step begins."""
+
+    name: str
+    samples: dict[str, Sample]
+    clock: float = 0.0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the cluster reallocates; `threshold` None: the turning point of the curve."""
+
+    rules: Rules = field(default_factory=Rules)
+    decision_steps: int = 64
+    threshold: int | None = None
+    flatness: float = 0.25
+    stall_steps: float = 2.0
+    limit: int = 2048
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of it: seconds until all were done, tokens, samples moved, and decisions."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+    moved: int = 0
+    decisions: int = 0
+    transfers: list[tuple[float, Transfer]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole cluster."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Cluster:
+    """Usage: `run` once."""
+
+    def __init__(
+        self,
+        loads: Mapping[str, Sequence[int]],
+        curve: Curve,
+        manner: Manner | None = None,
+        generated: int = 0,
+    ) -> None:
+        """
+        Args:
+            loads: lengths of the samples of each instance.
+            curve: of every instance.
+            manner: None: nothing is moved.
+            generated: tokens that every sample has at the beginning.
+        """
+        self.instances = [
+            Instance(
+                name,
+                {f"{name}/{n}": Sample(f"{name}/{n}", length, generated) for n, length in enumerate(lengths)},
+            )
+            for name, lengths in sorted(loads.items())
+        ]
+        self.outcome = Outcome()
+        self._curve = curve
+        self._manner = manner
+        self._rest = Rest(manner.rules.rest if manner else 0)
+        self._trigger = Trigger(manner.decision_steps if manner else 1)
+
+    def run(self) -> Outcome:
+        """Until every sample is done."""
+        while busy := [each for each in self.instances if each.samples]:
+            instance = min(busy, key=lambda each: (each.clock, each.name))
+            self._step(instance)
+            if self._manner is not None:
+                self._decide(self._manner, instance.clock)
+        return self.outcome
+
+    def _step(self, instance: Instance) -> None:
+        running = [each for each in instance.samples.values() if each.waits_until <= instance.clock]
+        if not running:
+            instance.clock = min(each.waits_until for each in instance.samples.values())
+            return
+        instance.clock += self._curve.step_seconds(len(running))
+        instance.steps += 1
+        for sample in running:
+            gained = min(self._curve.tokens, sample.length - sample.generated)
+            sample.generated += gained
+            self.outcome.tokens += gained
+            if sample.generated >= sample.length:
+                del instance.samples[sample.key]
+        self.outcome.seconds = max(self.outcome.seconds, instance.clock)
+
+    def _decide(self, manner: Manner, now: float) -> None:
+        steps = {(each.name, 1): each.steps for each in self.instances}
+        if not self._trigger.is_due(steps, [len(each.samples) for each in self.instances]):
+            return
+        transfers = plan([self._standing(each, manner) for each in self.instances], manner.rules)
+        self._trigger.decided(steps)
+        self._rest.decided(transfers)
+        self.outcome.decisions += 1
+        by_name = {each.name: each for each in self.instances}
+        for transfer in transfers:
+            self._move(by_name[transfer.donor], by_name[transfer.receiver], transfer, manner, now)
+
+    def _move(
+        self, donor: Instance, receiver: Instance, transfer: Transfer, manner: Manner, now: float
+    ) -> None:
+        if not receiver.samples:
+            receiver.clock = max(receiver.clock, now)
+        there = self._curve.step_seconds(len(receiver.samples) + len(transfer.keys))
+        for key in transfer.keys:
+            sample = donor.samples.pop(key)
+            sample.waits_until = max(now, receiver.clock) + manner.stall_steps * there
+            receiver.samples[key] = sample
+        self.outcome.moved += len(transfer.keys)
+        self.outcome.transfers.append((now, transfer))
+
+    def _standing(self, instance: Instance, manner: Manner) -> Standing:
+        threshold = manner.threshold or self._curve.turning_point(manner.flatness) or len(self._curve.seconds)
+        return Standing(
+            instance.name,
+            len(instance.samples),
+            max(0, len(self._curve.seconds) - len(instance.samples)),
+            1_000_000,
+            self._curve,
+            threshold,
+            tuple(_candidate(each, self._curve, manner.limit) for each in instance.samples.values()),
+            gives=self._rest.gives(instance.name),
+            receives=self._rest.receives(instance.name),
+        )
+
+
+def _candidate(sample: Sample, curve: Curve, limit: int) -> Candidate:
+    tokens = int(sample.generated)
+    return Candidate(
+        sample.key, tokens, curve.tokens - 1, expected_remaining(tokens, limit), tokens // _BLOCK + 1
+    )

@@ -1,0 +1,101 @@
+"""Decisions in words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.platform.decisions import Decision
+from services.policy.knobs import Scope, Setting, changes
+from services.policy.ladder import Move, Rung
+from services.policy.steps import StepEnd
+
+KNOBS, SPECULATION, DRAFT_CAP, TOGGLE = "knobs", "speculation", "draft_cap", "toggle"
+"""Kinds of decision of this service."""
+DRAFTED = ("drafts", "fixed", "toggled_on", "table")
+"""Reasons of engine steps that verified drafts."""
+WORDS = {
+    "drafts": "drafts paid",
+    "plain_is_best": "no draft would have paid",
+    "within_margin": "the gain was within the margin",
+    "no_offers": "nothing was offered",
+    "no_samples": "there was nothing to decode",
+    "fixed": "drafts of fixed length",
+    "toggled_on": "drafts of the given length paid",
+    "toggled_off": "drafts of the given length would not have paid",
+    "table": "the table has drafts for the batch",
+    "table_plain": "the table has none for the batch",
+    "off": "speculation is switched off",
+}
+"""What reasons of engine steps mean."""
+
+
+def knobs_set(
+    scope: Scope, before: Setting, after: Setting, revision: int, pending: Sequence[str], now: float
+) -> Decision:
+    """A setting was changed."""
+    changed = list(changes(before, after))
+    words = ", ".join(f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in changed)
+    details: dict[str, Any] = {
+        "scope": scope.key,
+        "revision": revision,
+        "knobs": dict(after),
+        "pending": list(pending),
+    }
+    run_id = scope.name if scope.kind == "run" else ""
+    return Decision(KNOBS, f"{scope}: {words or 'nothing changed'}", 0.0, details, now, run_id)
+
+
+def step_ended(end: StepEnd, now: float) -> Decision:
+    """How a step was speculated. The gain is the mean predicted one over plain decoding."""
+    totals = end.totals
+    steps, acceptance = totals.engine_steps, totals.acceptance
+    drafted = sum(totals.reasons[reason] for reason in DRAFTED)
+    others = [
+        f"{WORDS.get(reason, reason)} in {count}"
+        for reason, count in totals.reasons.most_common()
+        if reason not in DRAFTED
+    ]
+    words = f"step {end.step}: {drafted} of {steps} engine steps verified drafts"
+    if acceptance.verifications:
+        words += f", {acceptance.block_efficiency:.2f} tokens a verification"
+    details = {
+        "step": end.step,
+        "mode": totals.mode,
+        "instances": end.instances,
+        "engine_steps": steps,
+        "reasons": dict(totals.reasons),
+        "planned_tokens": totals.planned_tokens,
+        "expected_tokens": round(totals.expected_tokens, 1),
+        "predicted_seconds": round(totals.predicted_seconds, 4),
+        "measured_seconds": round(totals.measured_seconds, 4),
+        "block_efficiency": round(acceptance.block_efficiency, 3),
+        "drafts": {
+            name: [each.verifications, each.drafted, each.accepted] for name, each in totals.drafts.items()
+        },
+    }
+    gain = totals.predicted_gain / steps if steps else 0.0
+    return Decision(SPECULATION, "; ".join([words, *others]), gain, details, now, end.run_id)
+
+
+def cap_moved(end: StepEnd, before: Rung, move: Move, now: float) -> Decision:
+    """A ladder was climbed. The gain is that of tokens per verification, should all go on as it was."""
+    cap, acceptance = move.rung.cap, end.totals.acceptance
+    words = f"step {end.step}: cap {before.cap} -> {cap} tokens: {move.reason}"
+    details = {"step": end.step, "from": before.cap, "to": cap, "fullness": round(acceptance.fullness, 4)}
+    per_token = acceptance.accepted / acceptance.drafted if acceptance.drafted else 0.0
+    gain = (cap - before.cap) * per_token / acceptance.block_efficiency if cap > before.cap else 0.0
+    return Decision(DRAFT_CAP, words, gain, details, now, end.run_id)
+
+
+def switched(
+    on: bool, speedup: float, requests: int, run_id: str, step: int, instance_id: str, time: float
+) -> Decision:
+    """A toggle was turned on an instance."""
+    words = f"step {step}: {'on' if on else 'off'} at {requests} samples: predicted {speedup:.2f} of plain decoding"
+    details = {"step": step, "on": on, "requests": requests, "instance": instance_id}
+    return Decision(TOGGLE, words, speedup - 1.0, details, time, run_id)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,158 @@
+"""The instances as the reallocator knows them: found in the registry, asked how they are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import structlog
+
+from paceline.internal.v1 import generation_pb2, generation_pb2_grpc, migration_pb2, migration_pb2_grpc
+from paceline.v1 import fleet_pb2
+from services.platform.channel import open_channel
+from services.platform.config import ServiceConfig
+from services.platform.registry import InstanceRecord, Registry
+from services.platform.store import OUTAGES
+from services.reallocator.measured import Report
+from services.reallocator.threshold import Roofline
+
+log = structlog.get_logger(__name__)
+
+SERVICE = "generation"
+CALL_SECONDS = 1.0
+"""Deadline of questions to instances."""
+_REPORTS = 64
+
+
+class Unanswered(Exception):
+    """A call had no answer; the message is the status in lower case."""
+
+
+async def answered(call: Awaitable[Any]) -> Any:
+    """The answer of a call. Raises Unanswered, also when the channel is closed under the call."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise Unanswered(error.code().name.lower()) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Unanswered("closed") from error
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """An instance under one epoch. `status` is its last answer, None when it did not answer."""
+
+    record: InstanceRecord
+    channel: grpc.aio.Channel
+    roofline: Roofline
+    status: fleet_pb2.Instance | None = None
+    # The last reports, oldest first; none of the time before it was lost from sight.
+    reports: deque[Report] = field(default_factory=lambda: deque(maxlen=_REPORTS))
+    # Until when its reports have been learned from.
+    learned_at: float = float("-inf")
+    # Mean length of its samples, prompts included, when they were last looked at.
+    context: float = 1.0
+    generation: Any = field(init=False)
+    migration: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        self.migration = migration_pb2_grpc.MigrationServiceStub(self.channel)
+
+    @property
+    def instance_id(self) -> str:
+        return self.record.instance_id
+
+    @property
+    def samples(self) -> int:
+        """Real samples on it, as it last said."""
+        return 0 if self.status is None else self.status.load.running + self.status.load.waiting
+
+    def is_in(self, state: fleet_pb2.InstanceState) -> bool:
+        """Whether it has answered, and said this of itself."""
+        return self.status is not None and self.status.state == state
+
+    async def list_samples(self) -> migration_pb2.ListSamplesResponse | None:
+        """What is on it; None when it does not answer."""
+        request = migration_pb2.ListSamplesRequest()
+        try:
+            return await answered(self.migration.ListSamples(request, timeout=CALL_SECONDS))
+        except Unanswered as error:
+            log.debug("samples_not_listed", instance=self.instance_id, reason=str(error))
+            return None
+
+
+class Members:
+    """All registered instances, by id. `roofline` makes the curve of a new one."""
+
+    def __init__(
+        self, config: ServiceConfig, registry: Registry, roofline: Callable[[InstanceRecord], Roofline]
+    ) -> None:
+        self.known: dict[str, Member] = {}
+        self._config = config
+        self._registry = registry
+        self._roofline = roofline
+        self._undialled: set[str] = set()
+        self._reachable = True
+
+    async def refresh(self) -> None:
+        """Reads the registry, and asks every instance. In an outage of Redis those that are known stay known."""
+        try:
+            records = await self._registry.list(SERVICE)
+        except OUTAGES as error:
+            if self._reachable:
+                log.warning("registry_unreachable", error=str(error))
+            self._reachable = False
+        else:
+            self._reachable = True
+            await self._take_in(records)
+        await asyncio.gather(*map(self._ask, self.known.values()))
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._take_in({})
+
+    async def _take_in(self, records: dict[str, InstanceRecord]) -> None:
+        for name, member in list(self.known.items()):
+            if name not in records or records[name].epoch != member.record.epoch:
+                del self.known[name]
+                await member.channel.close()
+        for name, record in records.items():
+            if name in self.known:
+                self.known[name].record = record
+            elif (channel := self._open(record)) is not None:
+                self.known[name] = Member(record, channel, self._roofline(record))
+
+    def _open(self, record: InstanceRecord) -> grpc.aio.Channel | None:
+        try:
+            return open_channel(record.address, self._config)
+        except ValueError as error:
+            # The token may not go there: a mistake in the configuration, which stays one.
+            if record.address not in self._undialled:
+                log.error("instance_not_dialled", address=record.address, error=str(error))
+            self._undialled.add(record.address)
+            return None
+
+    async def _ask(self, member: Member) -> None:
+        request = generation_pb2.GetStatusRequest()
+        try:
+            answer = await answered(member.generation.GetStatus(request, timeout=CALL_SECONDS))
+        except Unanswered:
+            member.status = None
+            member.reports.clear()
+            return
+        # Another process may have the address of one that has just died.
+        said = answer.instance
+        same = (said.instance_id, said.epoch) == (member.instance_id, member.record.epoch)
+        member.status = said if same else None
+        if member.status is not None:
+            load = member.status.load
+            member.reports.append(Report(time.monotonic(), member.samples, load.steps, load.generated_tokens))

@@ -1,0 +1,150 @@
+"""Carries out transfers: asks the donor to move each sample, a few at a time, and takes in what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from paceline.internal.v1 import migration_pb2 as pb
+from services.reallocator.config import ReallocatorConfig
+from services.reallocator.measured import MoveCost
+from services.reallocator.members import Member, Members, Unanswered, answered
+from services.reallocator.metrics import ReallocatorMetrics
+from services.reallocator.records import Transfer
+
+log = structlog.get_logger(__name__)
+
+# Beyond the time for a move, for its answer.
+_ANSWER_SECONDS = 2.0
+# Reasons that say something of the receiver, not of the sample: the rest of the transfer would fare as ill.
+_RECEIVERS = range(pb.MOVE_REASON_CLOSED, pb.MOVE_REASON_RECEIVER_BUSY + 1)
+_UNREACHABLE = (pb.MOVE_REASON_RECEIVER_LOST, pb.MOVE_REASON_CONNECTION)
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a transfer: samples moved, and how often which reason kept one where it was."""
+
+    moved: int = 0
+    bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    # Nothing more is sent to this receiver for now.
+    stopped: bool = False
+
+
+class Shunned:
+    """Receivers that could not be reached: left alone for a pause that doubles. Pure, times are passed in."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+        self._failures: Counter[str] = Counter()
+
+    def failed(self, instance_id: str, now: float) -> None:
+        """Nothing could be sent there."""
+        pause = min(_FIRST_PAUSE * 2 ** min(self._failures[instance_id], 16), _LONGEST_PAUSE)
+        self._failures[instance_id] += 1
+        self._until[instance_id] = now + pause
+
+    def worked(self, instance_id: str) -> None:
+        """A sample has arrived there."""
+        self._until.pop(instance_id, None)
+        del self._failures[instance_id]
+
+    def is_shunned(self, instance_id: str, now: float) -> bool:
+        """Whether it is to be left alone."""
+        return now < self._until.get(instance_id, float("-inf"))
+
+
+class Mover:
+    """`shunned` and `cost` learn from every move."""
+
+    def __init__(self, config: ReallocatorConfig, members: Members, metrics: ReallocatorMetrics) -> None:
+        self.shunned = Shunned()
+        self.cost = MoveCost()
+        self._config = config
+        self._members = members
+        self._metrics = metrics
+        self._slots: dict[str, asyncio.Semaphore] = {}
+
+    async def carry_out(self, transfer: Transfer, tokens: Mapping[str, int]) -> Outcome:
+        """Moves the samples of a transfer; `tokens` are their lengths. Never raises for what an instance does."""
+        outcome = Outcome()
+        donor, receiver = (self._members.known.get(name) for name in (transfer.donor, transfer.receiver))
+        if donor is None or receiver is None:
+            outcome.refused["gone"] += len(transfer.keys)
+            return outcome
+        slots = self._slots.setdefault(transfer.donor, asyncio.Semaphore(self._config.moves_at_once))
+
+        async def move(key: str) -> None:
+            async with slots:
+                if not outcome.stopped:
+                    await self._move(transfer, donor, receiver, key, tokens.get(key, 1), outcome)
+
+        await asyncio.gather(*map(move, transfer.keys))
+        return outcome
+
+    async def _move(
+        self, transfer: Transfer, donor: Member, receiver: Member, key: str, tokens: int, outcome: Outcome
+    ) -> None:
+        request = pb.MoveRequest(
+            key=key,
+            receiver_id=receiver.instance_id,
+            receiver_address=receiver.record.address,
+            migration_id=uuid.uuid4().hex,
+            timeout_seconds=self._config.move_timeout_seconds,
+        )
+        try:
+            with self._metrics.move_seconds.time():
+                seconds = self._config.move_timeout_seconds + _ANSWER_SECONDS
+                answer = await answered(donor.migration.Move(request, timeout=seconds))
+        except Unanswered as error:
+            # The donor finishes what it has begun, or is gone and its samples with it: both are the gateway's.
+            reason = str(error)
+            outcome.failed[reason] += 1
+            outcome.stopped = True
+            self._metrics.failures.labels(reason).inc()
+            return
+        self._settle(transfer, answer.migration, tokens, outcome)
+
+    def _settle(self, transfer: Transfer, migration: pb.Migration, tokens: int, outcome: Outcome) -> None:
+        if migration.outcome == pb.MOVE_OUTCOME_MOVED:
+            outcome.moved += 1
+            outcome.bytes += migration.copied_bytes + migration.delta_bytes
+            self.shunned.worked(transfer.receiver)
+            self.cost.observe(migration.stall_steps, migration.copy_seconds, tokens)
+            self._metrics.moves.labels(transfer.rule).inc()
+            self._metrics.bytes.inc(migration.copied_bytes + migration.delta_bytes)
+            self._metrics.stall_seconds.observe(migration.stall_seconds)
+            self._metrics.stall_steps.observe(migration.stall_steps)
+            return
+        reason = _reason_name(migration.reason)
+        if migration.outcome == pb.MOVE_OUTCOME_REFUSED:
+            outcome.refused[reason] += 1
+            self._metrics.refusals.labels(reason).inc()
+        else:
+            outcome.failed[reason] += 1
+            self._metrics.failures.labels(reason).inc()
+        outcome.stopped = outcome.stopped or migration.reason in _RECEIVERS
+        if migration.reason in _UNREACHABLE:
+            outcome.stopped = True
+            self.shunned.failed(transfer.receiver, asyncio.get_running_loop().time())
+        log.info(
+            "sample_not_moved",
+            donor=transfer.donor,
+            receiver=transfer.receiver,
+            key=migration.key,
+            reason=reason,
+            message=migration.message,
+        )
+
+
+def _reason_name(reason: int) -> str:
+    known = reason in pb.MoveReason.values()
+    return pb.MoveReason.Name(reason)[len("MOVE_REASON_") :].lower() if known else str(reason)

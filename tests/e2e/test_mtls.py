@@ -1,0 +1,155 @@
+"""The platform under mutual TLS and with tokens of different scopes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+import paceline
+from paceline import Client, Group, RetryPolicy, SamplingParams, Tls, WeightFolder
+from paceline.channel import call_metadata, open_channel
+from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
+from services.local import Platform, PlatformConfig
+from services.platform.tokens import hashed
+from tests.support.certificates import DAY, Authority
+
+SAMPLING = SamplingParams(max_tokens=20, ignore_eos=True)
+ONCE = RetryPolicy(attempts=1)
+SCOPES = {"trainer": ["rollouts", "weights"], "operator": ["fleet"], "prometheus": ["metrics"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Secured:
+    """A platform, and what its callers may have."""
+
+    platform: Platform
+    authority: Authority
+    tls: Tls
+
+    def client(self, token: str | None = "trainer", *, tls: Tls | None = None, address: str = "") -> Client:
+        """With the token of that name; tries once."""
+        address = address or self.platform.gateway_address
+        return Client(address, token=token, tls=tls or self.tls, retry=ONCE, timeout=30)
+
+
+def shown(authority: Authority, subject: str, **settings: Any) -> Tls:
+    """What a client shows with a certificate of that authority."""
+    made = authority.tls(subject, **settings)
+    return Tls(made.ca_file, made.cert_file, made.key_file)
+
+
+@pytest.fixture(scope="module")
+def secured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    folder = tmp_path_factory.mktemp("secured")
+    authority = Authority(folder, "ours")
+    file = folder / "tokens.yaml"
+    grants = [{"name": n, "sha256": hashed(n), "scopes": scopes} for n, scopes in SCOPES.items()]
+    file.write_text(yaml.safe_dump(grants))
+    config = PlatformConfig(
+        model=model,
+        instances=2,
+        folder=folder / "platform",
+        instance_options=("--dtype=float32", "--max-num-seqs=32", "--kv-cache-memory-bytes=268435456"),
+        tls=shown(authority, "services"),
+        token="the services' own",
+        tokens_file=file,
+    )
+    with Platform(config) as platform:
+        yield Secured(platform, authority, shown(authority, "trainer"))
+
+
+def groups(count: int = 4) -> list[Group]:
+    return [Group(f"p{n}", [3 + n, 4, 5], 2) for n in range(count)]
+
+
+def test_a_training_step_under_mutual_tls(secured: Secured, model: Path, tmp_path: Path) -> None:
+    state = load_file(model / "model.safetensors")
+    with secured.client() as client:
+        run = client.run("mtls", seed=3, weights=WeightFolder(tmp_path / "weights", model))
+        first = list(run.rollout(0, groups(), SAMPLING))
+        assert len(first) == 8
+        assert run.push_weights({name: tensor * 1.3 for name, tensor in state.items()})
+        second = list(run.rollout(1, groups(), SAMPLING))
+        version = client.versions().policy_version
+        assert {sample.version_spans[-1].policy_version for sample in second} == {version}
+        assert version > first[0].version_spans[-1].policy_version
+
+
+def refused(secured: Secured, kind: type[paceline.PacelineError], **client: Any) -> paceline.PacelineError:
+    with secured.client(**client) as caller, pytest.raises(kind) as caught:
+        caller.versions()
+    return caught.value
+
+
+def test_without_a_token_nothing_is_answered(secured: Secured) -> None:
+    for token in (None, "guessed", hashed("trainer")):
+        error = refused(secured, paceline.UnauthenticatedError, token=token)
+        assert "a valid bearer token is needed" in error.message
+
+
+def test_a_certificate_of_somebody_else_is_not_let_in(secured: Secured) -> None:
+    theirs = Authority(secured.authority.folder, "theirs")
+    wrong = Tls(secured.tls.ca_file, theirs.tls("x").cert_file, theirs.tls("x").key_file)
+    assert "failed to connect" in refused(secured, paceline.UnavailableError, tls=wrong).message
+    bare = Tls(secured.tls.ca_file)
+    assert "failed to connect" in refused(secured, paceline.UnavailableError, tls=bare).message
+
+
+def test_an_expired_certificate_is_not_let_in(secured: Secured) -> None:
+    expired = shown(secured.authority, "former", lasts=-DAY)
+    assert "failed to connect" in refused(secured, paceline.UnavailableError, tls=expired).message
+
+
+def test_a_gateway_of_somebody_else_is_not_believed(secured: Secured) -> None:
+    theirs = shown(Authority(secured.authority.folder, "impostor"), "trainer")
+    error = refused(secured, paceline.UnavailableError, tls=theirs)
+    assert "CERTIFICATE_VERIFY_FAILED" in error.message
+
+
+def test_a_trainer_cannot_drain_and_an_operator_cannot_sample(secured: Secured) -> None:
+    with secured.client() as client, pytest.raises(paceline.PermissionDeniedError, match="scope fleet"):
+        client.drain("instance-1")
+    with (
+        secured.client("operator") as client,
+        pytest.raises(paceline.PermissionDeniedError, match="scope rollouts"),
+    ):
+        list(client.run("x", seed=1).rollout(0, groups(), SAMPLING))
+    with (
+        secured.client("prometheus") as client,
+        pytest.raises(paceline.PermissionDeniedError, match="fleet or rollouts or weights"),
+    ):
+        client.instances()
+
+
+def test_an_instance_does_not_know_the_callers_tokens(secured: Secured) -> None:
+    ready = secured.platform.instances[0].ready
+    assert ready is not None
+    with open_channel(ready.address, secured.tls) as channel:
+        status = generation_pb2_grpc.GenerationServiceStub(channel).GetStatus
+        request = generation_pb2.GetStatusRequest()
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            status(request, timeout=20, metadata=call_metadata("trainer"))
+        own = status(request, timeout=20, metadata=call_metadata("the services' own"))
+        assert own.instance.instance_id == "instance-0"
+
+
+def test_an_operator_drains_an_instance_in_the_middle_of_a_step_and_takes_it_back(secured: Secured) -> None:
+    long = SamplingParams(max_tokens=600, ignore_eos=True)
+    with secured.client() as client, secured.client("operator") as operator:
+        quick = Group("quick", [3, 4], 1, SAMPLING)
+        samples = iter(client.run("drained", seed=5).rollout(2, [*groups(), quick], long))
+        first = next(samples)
+        operator.drain("instance-1")
+        rest = list(samples)
+        assert len({first.key, *(sample.key for sample in rest)}) == 9
+        assert {sample.provenance.instance_spans[-1].instance_id for sample in rest} == {"instance-0"}
+        operator.resume(["instance-1"])
+        again = list(client.run("resumed", seed=5).rollout(2, groups(), SAMPLING))
+        assert "instance-1" in {sample.provenance.instance_spans[0].instance_id for sample in again}

@@ -1,0 +1,169 @@
+"""Samples move between instances in mid-step, whatever dies meanwhile, and nobody can tell by the result."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline import Client, Group, RetryPolicy, Sample, SamplingParams
+from services.local import Platform, PlatformConfig
+from tests.e2e.conftest import VOCAB
+
+LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+PATIENT = RetryPolicy(attempts=60, initial=0.1, maximum=1.0)
+SEED, SAMPLES = 31, 25
+Key = paceline.SampleKey
+
+
+@pytest.fixture(scope="module")
+def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """Without speculation, so that a step lasts; and whatever makes it a little more even is moved."""
+    config = PlatformConfig(
+        model=model,
+        instances=2,
+        folder=tmp_path_factory.mktemp("platform"),
+        instance_options=(
+            "--dtype=float32",
+            "--max-num-seqs=32",
+            "--kv-cache-memory-bytes=268435456",
+            "--speculation=off",
+            "--no-drafts",
+        ),
+        draft_stores=0,
+        bubbles=False,
+        policy=False,
+        reallocator_options=(
+            "--decision-steps=16",
+            "--poll-seconds=0.02",
+            "--least-gain=0",
+            "--least-level-gain=0",
+            "--payback=0",
+            "--lease-seconds=0.5",
+        ),
+    )
+    with Platform(config) as platform:
+        yield platform
+
+
+@pytest.fixture
+def client(platform: Platform) -> Iterator[Client]:
+    with platform.client(retry=PATIENT) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def whole_fleet(platform: Platform) -> None:
+    """Every test begins with two serving instances."""
+    for index, child in enumerate(platform.instances):
+        if not child.alive:
+            platform.restart_instance(index)
+
+
+@pytest.fixture(scope="module")
+def truth(platform: Platform) -> dict[Key, list[int]]:
+    """The step's tokens when nobody moves anything."""
+    platform.kill_reallocator()
+    with platform.client() as client:
+        samples = list(client.run("still", seed=SEED).rollout(0, uneven(), LONG))
+    platform.restart_reallocator()
+    assert all(len(places(sample)) == 1 for sample in samples)
+    counts = Counter(places(sample)[0] for sample in samples)
+    assert sorted(counts.values()) == [1, SAMPLES - 1], "the load is uneven"
+    return tokens(samples)
+
+
+def uneven() -> list[Group]:
+    """One sample that is said to be as long as all others together: they are placed on the other instance."""
+    others = [Group(f"p{n}", [3 + n % (VOCAB - 4), 4], 1, expected_tokens=36) for n in range(SAMPLES - 1)]
+    return [Group("lone", [3, 4, 5], 1, expected_tokens=900), *others]
+
+
+def places(sample: Sample) -> list[str]:
+    return [span.instance_id for span in sample.provenance.instance_spans]
+
+
+def tokens(samples: Sequence[Sample]) -> dict[Key, list[int]]:
+    return {sample.key: sample.token_ids.tolist() for sample in samples}
+
+
+def counted(platform: Platform, name: str) -> float:
+    """A counter of the reallocator, summed over its labels; 0 while it is not there."""
+    child = platform.reallocator
+    assert child is not None
+    if child.ready is None:
+        return 0.0
+    url = f"http://127.0.0.1:{child.ready.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    name = f"paceline_reallocator_{name}"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def until(holds: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.002)
+
+
+def finished(samples: Sequence[Sample], truth: dict[Key, list[int]]) -> None:
+    """Every sample is there once, and as if nothing had happened."""
+    assert Counter(sample.key for sample in samples) == Counter(truth.keys())
+    assert tokens(samples) == truth
+    assert {sample.status for sample in samples} == {paceline.SampleStatus.TRUNCATED}
+
+
+def test_an_uneven_step_is_evened_out(
+    platform: Platform, client: Client, truth: dict[Key, list[int]]
+) -> None:
+    before = counted(platform, "moves_total")
+    samples = list(client.run("uneven", seed=SEED).rollout(0, uneven(), LONG))
+    finished(samples, truth)
+    moved = [sample for sample in samples if len(places(sample)) > 1]
+    assert len(moved) >= 8
+    assert sum(sample.provenance.resubmissions for sample in samples) == 0, "no prefix was read again"
+    assert counted(platform, "moves_total") - before >= len(moved)
+    assert {sample.provenance.decode_steps for sample in moved} == {900}, (
+        "each token took one step, somewhere"
+    )
+
+
+@pytest.mark.parametrize("victim", ["receiver", "donor"])
+def test_one_that_is_killed_in_the_middle_of_moves_costs_time_only(
+    platform: Platform, client: Client, truth: dict[Key, list[int]], victim: str
+) -> None:
+    before = counted(platform, "moves_total")
+    rollout = client.run(f"killed-{victim}", seed=SEED).rollout(0, uneven(), LONG)
+    until(lambda: counted(platform, "moves_total") > before)
+    crowded, lone = sorted(range(2), key=lambda n: -samples_on(client, n))
+    platform.kill(lone if victim == "receiver" else crowded)
+    samples = list(rollout)
+    finished(samples, truth)
+    assert any(sample.provenance.resubmissions for sample in samples)
+
+
+def samples_on(client: Client, index: int) -> int:
+    return next(
+        each.load.running + each.load.waiting
+        for each in client.instances()
+        if each.instance_id == f"instance-{index}"
+    )
+
+
+def test_an_instance_that_is_stopped_in_mid_step_is_emptied_by_moves(
+    platform: Platform, client: Client, truth: dict[Key, list[int]]
+) -> None:
+    rollout = client.run("stopped", seed=SEED).rollout(0, uneven(), LONG)
+    until(lambda: max(samples_on(client, 0), samples_on(client, 1)) >= 12)
+    platform.remove(1)
+    assert platform.instances[1].returncode == 0
+    samples = list(rollout)
+    finished(samples, truth)
+    assert any(places(sample)[-2:] == ["instance-1", "instance-0"] for sample in samples)
+    assert sum(sample.provenance.resubmissions for sample in samples) == 0, "all of them were moved"

@@ -1,0 +1,24 @@
+"""promtool's own opinion: the rules are valid, every alert fires when it should and else does not."""
+
+from __future__ import annotations
+
+import subprocess
+
+from tests.support.prometheus import ROOT, tools
+
+
+def promtool(*arguments: str) -> str:
+    """What promtool says; fails with it when promtool does."""
+    command = [str(tools() / "promtool"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_rules_and_configuration_are_valid() -> None:
+    assert "rules found" in promtool("check", "rules", "helm/paceline/files/rules.yaml")
+    assert "SUCCESS" in promtool("check", "config", "--lint-fatal", "deploy/prometheus/prometheus.yml")
+
+
+def test_every_alert_fires_when_it_should_and_only_then() -> None:
+    assert "SUCCESS" in promtool("test", "rules", "deploy/prometheus/rules_test.yml")

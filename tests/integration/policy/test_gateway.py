@@ -1,0 +1,92 @@
+"""Knobs and decisions as a trainer sees them: through the SDK and a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from paceline import (
+    AbortedError,
+    AsyncClient,
+    InvalidArgumentError,
+    Policy,
+    RetryPolicy,
+    UnavailableError,
+)
+from paceline.types import Decision as Read
+from services.gateway.config import GatewayConfig
+from services.gateway.gateway import Gateway
+from services.gateway.tasks import end
+from services.platform.decisions import Decision
+from tests.integration.policy.conftest import CALL, Fleet
+
+
+@pytest.fixture
+async def client(fleet: Fleet) -> AsyncIterator[AsyncClient]:
+    """A client of a gateway on the fleet's Redis."""
+    config = GatewayConfig(port=0, redis_url=fleet.config.redis_url, namespace=fleet.config.namespace)
+    gateway = Gateway(config, CollectorRegistry())
+    await gateway.start()
+    running = asyncio.create_task(gateway.run())
+    try:
+        async with AsyncClient(gateway.address, timeout=CALL, retry=RetryPolicy(attempts=2)) as client:
+            yield client
+    finally:
+        await end([running])
+        await gateway.stop(0)
+
+
+async def test_knobs_are_set_and_read_and_a_stale_change_is_refused(
+    fleet: Fleet, client: AsyncClient
+) -> None:
+    instance = await fleet.instance("i0", pool="spot")
+    await fleet.linked(await fleet.policy(), 1)
+    nothing = await client.policy()
+    assert nothing == Policy(0, {})
+    change = await client.set_policy("", Policy(nothing.revision, {"speculation": False}))
+    assert change.applied == ("i0",)
+    assert instance.knobs == {"speculation": False}
+    assert await client.policy() == Policy(change.revision, {"speculation": False})
+    with pytest.raises(AbortedError, match=f"revision {change.revision}") as refused:
+        await client.set_policy("", Policy(nothing.revision, {"mode": "fixed"}))
+    assert refused.value.reason == "STALE_REVISION"
+    await client.set_policy("", Policy(0, {"draft_cap": 3}), pool="spot")
+    assert (await client.policy(pool="spot")).knobs == {"draft_cap": 3}
+    assert instance.knobs == {"speculation": False, "draft_cap": 3}
+
+
+async def test_a_refusal_says_which_field_it_is_about(fleet: Fleet, client: AsyncClient) -> None:
+    await fleet.policy()
+    with pytest.raises(InvalidArgumentError) as refused:
+        await client.set_policy("", Policy(0, {"margin": -1, "mode": "toggle"}))
+    assert [each.field for each in refused.value.violations] == ["knobs.margin"]
+
+
+async def test_without_a_policy_service_it_says_so(fleet: Fleet, client: AsyncClient) -> None:
+    with pytest.raises(UnavailableError, match="go on with the knobs"):
+        await client.policy()
+
+
+async def test_decisions_are_watched_from_a_time_on_and_by_run(fleet: Fleet, client: AsyncClient) -> None:
+    began = time.time()
+    for decision in (
+        Decision("toggle", "early", 0.5, {"requests": 3}, began - 100, "run"),
+        Decision("toggle", "mine", 0.5, {"requests": 3}, began + 1, "run"),
+        Decision("toggle", "of another", 0.0, {}, began + 2, "other"),
+        Decision("scaling", "of all", 0.0, {}, began + 3),
+    ):
+        await fleet.decisions_log.write(decision)
+    found: list[Read] = []
+    async with asyncio.timeout(CALL):
+        async for read in client.watch_decisions("run", began):
+            found.append(read)
+            if len(found) == 2:
+                break
+    assert [(each.reason, each.run_id) for each in found] == [("mine", "run"), ("of all", "")]
+    assert found[0].predicted_gain == 0.5
+    assert found[0].details == {"requests": 3}
+    assert found[0].time == pytest.approx(began + 1)

@@ -1,0 +1,47 @@
+"""The policy service without Redis: nothing is promised, nothing ends, and it goes on when Redis is back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.platform.embedded_redis import EmbeddedRedis
+from services.policy.convert import from_struct
+from tests.integration.policy.conftest import Fleet, until
+from tests.integration.policy.test_service import tally
+
+
+async def test_knobs_are_refused_while_redis_is_away_and_instances_keep_theirs(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    fleet = Fleet(server.start(), "outage")
+    try:
+        instance = await fleet.instance("i0")
+        policy = await fleet.policy()
+        before = await policy.set(0, {"mode": "toggle"})
+        await fleet.linked(policy, 1)
+        server.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await policy.set(before.revision, {"mode": "fixed"})
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert from_struct((await policy.get()).knobs) == {"mode": "toggle"}, "what is known is still told"
+        assert instance.knobs == {"mode": "toggle"}
+        # A step that ends meanwhile is explained when that is possible again, or never; nobody waits for it.
+        instance.report.steps.extend([tally(0, 100)])
+        server.start()
+
+        async def set_again() -> bool:
+            try:
+                revision = (await policy.get()).revision
+                await policy.set(revision, {"mode": "planner"})
+            except grpc.aio.AioRpcError:
+                return False
+            return True
+
+        await until(set_again, "knobs can be set again")
+        await until(lambda: instance.knobs == {"mode": "planner"}, "the instance has them")
+    finally:
+        await fleet.stack.aclose()
+        await fleet.redis.aclose()
+        server.stop()

@@ -1,0 +1,117 @@
+"""A reallocator over fake instances that move samples among themselves, with a real gateway and Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import ArrayLike, NDArray
+from prometheus_client import CollectorRegistry
+
+from paceline.internal.v1 import migration_pb2_grpc
+from services.gateway.tasks import end
+from services.platform.decisions import Decision, DecisionLog
+from services.platform.registry import Registry
+from services.platform.store import Keys, connect
+from services.reallocator.config import ReallocatorConfig
+from services.reallocator.metrics import ReallocatorMetrics
+from services.reallocator.reallocator import Reallocator
+from services.reallocator.threshold import Roofline
+from tests.integration.gateway.conftest import Cluster
+from tests.support.fake_instance import FakeInstance
+from tests.support.fake_migration import FakeMigration
+
+
+class Figure5:
+    """Step times shaped as in RLHFSpec's Figure 5: flat to a dozen samples, then in proportion."""
+
+    def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
+        return np.maximum(0.0078, 0.00069 * np.asarray(requests, np.float64))
+
+
+class Running:
+    """A reallocator in this process."""
+
+    def __init__(self, redis_url: str, namespace: str, **settings: Any) -> None:
+        given = {"decision_steps": 16, "poll_seconds": 0.02, **settings}
+        self.config = ReallocatorConfig(redis_url=redis_url, namespace=namespace, **given)
+        # All are alike.
+        roofline = Roofline(Figure5(), 64)
+        self.redis = connect(self.config)
+        self.prometheus = CollectorRegistry()
+        self.decisions = DecisionLog(self.redis, namespace)
+        self.reallocator = Reallocator(
+            self.config,
+            Registry(self.redis, Keys(namespace)),
+            self.decisions,
+            ReallocatorMetrics(self.prometheus),
+            lambda record: roofline,
+        )
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self.task = asyncio.create_task(self.reallocator.run())
+
+    async def stop(self) -> None:
+        if self.task is not None:
+            await end([self.task])
+        await self.redis.aclose()
+
+    async def told(self, kind: str) -> list[Decision]:
+        return [each for each in await self.decisions.recent() if each.kind == kind]
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.prometheus.get_sample_value(f"paceline_reallocator_{name}", labels) or 0.0
+
+
+class Fleet:
+    """Fakes that can move samples to each other."""
+
+    def __init__(self, cluster: Cluster, stack: AsyncExitStack) -> None:
+        self.cluster = cluster
+        self.fakes: dict[str, FakeInstance] = {}
+        self.movers: dict[str, FakeMigration] = {}
+        self._stack = stack
+
+    async def join(self, name: str, *, hold_at: int | None = None) -> FakeInstance:
+        fake = FakeInstance(self.cluster.redis_url, self.cluster.namespace, name, step_seconds=0.002)
+        mover = FakeMigration(fake, self.fakes)
+        fake.hold_at = hold_at
+        fake.beside.append(
+            lambda server: migration_pb2_grpc.add_MigrationServiceServicer_to_server(mover, server)
+        )
+        self.movers[name] = mover
+        return await self._stack.enter_async_context(fake)
+
+    def release(self) -> None:
+        for fake in self.fakes.values():
+            fake.hold_at = None
+
+    def counts(self) -> dict[str, int]:
+        return {name: len(fake.running()) for name, fake in self.fakes.items()}
+
+    def moves(self) -> int:
+        return sum(len(mover.moves) for mover in self.movers.values())
+
+    def reallocator(self, **settings: Any) -> Running:
+        running = Running(self.cluster.redis_url, self.cluster.namespace, **settings)
+        self._stack.push_async_callback(running.stop)
+        running.start()
+        return running
+
+
+@pytest.fixture
+async def cluster(redis_url: str, namespace: str) -> AsyncIterator[Cluster]:
+    cluster = Cluster(redis_url, namespace)
+    yield cluster
+    await cluster.close()
+
+
+@pytest.fixture
+async def fleet(cluster: Cluster) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        yield Fleet(cluster, stack)

@@ -1,0 +1,36 @@
+"""Which names and labels queries may use."""
+
+from __future__ import annotations
+
+import functools
+
+import yaml
+
+from deploy.prometheus.catalogue import SERVICES, metrics
+from tests.support.prometheus import ROOT
+from tests.support.promql import parsed
+
+TARGET = frozenset({"job", "instance", "namespace"})
+"""Labels that Prometheus gives to everything that it scrapes; `namespace` on Kubernetes only."""
+OTHERS = {name: TARGET for name in ("up", "process_cpu_seconds_total", "process_resident_memory_bytes")}
+_SUFFIXES = {"histogram": ("_bucket", "_sum", "_count")}
+
+
+@functools.cache
+def known_labels() -> dict[str, frozenset[str]]:
+    """Labels by name of the series: those of services, those of recording rules, and a few that everybody has."""
+    found: dict[str, frozenset[str]] = dict(OTHERS)
+    for service in SERVICES:
+        for metric in metrics(service):
+            labels = TARGET | set(metric.labels)
+            for suffix in _SUFFIXES.get(metric.kind, ("",)):
+                found[metric.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
+            if metric.kind == "info":
+                found[metric.name] = labels | {"component", "version", "model", "device", "speculation"}
+    rules = yaml.safe_load((ROOT / "helm/paceline/files/rules.yaml").read_text())
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            if "record" in rule:
+                parsed(rule["expr"])
+                found[rule["record"]] = frozenset({"namespace", *rule["record"].split(":")[:1]})
+    return found

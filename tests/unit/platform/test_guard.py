@@ -1,0 +1,193 @@
+"""Tokens, their scopes and their rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from google.rpc import error_details_pb2
+
+from paceline.cli.app import run
+from paceline.internal.v1 import bubble_pb2, draft_pb2, generation_pb2
+from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2
+from services.platform.config import ConfigError, ServiceConfig
+from services.platform.errors import PermissionDenied, ResourceExhausted, ServiceError, Unauthenticated
+from services.platform.guard import Guard, guard_of
+from services.platform.scopes import Scope, scopes_for
+from services.platform.tokens import Grant, hashed, new_token, read_grants
+from services.platform.watched import Unreadable
+
+SUBMIT = "/paceline.v1.RolloutService/SubmitRollouts"
+DRAIN = "/paceline.v1.FleetService/Drain"
+LIST = "/paceline.v1.FleetService/ListInstances"
+WORK = "/paceline.internal.v1.GenerationService/Work"
+
+
+def grant(token: str, *scopes: Scope, **limits: float) -> Grant:
+    return Grant(name=f"of-{token}", sha256=hashed(token), scopes=frozenset(scopes), **limits)
+
+
+def guard(*grants: Grant, own: str | None = None, now: Iterator[float] | None = None) -> Guard:
+    return Guard(lambda: own, lambda: grants, (lambda: next(now)) if now else lambda: 0.0)
+
+
+def refusal(guard: Guard, method: str, token: str) -> ServiceError:
+    with pytest.raises(ServiceError) as caught:
+        guard.admit(method, f"Bearer {token}")
+    return caught.value
+
+
+def methods(module: ModuleType) -> list[str]:
+    services = module.DESCRIPTOR.services_by_name.values()
+    return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+
+
+@pytest.mark.parametrize("module", [rollout_pb2, weight_pb2, fleet_pb2])
+def test_every_public_method_can_be_allowed_to_a_caller(module: ModuleType) -> None:
+    assert methods(module)
+    for method in methods(module):
+        assert scopes_for(method) - {Scope.INTERNAL}, method
+        assert Scope.METRICS not in scopes_for(method)
+
+
+@pytest.mark.parametrize("module", [generation_pb2, draft_pb2, bubble_pb2])
+def test_what_is_between_services_is_theirs_alone(module: ModuleType) -> None:
+    assert {scopes_for(method) for method in methods(module)} == {frozenset({Scope.INTERNAL})}
+
+
+def test_an_unknown_method_is_closed() -> None:
+    assert scopes_for("/paceline.v9.NewService/New") == {Scope.INTERNAL}
+    assert scopes_for("nonsense") == {Scope.INTERNAL}
+
+
+def test_data_and_control_are_different_scopes() -> None:
+    data, control = guard(grant("d", Scope.ROLLOUTS)), guard(grant("c", Scope.FLEET))
+    data.admit(SUBMIT, "Bearer d")
+    control.admit(DRAIN, "bearer c")
+    error = refusal(data, DRAIN, "d")
+    assert isinstance(error, PermissionDenied)
+    assert "the scope fleet" in error.message
+    assert "of-d has rollouts" in error.message
+    (info,) = (each for each in error.details if isinstance(each, error_details_pb2.ErrorInfo))
+    assert (info.reason, info.metadata["scope"]) == ("MISSING_SCOPE", "fleet")
+    assert isinstance(refusal(control, SUBMIT, "c"), PermissionDenied)
+    for each in (data, control):
+        each.admit(LIST, f"Bearer {'d' if each is data else 'c'}")
+
+
+@pytest.mark.parametrize("scope", [each for each in Scope if each is not Scope.INTERNAL])
+def test_no_callers_token_opens_an_instance(scope: Scope) -> None:
+    error = refusal(guard(grant("t", scope)), WORK, "t")
+    assert isinstance(error, PermissionDenied)
+    assert "the scope internal" in error.message
+
+
+def test_the_services_token_may_do_everything_as_often_as_it_likes() -> None:
+    guarded = guard(grant("t", Scope.ROLLOUTS), own="own")
+    for method in (SUBMIT, DRAIN, WORK) * 1000:
+        guarded.admit(method, "Bearer own")
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer ", "Bearer x", "Basic t", "t", "Bearer tt"])
+def test_an_unknown_token_is_nobody(given: str) -> None:
+    with pytest.raises(Unauthenticated):
+        guard(grant("t", Scope.ROLLOUTS)).admit(SUBMIT, given)
+    assert guard(grant("t", Scope.METRICS)).may_scrape(given) is None
+
+
+def test_the_hash_is_not_the_token() -> None:
+    assert isinstance(refusal(guard(grant("t", Scope.ROLLOUTS)), SUBMIT, hashed("t")), Unauthenticated)
+
+
+def test_a_guard_without_tokens_lets_nobody_in() -> None:
+    assert isinstance(refusal(guard(), SUBMIT, ""), Unauthenticated)
+
+
+def test_metrics_have_a_scope_of_their_own() -> None:
+    guarded = guard(grant("m", Scope.METRICS), grant("r", Scope.ROLLOUTS), own="own")
+    assert guarded.may_scrape("Bearer m") is True
+    assert guarded.may_scrape("Bearer own") is True
+    assert guarded.may_scrape("Bearer r") is False
+
+
+def test_each_token_has_a_rate_of_its_own() -> None:
+    times = iter([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    guarded = guard(
+        grant("slow", Scope.ROLLOUTS, requests_per_second=1, burst=2),
+        grant("free", Scope.ROLLOUTS),
+        now=times,
+    )
+    guarded.admit(SUBMIT, "Bearer slow")
+    guarded.admit(SUBMIT, "Bearer slow")
+    error = refusal(guarded, SUBMIT, "slow")
+    assert isinstance(error, ResourceExhausted)
+    assert "1 calls a second" in error.message
+    (retry,) = (each for each in error.details if isinstance(each, error_details_pb2.RetryInfo))
+    assert retry.retry_delay.seconds == 1
+    guarded.admit(SUBMIT, "Bearer free")
+    assert next(times) == 0.0
+    guarded.admit(SUBMIT, "Bearer slow")
+
+
+def test_what_a_token_may_not_do_costs_it_nothing() -> None:
+    guarded = guard(grant("t", Scope.ROLLOUTS, requests_per_second=1, burst=1))
+    for _ in range(5):
+        assert isinstance(refusal(guarded, DRAIN, "t"), PermissionDenied)
+    guarded.admit(SUBMIT, "Bearer t")
+
+
+def test_the_command_makes_an_entry_that_the_gateway_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["token", "--name=trainer", "--scope=rollouts", "--scope=weights"]) == 0
+    said = capsys.readouterr().out
+    (token,) = [line for line in said.splitlines() if line.startswith("pl_")]
+    file = tmp_path / "tokens.yaml"
+    file.write_text(said[said.index("- name") :])
+    assert token not in file.read_text()
+    guarded = guard_of(ServiceConfig(tokens_file=file))
+    assert guarded is not None
+    guarded.admit(SUBMIT, f"Bearer {token}")
+    assert isinstance(refusal(guarded, DRAIN, token), PermissionDenied)
+
+
+def test_the_command_refuses_a_scope_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["token", "--name=x", "--scope=everything"]) == 2
+    assert "'rollouts'" in capsys.readouterr().err
+
+
+def test_tokens_are_long_and_differ() -> None:
+    tokens = {new_token() for _ in range(100)}
+    assert len(tokens) == 100
+    assert min(map(len, tokens)) >= 46
+
+
+@pytest.mark.parametrize(
+    ("entries", "wrong"),
+    [
+        ([{"name": "a", "sha256": "secret-itself", "scopes": ["fleet"]}], "sha256"),
+        ([{"name": "a", "sha256": "0" * 64, "scopes": []}], "scopes"),
+        ([{"name": "a", "sha256": "0" * 64, "scopes": ["all"]}], "scopes"),
+        ([{"name": "a", "sha256": "0" * 64, "scopes": ["fleet"], "requests_per_second": 0}], "requests"),
+        ([{"name": "a", "sha256": "0" * 64, "scopes": ["fleet"], "token": "secret-itself"}], "token"),
+        ([{"name": n, "sha256": "0" * 64, "scopes": ["fleet"]} for n in "ab"], "two entries"),
+        ({"a": 1}, "list"),
+    ],
+)
+def test_a_wrong_entry_is_named_and_its_value_is_not_shown(
+    tmp_path: Path, entries: object, wrong: str
+) -> None:
+    file = tmp_path / "tokens.yaml"
+    file.write_text(yaml.safe_dump(entries))
+    with pytest.raises(Unreadable, match=wrong) as caught:
+        read_grants(file)
+    assert "secret-itself" not in str(caught.value)
+    with pytest.raises(ConfigError, match="tokens_file"):
+        guard_of(ServiceConfig(tokens_file=file))
+
+
+def test_no_tokens_no_guard() -> None:
+    assert guard_of(ServiceConfig()) is None

@@ -1,0 +1,64 @@
+"""The simulated cluster: it does all the work, moves by the same plan, and is done no later for it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.simulator.__main__ import figure_5
+from bench.simulator.cluster import Cluster, Manner
+from bench.simulator.loads import PUBLISHED, dealt, lmsys_lengths, published_curve
+from services.reallocator.records import Rules
+
+CURVE = published_curve()
+
+
+def test_the_curve_goes_through_the_published_points() -> None:
+    for samples, tokens in PUBLISHED.items():
+        assert CURVE.throughput(samples) == pytest.approx(tokens)
+
+
+def test_figure_5_is_reproduced() -> None:
+    found = figure_5(19)
+    assert found["moved"] == 5
+    assert found["tokens_per_second_before"] == pytest.approx(1556)
+    assert found["tokens_per_second_after"] == pytest.approx(2180)
+    own = figure_5(None)
+    assert own["gain"] >= found["gain"], "the turning point is no worse a threshold"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.lists(st.integers(1, 300), max_size=20), min_size=1, max_size=4),
+    st.integers(1, 40),
+)
+def test_all_work_is_done_whatever_moves(lengths: list[list[int]], decision_steps: int) -> None:
+    loads = {f"i{n}": each for n, each in enumerate(lengths)}
+    total = sum(map(sum, lengths))
+    manner = Manner(Rules(least_gain=0.0, least_level_gain=0.0, payback=0.0), decision_steps)
+    outcome = Cluster(loads, CURVE, manner).run()
+    assert outcome.tokens == total
+    assert outcome.moved <= 10 * sum(map(len, lengths)), "samples are not sent to and fro"
+
+
+def test_an_uneven_load_is_done_sooner_with_moves() -> None:
+    loads = {"a": [1500] * 24, "b": [1500]}
+    plain = Cluster(loads, CURVE, generated=200).run()
+    moved = Cluster(loads, CURVE, Manner(), generated=200).run()
+    assert moved.moved >= 5
+    assert moved.seconds < 0.8 * plain.seconds
+
+
+def test_moves_do_no_harm_to_a_load_that_is_dealt_evenly() -> None:
+    for seed in range(4):
+        loads = dealt(lmsys_lengths(64, seed), 2)
+        plain, moved = Cluster(loads, CURVE).run(), Cluster(loads, CURVE, Manner()).run()
+        assert moved.seconds <= 1.02 * plain.seconds
+
+
+def test_what_a_move_costs_is_paid() -> None:
+    loads = {"a": [1500] * 24, "b": [1500]}
+    cheap = Cluster(loads, CURVE, Manner(stall_steps=1.0), generated=200).run()
+    dear = Cluster(loads, CURVE, Manner(stall_steps=300.0), generated=200).run()
+    assert cheap.seconds < dear.seconds

@@ -1,0 +1,68 @@
+"""From what an instance lists to what the plan sees; receivers that are left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.internal.v1 import migration_pb2 as pb
+from services.policy.step_time import Architecture, StepTime
+from services.reallocator.moves import Shunned
+from services.reallocator.standing import mean_length, standing
+from services.reallocator.threshold import Roofline
+
+MODEL = StepTime.prior(Architecture(weight_bytes=1e9, kv_bytes=1e5, dense_flops=1e9, attention_flops=1e4))
+
+
+def listed(**fields: int) -> pb.ListSamplesResponse:
+    return pb.ListSamplesResponse(
+        samples=[
+            pb.ListedSample(
+                key="a", prompt_tokens=10, response_tokens=50, max_tokens=500, acceptance=1.5, kv_blocks=4
+            ),
+            pb.ListedSample(
+                key="b",
+                prompt_tokens=10,
+                response_tokens=450,
+                max_tokens=500,
+                immovable=pb.MOVE_REASON_REUSING,
+            ),
+        ],
+        **({"free_blocks": 70, "max_running": 8, "free_seats": 6, "policy_version": 3} | fields),
+    )
+
+
+def test_an_instance_stands_as_it_lists() -> None:
+    found = standing("i0", "m", listed(), Roofline(MODEL, 8), gives=True, receives=False)
+    assert (found.samples, found.room, found.free_blocks, found.peers) == (2, 6, 70, ("m", 3))
+    assert (found.gives, found.receives, len(found.curve.seconds)) == (True, False, 8)
+    first, second = found.candidates
+    assert (first.tokens, first.accepted, first.remaining, first.blocks) == (60, 1.5, 50.0, 4)
+    assert (first.movable, second.movable) == (True, False)
+    assert second.remaining == 50.0, "the limit ends it before it doubles"
+
+
+@pytest.mark.parametrize(("fields", "room"), [({"free_seats": 0}, 0), ({"max_running": 1}, 0), ({}, 6)])
+def test_room_is_what_runs_at_once_and_what_may_be_received(fields: dict[str, int], room: int) -> None:
+    assert standing("i", "m", listed(**fields), Roofline(MODEL, 8), gives=True, receives=True).room == room
+
+
+def test_the_mean_length_counts_prompts() -> None:
+    assert mean_length(listed()) == 260.0
+    assert mean_length(pb.ListSamplesResponse()) == 1.0
+
+
+def test_a_receiver_that_fails_is_left_alone_for_longer_and_longer() -> None:
+    shunned = Shunned()
+    assert not shunned.is_shunned("a", 0.0)
+    shunned.failed("a", 0.0)
+    assert shunned.is_shunned("a", 0.9)
+    assert not shunned.is_shunned("a", 1.0)
+    shunned.failed("a", 1.0)
+    assert shunned.is_shunned("a", 2.9)
+    shunned.worked("a")
+    assert not shunned.is_shunned("a", 2.9)
+    shunned.failed("a", 3.0)
+    assert not shunned.is_shunned("a", 4.0), "it begins anew"
+    for _ in range(20):
+        shunned.failed("a", 100.0)
+    assert not shunned.is_shunned("a", 130.0), "never longer than half a minute"

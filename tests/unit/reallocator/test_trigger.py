@@ -1,0 +1,36 @@
+"""When a decision is due."""
+
+from __future__ import annotations
+
+from services.reallocator.trigger import Trigger
+
+A, B = ("a", 1), ("b", 1)
+
+
+def decided(steps: int = 10) -> Trigger:
+    trigger = Trigger(steps)
+    trigger.decided({A: 100, B: 100})
+    return trigger
+
+
+def test_a_decision_is_due_when_somebody_has_made_so_many_steps() -> None:
+    trigger = decided()
+    assert not trigger.is_due({A: 109, B: 100}, [9, 1])
+    assert trigger.is_due({A: 110, B: 100}, [9, 1])
+
+
+def test_one_that_joins_is_not_kept_waiting() -> None:
+    trigger = decided()
+    assert trigger.is_due({A: 101, B: 100, ("c", 1): 0}, [9, 1, 0])
+    assert trigger.is_due({A: 101, ("b", 2): 0}, [9, 0]), "the process is another one"
+
+
+def test_one_that_leaves_is_no_reason_to_decide() -> None:
+    assert not decided().is_due({A: 101}, [9])
+
+
+def test_nothing_is_due_where_nothing_could_be_evened_out() -> None:
+    trigger = decided()
+    assert not trigger.is_due({A: 500, B: 500}, [9, 8])
+    assert not trigger.is_due({A: 500}, [9])
+    assert not trigger.is_due({}, [])
