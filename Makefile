@@ -1,6 +1,6 @@
 # Every target sets up what it needs by itself; a second run finds it in place.
 PYTHON := .venv/bin/python
-SOURCES := paceline services kernels bench examples tests
+SOURCES := paceline services kernels deploy helm bench examples tests
 DEMO_ARGS ?=
 TEST_ARGS ?=
 NAME ?= gateway

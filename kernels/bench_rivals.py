@@ -1,8 +1,8 @@
 """What a user would have instead of the kernels, where it is installed: FlashInfer, and vLLM's own kernels.
 
 They are looked up by name when a benchmark asks, never imported by anything else here. Each maker raises whatever
-its library does if it is absent, or other than vLLM 0.32, whose signatures were read, and FlashInfer 0.2; neither was
-tried: the table then says so.
+its library does if it is absent, or other than vLLM 0.32, whose signatures were read, and FlashInfer 0.2. Neither
+was tried: the table then says so.
 """
 
 from __future__ import annotations
