@@ -64,7 +64,7 @@ async def test_the_sample_stays(movers: Movers, relay: Relay, kind: str) -> None
     trouble, why = TROUBLES[kind]
     stayed = await start(movers)
     relay.trouble = Trouble(**trouble)
-    report = await movers.move(1, 1, receiver_address=relay.address, timeout_seconds=1.0)
+    report = await movers.move(1, 1, receiver_address=relay.address, timeout_seconds=0.4)
     assert outcome(report) == ("FAILED", why)
     await ends(movers, stayed, 0)
 
