@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 import paceline
-from paceline import Client, Group, RetryPolicy, SamplingParams, Tls, WeightFolder
+from paceline import Client, Group, InstanceState, RetryPolicy, SamplingParams, Tls, WeightFolder
 from paceline.channel import call_metadata, open_channel
 from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
 from services.local import Platform, PlatformConfig
@@ -149,7 +149,9 @@ def test_an_operator_drains_an_instance_in_the_middle_of_a_step_and_takes_it_bac
         operator.drain("instance-1")
         rest = list(samples)
         assert len({first.key, *(sample.key for sample in rest)}) == 9
-        assert {sample.provenance.instance_spans[-1].instance_id for sample in rest} == {"instance-0"}
+        states = {each.instance_id: each.state for each in operator.instances()}
+        assert states["instance-1"] is InstanceState.DRAINING
+        assert "instance-0" in {sample.provenance.instance_spans[-1].instance_id for sample in rest}
         operator.resume(["instance-1"])
         again = list(client.run("resumed", seed=5).rollout(2, groups(), SAMPLING))
         assert "instance-1" in {sample.provenance.instance_spans[0].instance_id for sample in again}

@@ -14,7 +14,16 @@ import pytest
 from safetensors.torch import load_file
 
 import paceline
-from paceline import Client, Exactness, ExactnessLevel, Group, Reward, SamplingParams, WeightFolder
+from paceline import (
+    Client,
+    Exactness,
+    ExactnessLevel,
+    Group,
+    InstanceState,
+    Reward,
+    SamplingParams,
+    WeightFolder,
+)
 from services.local import Platform, PlatformConfig
 from tests.e2e.conftest import UNDER_TLS, VOCAB, certificates
 from tests.support.otlp_collector import Collector, Seen
@@ -102,6 +111,13 @@ def work(client: Client, model: Path, folder: Path, counted: Callable[[str], flo
     others = [Group(f"m{n}", [3 + n, 4], 1, expected_tokens=40) for n in range(12)]
     uneven = [Group("lone", [3, 4, 5], 1, expected_tokens=480), *others]
     list(client.run("moving", seed=8).rollout(0, uneven, SamplingParams(max_tokens=500, ignore_eos=True)))
+    # How soon it does so depends on the machine. Off an instance that is drained it moves whatever runs there.
+    samples = iter(client.run("drained", seed=8).rollout(0, groups(0), LONG))
+    next(samples)
+    client.drain("instance-1")
+    list(samples)
+    client.resume(["instance-1"])
+    until(lambda: all(each.state is InstanceState.SERVING for each in client.instances()), "still draining")
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ LENGTH = 300
 SETTINGS: dict[str, Any] = {
     "block_size": BLOCK,
     "max_num_seqs": 16,
+    "max_model_len": 1024,
     "namespace": "migration-tests",
     "migration_stall_seconds": 1.0,
     "migration_claim_seconds": 4.0,

@@ -12,17 +12,22 @@ from tests.support.moving import Movers, outcome, reason
 async def test_a_moved_sample_goes_on_as_if_it_had_stayed(
     movers: Movers, pair: tuple[InstanceProcess, InstanceProcess]
 ) -> None:
-    stayed = (await generate(movers.addresses[1], [asked(1)]))[1]
-    await movers.start(0, asked(1))
-    await movers.tokens(40, 1)
-    report = await movers.move(1, 1)
-    assert outcome(report) == ("MOVED", "")
-    journey = (await movers.ended(1))[1]
+    length = 3 * LENGTH
+    for handle in range(1, 20):
+        await movers.start(0, asked(handle, max_tokens=length))
+        await movers.tokens(40, handle)
+        if outcome(await movers.move(handle, 1)) == ("MOVED", ""):
+            break
+        # On a busy machine a sample may have ended before its move begins.
+        assert movers.journeys[handle].over or reason((await movers.ended(handle))[handle]) == "LENGTH"
+    else:
+        raise AssertionError("no sample was moved")
+    stayed = (await generate(movers.addresses[1], [asked(handle, max_tokens=length)]))[handle]
+    journey = (await movers.ended(handle))[handle]
     assert (journey.moves, journey.place, reason(journey)) == (1, 1, "LENGTH")
     assert journey.tokens == stayed.tokens
     assert journey.logprobs == pytest.approx(stayed.logprobs, abs=1e-5)
     assert journey.finished is not None
-    assert journey.finished is not None
     (source,) = journey.finished.draft_sources
     # Counted over both instances.
-    assert source.accepted + journey.finished.decode_steps == LENGTH
+    assert source.accepted + journey.finished.decode_steps == length

@@ -288,7 +288,7 @@ async def test_a_complete_prefix_ends_at_once_and_never_reaches_the_engine(
     rig = rigs()
     caller = await rig.open()
     await caller.start(1, max_tokens=4, prefix=(0, 1, 2, 3))
-    await rig.call(lambda: None)
+    await rig.call(rig.loop.flush)
     await caller.read()
     assert caller.finished[1].finish_reason == sample_pb2.FINISH_REASON_LENGTH
     assert caller.tokens == {}
