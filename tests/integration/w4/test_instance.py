@@ -19,9 +19,11 @@ async def test_an_instance_drafts_with_the_twin_of_its_weights(
 ) -> None:
     folder: Path = tmp_path_factory.mktemp("w4-instance")
     first, second = tiny_model(folder / "first", seed=0), tiny_model(folder / "second", seed=1)
-    settings = {"block_size": 32, "namespace": "w4-tests", "speculation": "fixed", "drafters": "given", "drafts": False}
+    settings = {"block_size": 32, "namespace": "w4-tests", "speculation": "fixed"}
+    # No other drafter is in the way of this one.
+    alone = {"drafters": "given", "drafts": False}
     with InstanceProcess(
-        first, redis_url, folder, self_w4=True, self_w4_group=32, self_w4_tokens=4, **settings
+        first, redis_url, folder, self_w4=True, self_w4_group=32, self_w4_tokens=4, **settings, **alone
     ) as instance:
         async with stub_of(instance.address) as stub:
             policy = Policy(instance.address, stub)
