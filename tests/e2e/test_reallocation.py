@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import paceline
 from paceline import Client, Group, RetryPolicy, Sample, SamplingParams
 from services.local import Platform, PlatformConfig
-from tests.e2e.conftest import VOCAB
+from tests.e2e.conftest import UNDER_TLS, VOCAB, certificates, scrape
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 PATIENT = RetryPolicy(attempts=60, initial=0.1, maximum=1.0)
@@ -46,6 +45,8 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "--payback=0",
             "--lease-seconds=0.5",
         ),
+        tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
+        token="the token of the tests" if UNDER_TLS else None,
     )
     with Platform(config) as platform:
         yield platform
@@ -98,9 +99,7 @@ def counted(platform: Platform, name: str) -> float:
     assert child is not None
     if child.ready is None:
         return 0.0
-    url = f"http://127.0.0.1:{child.ready.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = scrape(platform, f"127.0.0.1:{child.ready.metrics_port}").splitlines()
     name = f"paceline_reallocator_{name}"
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
