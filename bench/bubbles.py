@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import columns
+from bench import branches, columns
 from bench.comparison import Comparison
 from bench.coverage import Coverage
 from bench.replay import Covering, Manner, ReplayedStep, nothing_covered, replay
@@ -181,7 +181,17 @@ def _result(
         "tokens_of_trajectory": trajectory.tokens,
         "recorded_update_seconds": [step.update_seconds for step in trajectory.steps],
         "kl_per_step": [step.moved_kl for step in trajectory.steps],
+        "branches": _branches(trajectory),
         "warm_up_steps": WARM_UP,
+    }
+
+
+def _branches(trajectory: Trajectory) -> dict[str, dict[str, float]]:
+    """What the older policy's first and second choices are worth, with the samples' noise and with its own."""
+    coupled, own = branches.measure(trajectory)
+    return {
+        name: {"accepted": found.accepted, "second_branch_saves": found.saved}
+        for name, found in (("coupled", coupled), ("own_noise", own))
     }
 
 
