@@ -266,7 +266,8 @@ async def _read(trainer: Any, request: Any, stream: Any) -> list[Any]:
     try:
         return [event async for event in stream]
     except grpc.aio.AioRpcError as error:
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
         return [event async for event in trainer.stream(request)]
 
 
