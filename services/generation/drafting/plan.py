@@ -119,14 +119,3 @@ def drafts(
 def context_of(samples: Sequence[SampleState]) -> int:
     """The samples' lengths together, in tokens."""
     return sum([len(sample.prompt) + len(sample.response) for sample in samples])
-
-
-def worth(acceptance: Sequence[float], limit: int, survival_floor: float) -> tuple[int, float]:
-    """How many tokens of an offer to verify, at most `limit`, and how many of them will be kept on average."""
-    expected, survival = 0.0, 1.0
-    for length, probability in enumerate(acceptance[: max(limit, 0)]):
-        survival *= probability
-        if survival < survival_floor:
-            return length, expected
-        expected += survival
-    return min(len(acceptance), max(limit, 0)), expected

@@ -204,7 +204,7 @@ class SteeredPlan:
 
         Args:
             samples: the samples that can verify a draft.
-            offers: for each drafter, one offer or None per sample.
+            offers: of each drafter that makes any.
         """
         if not samples:
             return {}
