@@ -14,7 +14,7 @@ async def test_a_moved_sample_goes_on_as_if_it_had_stayed(
 ) -> None:
     length = 3 * LENGTH
     for handle in range(1, 20):
-        await movers.start(0, asked(handle, max_tokens=length))
+        await movers.start(0, asked(handle, max_tokens=length, policy_version=movers.version))
         await movers.tokens(40, handle)
         if outcome(await movers.move(handle, 1)) == ("MOVED", ""):
             break
@@ -22,7 +22,9 @@ async def test_a_moved_sample_goes_on_as_if_it_had_stayed(
         assert reason((await movers.ended(handle))[handle]) == "LENGTH"
     else:
         raise AssertionError("no sample was moved")
-    stayed = (await generate(movers.addresses[1], [asked(handle, max_tokens=length)]))[handle]
+    stayed = (
+        await generate(movers.addresses[1], [asked(handle, max_tokens=length, policy_version=movers.version)])
+    )[handle]
     journey = (await movers.ended(handle))[handle]
     assert (journey.moves, journey.place, reason(journey)) == (1, 1, "LENGTH")
     assert journey.tokens == stayed.tokens
