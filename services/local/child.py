@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 from services.local.logtail import readable_tail
 from services.local.pinning import pinned
@@ -49,13 +50,40 @@ class ChildSpec:
     """Cores that it may use; empty for all."""
 
 
+class Process(Protocol):
+    """What is used of a `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
+Launch = Callable[[ChildSpec, BinaryIO], Process]
+"""Starts a process whose output goes to a file."""
+
+
+def spawned(spec: ChildSpec, log: BinaryIO) -> Process:
+    """Start a process that dies with the thread that starts it."""
+    return subprocess.Popen(
+        tied(pinned(spec.argv, spec.cores)),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **spec.environment},
+        start_new_session=True,  # a Ctrl-C in the terminal is for the launcher alone
+    )
+
+
 class Child:
     """A process, at most one at a time, under one name. `spawner` is the one thread that starts processes."""
 
-    def __init__(self, spec: ChildSpec, spawner: ThreadPoolExecutor) -> None:
+    def __init__(self, spec: ChildSpec, spawner: ThreadPoolExecutor, launch: Launch = spawned) -> None:
         self.spec = spec
         self._spawner = spawner
-        self._process: subprocess.Popen[bytes] | None = None
+        self._launch = launch
+        self._process: Process | None = None
         self._ready: Ready | None = None
 
     @property
@@ -130,17 +158,9 @@ class Child:
         lines = self.spec.log.read_text(errors="replace").splitlines() if self.spec.log.exists() else []
         return "\n".join([f"--- {self.spec.log}", *readable_tail(lines, _TAIL_LINES)])
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        spec = self.spec
-        with spec.log.open("ab") as log:
-            return subprocess.Popen(
-                tied(pinned(spec.argv, spec.cores)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **spec.environment},
-                start_new_session=True,  # a Ctrl-C in the terminal is for the launcher alone
-            )
+    def _spawn(self) -> Process:
+        with self.spec.log.open("ab") as log:
+            return self._launch(self.spec, log)
 
     def _read_ready(self) -> Ready | None:
         file = self.spec.ready_file

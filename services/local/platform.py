@@ -22,7 +22,15 @@ from typing import Self
 from paceline import Client, PacelineError, RetryPolicy
 from paceline.types import InstanceState
 from services.local import pinning, specs
-from services.local.child import Child, ChildSpec, PlatformError, Ready, stop_together
+from services.local.child import (
+    Child,
+    ChildSpec,
+    Launch,
+    PlatformError,
+    Ready,
+    spawned,
+    stop_together,
+)
 from services.local.config import PlatformConfig
 from services.local.keeper import Keeper
 from services.local.targets import TargetsFile
@@ -36,8 +44,10 @@ __all__ = ["Platform", "PlatformError"]
 class Platform:
     """Starts in `__enter__`, stops in `__exit__`: gateway first, then the instances, then what they use."""
 
-    def __init__(self, config: PlatformConfig) -> None:
+    def __init__(self, config: PlatformConfig, *, launch: Launch = spawned) -> None:
+        """`launch` starts the processes."""
         self.config = config
+        self._launch = launch
         self.gateway: Child | None = None
         self.instances: list[Child] = []
         self.draft_stores: list[Child] = []
@@ -233,7 +243,7 @@ class Platform:
         return self.draft_stores + [child for child in services if child is not None]
 
     def _child(self, spec: ChildSpec) -> Child:
-        return Child(spec, self._spawner)
+        return Child(spec, self._spawner, self._launch)
 
     def _kill(self, child: Child) -> None:
         if self._keeper is None:

@@ -16,6 +16,7 @@ import pytest
 from paceline import Client, Tls
 from services.local import Platform, PlatformConfig
 from tests.support.certificates import Authority
+from tests.support.zygote import launch
 
 VOCAB = 64
 # Taken away, because services refuse settings that they do not know.
@@ -79,7 +80,7 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
         token="the token of the tests" if UNDER_TLS else None,
     )
-    with Platform(config) as platform:
+    with Platform(config, launch=launch) as platform:
         yield platform
 
 

@@ -19,6 +19,7 @@ from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
 from services.local import Platform, PlatformConfig
 from services.platform.tokens import hashed
 from tests.support.certificates import DAY, Authority
+from tests.support.zygote import launch
 
 SAMPLING = SamplingParams(max_tokens=20, ignore_eos=True)
 ONCE = RetryPolicy(attempts=1)
@@ -61,7 +62,7 @@ def secured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         token="the services' own",
         tokens_file=file,
     )
-    with Platform(config) as platform:
+    with Platform(config, launch=launch) as platform:
         yield Secured(platform, authority, shown(authority, "trainer"))
 
 

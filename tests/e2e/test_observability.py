@@ -29,6 +29,7 @@ from tests.e2e.conftest import UNDER_TLS, VOCAB, certificates
 from tests.support.otlp_collector import Collector, Seen
 from tests.support.prometheus import ROOT, Prometheus, tools
 from tests.support.promql import hastened, operands, selectors, substituted
+from tests.support.zygote import launch
 
 # Starting a platform on a busy machine is most of it.
 pytestmark = pytest.mark.timeout(300)
@@ -135,7 +136,7 @@ def watched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
             token="the token of the tests" if UNDER_TLS else None,
         )
         prometheus = Prometheus(folder, scraping(config), hastened(RULES))
-        with Platform(config) as platform, prometheus, platform.client() as client:
+        with Platform(config, launch=launch) as platform, prometheus, platform.client() as client:
             began = time.time()
 
             def counted(name: str) -> float:

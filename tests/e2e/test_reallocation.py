@@ -13,6 +13,7 @@ import paceline
 from paceline import Client, Group, RetryPolicy, Sample, SamplingParams
 from services.local import Platform, PlatformConfig
 from tests.e2e.conftest import UNDER_TLS, VOCAB, certificates, scrape
+from tests.support.zygote import launch
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 PATIENT = RetryPolicy(attempts=60, initial=0.1, maximum=1.0)
@@ -48,7 +49,7 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
         token="the token of the tests" if UNDER_TLS else None,
     )
-    with Platform(config) as platform:
+    with Platform(config, launch=launch) as platform:
         yield platform
 
 

@@ -27,7 +27,7 @@ import grpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.v1 import sample_pb2
-from services.platform.lifeline import tied
+from tests.support.zygote import Forked, forked
 
 CALL = 60.0
 """Deadline of calls and waits, in seconds: far above what anything takes."""
@@ -46,7 +46,7 @@ _SETTINGS: dict[str, Any] = {
 class InstanceProcess:
     """`python -m services.generation` on one core; ready when the constructor's context is entered.
 
-    Its output is in `log`. It dies with the thread that started it: start it from the main thread.
+    Its output is in `log`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class InstanceProcess:
         own = {name.replace("_", "-"): value for name, value in settings.items()}
         places = {"model": model, "redis-url": redis_url, "ready-file": self._ready_file}
         self._settings = _SETTINGS | places | own
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
         self.address = self.metrics_address = ""
 
     def launch(self) -> None:
@@ -74,13 +74,8 @@ class InstanceProcess:
         self._ready_file.unlink(missing_ok=True)
         flags = [part for name, value in self._settings.items() for part in _flag(name, value)]
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                tied([sys.executable, "-m", self._module, *flags]),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
+            command = [sys.executable, "-m", self._module, *flags]
+            self._process = forked(command, os.environ | {"OMP_NUM_THREADS": "1"}, log)
 
     def wait_ready(self, timeout: float = _START_TIMEOUT) -> None:
         """Block until the process takes calls. RuntimeError with the end of its log when it does not."""
@@ -96,7 +91,7 @@ class InstanceProcess:
         self.metrics_address = f"127.0.0.1:{ready['metrics_port']}"
 
     @property
-    def running(self) -> subprocess.Popen[bytes]:
+    def running(self) -> Forked:
         """The process, once launched."""
         if self._process is None:
             raise RuntimeError("the instance was not launched")
