@@ -16,6 +16,7 @@ DRAFTED = ("drafts", "fixed", "toggled_on", "table")
 """Reasons of engine steps that verified drafts."""
 WORDS = {
     "drafts": "drafts paid",
+    "resting": "drafters were not asked, as nothing had paid for a while",
     "plain_is_best": "no draft would have paid",
     "within_margin": "the gain was within the margin",
     "no_offers": "nothing was offered",

@@ -7,9 +7,8 @@ is not worth a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import repeat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +27,32 @@ class Draft(NamedTuple):
     drafter: str
     tokens: list[int]
     source: str
+
+
+@dataclass(slots=True, eq=False)
+class Drafts(Mapping[str, Draft]):
+    """The drafts of a step, by sample id; samples without one decode plainly."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    origins: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The drafter of each, and what results call their origin."""
+    expected: float = 0.0
+    """Tokens that the drafters predict to be accepted, of all together."""
+
+    @property
+    def count(self) -> int:
+        """Tokens of all together."""
+        return sum(map(len, self.tokens.values()))
+
+    def __getitem__(self, sample_id: str) -> Draft:
+        drafter, source = self.origins[sample_id]
+        return Draft(drafter, self.tokens[sample_id], source)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +81,25 @@ class FixedPlan:
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Nothing: how long steps take does not matter to it."""
 
-    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> dict[str, Draft]:
-        """The drafts of a step, by sample id; samples without one decode plainly.
+    def rest(self, samples: Sequence[SampleState]) -> None:
+        """Nothing: it remembers no steps."""
+
+    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts:
+        """The drafts of a step.
 
         Args:
             samples: the samples that can verify a draft.
             offers: of each drafter that makes any.
         """
         if not (samples and offers):
-            return {}
+            return Drafts()
         survival = survivals(list(offers.values()), limits(samples, self.window), self.window)
         survival[survival[:, :, 0] < self.floor] = 0.0
         survival[survival < self.survival_floor] = 0.0
         picks = survival.sum(2).argmax(0)
-        lengths = np.count_nonzero(survival[picks, np.arange(len(samples))], axis=1)
-        return drafts(samples, offers, list(offers), picks, lengths)
+        picked = survival[picks, np.arange(len(samples))]
+        lengths = np.count_nonzero(picked, axis=1)
+        return drafts(samples, offers, list(offers), picks, lengths, float(picked.sum()))
 
 
 def survivals(made: Sequence[Offers], limits: NDArray[np.int64], width: int) -> NDArray[np.float64]:
@@ -78,13 +107,16 @@ def survivals(made: Sequence[Offers], limits: NDArray[np.int64], width: int) -> 
 
     `limits`, [n], are the most tokens that a sample can verify.
     """
-    survival = np.zeros((len(made), len(limits), width))
-    for offers, out in zip(made, survival, strict=True):
+    # Positions first, so that what is multiplied lies side by side.
+    survival = np.zeros((width, len(made), len(limits)))
+    for i, offers in enumerate(made):
         offered = min(width, offers.acceptance.shape[1])
-        np.multiply.accumulate(offers.acceptance[:, :offered], axis=1, out=out[:, :offered])
+        survival[:offered, i] = offers.acceptance[:, :offered].T
+    for position in range(1, width):
+        survival[position] *= survival[position - 1]
     if limits.min() < width:
-        survival *= np.arange(width) < limits[:, None]
-    return survival
+        survival *= (np.arange(width)[:, None] < limits)[:, None]
+    return np.ascontiguousarray(survival.transpose(1, 2, 0))
 
 
 def limits(samples: Sequence[SampleState], window: int) -> NDArray[np.int64]:
@@ -98,22 +130,29 @@ def drafts(
     names: Sequence[str],
     picks: NDArray[np.int64],
     lengths: NDArray[np.int64],
-) -> dict[str, Draft]:
+    expected: float,
+) -> Drafts:
     """Beginnings of offers: for each sample the place of its drafter in `names`, and a number of tokens, [n]."""
-    chosen: dict[str, Draft] = {}
+    drafted = np.flatnonzero(lengths)
+    if not len(drafted):
+        return Drafts()
+    counts, width = lengths[drafted], int(lengths.max())
+    offered = np.zeros((len(names), len(samples), width), np.int32)
     for pick, name in enumerate(names):
-        made = offers[name]
-        drafted = np.flatnonzero((picks == pick) & (lengths > 0))
-        if not len(drafted):
-            continue
-        # All at once: a number taken from an array by itself takes as long as a dozen from a list.
-        places = drafted.tolist()
-        rows = zip(made.tokens[drafted].tolist(), lengths[drafted].tolist(), strict=True)
-        tokens = [row[:length] for row, length in rows]
-        sources = [made.sources[i] or name for i in places] if made.sources else repeat(name, len(places))
-        whole = map(Draft._make, zip(repeat(name, len(places)), tokens, sources, strict=True))
-        chosen.update(zip([samples[i].sample_id for i in places], whole, strict=True))
-    return chosen
+        tokens = offers[name].tokens[:, :width]
+        offered[pick, :, : tokens.shape[1]] = tokens
+    # All at once: a number taken from an array by itself takes as long as a dozen from a list.
+    flat = offered[picks[drafted], drafted][np.arange(width) < counts[:, None]].tolist()
+    ends, places = np.cumsum(counts).tolist(), drafted.tolist()
+    ids = [samples[i].sample_id for i in places]
+    tokens_of = [flat[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    own = [(name, name) for name in names]
+    sources = [offers[name].sources for name in names]
+    origins = [
+        (names[pick], sources[pick][i] or names[pick]) if sources[pick] else own[pick]
+        for i, pick in zip(places, picks[drafted].tolist(), strict=True)
+    ]
+    return Drafts(dict(zip(ids, tokens_of, strict=True)), dict(zip(ids, origins, strict=True)), expected)
 
 
 def context_of(samples: Sequence[SampleState]) -> int:

@@ -4,8 +4,9 @@ A row pays if what it adds to the accepted tokens is worth its time. Of each sam
 tokens bring most above the price of a row; then the tokens of all samples, best first, stand in one line, and the
 beginning of it is verified with which (samples + expected accepted tokens) / predicted step time is greatest.
 This is RLHFSpec's search (section 5.3) for chains. Where that one stops early, when the rate has begun to fall,
-this one evaluates every length of the line at once: it costs no more, and finds the best also where a
-roofline's flat part ends and the rate has more than one top.
+this one evaluates all lengths of the line at once that give a step a number of rows that comes again (see
+`row_grid`): it costs no more, and finds the best also where a roofline's flat part ends and the rate has more than
+one top.
 
 The price of a row is what its time would earn at the rate that is reached (Dinkelbach's iteration): where the
 time grows linearly with the rows the plan is the best there is, over all choices of offers.
@@ -23,22 +24,24 @@ from numpy.typing import NDArray
 from services.generation.drafting.drafter import Offers
 from services.generation.drafting.plan import (
     NOTHING,
-    Draft,
+    Drafts,
     StepShape,
     context_of,
     drafts,
     limits,
     survivals,
 )
+from services.generation.drafting.row_grid import row_counts
 from services.generation.engine.types import SampleState
 from services.policy.correction import CorrectedStepTime
 
 Floats = NDArray[np.float64]
 _MAX_ROUNDS = 6
 # Why a step is planned as it is.
-NO_SAMPLES, NO_OFFERS, PLAIN_IS_BEST, WITHIN_MARGIN, DRAFTS = (
+NO_SAMPLES, NO_OFFERS, RESTING, PLAIN_IS_BEST, WITHIN_MARGIN, DRAFTS = (
     "no_samples",
     "no_offers",
+    "resting",
     "plain_is_best",
     "within_margin",
     "drafts",
@@ -78,12 +81,33 @@ class _Selection:
     count: int
     expected: float
     seconds: float
+    raw: float
+    """The time, uncorrected."""
     rate: float
-    # Rate and time of the step without drafts.
+    # Of the step without drafts.
     plain_rate: float
     plain_seconds: float
-    # Seconds that the last row takes; 0 without drafts.
+    plain_raw: float
+    # Seconds that each of the last rows takes; 0 without drafts.
     marginal: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Times of steps, [c], by number of draft tokens, the first of which is 0."""
+
+    requests: int
+    context: int
+    counts: NDArray[np.int64]
+    raw: Floats
+    seconds: Floats
+    """`raw` as measured steps have corrected it."""
+    marginal: Floats = field(init=False)
+    """Seconds of each row between two counts, [c - 1]."""
+
+    def __post_init__(self) -> None:
+        rows = np.diff(self.counts)
+        object.__setattr__(self, "marginal", np.diff(self.seconds) / rows)
 
 
 @dataclass(slots=True)
@@ -95,15 +119,22 @@ class PlannedDrafts:
     margin: float = 0.0
     metrics: PlanMetrics | None = None
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
-    # Uncorrected times of the step that was planned last, by number of draft tokens, and its samples and context.
-    _raw: Floats = field(init=False, repr=False)
-    _timed: tuple[int, int] | None = field(init=False, default=None)
+    # Of the step that was planned last: its samples, draft tokens and context, and its uncorrected time.
+    _timed: tuple[int, int, int] | None = field(init=False, default=None)
+    _raw: float = field(init=False, default=0.0)
 
     measures = True
     """Whether `stepped` wants to know."""
 
-    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> dict[str, Draft]:
-        """The drafts of a step, by sample id; samples without one decode plainly.
+    def rest(self, samples: Sequence[SampleState]) -> None:
+        """A step is not planned: drafters rest."""
+        self._timed = None
+        self.last = Decision(RESTING)
+        if self.metrics is not None:
+            self.metrics.planned(self.last)
+
+    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts:
+        """The drafts of a step.
 
         Args:
             samples: the samples that can verify a draft.
@@ -120,9 +151,8 @@ class PlannedDrafts:
         """A step of this shape took so long."""
         # Told once: a step that was not planned, such as of samples that reuse rollouts, has none of it.
         timed, self._timed = self._timed, None
-        drafted = shape.rows - shape.requests
-        if (shape.requests, shape.context) == timed and drafted < len(self._raw):
-            predicted = self.step_time.learn(float(self._raw[drafted]), seconds)
+        if (shape.requests, shape.rows - shape.requests, shape.context) == timed:
+            predicted = self.step_time.learn(self._raw, seconds)
         else:
             predicted = self.step_time.observe(shape.requests, shape.rows, shape.context, seconds)
         if self.metrics is not None:
@@ -130,35 +160,35 @@ class PlannedDrafts:
 
     def _decide(
         self, samples: Sequence[SampleState], offers: Mapping[str, Offers]
-    ) -> tuple[Decision, dict[str, Draft]]:
+    ) -> tuple[Decision, Drafts]:
         if not samples:
-            return Decision(NO_SAMPLES), {}
+            return Decision(NO_SAMPLES), Drafts()
         names = [name for name, made in offers.items() if made.acceptance[:, :1].any()]
         if not names:
-            return Decision(NO_OFFERS), {}
+            return Decision(NO_OFFERS), Drafts()
         made = [offers[name] for name in names]
         survival = survivals(made, limits(samples, self.window), self.window)
-        chosen = self._search(survival, context_of(samples))
+        context = context_of(samples)
+        chosen = self._search(survival, context)
         gain = chosen.rate / chosen.plain_rate
-        if not chosen.count or gain < 1 + self.margin:
+        drafted = chosen.count > 0 and gain >= 1 + self.margin
+        self._timed = (len(samples), chosen.count if drafted else 0, context)
+        self._raw = chosen.raw if drafted else chosen.plain_raw
+        if not drafted:
             reason = WITHIN_MARGIN if chosen.count else PLAIN_IS_BEST
-            return Decision(reason, offered=gain, seconds=chosen.plain_seconds), {}
+            return Decision(reason, offered=gain, seconds=chosen.plain_seconds), Drafts()
         decision = Decision(DRAFTS, chosen.count, chosen.expected, gain, gain, chosen.seconds)
         lengths = _lengths(survival[chosen.picks, np.arange(len(samples))], chosen.line, chosen.count)
-        return decision, drafts(samples, offers, names, chosen.picks, lengths)
+        return decision, drafts(samples, offers, names, chosen.picks, lengths, chosen.expected)
 
     def _search(self, survival: Floats, context: int) -> _Selection:
         """The best selection over picks at prices that follow the rate."""
         drafters, requests, width = survival.shape
-        rows = np.arange(requests, requests * (width + 1) + 1)
-        self._raw = self.step_time.model.seconds(requests, rows, context)
-        self._timed = (requests, context)
-        seconds = self.step_time.correction.apply(self._raw)
-        rate = requests / float(seconds[0])
+        times = self._times(requests, row_counts(requests, requests * width), context)
         # No rate is below the plain one, so no token that is worth less than the cheapest row at it is ever taken.
-        least = rate * float((seconds[1:] - seconds[:-1]).min())
+        least = requests / float(times.seconds[0]) * float(times.marginal.min())
         if drafters == 1:
-            return _select(survival, np.zeros(requests, np.int64), seconds, least)
+            return self._select(survival, np.zeros(requests, np.int64), times, least)
         best: _Selection | None = None
         tried: NDArray[np.int64] | None = None
         price, ones = least, np.ones(width)
@@ -166,7 +196,7 @@ class PlannedDrafts:
             picks = (np.maximum(survival - price, 0.0) @ ones).argmax(0)
             if tried is not None and np.array_equal(picks, tried):
                 break
-            selection = _select(survival, picks, seconds, least)
+            selection = self._select(survival, picks, times, least)
             if best is None or selection.rate > best.rate:
                 best = selection
             price = selection.rate * selection.marginal
@@ -174,37 +204,49 @@ class PlannedDrafts:
         assert best is not None
         return best
 
+    def _times(self, requests: int, counts: NDArray[np.int64], context: int) -> _Times:
+        raw = self.step_time.model.seconds(requests, requests + counts, context)
+        return _Times(requests, context, counts, raw, self.step_time.correction.apply(raw))
 
-def _select(survival: Floats, picks: NDArray[np.int64], seconds: Floats, least: float) -> _Selection:
-    """The beginning of the line that pays best.
+    def _select(self, survival: Floats, picks: NDArray[np.int64], times: _Times, least: float) -> _Selection:
+        """The beginning of the line that pays best.
 
-    Survival falls along each offer, so the best tokens of all are beginnings of offers. `seconds`,
-    [n * width + 1], are the times of steps with so many draft tokens. Tokens that survive with a probability below
-    `least` are left out.
-    """
-    requests = len(picks)
-    picked = survival[picks, np.arange(requests)]
-    line = np.sort(picked[picked >= max(least, NOTHING)])[::-1]
-    expected = np.zeros(len(line) + 1)
-    np.cumsum(line, out=expected[1:])
-    rates = (requests + expected) / seconds[: len(expected)]
-    best = int(rates.argmax())
-    return _Selection(
-        picks,
-        line,
-        best,
-        float(expected[best]),
-        float(seconds[best]),
-        float(rates[best]),
-        float(rates[0]),
-        float(seconds[0]),
-        float(seconds[best] - seconds[best - 1]) if best else 0.0,
-    )
+        Survival falls along each offer, so the best tokens of all are beginnings of offers. Tokens that survive
+        with a probability below `least` are left out.
+        """
+        requests = len(picks)
+        picked = survival[picks, np.arange(requests)]
+        line = np.sort(picked[picked >= max(least, NOTHING)])[::-1]
+        if times.counts[1] > len(line) > 0:
+            # Too few for a step of the grid.
+            times = self._times(requests, np.array([0, len(line)]), times.context)
+        counts = times.counts[: int(np.searchsorted(times.counts, len(line), side="right"))]
+        expected = np.zeros(len(counts))
+        if len(counts) > 1:
+            np.cumsum(np.add.reduceat(line[: counts[-1]], counts[:-1]), out=expected[1:])
+        rates = (requests + expected) / times.seconds[: len(counts)]
+        best = int(rates.argmax())
+        count = int(counts[best])
+        return _Selection(
+            picks,
+            line,
+            count,
+            float(expected[best]),
+            float(times.seconds[best]),
+            float(times.raw[best]),
+            float(rates[best]),
+            float(rates[0]),
+            float(times.seconds[0]),
+            float(times.raw[0]),
+            float(times.marginal[best - 1]) if best else 0.0,
+        )
 
 
 def _lengths(survival: Floats, line: Floats, count: int) -> NDArray[np.int64]:
     """Tokens of each sample among the first `count` > 0 of the line; of equal ones the first samples' come."""
     last = line[count - 1]
+    if count == len(line) or line[count] < last:
+        return np.count_nonzero(survival >= last, axis=1)
     lengths = np.count_nonzero(survival > last, axis=1)
     ties = np.count_nonzero(survival == last, axis=1)
     left = count - int(lengths.sum())

@@ -23,7 +23,8 @@ from services.generation.drafting.drafter import (
     Offers,
     SequentialDrafter,
 )
-from services.generation.drafting.plan import Draft, StepShape, context_of
+from services.generation.drafting.pause import Pause
+from services.generation.drafting.plan import Drafts, StepShape, context_of
 from services.generation.engine.types import SampleState, SampleStep
 
 MAX_FAULTS = 3
@@ -41,7 +42,8 @@ class Plan(Protocol):
 
     def stepped(self, shape: StepShape, seconds: float) -> None: ...
 
-    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> dict[str, Draft]: ...
+    def rest(self, samples: Sequence[SampleState]) -> None: ...
+    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts: ...
 
 
 class DraftMetrics(Protocol):
@@ -76,7 +78,8 @@ class Speculation:
     vocab_size: int
     metrics: DraftMetrics
     _seats: list[_Seat] = field(init=False)
-    _drafts: dict[str, Draft] = field(init=False, default_factory=dict)
+    _drafts: Drafts = field(init=False, default_factory=Drafts)
+    _pause: Pause = field(init=False, default_factory=Pause)
 
     def __post_init__(self) -> None:
         # Those that ask for the others' offers come last.
@@ -85,6 +88,8 @@ class Speculation:
 
     def begin(self, context: DraftContext) -> None:
         """A sample enters the engine."""
+        if len(context.given):
+            self._pause.end()
         for seat in self._active():
             self._guard(seat, partial(seat.drafter.begin, context))
 
@@ -101,6 +106,7 @@ class Speculation:
 
     def adopt(self, arrival: Arrival) -> None:
         """Rollouts have become known."""
+        self._pause.end()
         for seat in self._active():
             self._guard(seat, partial(seat.drafter.adopt, arrival))
 
@@ -110,14 +116,18 @@ class Speculation:
 
     def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
         """A sample left the engine, with this response where it is known."""
-        self._drafts.pop(sample_id, None)
+        self._drafts.origins.pop(sample_id, None)
         for seat in self._active():
             self._guard(seat, partial(seat.drafter.end, sample_id, response))
 
     def drafts(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
         """The tokens to verify in the coming step, by sample id."""
         if not samples:
-            self._drafts = {}
+            self._drafts = Drafts()
+            return {}
+        if not self._pause.over(len(samples)):
+            self.plan.rest(samples)
+            self._drafts = Drafts()
             return {}
         offers: dict[str, Offers] = {}
         for seat in self._active():
@@ -125,7 +135,8 @@ class Speculation:
             if made is not None:
                 offers[seat.drafter.name] = made
         self._drafts = self.plan.choose(samples, offers)
-        return {sample_id: draft.tokens for sample_id, draft in self._drafts.items()}
+        self._pause.asked(len(samples), bool(self._drafts.tokens))
+        return dict(self._drafts.tokens)
 
     def shape(self, samples: Sequence[SampleState], drafts: Mapping[str, Sequence[int]]) -> StepShape | None:
         """What the coming step's time depends on; None when the plan does not ask for step times."""
@@ -136,17 +147,18 @@ class Speculation:
 
     def drafter_of(self, sample_id: str) -> str:
         """What results call the origin of the tokens that the last step verified for a sample; "" for none."""
-        draft = self._drafts.get(sample_id)
-        return "" if draft is None else draft.source
+        origin = self._drafts.origins.get(sample_id)
+        return "" if origin is None else origin[1]
 
     def learn(self, step: SampleStep) -> None:
         """Report a sample's outcome to the drafter that made its draft."""
-        draft = self._drafts.get(step.sample_id)
-        if draft is None or not step.drafted:
+        origin = self._drafts.origins.get(step.sample_id)
+        if origin is None or not step.drafted:
             return
-        self.metrics.verified(draft.source, step.drafted, step.accepted)
+        drafter, source = origin
+        self.metrics.verified(source, step.drafted, step.accepted)
         for seat in self._active():
-            if seat.drafter.name == draft.drafter:
+            if seat.drafter.name == drafter:
                 learn = partial(seat.drafter.learn, step.sample_id, step.drafted, step.accepted)
                 self._guard(seat, learn)
 

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
-
 from services.generation.drafting.drafter import Offers
-from services.generation.drafting.plan import Draft, FixedPlan, context_of
+from services.generation.drafting.plan import Drafts, FixedPlan, context_of
 from services.generation.drafting.planner import DRAFTS, NO_OFFERS, NO_SAMPLES, Decision, PlannedDrafts
 from services.generation.engine.types import SampleState
 from services.policy.correction import CorrectedStepTime
@@ -42,7 +40,7 @@ class Mode(Protocol):
     @property
     def last(self) -> Decision: ...
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> dict[str, Draft]: ...
+    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts: ...
 
 
 @dataclass(slots=True)
@@ -53,10 +51,10 @@ class FixedDrafts:
     step_time: CorrectedStepTime | None = None
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> dict[str, Draft]:
+    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
         """See `Mode`."""
         drafts = self.fixed.choose(samples, offers)
-        self.last = _judged(samples, offers, drafts, self.step_time) if drafts else Decision(NO_OFFERS)
+        self.last = _judged(samples, drafts, self.step_time) if drafts else Decision(NO_OFFERS)
         return drafts
 
 
@@ -69,18 +67,18 @@ class ToggledDrafts:
     toggle: Toggle
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> dict[str, Draft]:
+    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
         """See `Mode`."""
         drafts = self.fixed.choose(samples, offers)
         if not drafts:
             self.last = Decision(NO_OFFERS)
-            return {}
-        judged = _judged(samples, offers, drafts, self.step_time)
+            return Drafts()
+        judged = _judged(samples, drafts, self.step_time)
         if self.toggle.decide(len(samples), judged.speedup):
             self.last = replace(judged, reason=TOGGLED_ON)
             return drafts
         self.last = Decision(TOGGLED_OFF, offered=judged.speedup)
-        return {}
+        return Drafts()
 
 
 @dataclass(slots=True)
@@ -104,7 +102,7 @@ class SolvedDrafts:
         self._reached = [0.0] * self.fixed.window
         self._kept = [0.0] * self.fixed.window
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> dict[str, Draft]:
+    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
         """See `Mode`."""
         table = self.table if self._age else None
         if table is None:
@@ -113,12 +111,12 @@ class SolvedDrafts:
         row = table.look_up(len(samples))
         if not row.best.n:
             self.last = Decision(TABLE_PLAIN)
-            return {}
+            return Drafts()
         drafts = replace(self.fixed, window=row.best.n).choose(samples, offers)
         if not drafts:
             self.last = Decision(NO_OFFERS)
-            return {}
-        self.last = replace(_judged(samples, offers, drafts, self.step_time), reason=TABLE)
+            return Drafts()
+        self.last = replace(_judged(samples, drafts, self.step_time), reason=TABLE)
         return drafts
 
     def new_step(self) -> None:
@@ -154,7 +152,7 @@ class Latched:
         """See `Mode`."""
         return self.planner.last
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> dict[str, Draft]:
+    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
         """See `Mode`."""
         if len(samples) > self._batch:
             self._batch = 0
@@ -165,20 +163,9 @@ class Latched:
         return drafts
 
 
-def _judged(
-    samples: Sequence[SampleState],
-    offers: Made,
-    drafts: Mapping[str, Draft],
-    step_time: CorrectedStepTime | None,
-) -> Decision:
+def _judged(samples: Sequence[SampleState], drafts: Drafts, step_time: CorrectedStepTime | None) -> Decision:
     """What drafts promise, by the drafters' own predictions and the step-time model."""
-    tokens, expected = 0, 0.0
-    for i, sample in enumerate(samples):
-        draft = drafts.get(sample.sample_id)
-        if draft is not None:
-            tokens += len(draft.tokens)
-            acceptance = offers[draft.drafter].acceptance[i, : len(draft.tokens)]
-            expected += float(np.multiply.accumulate(acceptance).sum())
+    tokens, expected = drafts.count, drafts.expected
     if step_time is None:
         return Decision(FIXED, tokens, expected)
     requests, context = len(samples), context_of(samples)

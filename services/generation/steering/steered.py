@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from services.generation.drafting.plan import Draft, FixedPlan, StepShape
-from services.generation.drafting.planner import NO_SAMPLES, Decision, PlanMetrics, PlannedDrafts
+from services.generation.drafting.plan import Drafts, FixedPlan, StepShape
+from services.generation.drafting.planner import NO_SAMPLES, RESTING, Decision, PlanMetrics, PlannedDrafts
 from services.generation.drafting.speculation import DraftMetrics
 from services.generation.engine.types import SampleState
 from services.generation.rollouts.origin import Origin
@@ -199,19 +199,23 @@ class SteeredPlan:
         if self._metrics is not None:
             self._metrics.predicted(predicted, measured)
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> dict[str, Draft]:
-        """The drafts of a step, by sample id; samples without one decode plainly.
+    def rest(self, samples: Sequence[SampleState]) -> None:
+        """A step is not planned: drafters rest."""
+        self._decided(Decision(RESTING), self._step_knobs(samples), len(samples))
+
+    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
+        """The drafts of a step.
 
         Args:
             samples: the samples that can verify a draft.
             offers: of each drafter that makes any.
         """
         if not samples:
-            return {}
+            return Drafts()
         knobs = self._step_knobs(samples)
         if not knobs.speculation:
             self._decided(Decision(OFF), knobs, len(samples))
-            return {}
+            return Drafts()
         mode = self._mode_for(knobs)
         states = samples if not self._runs else self._limited(samples)
         drafts = mode.choose(states, offers)

@@ -369,3 +369,42 @@ def test_whatever_a_drafter_answers_only_good_tokens_reach_the_engine(answer: An
     for tokens in drafts.values():
         assert 0 < len(tokens) <= WINDOW
         assert all(type(token) is int and 0 <= token < VOCAB for token in tokens)
+
+
+# -- rests ----------------------------------------------------------------------------------------------------
+
+
+class Unwanted:
+    """Counts how often it is asked; has no tokens until it is told to."""
+
+    name = "unwanted"
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.tokens = False
+
+    def begin(self, context: DraftContext) -> None: ...
+    def adopt(self, arrival: Arrival) -> None: ...
+    def learn(self, sample_id: str, drafted: int, accepted: int) -> None: ...
+    def end(self, sample_id: str, response: Sequence[int]) -> None: ...
+    def tend(self) -> bool:
+        return False
+
+    def offer(self, samples: Sequence[SampleState], window: int) -> Offers | None:
+        self.asked += 1
+        return batched({"d": [offer(7)] * len(samples)})["d"] if self.tokens else None
+
+
+def test_a_drafter_that_never_pays_is_soon_asked_in_few_steps_and_at_once_when_there_is_news() -> None:
+    drafter = Unwanted()
+    spec = Speculation([drafter], FixedPlan(WINDOW), VOCAB, Counts())
+    for _ in range(200):
+        assert spec.drafts(states("a")) == {}
+    assert 20 < drafter.asked < 40
+    before = drafter.asked
+    while drafter.asked == before:
+        spec.drafts(states("a"))
+    drafter.tokens = True
+    assert spec.drafts(states("a")) == {}
+    spec.adopt(Arrival())
+    assert spec.drafts(states("a")) == {"a": [7]}

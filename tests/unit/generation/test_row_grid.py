@@ -1,0 +1,33 @@
+"""Numbers of rows that steps may have."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.generation.drafting.row_grid import row_counts
+
+SIZES = st.integers(1, 256), st.integers(0, 4096)
+
+
+@given(*SIZES)
+def test_counts_rise_from_nothing_to_at_most_what_there_is(requests: int, most: int) -> None:
+    counts = row_counts(requests, most)
+    assert counts[0] == 0
+    assert (np.diff(counts) > 0).all()
+    assert counts[-1] <= most
+    assert len(counts) > 1 or most == 0
+
+
+@given(*SIZES)
+def test_at_most_a_fifth_of_the_rows_is_given_up(requests: int, most: int) -> None:
+    assert (requests + row_counts(requests, most)[-1]) * 1.25 >= requests + most
+
+
+def test_few_numbers_come_again_and_again() -> None:
+    seen = {
+        requests + count for requests in range(1, 129) for count in row_counts(requests, 16 * requests)[1:]
+    }
+    assert seen >= set(range(2, 17))
+    assert len(seen) == 15 + 4 * 7
