@@ -29,6 +29,10 @@ class BackendUnavailable(ValueError):
     """The backend that was asked for cannot run on these tensors."""
 
 
+class KernelMismatch(RuntimeError):
+    """A kernel compiled and ran, and its result is not the reference's."""
+
+
 _chosen = Backend.AUTO
 
 

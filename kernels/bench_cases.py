@@ -68,22 +68,22 @@ def just(function: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
 
 
 def attention(device: torch.device, sizes: Sizes) -> Iterator[Case]:
-    """One token a request, and some requests with drafts: in one launch, in two, and by others."""
+    """One token a request, some with drafts, and one request alone: in one launch, in two, and by others."""
     per_request = sizes.context // sizes.block
     blocks = sizes.requests * per_request
     shape = (2, blocks, sizes.block, sizes.kv_heads, sizes.head_size)
     keys, values = torch.randn(shape, dtype=BF16, device=device)
     table = torch.randperm(blocks).to(device, torch.int32).view(sizes.requests, per_request)
-    for drafted in (0, sizes.drafted):
-        queries = torch.ones(sizes.requests, dtype=torch.int64)
+    for requests, drafted in ((sizes.requests, 0), (sizes.requests, sizes.drafted), (1, 0)):
+        queries = torch.ones(requests, dtype=torch.int64)
         queries[:drafted] += sizes.drafts
         cu = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).to(torch.int32)
         step = Step(
             query=torch.randn(int(cu[-1]), sizes.heads, sizes.head_size, dtype=BF16, device=device),
             keys=keys,
             values=values,
-            block_table=table,
-            lengths=torch.full((sizes.requests,), sizes.context, dtype=torch.int32, device=device),
+            block_table=table[:requests],
+            lengths=torch.full((requests,), sizes.context, dtype=torch.int32, device=device),
             cu_queries=cu.to(device),
             longest_query=int(queries.max()),
             longest=sizes.context,
@@ -93,9 +93,11 @@ def attention(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         if drafted:
             makers["ours, batch split"] = partial(_split, step, drafted)
         makers["vLLM FlashAttention"] = partial(rivals.vllm_attention, step)
+        makers["vLLM Triton"] = partial(rivals.vllm_unified_attention, step)
         makers["FlashInfer"] = partial(rivals.flashinfer_attention, step)
-        setting = f"{sizes.requests} x {sizes.context}, {drafted} with {sizes.drafts} drafts"
-        moved = (keys.numel() + values.numel() + 2 * step.query.numel()) * 2
+        setting = f"{requests} x {sizes.context}, {drafted} with {sizes.drafts} drafts"
+        positions = requests * sizes.context * sizes.kv_heads * sizes.head_size
+        moved = 2 * (2 * positions + 2 * step.query.numel())
         yield Case("attention", setting, moved, 4 * step.query.numel() * sizes.context, makers)
 
 

@@ -39,6 +39,48 @@ def vllm_attention(step: Step) -> Run:
     return run
 
 
+def vllm_unified_attention(step: Step) -> Run:
+    """vLLM's Triton attention, which takes prefills and decoding in one launch too, over the same paged cache."""
+    attention = import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
+    requests, heads, size = len(step.lengths), step.query.shape[1], step.query.shape[2]
+    # As vLLM's metadata builder has it: few requests that decode are split into 16 segments.
+    segments, few = 16, 128 // step.keys.shape[2]
+    wide = 1 << (size - 1).bit_length()
+    device = step.query.device
+    parts = torch.empty(few, heads, segments, wide, dtype=torch.float32, device=device)
+    peaks, sums = torch.empty(2, few, heads, segments, dtype=torch.float32, device=device)
+    one = torch.ones(requests, step.keys.shape[2], dtype=torch.float32, device=device)
+    out = torch.empty_like(step.query)
+
+    def run() -> torch.Tensor:
+        attention(
+            q=step.query,
+            k=step.keys,
+            v=step.values,
+            out=out,
+            cu_seqlens_q=step.cu_queries,
+            max_seqlen_q=step.longest_query,
+            seqused_k=step.lengths,
+            max_seqlen_k=step.longest,
+            softmax_scale=step.scale,
+            causal=True,
+            window_size=(-1, -1) if step.window is None else (step.window - 1, 0),
+            block_table=step.block_table,
+            softcap=0,
+            q_descale=None,
+            k_descale=one,
+            v_descale=one,
+            seq_threshold_3D=few,
+            num_par_softmax_segments=segments,
+            softmax_segm_output=parts,
+            softmax_segm_max=peaks,
+            softmax_segm_expsum=sums,
+        )
+        return out
+
+    return run
+
+
 def flashinfer_attention(step: Step) -> Run:
     """FlashInfer's paged prefill with ragged queries; planning is left out of the time."""
     prefill = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper

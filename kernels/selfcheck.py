@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.backend import Backend
+from kernels.backend import Backend, KernelMismatch
 from kernels.coupled_sampler.noise import gumbel
 from kernels.coupled_sampler.sample import Sampled, sample
 from kernels.kv_pack import pack, packed_shape, unpack
@@ -20,10 +20,6 @@ from kernels.w4a16 import dequantise, matmul, quantise
 
 _WIDTH = 1500
 """Entries of a row: more than one block of noise, and not a multiple of it."""
-
-
-class KernelMismatch(RuntimeError):
-    """A kernel compiled and ran, and its result is not the reference's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +49,10 @@ class _Case:
 
 
 def check_kernels(device: torch.device) -> None:
-    """KernelMismatch unless the kernels that an engine uses agree with their references on `device`.
+    """KernelMismatch unless the kernels that any engine uses agree with their references on `device`.
 
-    Raises also what a kernel that does not compile or run raises.
+    Attention has a check of its own, for the shape of a model: short_query_attention/selfcheck.py. Raises also
+    what a kernel that does not compile or run raises.
     """
     check_sampler(device)
     check_w4a16(device)

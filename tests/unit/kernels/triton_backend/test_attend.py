@@ -1,11 +1,16 @@
 """Short-query attention against float64, over caches whose every slot that nobody should read is NaN."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels.short_query_attention import Step
+from kernels.backend import KernelMismatch
+from kernels.short_query_attention import Step, triton_attend
+from kernels.short_query_attention.launch import Scratch
 from kernels.short_query_attention.reference import attend_reference
-from kernels.short_query_attention.triton_attend import attend_triton
+from kernels.short_query_attention.selfcheck import check_attention
+from kernels.short_query_attention.triton_attend import attend_triton, prepare
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BLOCK = 16
@@ -106,3 +111,55 @@ def test_extreme_scores_leave_a_distribution(device):
     found = attend_triton(moved(step, device), programs_wanted=64, least_piece=16).cpu().double()
     assert torch.isfinite(found).all()
     assert (found - exact).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("rows", [1024, 3 * 29 * 4, 29 * 4], ids=["room", "for three pieces", "for one"])
+def test_a_launch_into_given_memory_takes_none_and_leaves_padding_alone(rows, device):
+    step = make_step(*MIXED, torch.float32)
+    padded = replace(step, query=torch.cat((step.query, torch.full((3, 4, 16), torch.nan))))
+    out = torch.full((29, 4, 16), 7.0, device=device)
+    scratch = Scratch.of(rows, 16, device)
+    scratch.parts.fill_(torch.nan)
+    split = {"programs_wanted": 48, "least_piece": 16}
+    assert attend_triton(moved(padded, device), **split, out=out, scratch=scratch) is out
+    found = out.cpu()
+    assert (found[26:] == 7).all()
+    exact = attend_reference(step, torch.float64).double()
+    assert (found[:26].double() - exact).abs().max() / exact.abs().max() < TOLERANCE[torch.float32]
+
+
+def test_bounds_shape_a_launch_and_not_its_result(device):
+    """As a captured graph has it: bounds of the longest context there may be, lengths of those there are."""
+    step = moved(make_step(*MIXED, torch.float32), device)
+    exact = attend_reference(make_step(*MIXED, torch.float32), torch.float64).double()
+    found = attend_triton(replace(step, longest=10**6, longest_query=20), 100, 16).cpu().double()
+    assert (found - exact).abs().max() / exact.abs().max() < TOLERANCE[torch.float32]
+
+
+def test_preparing_launches_each_kind_of_step_and_writes_nothing(device, monkeypatch):
+    step = moved(make_step(*MIXED, torch.float32, heads=8), device)
+    scratch = Scratch.of(Scratch.rows_for(16, 4), 16, device)
+    for part in (scratch.parts, scratch.peaks, scratch.sums):
+        part.fill_(7)
+    launched = set()
+    real = triton_attend.cut
+
+    def cut(*shape):
+        made = real(*shape)
+        launched.add((made.tile, made.pieces > 1))
+        return made
+
+    monkeypatch.setattr(triton_attend, "cut", cut)
+    prepare(step, 16, scratch)
+    assert launched == {(tile, split) for tile in (16, 32, 64) for split in (False, True)}
+    assert all((part == 7).all() for part in (scratch.parts, scratch.peaks, scratch.sums))
+
+
+def test_the_check_before_serving_finds_wrong_attention(device, monkeypatch):
+    check_attention(device, 4, 2, 16, torch.float16)
+    real = triton_attend.attend_triton
+    monkeypatch.setattr(
+        triton_attend, "attend_triton", lambda step: real(replace(step, scale=2 * step.scale))
+    )
+    with pytest.raises(KernelMismatch, match="4 heads of 16 over 2"):
+        check_attention(device, 4, 2, 16, torch.float16)

@@ -51,14 +51,15 @@ def compiled(kernel, values, options):
     signature, constants, aligned = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and value == 1):
             signature[parameter.name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + NAMES[value.dtype]
             aligned[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0:
+            if special and value % 16 == 0:
                 aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, aligned)
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -5,10 +5,10 @@ import logging
 import pytest
 
 from kernels import backend, selfcheck
-from kernels.backend import Backend
+from kernels.backend import Backend, KernelMismatch
 from kernels.coupled_sampler import triton_sample
 from kernels.kv_pack import triton_copy
-from kernels.selfcheck import KernelMismatch, check_kv_pack, check_sampler, check_w4a16
+from kernels.selfcheck import check_kv_pack, check_sampler, check_w4a16
 from kernels.w4a16 import triton_quantise
 from services.generation.engine import kernel_choice
 from services.generation.engine.kernel_choice import use_kernels

@@ -1,0 +1,75 @@
+"""Our attention inside vLLM: in Triton's interpreter here, and on CUDA where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from kernels.backend import installed
+from services.generation.engine.types import EngineOptions
+from tests.integration.kernels.runs import generate, requests_of
+from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.remote_engine import RemoteEngine
+
+FOLDER = Path(__file__).parent / "interpreted"
+ROOT = FOLDER.parents[3]
+# One prompt of them is a short query as a whole, and one comes late.
+LENGTHS, MAX_TOKENS = (40, 9, 33, 26), 8
+
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="Triton is not installed (extra: kernels)"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an engine with vLLM's own attention generates."""
+    folder = tmp_path_factory.mktemp("plain")
+    options = EngineOptions(
+        model=str(tiny_model(folder / "model")),
+        dtype="float32",
+        max_num_seqs=8,
+        max_model_len=128,
+        block_size=32,
+        kv_cache_memory_bytes=8 << 20,
+    )
+    with RemoteEngine(options) as engine:
+        tokens = engine.run(generate, requests_of(VOCAB_SIZE, LENGTHS, MAX_TOKENS))
+    known = {"options": asdict(options), "lengths": LENGTHS, "max_tokens": MAX_TOKENS, "tokens": tokens}
+    (folder / "tokens.json").write_text(json.dumps(known))
+    return folder / "tokens.json"
+
+
+def test_in_the_interpreter(plain: Path) -> None:
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::RuntimeWarning",
+            str(FOLDER),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "KERNEL_TESTS": "interpret",
+            "PLAIN_TOKENS": str(plain),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stdout[-8000:] + process.stderr[-2000:]
+    assert " passed" in process.stdout
