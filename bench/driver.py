@@ -36,7 +36,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A sample that left an instance for another one when it had so many response tokens."""
+    """A sample that left an instance for another one when it had so many response tokens; by prefix it has no
+    migration id."""
 
     key: str
     donor: str
@@ -44,25 +45,32 @@ class Move:
     tokens: int
     migration_id: str = ""
 
+    @property
+    def by(self) -> str:
+        """The way that it went: kv or prefix."""
+        return "kv" if self.migration_id else "prefix"
+
 
 @dataclass(slots=True, eq=False)
 class Track:
-    """A sample on its way. `gaps` are the seconds from the last token before a move to the first one after it."""
+    """A sample on its way. `gaps` are the seconds from the last token before a move to the first one after it, with
+    the way that it went."""
 
     task: Task
     instance_id: str
     handle: int
     tokens: list[int] = field(default_factory=list)
     last_at: float = 0.0
-    gaps: list[float] = field(default_factory=list)
+    gaps: list[tuple[str, float]] = field(default_factory=list)
     moving: bool = False
     moved_to: str = ""
+    moved_by: str = ""
     finished: pb.Finished | None = None
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a load came to. `rates` are tokens a second of all instances in windows of a second."""
+    """What a load came to."""
 
     seconds: float
     tracks: dict[str, Track]
@@ -79,10 +87,14 @@ class Outcome:
         """The token ids of each sample."""
         return {key: each.tokens for key, each in self.tracks.items()}
 
+    def gaps(self, *ways: str) -> list[float]:
+        """Of all moves of all samples that went so."""
+        return [gap for each in self.tracks.values() for by, gap in each.gaps if by in ways]
+
     @property
-    def gaps(self) -> list[float]:
-        """Of all moves of all samples."""
-        return [gap for each in self.tracks.values() for gap in each.gaps]
+    def moved_again(self) -> int:
+        """Moves of samples that had been moved before."""
+        return len(self.moves) - len({move.key for move in self.moves})
 
 
 class Driver:
@@ -188,7 +200,7 @@ class _Run:
 
     def _extend(self, track: Track, delta: pb.Delta, now: float, request: pb.WorkRequest) -> None:
         if track.moved_to and track.last_at:
-            track.gaps.append(now - track.last_at)
+            track.gaps.append((track.moved_by, now - track.last_at))
             track.moved_to = ""
         track.tokens.extend(delta.token_ids)
         track.last_at = now
@@ -206,6 +218,12 @@ class _Run:
             self._moves.append(Move(move.key, move.donor, move.receiver, len(track.tokens)))
             await self._resume(track, move.receiver)
             return
+        if aborted and finished.resume_on:
+            # The reallocator has it moved by its prefix.
+            move = Move(track.task.key, track.instance_id, finished.resume_on, len(track.tokens))
+            self._moves.append(move)
+            await self._resume(track, finished.resume_on)
+            return
         track.finished = finished
         self._left -= 1
         if not self._left:
@@ -215,12 +233,13 @@ class _Run:
         # As the gateway does: the last token is sampled again.
         del track.tokens[-1:]
         track.instance_id, track.handle, track.moved_to = instance_id, next(self._handles), instance_id
+        track.moved_by = "prefix"
         self._by_handle[instance_id, track.handle] = track
         await self._calls[instance_id].write(pb.WorkRequest(start=[_item(track)]))
 
     async def _claim(self, track: Track, moved: pb.Moved) -> None:
         donor, track.instance_id, track.handle = track.instance_id, moved.instance_id, next(self._handles)
-        track.moved_to = moved.instance_id
+        track.moved_to, track.moved_by = moved.instance_id, "kv"
         self._by_handle[track.instance_id, track.handle] = track
         self._moves.append(
             Move(track.task.key, donor, moved.instance_id, len(track.tokens), moved.migration_id)

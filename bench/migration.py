@@ -4,17 +4,21 @@ Two instances, each on its own cores, and two loads: RLHFSpec's Figure 5 (24 sam
 a model large enough to be compute-bound), and tinymath's long tail (the prompts with the longer responses on one
 instance, as in Figure 14). Each is run as it is, with the reallocator, and with the reallocator's moves made by
 ending the sample and resuming it by its prefix elsewhere. Rounds of the three alternate; ratios are those of the
-medians. All tokens are compared with those of the samples that were never moved. Writes runs/bench/migration.json.
+medians. The reallocator is one process that is stopped while it is not wanted: it has learned what moves cost from
+the warm-up and from the rounds before, as one that has been up for a while. All tokens are compared with those of
+the samples that were never moved. Writes runs/bench/migration.json.
 
-    python -m bench.migration [--rounds 3] [--tokens 400] [--hidden 512] [--layers 8]
+    python -m bench.migration [--rounds 3] [--tail-rounds 7] [--instances 2] [--by cheaper]
+
+With more instances than cores the tokens are what is worth looking at, not the times.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import time
-from collections import defaultdict
+import signal
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -39,24 +43,31 @@ from services.platform.seeds import sample_seed
 FOLDER = Path("runs/bench/migration")
 GOALS = {
     "throughput_gain": 1.0,
+    "tail_throughput_gain": 1.0,
     "gather_vs_memcpy": 0.5,
     "overhead_share": 0.0387,
     "tokens_differing_share": 1e-5,
 }
 STAY, MOVE, PREFIX = "no moves", "reallocator", "same moves by prefix"
 _SEED, _PROMPT_TOKENS = 11, 24
-_FULL, _EMPTY = "instance-0", "instance-1"
+_FULL = "instance-0"
+# Until the reallocator has seen that a round is over.
+_SETTLE_SECONDS = 0.3
 _REALLOCATOR = (
     "--decision-steps=32",
     "--poll-seconds=0.05",
     "--lease-seconds=0.5",
     "--dtype=float32",
 )
+_DECIDED = "paceline_reallocator_decision_seconds_sum"
+_MOVED_BYTES = "paceline_reallocator_moved_bytes_total"
 _COLUMNS = (
     ("seconds", "seconds"),
     ("tokens/s", "tokens_per_second"),
     ("throughput", "throughput_gain"),
     ("moves", "moves"),
+    ("by kv", "moves_by_kv"),
+    ("by prefix", "moves_by_prefix"),
     ("gap s", "gap_seconds_median"),
     ("stall steps", "stall_steps_median"),
     ("stall s", "stall_seconds_median"),
@@ -72,6 +83,7 @@ class Runs:
     outcomes: list[Outcome] = field(default_factory=list)
     stall_steps: list[float] = field(default_factory=list)
     stall_seconds: list[float] = field(default_factory=list)
+    # What the reallocator counted meanwhile.
     reallocator: list[Metrics] = field(default_factory=list)
 
     @property
@@ -96,8 +108,12 @@ def main() -> None:
         length=_PROMPT_TOKENS + given.tokens + 64,
     )
     comparison = Comparison()
-    figure = asyncio.run(_measure(model, "figure 5", lambda _: _figure_5(given), given.rounds, comparison))
-    tail = asyncio.run(_measure(MODEL, "long tail", lambda d: _tail(d, given), given.rounds, comparison))
+    figure = asyncio.run(
+        _measure(model, "figure 5", lambda _: _figure_5(given), given.rounds, comparison, given)
+    )
+    tail = asyncio.run(
+        _measure(MODEL, "long tail", lambda d: _tail(d, given), given.tail_rounds, comparison, given)
+    )
     copies = measure_copies()
     tables = {"figure_5": _table(figure), "long_tail": _table(tail)}
     for name, table in tables.items():
@@ -112,7 +128,10 @@ def main() -> None:
         "overhead_share": max(
             (table[MOVE]["overhead_share"] for table in tables.values() if table[MOVE]["moves"]), default=None
         ),
-        "moves": sum(len(each.moves) for runs in (figure, tail) for each in runs[MOVE].outcomes),
+        "moves": sum(table[MOVE]["moves"] for table in tables.values()),
+        "moves_by_kv": sum(table[MOVE]["moves_by_kv"] for table in tables.values()),
+        "moves_by_prefix": sum(table[MOVE]["moves_by_prefix"] for table in tables.values()),
+        "moves_of_moved": sum(each.moved_again for runs in (figure, tail) for each in runs[MOVE].outcomes),
         "tokens_differing_share": comparison.differing_share,
     }
     show("migration", figures)
@@ -131,7 +150,7 @@ def main() -> None:
 
 
 def _figure_5(given: argparse.Namespace) -> list[Task]:
-    """24 samples on one instance and 1 on the other, all of the same length."""
+    """24 samples on one instance and 1 on each other, all of the same length."""
     sampling = sample_pb2.SamplingParams(max_tokens=given.tokens, ignore_eos=True)
     return [
         Task(
@@ -139,14 +158,15 @@ def _figure_5(given: argparse.Namespace) -> list[Task]:
             tuple(3 + (7 * n + place) % 500 for place in range(_PROMPT_TOKENS)),
             sample_seed(_SEED, 0, "figure", n),
             sampling,
-            _EMPTY if n == 24 else _FULL,
+            _FULL if n < 24 else f"instance-{n - 23}",
         )
-        for n in range(25)
+        for n in range(23 + given.instances)
     ]
 
 
 def _tail(plain: Outcome | None, given: argparse.Namespace) -> list[Task]:
-    """Tinymath's prompts; those whose responses have been found to be longer are all on one instance."""
+    """Tinymath's prompts; those whose responses have been found to be longer are on the first half of the
+    instances."""
     problems = make_problems(seed=1, n=given.prompts)
     sampling = sample_pb2.SamplingParams(max_tokens=given.tail_tokens)
     lengths: dict[str, int] = defaultdict(int)
@@ -154,14 +174,18 @@ def _tail(plain: Outcome | None, given: argparse.Namespace) -> list[Task]:
         for track in plain.tracks.values():
             lengths[track.task.key.partition("/")[0]] += len(track.tokens)
     ranked = sorted((problem.id for problem in problems), key=lambda name: (-lengths[name], name))
-    long = set(ranked[: len(ranked) // 2])
+    half = max(1, given.instances // 2)
+    # The long ones in turn on the first half, the short ones on the second.
+    places = {
+        name: place % half + (half if place >= len(ranked) // 2 else 0) for place, name in enumerate(ranked)
+    }
     return [
         Task(
             f"{problem.id}/{slot}",
             tuple(prompt_ids(problem.question)),
             sample_seed(_SEED, 1, problem.id, slot),
             sampling,
-            _FULL if problem.id in long else _EMPTY,
+            f"instance-{places[problem.id]}",
         )
         for problem in problems
         for slot in range(given.samples)
@@ -177,44 +201,51 @@ async def _measure(
     tasks_of: Callable[[Outcome | None], list[Task]],
     rounds: int,
     comparison: Comparison,
+    given: argparse.Namespace,
 ) -> dict[str, Runs]:
     runs = {system: Runs() for system in (STAY, MOVE, PREFIX)}
     config = replace(
-        plain_platform(model, 2, FOLDER / name.replace(" ", "-")),
+        plain_platform(model, given.instances, FOLDER / name.replace(" ", "-")),
         reallocator=True,
-        reallocator_options=_REALLOCATOR,
+        reallocator_options=(*_REALLOCATOR, f"--by={given.by}"),
         policy=False,
     )
     options = (*config.instance_options, "--flush-interval-seconds=0.01")
     with Platform(replace(config, instance_options=options)) as platform:
         async with Driver(_addresses(platform)) as driver:
-            _reallocate(platform, wanted=False)
-            # Warms everything up, and tells how long responses are.
+            # Warms everything up, tells how long responses are, and lets the reallocator learn.
             tasks = tasks_of(await driver.run(tasks_of(None)))
+            for _ in range(given.warm_up):
+                await driver.run(tasks)
+            await _reallocate(platform, wanted=False)
             for number in range(rounds):
                 plain = await driver.run(tasks)
                 runs[STAY].outcomes.append(plain)
-                _reallocate(platform, wanted=True)
+                await _reallocate(platform, wanted=True)
+                before = scrape(platform)["reallocator"]
                 moved = await driver.run(tasks)
-                await _look(platform, driver, moved, runs[MOVE])
-                _reallocate(platform, wanted=False)
+                await _look(platform, driver, moved, runs[MOVE], before)
+                await _reallocate(platform, wanted=False)
                 by_prefix = await driver.run(tasks, _first_moves(moved.moves))
                 runs[PREFIX].outcomes.append(by_prefix)
                 truth = _keyed(plain)
                 for system, found in ((MOVE, moved), (PREFIX, by_prefix)):
                     comparison.add(f"{name}, {system}", number, truth, _keyed(found))
                 _say(name, number, plain, moved, by_prefix)
+        # A process that is stopped does not end when it is asked to.
+        await _reallocate(platform, wanted=True)
     return runs
 
 
-async def _look(platform: Platform, driver: Driver, outcome: Outcome, runs: Runs) -> None:
+async def _look(platform: Platform, driver: Driver, outcome: Outcome, runs: Runs, before: Metrics) -> None:
     """Keeps a round, and what donors and reallocator say of it."""
     runs.outcomes.append(outcome)
     for move in outcome.moves:
-        told = await driver.migration(move)
-        runs.stall_steps.append(told.stall_steps)
-        runs.stall_seconds.append(told.stall_seconds)
-    runs.reallocator.append(scrape(platform)["reallocator"])
+        if move.by == "kv":
+            told = await driver.migration(move)
+            runs.stall_steps.append(told.stall_steps)
+            runs.stall_seconds.append(told.stall_seconds)
+    runs.reallocator.append(scrape(platform)["reallocator"].since(before))
 
 
 def _addresses(platform: Platform) -> dict[str, str]:
@@ -222,17 +253,16 @@ def _addresses(platform: Platform) -> dict[str, str]:
         return {each.instance_id: each.address for each in client.instances()}
 
 
-def _reallocate(platform: Platform, *, wanted: bool) -> None:
-    """Starts a reallocator that leads, or leaves none."""
+async def _reallocate(platform: Platform, *, wanted: bool) -> None:
+    """Lets the reallocator go on, or stops it where it is."""
+    child = platform.reallocator
+    if child is None:
+        raise RuntimeError("the platform has no reallocator")
     if not wanted:
-        platform.kill_reallocator()
-        return
-    platform.restart_reallocator()
-    until = time.monotonic() + 10
-    while not scrape(platform)["reallocator"]["paceline_reallocator_leader"]:
-        if time.monotonic() > until:
-            raise RuntimeError("the reallocator does not lead")
-        time.sleep(0.05)
+        await asyncio.sleep(_SETTLE_SECONDS)
+    child.signal(signal.SIGCONT if wanted else signal.SIGSTOP)
+    if wanted:
+        await asyncio.sleep(_SETTLE_SECONDS)
 
 
 def _first_moves(moves: Sequence[Move]) -> list[Move]:
@@ -260,36 +290,39 @@ def _table(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
 
 
 def _row(runs: Runs, plain: float) -> dict[str, Any]:
-    gaps = [gap for outcome in runs.outcomes for gap in outcome.gaps]
+    gaps = [gap for outcome in runs.outcomes for gap in outcome.gaps("kv", "prefix")]
+    ways = Counter(move.by for outcome in runs.outcomes for move in outcome.moves)
     return {
         "seconds": runs.seconds,
         "tokens_per_second": runs.tokens_per_second,
         "throughput_gain": runs.tokens_per_second / plain,
-        "moves": sum(len(each.moves) for each in runs.outcomes),
+        "moves": ways.total(),
+        "moves_by_kv": ways["kv"],
+        "moves_by_prefix": ways["prefix"],
         "claims_lost": sum(each.lost_claims for each in runs.outcomes),
         "gap_seconds_median": median(gaps) if gaps else None,
         "stall_steps_median": median(runs.stall_steps) if runs.stall_steps else None,
         "stall_seconds_median": median(runs.stall_seconds) if runs.stall_seconds else None,
         "overhead_share": _overhead(runs),
-        "moved_megabytes": sum(each["paceline_reallocator_moved_bytes_total"] for each in runs.reallocator)
-        / 1e6,
+        "moved_megabytes": sum(each[_MOVED_BYTES] for each in runs.reallocator) / 1e6,
     }
 
 
 def _overhead(runs: Runs) -> float | None:
     """Deciding and moving against everything: seconds of decisions over all seconds, and the time that moved
-    samples stood still over the time that all samples took."""
+    samples stood still over the time that all samples took; by prefix that is their whole gap."""
     if not runs.reallocator:
         return None
     seconds = sum(each.seconds for each in runs.outcomes)
-    decided = sum(each["paceline_reallocator_decision_seconds_sum"] for each in runs.reallocator)
+    decided = sum(each[_DECIDED] for each in runs.reallocator)
+    stood = sum(runs.stall_seconds) + sum(gap for each in runs.outcomes for gap in each.gaps("prefix"))
     lived = sum(
         track.finished.generation_seconds
         for outcome in runs.outcomes
         for track in outcome.tracks.values()
         if track.finished is not None
     )
-    return decided / seconds + (sum(runs.stall_seconds) / lived if lived else 0.0)
+    return decided / seconds + (stood / lived if lived else 0.0)
 
 
 def _say(name: str, number: int, plain: Outcome, moved: Outcome, by_prefix: Outcome) -> None:
@@ -304,7 +337,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of Figure 5's load")
+    parser.add_argument("--tail-rounds", type=int, default=7, help="of the long tail")
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds of each load before those")
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--by", choices=("cheaper", "kv", "prefix"), default="cheaper")
     parser.add_argument("--tokens", type=int, default=400, help="of a sample of Figure 5's load")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model for it")
     parser.add_argument("--layers", type=int, default=8)

@@ -31,6 +31,7 @@ _COLUMNS = (
     ("without", "seconds_without"),
     ("gain", "gain"),
     ("samples moved", "moved"),
+    ("by prefix", "by_prefix"),
     ("decisions", "decisions"),
 )
 
@@ -100,6 +101,7 @@ def stage(instances: int, samples: int, seeds: int, alike: float) -> dict[str, f
         "seconds_without": fmean(plain.seconds for plain, _ in found),
         "gain": fmean(plain.seconds / moved.seconds for plain, moved in found),
         "moved": fmean(moved.moved for _, moved in found),
+        "by_prefix": fmean(moved.by_prefix for _, moved in found),
         "decisions": fmean(moved.decisions for _, moved in found),
     }
 

@@ -1,16 +1,19 @@
 """Instances that decode samples of known lengths by a curve of step times, and the plan that moves them. Pure.
 
 What decides is services.reallocator's plan, trigger and rest, as in the service; like there it knows how long a
-sample is by now, and not how long it will be.
+sample is by now, and of how long it will be what samples before it tell. A move costs what the plan thinks it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.reallocator.plan import Rest, plan
-from services.reallocator.records import Candidate, Rules, Standing, Transfer, expected_remaining
+from services.reallocator.lifetimes import Lifetimes
+from services.reallocator.plan import plan
+from services.reallocator.price import By, price
+from services.reallocator.records import Candidate, Move, Rules, Standing, Transfer
+from services.reallocator.rest import Rest
 from services.reallocator.threshold import Curve
 from services.reallocator.trigger import Trigger
 
@@ -45,17 +48,18 @@ class Manner:
     decision_steps: int = 64
     threshold: int | None = None
     flatness: float = 0.25
-    stall_steps: float = 2.0
     limit: int = 2048
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it: seconds until all were done, tokens, samples moved, and decisions."""
+    """What came of it: seconds until all were done, tokens, samples moved and how many of them by prefix, and
+    decisions."""
 
     seconds: float = 0.0
     tokens: float = 0.0
     moved: int = 0
+    by_prefix: int = 0
     decisions: int = 0
     transfers: list[tuple[float, Transfer]] = field(default_factory=list)
 
@@ -93,6 +97,8 @@ class Cluster:
         self._curve = curve
         self._manner = manner
         self._rest = Rest(manner.rules.rest if manner else 0)
+        self._lifetimes = Lifetimes()
+        self._left: dict[str, set[str]] = {}
         self._trigger = Trigger(manner.decision_steps if manner else 1)
 
     def run(self) -> Outcome:
@@ -123,26 +129,33 @@ class Cluster:
         steps = {(each.name, 1): each.steps for each in self.instances}
         if not self._trigger.is_due(steps, [len(each.samples) for each in self.instances]):
             return
+        for each in self.instances:
+            lengths: dict[Hashable, int] = {key: int(s.generated) for key, s in each.samples.items()}
+            self._lifetimes.saw(each.name, lengths, self._left.pop(each.name, ()))
         transfers = plan([self._standing(each, manner) for each in self.instances], manner.rules)
         self._trigger.decided(steps)
         self._rest.decided(transfers)
         self.outcome.decisions += 1
         by_name = {each.name: each for each in self.instances}
         for transfer in transfers:
-            self._move(by_name[transfer.donor], by_name[transfer.receiver], transfer, manner, now)
+            for move in transfer.moves:
+                self._move(by_name[transfer.donor], by_name[transfer.receiver], move, manner, now)
+            self.outcome.moved += len(transfer.moves)
+            self.outcome.by_prefix += transfer.count(By.PREFIX)
+            self.outcome.transfers.append((now, transfer))
 
-    def _move(
-        self, donor: Instance, receiver: Instance, transfer: Transfer, manner: Manner, now: float
-    ) -> None:
+    def _move(self, donor: Instance, receiver: Instance, move: Move, manner: Manner, now: float) -> None:
         if not receiver.samples:
             receiver.clock = max(receiver.clock, now)
-        there = self._curve.step_seconds(len(receiver.samples) + len(transfer.keys))
-        for key in transfer.keys:
-            sample = donor.samples.pop(key)
-            sample.waits_until = max(now, receiver.clock) + manner.stall_steps * there
-            receiver.samples[key] = sample
-        self.outcome.moved += len(transfer.keys)
-        self.outcome.transfers.append((now, transfer))
+        cost = manner.rules.ways[move.by]
+        paid = price(move.by, cost, move.tokens, self._curve, len(receiver.samples) + 1)
+        sample = donor.samples.pop(move.key)
+        sample.waits_until = max(now, receiver.clock) + paid.stall
+        donor.clock += paid.donor
+        # What runs there waits for the reading; the sample that is read has it in its stall.
+        receiver.clock += paid.receiver if receiver.samples else 0.0
+        receiver.samples[move.key] = sample
+        self._left.setdefault(donor.name, set()).add(move.key)
 
     def _standing(self, instance: Instance, manner: Manner) -> Standing:
         threshold = manner.threshold or self._curve.turning_point(manner.flatness) or len(self._curve.seconds)
@@ -153,14 +166,12 @@ class Cluster:
             1_000_000,
             self._curve,
             threshold,
-            tuple(_candidate(each, self._curve, manner.limit) for each in instance.samples.values()),
+            tuple(self._candidate(each, manner.limit) for each in instance.samples.values()),
             gives=self._rest.gives(instance.name),
             receives=self._rest.receives(instance.name),
         )
 
-
-def _candidate(sample: Sample, curve: Curve, limit: int) -> Candidate:
-    tokens = int(sample.generated)
-    return Candidate(
-        sample.key, tokens, curve.tokens - 1, expected_remaining(tokens, limit), tokens // _BLOCK + 1
-    )
+    def _candidate(self, sample: Sample, limit: int) -> Candidate:
+        tokens = int(sample.generated)
+        remaining = self._lifetimes.remaining(tokens, limit)
+        return Candidate(sample.key, tokens, self._curve.tokens - 1, remaining, tokens // _BLOCK + 1)

@@ -18,6 +18,7 @@ from services.platform.registry import InstanceRecord, Registration, Registry
 from services.platform.server import GrpcServer
 from services.platform.store import OUTAGES, Keys, connect
 from services.reallocator.config import ReallocatorConfig
+from services.reallocator.learned import Costs, Learned
 from services.reallocator.metrics import ReallocatorMetrics
 from services.reallocator.models import Rooflines
 from services.reallocator.reallocator import Reallocator
@@ -28,6 +29,7 @@ log = structlog.get_logger(__name__)
 async def serve(config: ReallocatorConfig, shutdown: Shutdown) -> None:
     """Works until told to stop, or until another process has registered under the same name."""
     rooflines, metrics = Rooflines(config), ReallocatorMetrics(REGISTRY)
+    learned = Learned(Costs(config.ways()))
     server = GrpcServer(config, service="reallocator")
     await server.start()
     async with connect(config) as redis:
@@ -37,7 +39,7 @@ async def serve(config: ReallocatorConfig, shutdown: Shutdown) -> None:
         shutdown.ready(server.address)
         tasks = [
             asyncio.create_task(registration.run(), name="heartbeat"),
-            asyncio.create_task(_lead(config, redis, rooflines, metrics), name="lead"),
+            asyncio.create_task(_lead(config, redis, rooflines, metrics, learned), name="lead"),
             asyncio.create_task(shutdown.wait(), name="shutdown"),
         ]
         try:
@@ -53,7 +55,11 @@ async def serve(config: ReallocatorConfig, shutdown: Shutdown) -> None:
 
 
 async def _lead(
-    config: ReallocatorConfig, redis: Redis, rooflines: Rooflines, metrics: ReallocatorMetrics
+    config: ReallocatorConfig,
+    redis: Redis,
+    rooflines: Rooflines,
+    metrics: ReallocatorMetrics,
+    learned: Learned,
 ) -> None:
     """Decides whenever it has the lease."""
     key = f"{config.namespace}:{{reallocator}}:lease"
@@ -64,7 +70,7 @@ async def _lead(
             await lease.acquire()
             log.info("leading")
             metrics.leader.set(1)
-            reallocator = Reallocator(config, registry, decisions, metrics, rooflines)
+            reallocator = Reallocator(config, registry, decisions, metrics, rooflines, learned)
             holding = asyncio.create_task(lease.hold(), name="lease")
             working = asyncio.create_task(reallocator.run(), name="reallocator")
             try:

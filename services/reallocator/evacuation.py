@@ -61,7 +61,7 @@ class Evacuation:
             donor = standings.pop(member.instance_id, None)
             if donor is None or not donor.samples:
                 break
-            took = sum(await asyncio.gather(*map(self._round(donor), self._plan(donor, standings))))
+            took = sum(await asyncio.gather(*map(self._round, self._plan(donor, standings))))
             moved += took
             if took:
                 pause = _PAUSE
@@ -78,12 +78,7 @@ class Evacuation:
     def _is_shunned(self, instance_id: str) -> bool:
         return self._mover.shunned.is_shunned(instance_id, asyncio.get_running_loop().time())
 
-    def _round(self, donor: Standing) -> Callable[[Transfer], Awaitable[int]]:
-        tokens = {each.key: each.tokens for each in donor.candidates}
-
-        async def carry_out(transfer: Transfer) -> int:
-            outcome = await self._mover.carry_out(transfer, tokens)
-            await self._tell(transfer, outcome)
-            return outcome.moved
-
-        return carry_out
+    async def _round(self, transfer: Transfer) -> int:
+        outcome = await self._mover.carry_out(transfer)
+        await self._tell(transfer, outcome)
+        return outcome.moved

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.reallocator.threshold import Curve
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -58,17 +60,62 @@ def step_seconds(before: Report, after: Report) -> float:
     return seconds / steps if seconds > 0 and steps > 0 else 0.0
 
 
-@dataclass(slots=True)
-class MoveCost:
-    """What moves cost of late: engine steps that a sample missed, and seconds of copying for each of its tokens."""
+def settled(reports: Sequence[Report], since: float = float("-inf")) -> list[Report]:
+    """The last of these reports, none before `since`, between which the instance was at work all the time, or idle
+    all the time. The first report of work is left out: somewhere before it the work began."""
+    found: list[Report] = []
+    for report in reversed(reports):
+        if report.at < since or bool(report.samples) != bool(reports[-1].samples):
+            break
+        found.append(report)
+    began = len(found) < len(reports) and reports[-len(found) - 1].at >= since
+    if found and found[0].samples and (began or len(found) == len(reports)):
+        found.pop()
+    return found[::-1]
 
-    stall_steps: float = 2.0
-    seconds_per_token: float = 0.0
-    moves: int = 0
 
-    def observe(self, stall_steps: float, copy_seconds: float, tokens: int) -> None:
-        """A move was made. What it cost is cut to bounds, so that one freak does not end all moves."""
-        weight = 0.2
-        self.moves += 1
-        self.stall_steps += (min(max(stall_steps, 0.5), 50.0) - self.stall_steps) * weight
-        self.seconds_per_token += (max(0.0, copy_seconds) / max(1, tokens) - self.seconds_per_token) * weight
+def mean_samples(reports: Sequence[Report]) -> float:
+    """Over these reports; 0 of none."""
+    return sum(each.samples for each in reports) / len(reports) if reports else 0.0
+
+
+def lost_seconds(before: Report, after: Report, step_seconds: float) -> float | None:
+    """Engine time that cannot be explained by its steps, of so many seconds each. None where the engine was
+    idle."""
+    if not before.samples or not after.samples or step_seconds <= 0 or after.at <= before.at:
+        return None
+    return after.at - before.at - (after.steps - before.steps) * step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A pair of instances over a while: tokens a second together, the longer of their engine steps, and their mean
+    samples."""
+
+    tokens_per_second: float
+    step_seconds: float
+    donor: float
+    receiver: float
+
+
+def achieved_gain(before: Speed, after: Speed, moved: int, curve: Curve) -> float | None:
+    """Tokens a second of the pair against those that it would have had without the moves, as a share; None where
+    nothing is left to compare.
+
+    Samples end meanwhile, moved or not, so the pair is compared with one on which the moved ones that are left were
+    still where they came from: by the curve, as far from it as the pair was before.
+    """
+    were, are = before.donor + before.receiver, after.donor + after.receiver
+    predicted = _rate(curve, before.donor) + _rate(curve, before.receiver)
+    if are < 1 or not were or predicted <= 0 or before.tokens_per_second <= 0:
+        return None
+    back = min(moved * min(1.0, are / were), after.receiver)
+    unmoved = _rate(curve, after.donor + back) + _rate(curve, after.receiver - back)
+    return after.tokens_per_second / (unmoved * before.tokens_per_second / predicted) - 1
+
+
+def _rate(curve: Curve, samples: float) -> float:
+    """Tokens a second, between whole numbers of samples too."""
+    low = int(samples)
+    share = samples - low
+    return curve.throughput(low) * (1 - share) + (curve.throughput(low + 1) * share if share else 0.0)

@@ -102,9 +102,18 @@ class Members:
         self._roofline = roofline
         self._undialled: set[str] = set()
         self._reachable = True
+        self._read_at = float("-inf")
 
-    async def refresh(self) -> None:
-        """Reads the registry, and asks every instance. In an outage of Redis those that are known stay known."""
+    async def refresh(self, registry_seconds: float = 0.0) -> None:
+        """Asks every instance, and reads the registry if that was so long ago. In an outage of Redis those that are
+        known stay known."""
+        now = time.monotonic()
+        if now - self._read_at >= registry_seconds:
+            self._read_at = now
+            await self._read()
+        await asyncio.gather(*map(self._ask, self.known.values()))
+
+    async def _read(self) -> None:
         try:
             records = await self._registry.list(SERVICE)
         except OUTAGES as error:
@@ -114,7 +123,6 @@ class Members:
         else:
             self._reachable = True
             await self._take_in(records)
-        await asyncio.gather(*map(self._ask, self.known.values()))
 
     async def close(self) -> None:
         """Closes all connections."""

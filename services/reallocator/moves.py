@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 import structlog
 
 from paceline.internal.v1 import migration_pb2 as pb
 from services.reallocator.config import ReallocatorConfig
-from services.reallocator.measured import MoveCost
+from services.reallocator.learned import Costs
 from services.reallocator.members import Member, Members, Unanswered, answered
 from services.reallocator.metrics import ReallocatorMetrics
-from services.reallocator.records import Transfer
+from services.reallocator.price import By
+from services.reallocator.records import Move, Transfer
 
 log = structlog.get_logger(__name__)
 
@@ -25,18 +26,24 @@ _ANSWER_SECONDS = 2.0
 _RECEIVERS = range(pb.MOVE_REASON_CLOSED, pb.MOVE_REASON_RECEIVER_BUSY + 1)
 _UNREACHABLE = (pb.MOVE_REASON_RECEIVER_LOST, pb.MOVE_REASON_CONNECTION)
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_BY = {By.KV: pb.MOVE_BY_KV, By.PREFIX: pb.MOVE_BY_PREFIX}
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a transfer: samples moved, and how often which reason kept one where it was."""
+    """What became of a transfer: the samples that were moved, and how often which reason kept one where it was."""
 
-    moved: int = 0
+    done: list[Move] = field(default_factory=list)
     bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     # Nothing more is sent to this receiver for now.
     stopped: bool = False
+
+    @property
+    def moved(self) -> int:
+        """How many samples."""
+        return len(self.done)
 
 
 class Shunned:
@@ -63,18 +70,21 @@ class Shunned:
 
 
 class Mover:
-    """`shunned` and `cost` learn from every move."""
+    """`shunned` and `costs` learn from every move."""
 
-    def __init__(self, config: ReallocatorConfig, members: Members, metrics: ReallocatorMetrics) -> None:
+    def __init__(
+        self, config: ReallocatorConfig, members: Members, metrics: ReallocatorMetrics, costs: Costs
+    ) -> None:
         self.shunned = Shunned()
-        self.cost = MoveCost()
+        self._costs = costs
         self._config = config
         self._members = members
         self._metrics = metrics
         self._slots: dict[str, asyncio.Semaphore] = {}
 
-    async def carry_out(self, transfer: Transfer, tokens: Mapping[str, int]) -> Outcome:
-        """Moves the samples of a transfer; `tokens` are their lengths. Never raises for what an instance does."""
+    async def carry_out(self, transfer: Transfer, until: float = inf) -> Outcome:
+        """Moves the samples of a transfer; no move begins after `until`, of the loop's time. Never raises for what
+        an instance does."""
         outcome = Outcome()
         donor, receiver = (self._members.known.get(name) for name in (transfer.donor, transfer.receiver))
         if donor is None or receiver is None:
@@ -82,23 +92,29 @@ class Mover:
             return outcome
         slots = self._slots.setdefault(transfer.donor, asyncio.Semaphore(self._config.moves_at_once))
 
-        async def move(key: str) -> None:
-            async with slots:
-                if not outcome.stopped:
-                    await self._move(transfer, donor, receiver, key, tokens.get(key, 1), outcome)
+        loop = asyncio.get_running_loop()
 
-        await asyncio.gather(*map(move, transfer.keys))
+        async def carry(move: Move) -> None:
+            async with slots:
+                if loop.time() > until:
+                    # Who knows where the sample is by now.
+                    outcome.refused["stale"] += 1
+                elif not outcome.stopped:
+                    await self._move(transfer, donor, receiver, move, outcome)
+
+        await asyncio.gather(*map(carry, transfer.moves))
         return outcome
 
     async def _move(
-        self, transfer: Transfer, donor: Member, receiver: Member, key: str, tokens: int, outcome: Outcome
+        self, transfer: Transfer, donor: Member, receiver: Member, move: Move, outcome: Outcome
     ) -> None:
         request = pb.MoveRequest(
-            key=key,
+            key=move.key,
             receiver_id=receiver.instance_id,
             receiver_address=receiver.record.address,
             migration_id=uuid.uuid4().hex,
             timeout_seconds=self._config.move_timeout_seconds,
+            by=_BY[move.by],
         )
         try:
             with self._metrics.move_seconds.time():
@@ -111,15 +127,17 @@ class Mover:
             outcome.stopped = True
             self._metrics.failures.labels(reason).inc()
             return
-        self._settle(transfer, answer.migration, tokens, outcome)
+        self._settle(transfer, answer.migration, move, outcome)
 
-    def _settle(self, transfer: Transfer, migration: pb.Migration, tokens: int, outcome: Outcome) -> None:
+    def _settle(self, transfer: Transfer, migration: pb.Migration, move: Move, outcome: Outcome) -> None:
         if migration.outcome == pb.MOVE_OUTCOME_MOVED:
-            outcome.moved += 1
+            outcome.done.append(move)
             outcome.bytes += migration.copied_bytes + migration.delta_bytes
             self.shunned.worked(transfer.receiver)
-            self.cost.observe(migration.stall_steps, migration.copy_seconds, tokens)
-            self._metrics.moves.labels(transfer.rule).inc()
+            self._metrics.moves.labels(transfer.rule, move.by).inc()
+            if move.by is By.PREFIX:
+                return
+            self._costs.stalled(move.by, migration.stall_steps, migration.copy_seconds, move.tokens)
             self._metrics.bytes.inc(migration.copied_bytes + migration.delta_bytes)
             self._metrics.stall_seconds.observe(migration.stall_seconds)
             self._metrics.stall_steps.observe(migration.stall_steps)

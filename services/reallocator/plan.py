@@ -1,20 +1,26 @@
 """Which samples move where, after RLHFSpec (section 6.1). Pure: used by the service and by the simulator alike.
 
 Instances above their threshold give to those below theirs: the fullest to the emptiest, until one side is used up,
-each instance at most once in a decision. A pair moves min(donor - its threshold, its threshold - receiver) samples
-(equation 6), short ones of low acceptance first, as far as they fit and pay.
+each instance at most once in a decision. A pair moves at most min(donor - its threshold, its threshold - receiver)
+samples (equation 6), short ones of low acceptance first, as far as they fit and pay.
 
 Where that finds nothing, the tail of a step can be uneven all the same: no instance is above its threshold, or the
 emptier one has just reached it. Then the pair is levelled out, if it is predicted to be done sooner.
+
+Each sample goes by the way that costs least (see `price.py`), and what a pair's moves cost is taken off what they
+gain before anything is decided: by its own account no decision makes anything later.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from services.reallocator.records import Candidate, Rule, Rules, Standing, Transfer
+from services.reallocator.price import Price, cheapest, lost
+from services.reallocator.records import Candidate, Move, Rule, Rules, Standing, Transfer
+from services.reallocator.space import Space
 
 
 def plan(fleet: Iterable[Standing], rules: Rules) -> list[Transfer]:
@@ -31,8 +37,9 @@ def plan(fleet: Iterable[Standing], rules: Rules) -> list[Transfer]:
 
 def evacuate(donor: Standing, others: Iterable[Standing], rules: Rules) -> list[Transfer]:
     """Where the samples of an instance go that is to become empty: the longest first, each to the instance with the
-    fewest. What fits nowhere is left out; instances may take part in several transfers."""
-    spaces = [_Space.of(each, rules) for each in others if _may_take(each, donor)]
+    fewest. By KV: nothing of them is lost. What fits nowhere is left out; instances may take part in several
+    transfers."""
+    spaces = [Space.of(each, rules) for each in others if _may_take(each, donor)]
     for candidate in sorted(_movable(donor), key=lambda each: (-each.tokens, each.key)):
         fitting = [space for space in spaces if space.fits(candidate)]
         if fitting:
@@ -43,32 +50,6 @@ def evacuate(donor: Standing, others: Iterable[Standing], rules: Rules) -> list[
         for space in spaces
         if space.taken
     ]
-
-
-@dataclass(slots=True)
-class _Space:
-    """What an instance can still take."""
-
-    instance_id: str
-    samples: int
-    room: int
-    blocks: int
-    taken: list[str]
-
-    @classmethod
-    def of(cls, standing: Standing, rules: Rules) -> _Space:
-        blocks = int(standing.free_blocks * (1 - rules.spare_blocks))
-        return cls(standing.instance_id, standing.samples, standing.room, blocks, [])
-
-    def fits(self, candidate: Candidate) -> bool:
-        # One block more: the sample goes on growing.
-        return self.room > 0 and candidate.blocks + 1 <= self.blocks
-
-    def take(self, candidate: Candidate) -> None:
-        self.samples += 1
-        self.room -= 1
-        self.blocks -= candidate.blocks + 1
-        self.taken.append(candidate.key)
 
 
 def _may_take(receiver: Standing, donor: Standing) -> bool:
@@ -89,23 +70,38 @@ def _by_threshold(group: Sequence[Standing], rules: Rules) -> list[Transfer]:
     for donor, receiver in zip(donors, receivers, strict=False):
         count = min(donor.samples - donor.threshold, receiver.threshold - receiver.samples)
         chosen = _chosen(donor, receiver, count, rules)
-        gain = _throughput_gain(donor, receiver, len(chosen))
-        if chosen and gain >= rules.least_gain:
+        part, gain = _best(chosen, partial(_throughput_gain, donor, receiver, rules))
+        if part and gain >= rules.least_gain and _time_gain(donor, receiver, rules, part) >= 0:
             reason = (
                 f"{donor.samples} samples are above the threshold of {donor.threshold}, "
                 f"{receiver.samples} below that of {receiver.threshold}"
             )
-            found.append(_transfer(donor, receiver, chosen, Rule.THRESHOLD, gain, reason))
+            found.append(_transfer(donor, receiver, part, Rule.THRESHOLD, gain, reason))
     return found
 
 
-def _throughput_gain(donor: Standing, receiver: Standing, count: int) -> float:
-    """Of the pair's tokens a second (equation 5), as a share."""
-    before = donor.curve.throughput(donor.samples) + receiver.curve.throughput(receiver.samples)
-    after = donor.curve.throughput(donor.samples - count) + receiver.curve.throughput(
-        receiver.samples + count
-    )
-    return after / before - 1 if before else 0.0
+def _rate_gain(donor: Standing, receiver: Standing, count: int) -> float:
+    """Of the pair's tokens a second (equation 5), as a share, when so many samples have moved."""
+    before = _rate(donor, 0) + _rate(receiver, 0)
+    return (_rate(donor, -count) + _rate(receiver, count)) / before - 1 if before else 0.0
+
+
+def _rate(standing: Standing, more: int) -> float:
+    return standing.curve.throughput(standing.samples + more)
+
+
+def _throughput_gain(donor: Standing, receiver: Standing, rules: Rules, part: Sequence[Chosen]) -> float:
+    """Of the pair's tokens a second, as a share, over the time that the moved samples go on for, less the tokens
+    that the moves cost."""
+    before, count = _rate(donor, 0) + _rate(receiver, 0), len(part)
+    there = receiver.curve.step_seconds(receiver.samples + count)
+    lasting = sum(_steps(each.candidate) for each in part) / count * there
+    if not before or not lasting:
+        return 0.0
+    lost_here, lost_there = lost(each.price for each in part)
+    own = sum(each.price.stall * (each.candidate.accepted + 1) / there for each in part)
+    cost = lost_here * _rate(donor, 0) + lost_there * _rate(receiver, count) + own
+    return _trusted(rules, Rule.THRESHOLD, _rate_gain(donor, receiver, count)) - cost / (before * lasting)
 
 
 # Level --------------------------------------------------------------------------------------------------
@@ -122,12 +118,12 @@ def _levelled(group: Sequence[Standing], rules: Rules) -> list[Transfer]:
         if not (donor.gives and receiver.receives) or _against_thresholds(donor, receiver):
             continue
         chosen = _chosen(donor, receiver, count, rules)
-        gain = _time_gain(donor, receiver, chosen)
-        if chosen and gain >= rules.least_level_gain:
+        part, gain = _best(chosen, partial(_time_gain, donor, receiver, rules))
+        if part and gain >= rules.least_level_gain:
             reason = (
                 f"{donor.samples} samples beside {receiver.samples}: all are done sooner when it is level"
             )
-            found.append(_transfer(donor, receiver, chosen, Rule.LEVEL, gain, reason))
+            found.append(_transfer(donor, receiver, part, Rule.LEVEL, gain, reason))
     return found
 
 
@@ -136,21 +132,39 @@ def _against_thresholds(donor: Standing, receiver: Standing) -> bool:
     return donor.samples <= donor.threshold and receiver.samples >= receiver.threshold
 
 
-def _time_gain(donor: Standing, receiver: Standing, chosen: Sequence[Candidate]) -> float:
+def _time_gain(donor: Standing, receiver: Standing, rules: Rules, part: Sequence[Chosen]) -> float:
     """How much sooner the later of the two is done, as a share of the time that is left then."""
-    gone = {candidate.key for candidate in chosen}
+    gone = {each.candidate.key for each in part}
     staying = [candidate.remaining for candidate in donor.candidates if candidate.key not in gone]
-    leaving = [candidate.remaining for candidate in chosen]
+    leaving = [each.candidate.remaining for each in part]
     there = [candidate.remaining for candidate in receiver.candidates]
-    before = max(donor.curve.finish_seconds(staying + leaving), receiver.curve.finish_seconds(there))
-    after = max(donor.curve.finish_seconds(staying), receiver.curve.finish_seconds(there + leaving))
+    before = max(_done(donor, staying + leaving), _done(receiver, there))
+    free = max(_done(donor, staying), _done(receiver, there + leaving))
+    # A sample that stands still gets its tokens so much later; what it waits to be read for, all wait for.
+    pace = receiver.curve.tokens / receiver.curve.step_seconds(receiver.samples + len(part))
+    late = [each.candidate.remaining + (each.price.stall - each.price.reading) * pace for each in part]
+    lost_here, lost_there = lost(each.price for each in part)
+    paid = max(_done(donor, staying) + lost_here, _done(receiver, there + late) + lost_there)
+    after = before - _trusted(rules, Rule.LEVEL, before - free) + paid - free
     return before / after - 1 if after else 0.0
+
+
+def _done(standing: Standing, remaining: Sequence[float]) -> float:
+    return standing.curve.finish_seconds(remaining)
 
 
 # Both ---------------------------------------------------------------------------------------------------
 
 
-def _chosen(donor: Standing, receiver: Standing, count: int, rules: Rules) -> list[Candidate]:
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A sample that could move, and what the cheapest way costs."""
+
+    candidate: Candidate
+    price: Price
+
+
+def _chosen(donor: Standing, receiver: Standing, count: int, rules: Rules) -> list[Chosen]:
     """At most `count` samples to move: short ones with few accepted tokens first, those that fit and pay."""
     movable = _movable(donor)
     if not movable or not _may_take(receiver, donor):
@@ -161,31 +175,58 @@ def _chosen(donor: Standing, receiver: Standing, count: int, rules: Rules) -> li
     def burden(candidate: Candidate) -> tuple[float, str]:
         return candidate.tokens / length + (candidate.accepted + 1) / tokens, candidate.key
 
-    space = _Space.of(receiver, rules)
-    found: list[Candidate] = []
+    space, samples = Space.of(receiver, rules), receiver.samples + count
+    found: list[Chosen] = []
     for candidate in sorted(movable, key=burden):
         if len(found) == count:
             break
-        if space.fits(candidate) and _pays(candidate, donor, receiver, count, rules):
+        if not space.fits(candidate):
+            continue
+        price = cheapest(rules.ways, candidate.tokens, receiver.curve, donor.samples, samples)
+        if _pays(candidate, price, donor, receiver.curve.step_seconds(samples), rules):
             space.take(candidate)
-            found.append(candidate)
+            found.append(Chosen(candidate, price))
     return found
 
 
-def _pays(candidate: Candidate, donor: Standing, receiver: Standing, count: int, rules: Rules) -> bool:
-    """Whether a sample saves more time until it is done than its move costs it."""
-    there = receiver.curve.step_seconds(receiver.samples + count)
-    steps = candidate.remaining / (candidate.accepted + 1)
-    saved = steps * (donor.curve.step_seconds(donor.samples) - there)
-    cost = rules.stall_steps * there + rules.seconds_per_token * candidate.tokens
-    return saved > rules.payback * cost
+def _pays(candidate: Candidate, price: Price, donor: Standing, there: float, rules: Rules) -> bool:
+    """Whether a sample saves more time until it is done than its move costs it; steps take `there` seconds then."""
+    saved = _steps(candidate) * (donor.curve.step_seconds(donor.samples) - there)
+    return saved > rules.payback * price.stall
+
+
+def _steps(candidate: Candidate) -> float:
+    """Engine steps that a sample goes on for."""
+    return candidate.remaining / (candidate.accepted + 1)
+
+
+def _best(
+    chosen: Sequence[Chosen], gain: Callable[[Sequence[Chosen]], float]
+) -> tuple[Sequence[Chosen], float]:
+    """All, or as many of the first that gain most: half of them, a quarter, ..."""
+    best: tuple[Sequence[Chosen], float] = ((), float("-inf"))
+    count = len(chosen)
+    while count:
+        found = gain(chosen[:count])
+        if found > best[1]:
+            best = chosen[:count], found
+        count //= 2
+    return best
+
+
+def _trusted(rules: Rules, rule: Rule, gain: float) -> float:
+    """What of a predicted gain is believed; a loss is."""
+    return gain * rules.trust.get(rule, 1.0) if gain > 0 else gain
 
 
 def _transfer(
-    donor: Standing, receiver: Standing, chosen: Sequence[Candidate], rule: Rule, gain: float, reason: str
+    donor: Standing, receiver: Standing, part: Sequence[Chosen], rule: Rule, gain: float, reason: str
 ) -> Transfer:
-    keys = tuple(candidate.key for candidate in chosen)
-    return Transfer(donor.instance_id, receiver.instance_id, keys, rule, gain, reason)
+    moves = tuple(
+        Move(each.candidate.key, each.price.by, each.candidate.tokens, each.price.reading) for each in part
+    )
+    rate_gain = _rate_gain(donor, receiver, len(part))
+    return Transfer(donor.instance_id, receiver.instance_id, moves, rule, gain, reason, rate_gain)
 
 
 def _emptiest_first(group: Iterable[Standing]) -> list[Standing]:
@@ -194,31 +235,3 @@ def _emptiest_first(group: Iterable[Standing]) -> list[Standing]:
 
 def _fullest_first(group: Iterable[Standing]) -> list[Standing]:
     return sorted(group, key=lambda each: (-each.samples, each.instance_id))
-
-
-class Rest:
-    """Keeps instances from giving what they have just taken, and the other way round. Counts decisions."""
-
-    def __init__(self, decisions: int) -> None:
-        self._decisions = decisions
-        self._now = 0
-        self._gave: dict[str, int] = {}
-        self._took: dict[str, int] = {}
-
-    def decided(self, transfers: Iterable[Transfer]) -> None:
-        """A decision was made. Evacuation is not held against anybody."""
-        self._now += 1
-        for transfer in transfers:
-            if transfer.rule is not Rule.EVACUATE:
-                self._gave[transfer.donor] = self._took[transfer.receiver] = self._now
-        oldest = self._now - self._decisions
-        self._gave = {name: at for name, at in self._gave.items() if at > oldest}
-        self._took = {name: at for name, at in self._took.items() if at > oldest}
-
-    def gives(self, instance_id: str) -> bool:
-        """Whether the instance may give."""
-        return instance_id not in self._took
-
-    def receives(self, instance_id: str) -> bool:
-        """Whether the instance may take."""
-        return instance_id not in self._gave

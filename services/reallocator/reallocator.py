@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import structlog
 
@@ -15,12 +14,16 @@ from services.platform.decisions import Decision, DecisionLog
 from services.platform.registry import InstanceRecord, Registry
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.evacuation import Evacuation
-from services.reallocator.measured import steady, step_seconds, tokens_per_second
+from services.reallocator.learned import Learned
+from services.reallocator.measured import steady
 from services.reallocator.members import Member, Members
 from services.reallocator.metrics import ReallocatorMetrics
 from services.reallocator.moves import Mover, Outcome
-from services.reallocator.plan import Rest, plan
-from services.reallocator.records import Rule, Rules, Standing, Transfer
+from services.reallocator.plan import plan
+from services.reallocator.price import By
+from services.reallocator.records import Rules, Standing, Transfer
+from services.reallocator.rest import Rest
+from services.reallocator.review import Review
 from services.reallocator.standing import mean_length, standing
 from services.reallocator.threshold import Roofline
 from services.reallocator.trigger import Name, Trigger
@@ -29,18 +32,12 @@ log = structlog.get_logger(__name__)
 
 KIND, OUTCOME = "migration", "migration_outcome"
 """Kinds of decisions: what is to be moved, and what then became of it."""
-# The gain is measured over so many engine steps after the moves, or as long as this.
-_MEASURE_STEPS, _MEASURE_SECONDS = 32, 3.0
-# Engine steps with the same samples whose mean time is believed, and how far back a speed "before" reaches.
-_LEARN_STEPS, _BEFORE_SECONDS = 16, 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """A pair of instances: tokens a second together, and the longer of their engine steps."""
-
-    tokens_per_second: float
-    step_seconds: float
+# Engine steps with the same samples whose mean time is believed.
+_LEARN_STEPS = 16
+# The registry is read every so many polls, or after so long, whichever is sooner.
+_REGISTRY_POLLS, _REGISTRY_SECONDS = 5, 1.0
+# Nothing is waited for longer than so many polls.
+_LONGEST_PAUSE_POLLS = 2.0
 
 
 class Reallocator:
@@ -53,12 +50,14 @@ class Reallocator:
         decisions: DecisionLog,
         metrics: ReallocatorMetrics,
         roofline: Callable[[InstanceRecord], Roofline],
+        learned: Learned,
     ) -> None:
         self.members = Members(config, registry, roofline)
         self._config = config
         self._decisions = decisions
         self._metrics = metrics
-        self._mover = Mover(config, self.members, metrics)
+        self._learned = learned
+        self._mover = Mover(config, self.members, metrics, learned.costs)
         self._evacuation = Evacuation(
             self.members, self._mover, self._rules, self._look, self._tell_evacuation
         )
@@ -66,25 +65,39 @@ class Reallocator:
         self._rest = Rest(config.rest)
         # Instances that take part in a transfer now.
         self._busy: set[str] = set()
+        # Samples that have been moved off an instance since it was last looked at.
+        self._left: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Works until cancelled."""
-        task = asyncio.current_task()
+        task, poll = asyncio.current_task(), self._config.poll_seconds
         try:
             # A cancellation that lands inside a Redis command can get lost, hence the question.
             while task is not None and not task.cancelling():
-                await self.members.refresh()
+                await self.members.refresh(min(_REGISTRY_POLLS * poll, _REGISTRY_SECONDS))
                 self._learn()
                 self._evacuation.watch()
                 self._metrics.evacuating.set(len(self._evacuation.tasks))
                 await self._decide_if_due()
-                await asyncio.sleep(self._config.poll_seconds)
+                await asyncio.sleep(self._pause())
         finally:
             try:
                 await end((*self._tasks, *self._evacuation.tasks.values()))
             finally:
                 await self.members.close()
+
+    def _pause(self) -> float:
+        """Until the next poll: about when a decision comes due. Each question takes the instances' time."""
+        poll, serving = self._config.poll_seconds, self._serving()
+        if self._tasks or len(serving) < 2:
+            return poll
+        step = min((m.status.load.step_seconds for m in serving if m.status is not None), default=0.0)
+        left = self._trigger.steps_left(_steps_of(serving)) * step
+        return min(max(left, poll), _LONGEST_PAUSE_POLLS * poll)
+
+    def _serving(self) -> list[Member]:
+        return [m for m in self.members.known.values() if m.is_in(fleet_pb2.INSTANCE_STATE_SERVING)]
 
     # Looking -------------------------------------------------------------------------------------------
 
@@ -104,6 +117,9 @@ class Reallocator:
             if answer is None:
                 continue
             member.context = mean_length(answer)
+            lifetimes = self._learned.lifetimes_of(member.record.model)
+            lengths: dict[Hashable, int] = {each.key: each.response_tokens for each in answer.samples}
+            lifetimes.saw(member.instance_id, lengths, self._left.pop(member.instance_id, ()))
             shunned = self._mover.shunned.is_shunned(member.instance_id, now)
             found.append(
                 standing(
@@ -111,6 +127,7 @@ class Reallocator:
                     member.record.model,
                     answer,
                     member.roofline,
+                    lifetimes,
                     gives=self._rest.gives(member.instance_id),
                     receives=self._rest.receives(member.instance_id) and not shunned,
                 )
@@ -119,112 +136,72 @@ class Reallocator:
         return found
 
     def _rules(self) -> Rules:
-        """With what moves have been found to cost."""
-        cost = self._mover.cost
-        return replace(
-            self._config.rules(), stall_steps=cost.stall_steps, seconds_per_token=cost.seconds_per_token
-        )
+        return self._config.rules(self._learned)
 
     # Deciding ------------------------------------------------------------------------------------------
 
     async def _decide_if_due(self) -> None:
-        serving = [m for m in self.members.known.values() if m.is_in(fleet_pb2.INSTANCE_STATE_SERVING)]
-        steps: dict[Name, int] = {
-            (m.instance_id, m.record.epoch): m.reports[-1].steps for m in serving if m.reports
-        }
+        serving, loop = self._serving(), asyncio.get_running_loop()
+        steps = _steps_of(serving)
         if not self._trigger.is_due(steps, [member.samples for member in serving]):
             return
+        until = loop.time() + self._config.stale_seconds
         with self._metrics.decision_seconds.time():
             free = [member for member in serving if member.instance_id not in self._busy]
             fleet = await self._look(free)
-            transfers = plan(fleet, self._rules())
+            transfers = plan(fleet, self._rules()) if loop.time() < until else None
+        if transfers is None:
+            # Asked again at the next poll.
+            self._metrics.decisions.labels("late").inc()
+            return
         self._trigger.decided(steps)
         self._rest.decided(transfers)
+        self._learned.fade()
+        self._metrics.show_learned(self._learned)
         self._metrics.decisions.labels("move" if transfers else "keep").inc()
-        tokens = {(each.instance_id, c.key): c.tokens for each in fleet for c in each.candidates}
         for transfer in transfers:
             self._busy |= {transfer.donor, transfer.receiver}
-            lengths = {key: tokens[transfer.donor, key] for key in transfer.keys}
-            task = asyncio.create_task(self._carry_out(transfer, lengths))
+            task = asyncio.create_task(self._carry_out(transfer, until))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _carry_out(self, transfer: Transfer, tokens: dict[str, int]) -> None:
+    async def _carry_out(self, transfer: Transfer, until: float) -> None:
         log.info(
             "moving",
-            donor=transfer.donor,
-            receiver=transfer.receiver,
-            samples=len(transfer.keys),
-            rule=transfer.rule.value,
+            **_details(transfer),
             predicted_gain=round(transfer.predicted_gain, 3),
             reason=transfer.reason,
         )
         self._metrics.predicted_gain.labels(transfer.rule).observe(transfer.predicted_gain)
-        before = self._speed(transfer)
+        review = Review(transfer, self.members, self._learned, self._metrics, self._config.poll_seconds)
         try:
             decision = Decision(KIND, transfer.reason, transfer.predicted_gain, _details(transfer))
             # Redis may be away: the moves do not wait for it.
             _, outcome = await asyncio.gather(
-                self._decisions.write(decision), self._mover.carry_out(transfer, tokens)
+                self._decisions.write(decision), self._mover.carry_out(transfer, until)
             )
         finally:
             self._busy -= {transfer.donor, transfer.receiver}
+        self._note_left(transfer, outcome)
         details = _details(transfer) | _what_became(outcome)
-        if outcome.moved and before is not None and (after := await self._measure(transfer)) is not None:
-            achieved = _achieved(transfer.rule, before, after)
-            self._metrics.achieved_gain.labels(transfer.rule).observe(achieved)
-            details |= {
-                "achieved_gain": achieved,
-                "tokens_per_second": [before.tokens_per_second, after.tokens_per_second],
-                "step_seconds": [before.step_seconds, after.step_seconds],
-            }
-        reason = f"{outcome.moved} of {len(transfer.keys)} samples were moved"
+        if outcome.moved:
+            details |= await review.conclude(outcome)
+        log.info("moved", **details)
+        reason = f"{outcome.moved} of {len(transfer.moves)} samples were moved"
         await self._decisions.write(Decision(OUTCOME, reason, transfer.predicted_gain, details))
 
     async def _tell_evacuation(self, transfer: Transfer, outcome: Outcome) -> None:
+        self._note_left(transfer, outcome)
         details = _details(transfer) | _what_became(outcome)
         await self._decisions.write(Decision(KIND, transfer.reason, 0.0, details))
 
-    # Measuring -----------------------------------------------------------------------------------------
-
-    def _speed(self, transfer: Transfer) -> Speed | None:
-        """The pair's speed over the last reports."""
-        since = time.monotonic() - _BEFORE_SECONDS
-        return self._speed_since(transfer, dict.fromkeys((transfer.donor, transfer.receiver), since))
-
-    async def _measure(self, transfer: Transfer) -> Speed | None:
-        """The pair's speed from now on, after a while."""
-        members = [self.members.known.get(name) for name in (transfer.donor, transfer.receiver)]
-        begun = {m.instance_id: m.reports[-1].at for m in members if m is not None and m.reports}
-        steps = {m.instance_id: m.reports[-1].steps for m in members if m is not None and m.reports}
-        until = time.monotonic() + _MEASURE_SECONDS
-        while time.monotonic() < until:
-            await asyncio.sleep(self._config.poll_seconds)
-            now = [self.members.known.get(name) for name in steps]
-            if any(m is None or not m.reports for m in now):
-                return None
-            made = [m.reports[-1].steps - steps[m.instance_id] for m in now if m is not None]
-            if min(made) >= _MEASURE_STEPS:
-                break
-        return self._speed_since(transfer, begun)
-
-    def _speed_since(self, transfer: Transfer, begun: dict[str, float]) -> Speed | None:
-        together, longest = 0.0, 0.0
-        for name in (transfer.donor, transfer.receiver):
-            member = self.members.known.get(name)
-            reports = [r for r in member.reports if r.at >= begun.get(name, 0.0)] if member else []
-            if len(reports) < 2:
-                return None
-            together += tokens_per_second(reports[0], reports[-1])
-            longest = max(longest, step_seconds(reports[0], reports[-1]))
-        return Speed(together, longest)
+    def _note_left(self, transfer: Transfer, outcome: Outcome) -> None:
+        """What was moved has not ended."""
+        self._left.setdefault(transfer.donor, set()).update(move.key for move in outcome.done)
 
 
-def _achieved(rule: Rule, before: Speed, after: Speed) -> float:
-    """In the terms of the prediction: tokens a second, or for levelling the longer engine step."""
-    if rule is Rule.LEVEL:
-        return before.step_seconds / after.step_seconds - 1 if after.step_seconds else 0.0
-    return after.tokens_per_second / before.tokens_per_second - 1 if before.tokens_per_second else 0.0
+def _steps_of(members: Iterable[Member]) -> dict[Name, int]:
+    return {(m.instance_id, m.record.epoch): m.reports[-1].steps for m in members if m.reports}
 
 
 def _details(transfer: Transfer) -> dict[str, object]:
@@ -232,13 +209,15 @@ def _details(transfer: Transfer) -> dict[str, object]:
         "rule": transfer.rule.value,
         "donor": transfer.donor,
         "receiver": transfer.receiver,
-        "samples": len(transfer.keys),
+        "samples": len(transfer.moves),
+        "by": {way.value: transfer.count(way) for way in By},
     }
 
 
 def _what_became(outcome: Outcome) -> dict[str, object]:
     return {
         "moved": outcome.moved,
+        "moved_by": {way.value: sum(move.by is way for move in outcome.done) for way in By},
         "bytes": outcome.bytes,
         "refused": dict(outcome.refused),
         "failed": dict(outcome.failed),

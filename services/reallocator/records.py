@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from services.reallocator.price import By, WayCost
 from services.reallocator.threshold import Curve
 
 
@@ -22,20 +23,21 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the plan goes by. Times in seconds.
+    """What the plan goes by.
 
-    `least_gain`: of the pair's throughput, or (`level`) of the time until it is done, as a share. `payback`: a
-    moved sample must save so many times what its stall costs. `stall_steps` and `seconds_per_token` are that cost:
-    engine steps that it misses, and time to copy its KV. `spare_blocks`: share of the receiver's free blocks that
-    stays free. `rest`: decisions for which an instance that gave takes nothing, and one that took gives nothing.
+    `least_gain`: of the pair's throughput, or (`level`) of the time until it is done, as a share, what the
+    moves cost taken off. `payback`: a moved sample must save so many times what its stall costs. `ways`: what
+    each way to move a sample costs; one that is not there is not taken. `trust`: what share of its predicted
+    gain a rule has brought. `spare_blocks`: share of the receiver's free blocks that stays free. `rest`:
+    decisions for which an instance that gave takes nothing, and one that took gives nothing.
     """
 
     least_gain: float = 0.03
     level: bool = True
     least_level_gain: float = 0.1
     payback: float = 3.0
-    stall_steps: float = 2.0
-    seconds_per_token: float = 0.0
+    ways: Mapping[By, WayCost] = field(default_factory=lambda: {By.KV: WayCost()})
+    trust: Mapping[Rule, float] = field(default_factory=dict)
     spare_blocks: float = 0.1
     rest: int = 2
 
@@ -70,18 +72,36 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """One sample, and what of it goes over: with its KV, or by its prefix, from which the receiver makes it anew.
+
+    `reading`: seconds that the receiver is predicted to read for.
+    """
+
+    key: str
+    by: By = By.KV
+    tokens: int = 1
+    reading: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
-    """Samples to be moved from one instance to another, in this order."""
+    """Samples to be moved from one instance to another, in this order. `predicted_gain` is what is left of it when
+    the moves are paid; `rate_gain` is that of the pair's tokens a second, before that."""
 
     donor: str
     receiver: str
-    keys: tuple[str, ...]
+    moves: tuple[Move, ...]
     rule: Rule
     predicted_gain: float
     reason: str
+    rate_gain: float = 0.0
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the samples."""
+        return tuple(move.key for move in self.moves)
 
-def expected_remaining(generated: int, limit: int) -> float:
-    """Tokens that a sample with so many and at most `limit` goes on for: of heavy-tailed lengths the rest is
-    expected to be as long as what there is."""
-    return float(max(1, min(generated, limit - generated)))
+    def count(self, by: By) -> int:
+        """How many go this way."""
+        return sum(move.by is by for move in self.moves)

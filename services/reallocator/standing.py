@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paceline.internal.v1 import migration_pb2 as pb
-from services.reallocator.records import Candidate, Standing, expected_remaining
+from services.reallocator.lifetimes import Lifetimes
+from services.reallocator.records import Candidate, Standing
 from services.reallocator.threshold import Roofline
 
 
@@ -18,11 +19,13 @@ def standing(
     model: str,
     listed: pb.ListSamplesResponse,
     roofline: Roofline,
+    lifetimes: Lifetimes,
     *,
     gives: bool,
     receives: bool,
 ) -> Standing:
-    """An instance by what it lists. Those of one model and policy version are peers."""
+    """An instance by what it lists, and by how long samples have been found to go on. Those of one model and policy
+    version are peers."""
     curve = roofline.curve()
     samples = len(listed.samples)
     return Standing(
@@ -32,19 +35,19 @@ def standing(
         free_blocks=listed.free_blocks,
         curve=curve,
         threshold=roofline.threshold(curve),
-        candidates=tuple(_candidate(each) for each in listed.samples),
+        candidates=tuple(_candidate(each, lifetimes) for each in listed.samples),
         peers=(model, listed.policy_version),
         gives=gives,
         receives=receives,
     )
 
 
-def _candidate(listed: pb.ListedSample) -> Candidate:
+def _candidate(listed: pb.ListedSample, lifetimes: Lifetimes) -> Candidate:
     return Candidate(
         key=listed.key,
         tokens=listed.prompt_tokens + listed.response_tokens,
         accepted=listed.acceptance,
-        remaining=expected_remaining(listed.response_tokens, listed.max_tokens),
+        remaining=lifetimes.remaining(listed.response_tokens, listed.max_tokens),
         blocks=listed.kv_blocks,
         movable=listed.immovable == pb.MOVE_REASON_UNSPECIFIED,
     )

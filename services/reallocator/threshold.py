@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, log
+from math import inf, isfinite, log
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,8 @@ _GRID = 1.25
 _SMOOTHING, _SURPRISE = 0.2, 2.0
 # A threshold in use is left as it is until the turning point is further away than this share of it.
 _SLACK = 0.15
+# Tokens: what a step takes to read fewer is hidden behind what it takes anyway.
+_SHORTEST_READ = 64.0
 
 
 class StepTimeModel(Protocol):
@@ -34,10 +36,17 @@ class StepTimeModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """`seconds` of a step with 1, 2, ... samples; `tokens` that a step brings each of them (accepted + 1)."""
+    """`seconds` of a step with 1, 2, ... samples; `tokens` that a step brings each of them (accepted + 1);
+    `reading`: seconds by which each token of a context that is read in a step prolongs it, infinite where
+    that is not known."""
 
     seconds: tuple[float, ...]
     tokens: float = 1.0
+    reading: float = inf
+
+    def reading_seconds(self, tokens: int) -> float:
+        """By how much a step takes longer that reads a context of so many tokens."""
+        return self.reading * max(0, tokens)
 
     def step_seconds(self, samples: int) -> float:
         """Of a step with so many samples: 0 for none; beyond the curve as if they took turns."""
@@ -111,16 +120,26 @@ class Roofline:
 
     def curve(self) -> Curve:
         """The curve by all that is known: between counts that were measured, the error of the model is
-        interpolated; beyond them it stays."""
+        interpolated; beyond them it stays.
+
+        A step with fewer samples takes no longer, and each sample more adds no less than the one before it, as of a
+        roofline. What was measured otherwise was disturbed, which only ever makes steps longer: it is cut off.
+        """
         counts = np.arange(1, self._most + 1)
         seconds = self._model.seconds(counts, counts, counts * self._context)
         if self._measured:
             points = sorted(self._measured.values())
             measured, ratios = zip(*points, strict=True)
             seconds = seconds * np.interp(np.log(counts), np.log(measured), ratios)
-        # A step with more samples takes no less time, whatever was measured.
-        seconds = np.maximum.accumulate(seconds)
-        return Curve(tuple(float(each) for each in seconds), self._tokens)
+            seconds = _convex(np.minimum.accumulate(seconds[::-1])[::-1])
+        return Curve(tuple(float(each) for each in seconds), self._tokens, self._reading())
+
+    def _reading(self) -> float:
+        """For a context of the mean length: as far from the model as steps with many samples are."""
+        tokens = max(_SHORTEST_READ, self._context)
+        read, none = (float(self._model.seconds(1, rows, tokens)) for rows in (tokens, 1))
+        ratio = max(self._measured.items())[1][1] if self._measured else 1.0
+        return (read - none) / tokens * ratio if read > none else inf
 
     def threshold(self, curve: Curve) -> int:
         """The turning point of the curve, or all that run at once where there is none. It follows the curve with
@@ -129,3 +148,17 @@ class Roofline:
         if self._threshold is None or abs(found - self._threshold) > _SLACK * self._threshold:
             self._threshold = found
         return self._threshold
+
+
+def _convex(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The largest convex curve that is nowhere above this one."""
+    corners: list[int] = []
+    for at in range(len(seconds)):
+        while len(corners) > 1:
+            first, last = corners[-2:]
+            rise = (seconds[last] - seconds[first]) * (at - first)
+            if rise < (seconds[at] - seconds[first]) * (last - first):
+                break
+            corners.pop()
+        corners.append(at)
+    return np.interp(np.arange(len(seconds)), corners, seconds[corners])

@@ -26,6 +26,11 @@ class Trigger:
             return True
         return any(count - self._at.get(name, 0) >= self._steps for name, count in steps.items())
 
+    def steps_left(self, steps: Mapping[Name, int]) -> int:
+        """Engine steps until the first of these has made so many; at least 0."""
+        left = [self._steps - (count - self._at.get(name, 0)) for name, count in steps.items()]
+        return max(0, min(left, default=0))
+
     def decided(self, steps: Mapping[Name, int]) -> None:
         """A decision was made with these."""
         self._at = dict(steps)

@@ -44,6 +44,9 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "--least-gain=0",
             "--least-level-gain=0",
             "--payback=0",
+            "--no-count-costs",
+            # That no prefix is read again is part of what is tested.
+            "--by=kv",
             "--lease-seconds=0.5",
         ),
         tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,

@@ -15,12 +15,12 @@ from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import migration_pb2 as pb
 from services.generation.drafting.speculation import Speculation
 from services.generation.migration import image
-from services.generation.migration.donor import Action, Donor, Event, Fate, Stage
-from services.generation.migration.engine import Exported
+from services.generation.migration.account import Account
+from services.generation.migration.donor import Action, Donor, Event, Fate
 from services.generation.migration.failure import Refused, event_of
-from services.generation.migration.outgoing import Part, Sent
 from services.generation.migration.place import Place, ReceiverStub, leaving
 from services.generation.migration.reason import NotMoved, Reason
+from services.generation.migration.shipment import Shipment
 from services.generation.migration.terms import capacity_of
 from services.generation.samples import RunningSample, WorkStream
 from services.platform import tracing
@@ -48,23 +48,18 @@ class Departure:
     _left: asyncio.Future[bool] = field(init=False)
     _deadline: float = field(init=False)
     _sample: RunningSample | None = field(init=False, default=None)
-    _reserved: pb.Reservation = field(init=False, default_factory=pb.Reservation)
-    _exported: Exported | None = field(init=False, default=None)
-    _capacity: int = field(init=False, default=0)
-    # Response tokens that Reserve told, and blocks that have been sent or need not be.
+    _shipment: Shipment | None = field(init=False, default=None)
+    # Response tokens that Reserve told.
     _told: int = field(init=False, default=0)
-    _sent_blocks: int = field(init=False, default=0)
     _commit: pb.CommitRequest = field(init=False, default_factory=pb.CommitRequest)
     _drafters: bytes = field(init=False, default=b"")
-    _frozen_at: float = field(init=False, default=0.0)
-    # In the sample's trace, and the parent of what the receiver does with it.
-    _span: tracing.Span = field(init=False, default=tracing.NO_SPAN)
+    _account: Account = field(init=False)
 
     async def run(self) -> pb.Migration:
         """Move the sample."""
-        began = time.monotonic()
+        self._account = Account(self.report)
         self._left = asyncio.get_running_loop().create_future()
-        self._deadline = began + (self.request.timeout_seconds or self.place.limits.timeout)
+        self._deadline = self._account.began + (self.request.timeout_seconds or self.place.limits.timeout)
         try:
             actions = await self._step(self._reserve, self._deadline)
             while actions:
@@ -75,8 +70,7 @@ class Departure:
             await self._give_up()
         finally:
             await self._clean_up()
-        self._describe(time.monotonic() - began)
-        self._trace()
+        self._account.close(self._donor, self.place.loop.load.step_seconds)
         return self.report
 
     async def _do(self, action: Action) -> list[Action]:
@@ -107,7 +101,7 @@ class Departure:
     async def _step(self, act: Callable[[], Awaitable[None]], deadline: float | None) -> list[Action]:
         """Do what a stage does, until it is done, the deadline is over, or the sample leaves; what follows."""
         stage, began = self._donor.stage, time.monotonic()
-        tracing.enter(self._span)
+        tracing.enter(self._account.span)
         task = asyncio.ensure_future(act())
         if deadline is None:
             await asyncio.wait([task])
@@ -116,7 +110,7 @@ class Departure:
             seconds = max(deadline - began, 0.0)
             await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         outcome = await self._outcome(task)
-        self._time(stage, time.monotonic() - began)
+        self._account.passed(stage, time.monotonic() - began)
         return self._donor.on(*outcome)
 
     async def _outcome(self, task: asyncio.Future[None]) -> tuple[Event, Reason, str]:
@@ -143,14 +137,15 @@ class Departure:
         except NotMoved as error:
             # The receiver has not heard of it.
             raise Refused(error.reason, error.message) from error
-        self._span = tracing.begin("migrate", asked.item.trace_parent, receiver_id=self.request.receiver_id)
-        asked.item.trace_parent = self._span.traceparent
-        tracing.enter(self._span)
+        receiver_id = self.request.receiver_id
+        span = tracing.begin("migrate", asked.item.trace_parent, receiver_id=receiver_id)
+        self._account.span, asked.item.trace_parent = span, span.traceparent
+        tracing.enter(span)
         answer = await self.receiver.Reserve(asked, timeout=asked.timeout_seconds)
         if answer.WhichOneof("result") != "reserved":
             raise Refused(Reason.of(answer.refused.reason), answer.refused.message)
-        self._reserved = answer.reserved
-        self._sent_blocks = self.report.shared_blocks = answer.reserved.shared_blocks
+        self._shipped.reserved(answer.reserved)
+        self.report.shared_blocks = answer.reserved.shared_blocks
 
     def _ask(self) -> pb.ReserveRequest:
         """In the engine thread: see whether the sample can leave, watch it, and describe it."""
@@ -158,47 +153,53 @@ class Departure:
         sample = leaving(loop, self.request.key)
         exported = place.engine.export(self.request.key)
         loop.watchers[self.request.key] = self._watch
-        self._sample, self._exported, self._told = sample, exported, len(sample.response)
+        self._sample, self._told = sample, len(sample.response)
         request = sample.request
         most = min(
             len(request.prompt) + (request.sampling.max_tokens or place.max_model_len), place.max_model_len
         )
         step = loop.load.step_seconds
         rate = (1 + sample.acceptance) / step if step > 0 else 0.0
-        self._capacity = capacity_of(len(request.prompt) + self._told, most, rate)
+        capacity = capacity_of(len(request.prompt) + self._told, most, rate)
+        self._shipment = Shipment(place, self.request.migration_id, exported, capacity, rate)
         asked = image.reserve_request(sample, self.request.migration_id, loop.policy_version)
-        asked.donor_id, asked.capacity_tokens = place.instance_id, self._capacity
+        asked.donor_id, asked.capacity_tokens = place.instance_id, capacity
         asked.geometry.CopyFrom(place.geometry)
         # Longer than the donor tries: it cancels itself.
         asked.timeout_seconds = max(self._deadline - time.monotonic(), 0.001) + 3 * place.limits.stall
         return asked
 
+    @property
+    def _shipped(self) -> Shipment:
+        assert self._shipment is not None
+        return self._shipment
+
     async def _copy(self) -> None:
         """Stage 1: whole blocks, as long as there come to be more; at least opens the connections."""
+        shipment = self._shipped
         for round_ in range(_ROUNDS):
-            exported = await self._between_steps(lambda: self.place.engine.export(self.request.key))
-            if self._exported is None or exported.preemptions != self._exported.preemptions:
-                raise NotMoved(Reason.PREEMPTED, "the donor preempted the sample")
-            self._check_size(exported.tokens + 1)
-            whole = exported.tokens // self.place.geometry.block_size
-            if round_ and whole - self._sent_blocks < 2:
-                return
-            sent = await self._send_blocks(exported, max(whole, self._sent_blocks), b"")
+            if round_:
+                await self._between_steps(shipment.look)
+            sent = await shipment.send_whole(self._seconds_to_send)
             self.report.copied_bytes = sum(each.nbytes for each in sent)
+            if not shipment.may_have_grown:
+                return
+
+    @property
+    def _seconds_to_send(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0) + self.place.limits.stall
 
     async def _freeze(self) -> None:
-        exported = await self._between_steps(self._freeze_sample)
-        self._exported = exported
-        self._span.event("frozen")
+        await self._between_steps(self._freeze_sample)
 
-    def _freeze_sample(self) -> Exported:
+    def _freeze_sample(self) -> None:
         """In the engine thread: keep the sample out of the steps, and describe what it has become."""
-        place, sample = self.place, self._sample
-        if sample is None or self._exported is None or self.request.key not in place.loop.samples:
+        place, sample, shipment = self.place, self._sample, self._shipped
+        if sample is None or self.request.key not in place.loop.samples:
             raise NotMoved(Reason.FINISHED, "the sample ended at its donor")
-        self._check_size(len(sample.request.prompt) + len(sample.response))
-        exported = place.engine.freeze(self._exported)
-        self._frozen_at = time.monotonic()
+        shipment.check_size(len(sample.request.prompt) + len(sample.response))
+        shipment.saw(place.engine.freeze(shipment.exported))
+        self._account.frozen()
         speculation: Speculation | None = place.loop.speculation
         states = image.drafter_states(speculation.carry(self.request.key) if speculation is not None else {})
         self._drafters = states.SerializeToString()
@@ -211,30 +212,12 @@ class Departure:
             acceptance=sample.acceptance,
             tokens_crc=image.tokens_crc(sample.response),
         )
-        return exported
-
-    def _check_size(self, tokens: int) -> None:
-        if tokens > self._capacity:
-            raise NotMoved(Reason.OUTGROWN, f"the sample has outgrown {self._capacity} tokens")
 
     async def _send(self) -> None:
         """Stage 2: what the drafters know, then the rest of the KV."""
-        assert self._exported is not None
-        sent = await self._send_blocks(self._exported, len(self._exported.blocks), self._drafters)
+        sent = await self._shipped.send_rest(self._drafters, self._seconds_to_send)
         self.report.delta_bytes = sum(each.nbytes for each in sent) - self.report.copied_bytes
         self._commit.data_crcs.extend(each.crc for each in sent)
-
-    async def _send_blocks(self, exported: Exported, end: int, drafters: bytes) -> list[Sent]:
-        size, begin = self.place.geometry.block_size, self._sent_blocks
-        tokens = min(end * size, exported.tokens) - begin * size
-        part = Part(begin * size, max(tokens, 0), exported.blocks[begin:end], drafters)
-        seconds = max(self._deadline - time.monotonic(), 0.0) + self.place.limits.stall
-        reserved = self._reserved
-        sent = await self.place.ports.send(
-            self.request.migration_id, reserved.data_addresses, reserved.token, seconds, part
-        )
-        self._sent_blocks = end
-        return sent
 
     async def _offer(self) -> None:
         """Commit: NotMoved when the receiver says that it will never have the sample."""
@@ -287,7 +270,7 @@ class Departure:
 
     async def _thaw(self) -> None:
         await self._between_steps(lambda: self.place.engine.thaw(self.request.key))
-        self._note_stall()
+        self._account.resumed()
 
     async def _cancel(self, *, disown: bool) -> None:
         """Tell the receiver. One that does not hear it finds out by its own deadline."""
@@ -329,44 +312,3 @@ class Departure:
 
     async def _between_steps(self, act: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self.place.loop.call(act))
-
-    # -- the report ---------------------------------------------------------------------------------------
-
-    def _time(self, stage: Stage, seconds: float) -> None:
-        if stage is Stage.RESERVING:
-            self.report.reserve_seconds = seconds
-        elif stage is Stage.COPYING:
-            self.report.copy_seconds = seconds
-        else:
-            self._note_stall()
-
-    def _note_stall(self) -> None:
-        if self._frozen_at:
-            self.report.stall_seconds = time.monotonic() - self._frozen_at
-
-    def _describe(self, seconds: float) -> None:
-        donor, report = self._donor, self.report
-        moved = donor.fate is Fate.MOVED
-        report.total_seconds = seconds
-        step = self.place.loop.load.step_seconds
-        report.stall_steps = report.stall_seconds / step if step > 0 else 0.0
-        report.state = pb.MIGRATION_STATE_COMMITTED if moved else pb.MIGRATION_STATE_CANCELLED
-        if moved:
-            report.outcome = pb.MOVE_OUTCOME_MOVED
-            return
-        report.outcome = pb.MOVE_OUTCOME_REFUSED if donor.refused else pb.MOVE_OUTCOME_FAILED
-        report.reason = (donor.reason or Reason.INTERNAL).value
-        report.message = donor.message
-
-    def _trace(self) -> None:
-        """The end of the span."""
-        report = self.report
-        failed = report.outcome == pb.MOVE_OUTCOME_FAILED
-        self._span.end(
-            report.message if failed else "",
-            outcome=pb.MoveOutcome.Name(report.outcome).removeprefix("MOVE_OUTCOME_").lower(),
-            response_tokens=report.response_tokens,
-            copied_bytes=report.copied_bytes,
-            delta_bytes=report.delta_bytes,
-            stall_seconds=report.stall_seconds,
-        )

@@ -24,7 +24,8 @@ class MigrationMetrics:
         prefix = "paceline_migration_"
         self._moves = Counter(
             f"{prefix}moves_total",
-            "Moves that this instance was asked for as the donor; the reason is empty for those that came about.",
+            "Moves that this instance was asked for as the donor: moved with their KV, handed_on by their prefix, "
+            "refused or failed; the reason is empty for those that came about.",
             ["outcome", "reason"],
             registry=registry,
         )
@@ -68,7 +69,8 @@ class MigrationMetrics:
             registry=registry,
         )
         # A series that begins at 1 hides its first increase from rate().
-        self._moves.labels("moved", "")
+        for outcome in ("moved", "handed_on"):
+            self._moves.labels(outcome, "")
         for stage in ("reserve", "copy", "stall"):
             self._stages.labels(stage)
         for state in (State.COMMITTED, State.CLAIMED):
@@ -77,7 +79,10 @@ class MigrationMetrics:
     def moved(self, migration: pb.Migration) -> None:
         """A move that this instance made or tried is over."""
         reason = Reason.of(migration.reason).name.lower() if migration.reason else ""
-        self._moves.labels(_OUTCOMES[migration.outcome], reason).inc()
+        handed_on = migration.by == pb.MOVE_BY_PREFIX and migration.outcome == pb.MOVE_OUTCOME_MOVED
+        self._moves.labels("handed_on" if handed_on else _OUTCOMES[migration.outcome], reason).inc()
+        if handed_on:
+            return
         self._bytes.labels("copy").inc(migration.copied_bytes)
         self._bytes.labels("delta").inc(migration.delta_bytes)
         if migration.outcome != pb.MOVE_OUTCOME_MOVED:

@@ -26,6 +26,7 @@ from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.place import Place, leaving
 from services.generation.migration.port import KvPort
 from services.generation.migration.ports import LocalPort, Ports, RankPorts
+from services.generation.migration.prefix import hand_back
 from services.generation.migration.reason import NotMoved, Reason
 from services.generation.migration.store import UnsupportedCaches
 from services.generation.migration.terms import Limits, check_geometry, geometry_of
@@ -202,7 +203,10 @@ class Migration:
 
     async def _depart(self, request: pb.MoveRequest) -> pb.Migration:
         report = pb.Migration(
-            migration_id=request.migration_id, key=request.key, receiver_id=request.receiver_id
+            migration_id=request.migration_id,
+            key=request.key,
+            receiver_id=request.receiver_id,
+            by=request.by or pb.MOVE_BY_KV,
         )
         try:
             report = await self._departed(request, report)
@@ -231,12 +235,15 @@ class Migration:
                 raise NotMoved(Reason.SELF, "donor and receiver are the same")
             if len(self._departures) > self._limits.outgoing:
                 raise NotMoved(Reason.DONOR_BUSY, f"{self._limits.outgoing} samples are leaving already")
+            if request.by == pb.MOVE_BY_PREFIX:
+                await self._between_steps(partial(hand_back, place, request, report))
+                return report
             receiver: Any = rpc.MigrationServiceStub(self._channel(request.receiver_address))
+        except Unavailable as error:
+            return _not_moved(report, Reason.ABORTED, str(error))
         except (NotMoved, ValueError) as error:
-            report.state, report.outcome = pb.MIGRATION_STATE_CANCELLED, pb.MOVE_OUTCOME_REFUSED
-            report.reason = (error.reason if isinstance(error, NotMoved) else Reason.INVALID).value
-            report.message = str(error)
-            return report
+            reason = error.reason if isinstance(error, NotMoved) else Reason.INVALID
+            return _not_moved(report, reason, str(error))
         return await Departure(place, request, receiver, report).run()
 
     def _ready(self) -> Place:
@@ -316,3 +323,10 @@ class Migration:
 
     async def _between_steps(self, act: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._loop.call(act))
+
+
+def _not_moved(report: pb.Migration, reason: Reason, message: str) -> pb.Migration:
+    """Nothing was begun."""
+    report.state, report.outcome = pb.MIGRATION_STATE_CANCELLED, pb.MOVE_OUTCOME_REFUSED
+    report.reason, report.message = reason.value, message
+    return report

@@ -18,6 +18,7 @@ from services.platform.decisions import Decision, DecisionLog
 from services.platform.registry import Registry
 from services.platform.store import Keys, connect
 from services.reallocator.config import ReallocatorConfig
+from services.reallocator.learned import Costs, Learned
 from services.reallocator.metrics import ReallocatorMetrics
 from services.reallocator.reallocator import Reallocator
 from services.reallocator.threshold import Roofline
@@ -29,20 +30,26 @@ from tests.support.fake_migration import FakeMigration
 class Figure5:
     """Step times shaped as in RLHFSpec's Figure 5: flat to a dozen samples, then in proportion."""
 
+    def __init__(self, reading: float = 0.0) -> None:
+        """`reading`: seconds for each token of a prompt; 0: nothing is known of it."""
+        self.reading = reading
+
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
-        return np.maximum(0.0078, 0.00069 * np.asarray(requests, np.float64))
+        read = np.asarray(rows, np.float64) - np.asarray(requests, np.float64)
+        return np.maximum(0.0078, 0.00069 * np.asarray(requests, np.float64)) + self.reading * read
 
 
 class Running:
     """A reallocator in this process."""
 
-    def __init__(self, redis_url: str, namespace: str, **settings: Any) -> None:
+    def __init__(self, redis_url: str, namespace: str, reading: float = 0.0, **settings: Any) -> None:
         given = {"decision_steps": 16, "poll_seconds": 0.02, **settings}
         self.config = ReallocatorConfig(redis_url=redis_url, namespace=namespace, **given)
         # All are alike.
-        roofline = Roofline(Figure5(), 64)
+        roofline = Roofline(Figure5(reading), 64)
         self.redis = connect(self.config)
         self.prometheus = CollectorRegistry()
+        self.learned = Learned(Costs(self.config.ways()))
         self.decisions = DecisionLog(self.redis, namespace)
         self.reallocator = Reallocator(
             self.config,
@@ -50,6 +57,7 @@ class Running:
             self.decisions,
             ReallocatorMetrics(self.prometheus),
             lambda record: roofline,
+            self.learned,
         )
         self.task: asyncio.Task[None] | None = None
 

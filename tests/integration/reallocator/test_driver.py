@@ -46,7 +46,8 @@ async def test_moves_are_followed(fleet: Fleet, cluster: Cluster) -> None:
         outcome = await running
     assert outcome.responses == truth()
     assert [(m.donor, m.receiver, m.tokens) for m in outcome.moves] == [("i0", "i1", 20)] * 3
-    assert len(outcome.gaps) == 3
+    assert [move.by for move in outcome.moves] == ["kv"] * 3
+    assert len(outcome.gaps("kv")) == 3
     assert outcome.lost_claims == 0
 
 
@@ -71,5 +72,20 @@ async def test_moves_by_prefix_are_made_where_they_were_wanted(fleet: Fleet, clu
     assert outcome.responses == truth()
     assert sorted(move.key for move in outcome.moves) == ["p0/0", "p1/0"]
     assert all(move.tokens >= 24 for move in outcome.moves)
-    assert len(outcome.gaps) == 2
+    assert len(outcome.gaps("prefix")) == 2
     assert {len(each.prefix_token_ids) > 20 for each in receiver.accepted} == {True}
+
+
+async def test_what_instances_hand_on_is_resumed_where_they_say(fleet: Fleet, cluster: Cluster) -> None:
+    donor, receiver = await pair(fleet, cluster)
+    donor.hold_at = 20
+    async with Driver(addresses(donor, receiver)) as driver:
+        running = asyncio.create_task(driver.run(tasks()))
+        await until(lambda: [s.length for s in donor.running()] == [20] * 6, "they are in the middle")
+        for sample in donor.running()[:2]:
+            donor.hand_back(sample, "i1")
+        donor.hold_at = None
+        outcome = await running
+    assert outcome.responses == truth()
+    assert [(m.by, m.receiver, m.tokens) for m in outcome.moves] == [("prefix", "i1", 20)] * 2
+    assert (len(outcome.gaps("prefix")), outcome.moved_again) == (2, 0)

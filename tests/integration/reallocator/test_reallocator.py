@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from paceline.internal.v1 import migration_pb2
 from paceline.v1 import fleet_pb2, rollout_pb2
+from services.reallocator.price import By
 from tests.integration.gateway.conftest import CALL, RunningGateway, check_samples, make_batch, until
 from tests.integration.reallocator.conftest import Fleet
 from tests.support.fake_instance import FakeInstance
@@ -39,13 +40,15 @@ async def test_an_instance_that_joins_in_mid_step_is_filled_at_once(fleet: Fleet
     reallocator = fleet.reallocator(decision_steps=10**9)
     await fleet.join("i1", hold_at=HELD)
     await until(lambda: fleet.counts() == {"i0": 13, "i1": 11}, "i1 has as many as its threshold")
-    await until(lambda: reallocator.metric("moves_total", rule="threshold") == 11, "the reallocator knows")
+    await until(
+        lambda: reallocator.metric("moves_total", rule="threshold", by="kv") == 11, "the reallocator knows"
+    )
     fleet.release()
     events = await gateway.trainer.collect(request)
     check_samples(request, events)
     assert resubmissions(events) == 0
     (decision,) = await reallocator.told("migration")
-    assert decision.predicted_gain > 0.5
+    assert decision.predicted_gain > 0.4, "what the moves cost is taken off"
     assert decision.details["samples"] == 11
     assert "threshold" in decision.reason
     assert reallocator.metric("threshold_samples", instance_id="i1") == 11
@@ -55,10 +58,49 @@ async def test_what_was_achieved_is_measured_and_told(fleet: Fleet) -> None:
     gateway, request = await crowded(fleet)
     reallocator = fleet.reallocator()
     await fleet.join("i1", hold_at=HELD)
-    await until(lambda: reallocator.metric("moves_total", rule="threshold") == 11, "samples have moved")
+    await until(
+        lambda: reallocator.metric("moves_total", rule="threshold", by="kv") == 11, "samples have moved"
+    )
     await until(lambda: reallocator.told("migration_outcome"), "the outcome is told")
     (outcome,) = await reallocator.told("migration_outcome")
     assert (outcome.details["moved"], outcome.details["bytes"]) == (11, 11 * 4096)
+    assert outcome.details["moved_by"] == {"kv": 11, "prefix": 0}
+    assert reallocator.learned.costs.ways[By.KV].stall_steps < 2.0, "the fakes' stall is learned"
+    fleet.release()
+    check_samples(request, await gateway.trainer.collect(request))
+
+
+async def test_what_is_cheaper_to_read_again_goes_by_its_prefix(fleet: Fleet) -> None:
+    gateway, request = await crowded(fleet)
+    # 100 tokens are read in no time beside a stall of two steps.
+    reallocator = fleet.reallocator(reading=1e-9, decision_steps=10**9)
+    reallocator.learned.costs.stalled(By.KV, 50.0, 0.0, 1)
+    await fleet.join("i1", hold_at=HELD)
+    await until(lambda: fleet.counts() == {"i0": 13, "i1": 11}, "i1 has as many as its threshold")
+    await until(lambda: reallocator.metric("moves_total", rule="threshold", by="prefix") == 11, "it knows")
+    fleet.release()
+    events = await gateway.trainer.collect(request)
+    check_samples(request, events)
+    assert resubmissions(events) == 11
+    (decision,) = await reallocator.told("migration")
+    assert decision.details["by"] == {"kv": 0, "prefix": 11}
+    (outcome,) = await reallocator.told("migration_outcome")
+    assert (outcome.details["moved_by"], outcome.details["bytes"]) == ({"kv": 0, "prefix": 11}, 0)
+
+
+async def test_moves_that_come_too_late_are_not_begun(fleet: Fleet) -> None:
+    gateway, request = await crowded(fleet)
+    reallocator = fleet.reallocator(decision_steps=10**9, moves_at_once=1, stale_seconds=0.5)
+    mover = fleet.movers["i0"]
+    mover.gate.clear()
+    await fleet.join("i1", hold_at=HELD)
+    await until(lambda: mover.at_once == 1, "a move is under way")
+    begun = asyncio.get_running_loop().time()
+    await until(lambda: asyncio.get_running_loop().time() > begun + 0.5, "the others are late")
+    mover.gate.set()
+    await until(lambda: reallocator.told("migration_outcome"), "the outcome is told")
+    (outcome,) = await reallocator.told("migration_outcome")
+    assert (outcome.details["moved"], outcome.details["refused"]) == (1, {"stale": 10})
     fleet.release()
     check_samples(request, await gateway.trainer.collect(request))
 
@@ -91,7 +133,7 @@ async def test_a_drained_instance_is_emptied_by_moves(fleet: Fleet) -> None:
     events = await gateway.trainer.collect(request)
     check_samples(request, events)
     assert resubmissions(events) == 0
-    assert reallocator.metric("moves_total", rule="evacuate") == 24
+    assert reallocator.metric("moves_total", rule="evacuate", by="kv") == 24
     rules = {each.details["rule"] for each in await reallocator.told("migration")}
     assert rules == {"evacuate"}
 
@@ -108,7 +150,7 @@ async def test_what_cannot_be_moved_off_a_drained_instance_goes_by_its_prefix(fl
     fleet.fakes["i0"].evacuation_seconds = 1.0
     drained = await gateway.trainer.fleet.Drain(fleet_pb2.DrainRequest(instance_id="i0"), timeout=CALL)
     assert drained.handed_over == 20
-    assert reallocator.metric("moves_total", rule="evacuate") == 4
+    assert reallocator.metric("moves_total", rule="evacuate", by="kv") == 4
     assert reallocator.metric("refusals_total", reason="reusing") >= 20
     fleet.release()
     events = await gateway.trainer.collect(request)

@@ -7,13 +7,17 @@ from dataclasses import replace
 import pytest
 
 from services.reallocator.measured import (
-    MoveCost,
     Report,
+    Speed,
+    achieved_gain,
+    lost_seconds,
     pace,
+    settled,
     steady,
     step_seconds,
     tokens_per_second,
 )
+from services.reallocator.threshold import Curve
 
 FIRST = Report(at=10.0, samples=4, steps=100, tokens=1000)
 SECOND = Report(at=10.5, samples=4, steps=150, tokens=1400)
@@ -55,12 +59,47 @@ def test_tokens_a_second_need_no_steady_samples() -> None:
     assert tokens_per_second(SECOND, FIRST) == 0.0
 
 
-def test_what_moves_cost_is_learned_and_bounded() -> None:
-    cost = MoveCost()
-    for _ in range(50):
-        cost.observe(5.0, 0.1, 100)
-    assert cost.stall_steps == pytest.approx(5.0, abs=0.01)
-    assert cost.seconds_per_token == pytest.approx(0.001, rel=0.01)
-    cost.observe(1e9, -1.0, 0)
-    assert cost.stall_steps < 20
-    assert cost.seconds_per_token > 0
+def test_only_work_is_compared_with_work() -> None:
+    idle = replace(FIRST, at=9.0, samples=0)
+    assert settled([idle, FIRST, SECOND, THIRD]) == [SECOND, THIRD], "it began somewhere before the first"
+    assert settled([FIRST, SECOND, THIRD]) == [SECOND, THIRD]
+    assert settled([FIRST, SECOND, THIRD], since=10.2) == [SECOND, THIRD]
+    resting = [replace(each, samples=0) for each in (SECOND, THIRD)]
+    assert settled([FIRST, *resting]) == resting
+    assert settled([]) == []
+    assert settled([FIRST]) == []
+
+
+def test_engine_time_that_its_steps_do_not_explain_is_lost() -> None:
+    # 100 steps in 1.5 s.
+    assert lost_seconds(FIRST, THIRD, 0.01) == pytest.approx(0.5)
+    assert lost_seconds(FIRST, THIRD, 0.02) == pytest.approx(-0.5)
+    assert lost_seconds(replace(FIRST, samples=0), THIRD, 0.01) is None
+    assert lost_seconds(FIRST, THIRD, 0.0) is None
+
+
+LINEAR = Curve(tuple(0.01 + 0.001 * n for n in range(1, 65)))
+
+
+def speed(donor: float, receiver: float, scale: float = 1.0) -> Speed:
+    """As the curve says, times `scale`."""
+    together = LINEAR.throughput(int(donor)) + LINEAR.throughput(int(receiver))
+    return Speed(together * scale, 0.0, donor, receiver)
+
+
+def test_a_gain_is_that_over_the_pair_as_it_was() -> None:
+    predicted = speed(12, 12).tokens_per_second / speed(20, 4).tokens_per_second - 1
+    assert predicted > 0.05
+    # The machine is half as fast as the curve says, before and after.
+    assert achieved_gain(speed(20, 4, 0.5), speed(12, 12, 0.5), 8, LINEAR) == pytest.approx(predicted)
+    # It got slower by the moves.
+    assert achieved_gain(speed(20, 4), speed(12, 12, 0.5), 8, LINEAR) == pytest.approx(
+        0.5 * (1 + predicted) - 1
+    )
+
+
+def test_samples_that_end_meanwhile_are_no_loss() -> None:
+    found = achieved_gain(speed(20, 4), speed(6, 6), 8, LINEAR)
+    # Four of the moved ones are left: without them it would be 10 and 2.
+    assert found == pytest.approx(speed(6, 6).tokens_per_second / speed(10, 2).tokens_per_second - 1)
+    assert achieved_gain(speed(20, 4), speed(0, 0), 8, LINEAR) is None

@@ -9,10 +9,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.reallocator.plan import Rest, evacuate, plan
-from services.reallocator.records import Candidate, Rule, Rules, Standing, Transfer, expected_remaining
+from services.reallocator.plan import evacuate, plan
+from services.reallocator.price import By, WayCost, lost, price
+from services.reallocator.records import Candidate, Move, Rule, Rules, Standing, Transfer
+from services.reallocator.rest import Rest
 from tests.unit.reallocator.fleets import (
-    BLOCK,
     FIGURE_5,
     FLAT,
     STEEP,
@@ -23,8 +24,9 @@ from tests.unit.reallocator.fleets import (
 )
 
 RULES = Rules()
-# Whatever moves at all is wanted.
-EAGER = Rules(least_gain=1e-6, least_level_gain=1e-6, payback=0.0)
+# Whatever moves at all is wanted, and moves cost nothing.
+EAGER = Rules(least_gain=1e-6, least_level_gain=1e-6, payback=0.0, ways={By.KV: WayCost(stall_steps=0.0)})
+DEAR = {By.KV: WayCost(stall_steps=3.0, donor=0.01, receiver=0.02)}
 
 
 def counts(fleet: list[Standing]) -> dict[str, int]:
@@ -217,11 +219,75 @@ def test_evacuation_takes_all_that_fits(fleet: list[Standing], which: int) -> No
         assert not left or other.room - used <= 0 or all(each.blocks + 1 > space for each in left)
 
 
+# What moves cost ----------------------------------------------------------------------------------------
+
+
+def test_moves_that_cost_more_than_they_gain_are_not_made() -> None:
+    fleet = [standing("ins1", 24), standing("ins2", 1)]
+    dear = {By.KV: WayCost(donor=1.0, receiver=1.0)}
+    assert plan(fleet, replace(RULES, ways=dear)) == []
+    short = [candidate(f"a{n}", remaining=60.0) for n in range(24)]
+    assert plan([standing("a", short), standing("b", 1)], replace(RULES, payback=0.0)) != []
+    assert plan([standing("a", short), standing("b", 1)], replace(RULES, payback=0.0, ways=DEAR)) == []
+
+
+def test_a_rule_that_brought_nothing_is_not_believed() -> None:
+    fleet, rules = [standing("ins1", 24), standing("ins2", 1)], replace(RULES, level=False)
+    assert plan(fleet, replace(rules, trust={Rule.THRESHOLD: 0.05})) == []
+    assert plan(fleet, replace(rules, trust={Rule.THRESHOLD: 0.5})) != []
+    fleet = [standing("a", 19), standing("b", 1)]
+    assert plan(fleet, replace(RULES, trust={Rule.LEVEL: 0.05})) == []
+    assert plan(fleet, replace(RULES, trust={Rule.LEVEL: 0.5})) != []
+
+
+def test_each_sample_goes_by_the_way_that_is_cheaper_for_it() -> None:
+    curve = replace(STEEP, reading=1e-5)
+    ways = {By.KV: WayCost(donor=1e-4, receiver=1e-4), By.PREFIX: WayCost(stall_steps=1.0, reading=1.0)}
+    samples = [candidate(f"a{n}", tokens=20 if n % 2 else 4000) for n in range(24)]
+    fleet = [standing("a", samples, curve=curve, threshold=8), standing("b", 0, curve=curve, threshold=14)]
+    (found,) = plan(fleet, replace(EAGER, ways=ways))
+    assert len(found.moves) == 14
+    assert {move.by for move in found.moves if move.tokens == 20} == {By.PREFIX}
+    assert {move.by for move in found.moves if move.tokens == 4000} == {By.KV}
+    assert found.count(By.PREFIX) == 12
+
+
+@settings(deadline=None, max_examples=100)
+@given(fleets(), st.floats(0, 4), st.floats(0, 0.01), st.floats(0, 0.01), st.floats(0, 1))
+def test_by_its_own_account_no_decision_makes_anything_later(
+    fleet: list[Standing], stall: float, donor: float, receiver: float, trust: float
+) -> None:
+    """Counted anew: when each pair is done, with what its moves cost, and without them."""
+    ways = {By.KV: WayCost(stall, 0.0, donor, receiver)}
+    rules = replace(EAGER, ways=ways, trust=dict.fromkeys(Rule, trust))
+    by_name = {each.instance_id: each for each in fleet}
+    for found in plan(fleet, rules):
+        here, there = by_name[found.donor], by_name[found.receiver]
+        gone = set(found.keys)
+        leaving = [each for each in here.candidates if each.key in gone]
+        prices = [
+            price(By.KV, ways[By.KV], each.tokens, there.curve, there.samples + len(leaving))
+            for each in leaving
+        ]
+        lost_here, lost_there = lost(prices)
+        before = max(_done(here.candidates, here), _done(there.candidates, there))
+        after = max(
+            _done([each for each in here.candidates if each.key not in gone], here) + lost_here,
+            _done([*there.candidates, *leaving], there) + lost_there,
+        )
+        assert found.predicted_gain >= 0
+        assert after <= before * (1 + 1e-9)
+
+
+def _done(samples: Any, there: Standing) -> float:
+    return there.curve.finish_seconds([each.remaining for each in samples])
+
+
 # Rest ---------------------------------------------------------------------------------------------------
 
 
 def transfer(rule: Rule = Rule.LEVEL, **fields: Any) -> Transfer:
-    return Transfer("a", "b", ("k",), rule, 0.1, "", **fields)
+    return Transfer("a", "b", (Move("k"),), rule, 0.1, "", **fields)
 
 
 def test_who_took_gives_nothing_for_a_while_and_who_gave_takes_nothing() -> None:
@@ -239,11 +305,3 @@ def test_evacuation_is_held_against_nobody() -> None:
     rest.decided([transfer(Rule.EVACUATE)])
     assert rest.gives("b")
     assert rest.receives("a")
-
-
-def test_expected_remaining_is_bounded_by_the_limit() -> None:
-    assert expected_remaining(100, 1000) == 100
-    assert expected_remaining(900, 1000) == 100
-    assert expected_remaining(0, 1000) == 1
-    assert expected_remaining(1000, 1000) == 1
-    assert BLOCK > 0

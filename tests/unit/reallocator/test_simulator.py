@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from bench.simulator.__main__ import figure_5
 from bench.simulator.cluster import Cluster, Manner
 from bench.simulator.loads import PUBLISHED, dealt, lmsys_lengths, published_curve
+from services.reallocator.price import By, WayCost
 from services.reallocator.records import Rules
 
 CURVE = published_curve()
@@ -59,6 +62,19 @@ def test_moves_do_no_harm_to_a_load_that_is_dealt_evenly() -> None:
 
 def test_what_a_move_costs_is_paid() -> None:
     loads = {"a": [1500] * 24, "b": [1500]}
-    cheap = Cluster(loads, CURVE, Manner(stall_steps=1.0), generated=200).run()
-    dear = Cluster(loads, CURVE, Manner(stall_steps=300.0), generated=200).run()
+    cheap, dear = (
+        Cluster(loads, CURVE, Manner(Rules(payback=0.0, ways={By.KV: WayCost(steps)})), generated=200).run()
+        for steps in (1.0, 100.0)
+    )
+    assert dear.moved
     assert cheap.seconds < dear.seconds
+
+
+def test_where_reading_is_cheap_samples_go_by_prefix_and_are_done_sooner() -> None:
+    loads = {"a": [1500] * 24, "b": [1500]}
+    curve = replace(CURVE, reading=1e-6)
+    ways = {By.KV: WayCost(20.0), By.PREFIX: WayCost(1.0, reading=1.0)}
+    kv = Cluster(loads, curve, Manner(Rules(ways={By.KV: ways[By.KV]})), generated=200).run()
+    free = Cluster(loads, curve, Manner(Rules(ways=ways)), generated=200).run()
+    assert (kv.by_prefix, free.by_prefix) == (0, free.moved)
+    assert free.seconds <= kv.seconds

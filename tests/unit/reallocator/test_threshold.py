@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +97,40 @@ def test_measured_throughput_moves_the_threshold() -> None:
             # A machine that computes ten times slower than was thought.
             model.observe(n, max(0.02, n * 0.004), 1.0, 1.0)
     assert model.threshold(model.curve()) <= 10
+
+
+def test_steps_that_were_disturbed_move_no_threshold() -> None:
+    quiet, disturbed = roofline(most=64), roofline(most=64)
+    for model, factor in ((quiet, 1.0), (disturbed, 1.8)):
+        for _ in range(20):
+            for n in (1, 2, 4, 8, 16, 32, 64):
+                model.observe(n, (0.02 + 0.0005 * n) * (factor if n in (4, 16) else 1.0), 1.0, 1.0)
+    curves = [model.curve() for model in (quiet, disturbed)]
+    for n in (2, 4, 16, 48):
+        assert curves[1].step_seconds(n) == pytest.approx(curves[0].step_seconds(n), rel=0.02)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 1.0)), max_size=40))
+def test_whatever_is_measured_the_curve_stays_a_roofline(seen: list[tuple[int, float]]) -> None:
+    model = roofline(most=64)
+    for samples, seconds in seen:
+        model.observe(samples, seconds, 1.0, 100.0)
+    steps = np.array(model.curve().seconds)
+    assert (steps > 0).all()
+    added = np.diff(steps)
+    assert (added >= -1e-12).all()
+    assert (np.diff(added) >= -1e-9).all() or not seen
+
+
+def test_reading_a_context_takes_what_computing_it_takes() -> None:
+    model = roofline()
+    for _ in range(50):
+        model.observe(8, model.curve().step_seconds(8), 1.0, 1000.0)
+    # 16e9 operations a token at 4e13 a second are 0.4 ms; the weights are read meanwhile.
+    found = model.curve().reading_seconds(1000)
+    assert 0.3 < found < 0.5
+    assert model.curve().reading_seconds(2000) == pytest.approx(2 * found)
 
 
 def test_a_threshold_does_not_follow_every_tremble() -> None:

@@ -34,3 +34,11 @@ def test_nothing_is_due_where_nothing_could_be_evened_out() -> None:
     assert not trigger.is_due({A: 500, B: 500}, [9, 8])
     assert not trigger.is_due({A: 500}, [9])
     assert not trigger.is_due({}, [])
+
+
+def test_it_says_how_many_steps_are_left() -> None:
+    trigger = Trigger(64)
+    trigger.decided({("a", 1): 100, ("b", 1): 10})
+    assert trigger.steps_left({("a", 1): 120, ("b", 1): 20}) == 44
+    assert trigger.steps_left({("a", 1): 200, ("b", 1): 20}) == 0
+    assert trigger.steps_left({}) == 0
