@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from bench.report import Figures, cores, show, show_rows, write
-from services.generation.drafting.self_lengths import Batch, choose_lengths
-from services.generation.engine.types import EngineOptions, SampleRequest, W4Options
+from services.generation.drafting.lengths import Batch, choose_lengths
+from services.generation.engine.types import SELF_W4, EngineOptions, SampleRequest, W4Options
 from services.platform.sampling import Sampling
 from services.policy.drafter_time import w4_architecture
 from services.policy.step_time import Architecture, StepTime
@@ -163,7 +163,7 @@ def _run(given: Given) -> Figures:
         "group": given.group,
         "depth": given.depth,
         "refresh_seconds": median(refreshes),
-        "twin_bytes": engine.model_drafts.nbytes if engine.model_drafts is not None else 0,
+        "twin_bytes": engine.model_drafts[SELF_W4].nbytes,
         "same_tokens": plain.tokens == fast.tokens,
         "steps_vs_plain": fast.steps / plain.steps,
         "speed_vs_plain": plain.seconds / fast.seconds,
@@ -205,7 +205,7 @@ def _roll(engine: Any, requests: Sequence[SampleRequest], depth: int) -> _Rolled
 def _draft(engine: Any, depth: int, found: _Rolled) -> None:
     wanted = {state.sample_id: min(depth, state.room) for state in engine.decoding() if state.room > 0}
     began = time.perf_counter()
-    made = engine.model_drafts.propose(wanted)
+    made = engine.model_drafts[SELF_W4].propose(wanted).proposals
     seconds = time.perf_counter() - began
     steps = max((len(proposal.tokens) for proposal in made.values()), default=0)
     found.draft_seconds += [seconds / max(steps, 1)] * steps
@@ -215,7 +215,7 @@ def _draft(engine: Any, depth: int, found: _Rolled) -> None:
 def _refresh(engine: Any) -> float:
     """Make the twin anew; seconds that it took."""
     began = time.perf_counter()
-    while not engine.model_drafts.build(0.0):
+    while not engine.model_drafts[SELF_W4].build(0.0):
         pass
     return time.perf_counter() - began
 

@@ -13,11 +13,14 @@ from typing import Any
 import structlog
 from prometheus_client import REGISTRY
 
+from paceline.internal.v1 import drafter_pb2_grpc as drafter_rpc
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
 from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
 from services.gateway.tasks import end
 from services.generation.config import GenerationConfig
+from services.generation.draft_models import DraftModels
+from services.generation.draft_service import DraftModelService
 from services.generation.instance import Instance
 from services.generation.knobs import KnobService
 from services.generation.loop import EngineLoop
@@ -60,6 +63,8 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
     engine = loop.ready.result()
     knobs = KnobService(config, instance, engine.dtype, engine.device)
     policy_rpc.add_KnobServiceServicer_to_server(knobs, server.server)
+    draft_models = DraftModels(config, instance, metrics)
+    drafter_rpc.add_DraftModelServiceServicer_to_server(DraftModelService(draft_models), server.server)
     migration = Migration(config, instance, MigrationMetrics(REGISTRY))
     migration_rpc.add_MigrationServiceServicer_to_server(MigrationService(migration), server.server)
     await server.start()
@@ -69,6 +74,7 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
         keys = Keys(config.namespace)
         registry = Registry(store, keys)
         await knobs.recall(store)
+        await draft_models.recall(store, keys)
         await migration.open(server.address)
         stack.push_async_callback(migration.close)
         if config.drafts:

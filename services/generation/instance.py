@@ -15,11 +15,11 @@ from paceline.v1 import fleet_pb2
 from services.generation.config import GenerationConfig
 from services.generation.drafting.drafter import Drafter
 from services.generation.drafting.given import GivenDrafter
+from services.generation.drafting.own_model import OwnModelDrafter
 from services.generation.drafting.reuse import Reuse
-from services.generation.drafting.self_draft import SelfDrafter
 from services.generation.drafting.speculation import Speculation
 from services.generation.drafting.suffix import SuffixDrafter
-from services.generation.engine.types import TensorSpec
+from services.generation.engine.types import SELF_W4, TensorSpec
 from services.generation.intake import Intake
 from services.generation.items import Terms
 from services.generation.loop import EngineLoop
@@ -32,7 +32,8 @@ from services.generation.steering.steered import Counted, Floors, OriginOf, Stee
 from services.generation.weights import StagedWeights, read_manifest, stage
 from services.platform.errors import FailedPrecondition
 from services.platform.registry import InstanceRecord
-from services.policy.drafter_time import self_w4_time
+from services.policy.correction import CorrectedStepTime
+from services.policy.drafter_time import eagle3_time, self_w4_time
 from services.policy.knobs import Knobs
 from services.policy.models import step_time_for
 from services.policy.step_time import UnsupportedArchitecture
@@ -62,10 +63,23 @@ def _speculation(
     knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
     plan = _plan(config, knobs, engine.dtype, metrics, origin_of)
     drafters: list[Drafter] = [Gated(makers[name](), plan.wanted) for name in config.drafters]
-    if engine.model_drafts is not None:
-        time = self_w4_time(Path(config.model), engine.dtype, config.self_w4_group, lambda: plan.step_time)
-        drafters.append(SelfDrafter(engine.model_drafts, plan, time, metrics=metrics.self_w4))
+    drafters += [
+        _own_model(each, config, engine.dtype, plan, metrics) for each in engine.model_drafts.values()
+    ]
     return Speculation(drafters, plan, engine.limits.vocab_size, Counted(metrics, plan)), plan
+
+
+def _own_model(
+    drafts: Any, config: GenerationConfig, dtype: str, plan: SteeredPlan, metrics: EngineMetrics
+) -> OwnModelDrafter:
+    def target() -> CorrectedStepTime | None:
+        return plan.step_time
+
+    if drafts.name == SELF_W4:
+        time = self_w4_time(Path(config.model), dtype, config.self_w4_group, target)
+        return OwnModelDrafter(drafts, plan, time, metrics=metrics.self_w4)
+    assert config.eagle3 is not None
+    return OwnModelDrafter(drafts, plan, eagle3_time(config.eagle3, dtype, target), metrics=metrics.eagle3)
 
 
 def _plan(
@@ -121,8 +135,12 @@ class Instance:
         # None: the instance was started without speculation, and no knob changes that.
         self.steering: SteeredPlan | None = None
         speculating = _speculation(config, self._engine, metrics, loop.origin_of)
+        # The drafters that have a model of their own, by name; used in the engine thread.
+        self.own_models: dict[str, OwnModelDrafter] = {}
         if speculating is not None:
             loop.speculation, self.steering = speculating
+            made = loop.speculation.drafters
+            self.own_models = {each.name: each for each in made if isinstance(each, OwnModelDrafter)}
         self.intake = Intake(loop, self.terms, metrics.rollouts, config.draft_wait_seconds)
         loop.cache = self._cache = DraftCache(self._engine.limits.vocab_size, config.draft_cache_bytes)
         loop.background.threshold = config.background_threshold

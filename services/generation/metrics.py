@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from paceline.v1 import fleet_pb2
+from services.generation.drafting.own_model_metrics import Eagle3Metrics, SelfW4Metrics
 from services.generation.drafting.planner_metrics import PlannerMetrics
-from services.generation.drafting.self_metrics import SelfDraftMetrics
 from services.generation.rollouts.metrics import RolloutMetrics
 
 _STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.05, 0.1, 0.2, 0.5, 1, 5)
@@ -85,7 +85,8 @@ class EngineMetrics:
             f"{drafts}drafter_faults_total", "Offers that broke the rules.", ["drafter"], registry=registry
         )
         self.planner = PlannerMetrics(registry)
-        self.self_w4 = SelfDraftMetrics(registry)
+        self.self_w4 = SelfW4Metrics(registry)
+        self.eagle3 = Eagle3Metrics(registry)
         reuse = "paceline_reuse_"
         self.reused_tokens = Counter(
             f"{reuse}tokens_total",

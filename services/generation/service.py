@@ -94,7 +94,7 @@ class GenerationService(rpc.GenerationServiceServicer):
     ) -> pb.StageWeightsResponse:
         """Read and check weights beside the running engine."""
         if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
-            raise Unimplemented("drafter weights", "this instance has no drafter with weights of its own")
+            raise Unimplemented("drafter weights", "a drafter is put in by LoadDraftModel")
         began = time.monotonic()
         staged = await self._instance.stage(request.version, Path(request.disk.path), request.disk.checksum)
         return pb.StageWeightsResponse(checksum=staged.checksum, seconds=time.monotonic() - began)

@@ -1,7 +1,9 @@
-"""How long a draft step of the 4-bit twin takes: the target's model with fewer bytes to move.
+"""How long a draft step of a drafter with a model of its own takes: the target's machine, and another architecture.
 
-EfficientRollout, section 4.2: target and twin compute the same and differ in the weights that they read; what the
-kernels lose against that (its factor for on-the-fly dequantisation) is left to the correction by measured steps.
+The 4-bit twin is the target's model with fewer bytes to move. EfficientRollout, section 4.2: target and twin
+compute the same and differ in the weights that they read; what the kernels lose against that (its factor for
+on-the-fly dequantisation) is left to the correction by measured steps. An EAGLE-3 head is one layer and an output
+head.
 """
 
 from __future__ import annotations
@@ -50,6 +52,38 @@ def self_w4_time(model: Path, dtype: str, group: int, target_of: TargetOf) -> Dr
     config = json.loads((model / "config.json").read_text())
     architecture = w4_architecture(target.model.architecture, config, VALUE_BYTES[dtype], group)
     return DrafterTime(target_of, architecture)
+
+
+def eagle3_architecture(config: Mapping[str, Any], value_bytes: int) -> Architecture:
+    """What a draft step of an EAGLE-3 head moves and computes.
+
+    Its layer reads embedding and hidden state side by side. `fc` is counted in every step, though only the first
+    of a draft runs it: a step more or less than that is within what the correction learns.
+
+    Args:
+        config: of the head, as its checkpoint has it.
+        value_bytes: of a weight.
+    """
+    hidden, width = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    attention = 2 * hidden * width * (heads + 2 * kv_heads) + heads * width * hidden
+    layer = attention + 3 * hidden * config["intermediate_size"]
+    features = len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    weights = layer + features * hidden * hidden + hidden * config["draft_vocab_size"]
+    return Architecture(
+        weight_bytes=weights * value_bytes,
+        kv_bytes=2 * kv_heads * width * value_bytes,
+        dense_flops=2 * weights,
+        attention_flops=4 * heads * width,
+    )
+
+
+def eagle3_time(head: Path, dtype: str, target_of: TargetOf) -> DrafterTime | None:
+    """The time of draft steps of the head in a folder; None where the target's is not known."""
+    if target_of() is None:
+        return None
+    config = json.loads((head / "config.json").read_text())
+    return DrafterTime(target_of, eagle3_architecture(config, VALUE_BYTES[dtype]))
 
 
 class DrafterTime:

@@ -4,15 +4,11 @@ On when the predicted speedup over plain decoding reaches 1 + margin (tau). With
 for again: the batch of a step only shrinks, which only helps. The paper keeps speculation on to the end of the
 rollout; here the latch ends when the batch grows, and it never overrules the model: what is predicted to be slower
 than plain decoding is not done.
-
-`Promotion` is ReSpec's state machine (section 5.2) for drafters with state of their own.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 def speedup(
@@ -57,64 +53,3 @@ class Toggle:
         elif self.latch and not self._latched:
             self._latched = requests
         return on
-
-
-class Phase(enum.Enum):
-    """Where a drafter with state of its own stands."""
-
-    PLAIN = "plain"
-    """It has no state, and drafts nothing."""
-    PROMOTING = "promoting"
-    """State is being rebuilt; requests that have theirs draft already."""
-    SPECULATING = "speculating"
-    LEAVING = "leaving"
-    """Its state is to be dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What the drafter is to do before the coming step: requests to build state for, and to drop it of."""
-
-    build: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Promotion:
-    """A drafter's state, as far as anybody needs it.
-
-    Promoting a running batch means to run the drafter's prefill over what was decoded without it. That is done for
-    requests that will use it only, and for at most `per_step` of them with one step, so that no step becomes long.
-    """
-
-    per_step: int = 8
-    phase: Phase = Phase.PLAIN
-    built: set[str] = field(default_factory=set)
-
-    def advance(self, wanted: bool, running: Collection[str], users: Collection[str]) -> Work:
-        """One step further.
-
-        Args:
-            wanted: the toggle says that drafting with it pays.
-            running: every request in the engine; state of others is gone with them.
-            users: those of them that are to draft with it.
-        """
-        gone = self.built.difference(running)
-        self.built -= gone
-        if not wanted:
-            return self._leave(gone)
-        missing = [each for each in users if each not in self.built]
-        building = tuple(missing[: self.per_step])
-        self.built.update(building)
-        self.phase = Phase.PROMOTING if len(missing) > len(building) else Phase.SPECULATING
-        return Work(building, tuple(sorted(gone)))
-
-    def ready(self, request: str) -> bool:
-        """Whether a request can draft with it now."""
-        return request in self.built and self.phase in (Phase.PROMOTING, Phase.SPECULATING)
-
-    def _leave(self, gone: Collection[str]) -> Work:
-        dropped = tuple(sorted({*self.built, *gone}))
-        self.built.clear()
-        self.phase = Phase.LEAVING if dropped and self.phase is not Phase.PLAIN else Phase.PLAIN
-        return Work((), dropped)

@@ -12,10 +12,10 @@ import torch
 
 from services.generation.drafting.drafter import DraftContext
 from services.generation.drafting.given import GivenDrafter
+from services.generation.drafting.own_model import OwnModelDrafter
 from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.self_draft import SelfDrafter
 from services.generation.drafting.speculation import Speculation
-from services.generation.engine.types import Finish, SampleRequest, SampleState
+from services.generation.engine.types import SELF_W4, Finish, SampleRequest, SampleState
 from services.policy.correction import CorrectedStepTime
 from services.policy.knobs import Knobs
 
@@ -34,6 +34,8 @@ class Rolled:
     # By sample, the drafter of each verified draft, its tokens and how many of them were kept.
     sources: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)
     steps: int = 0
+    # Pairs of a step and a sample that it gave tokens to.
+    outputs: int = 0
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
@@ -41,6 +43,10 @@ class Rolled:
     # Fully computed blocks that a proposal changed, and steps in which it changed any other.
     harmed: int = 0
     written: int = 0
+    # By sample, proposals before the drafter got other weights.
+    before_swap: dict[str, int] = field(default_factory=dict)
+    # Tokens that the drafter read beside those that it drafted, in each step.
+    caught_up: list[int] = field(default_factory=list)
 
     @property
     def acceptance(self) -> float:
@@ -52,9 +58,10 @@ class Rolled:
 class Rolling:
     """How samples are rolled out.
 
-    `depth`: tokens that the twin drafts for each sample in each step; 0: none. Where `truth` is given, the drafts
+    `depth`: tokens that `drafter` drafts for each sample in each step; 0: none. Where `truth` is given, the drafts
     are thrown away, and random beginnings of the true tokens are verified in their place. `watch` compares the KV
-    before and after each proposal. Request i arrives before step `arrivals[i]`.
+    before and after each proposal. Request i arrives before step `arrivals[i]`. Nothing is drafted from the first
+    of the `paused` steps up to the second. Before a step, `swap` gives the drafter other weights.
     """
 
     depth: int = 0
@@ -62,6 +69,9 @@ class Rolling:
     cold: bool = True
     watch: bool = False
     arrivals: tuple[int, ...] = ()
+    drafter: str = SELF_W4
+    paused: tuple[int, int] = (0, 0)
+    swap: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
 
 def roll(engine: Any, requests: Sequence[SampleRequest], how: Rolling = Rolling()) -> Rolled:
@@ -76,7 +86,11 @@ def roll(engine: Any, requests: Sequence[SampleRequest], how: Rolling = Rolling(
     while waiting or engine.has_work:
         while waiting and (waiting[0][0] <= found.steps or not engine.has_work):
             _add(engine, waiting.pop(0)[1], prefix, found)
-        drafts = _propose(engine, how, prefix, found) if how.depth else {}
+        if how.swap is not None and how.swap[0] == found.steps:
+            engine.swap_drafter(how.drafter, how.swap[1])
+            found.before_swap = {key: len(made) for key, made in found.proposals.items()}
+        pausing = how.paused[0] <= found.steps < how.paused[1]
+        drafts = _propose(engine, how, prefix, found) if how.depth and not pausing else {}
         if how.truth is not None:
             drafts = _beginnings(engine, how.truth, prefix, random)
         engine.put_drafts(drafts)
@@ -90,7 +104,7 @@ def roll(engine: Any, requests: Sequence[SampleRequest], how: Rolling = Rolling(
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """The terms of a `SelfDrafter` that never change."""
+    """The terms of an `OwnModelDrafter` that never change."""
 
     knobs: Knobs
     step_time: CorrectedStepTime | None = None
@@ -109,8 +123,9 @@ def speculate(engine: Any, requests: Sequence[SampleRequest], window: int) -> Ro
         def fault(self, drafter: str) -> None:
             raise AssertionError(f"{drafter} is at fault")
 
-    twin = SelfDrafter(engine.model_drafts, _Terms(Knobs(mode="fixed")))
-    drafters = [twin, GivenDrafter(), SuffixDrafter()]
+    terms = _Terms(Knobs(mode="fixed"))
+    own = [OwnModelDrafter(drafts, terms) for drafts in engine.model_drafts.values()]
+    drafters = [*own, GivenDrafter(), SuffixDrafter()]
     speculation = Speculation(drafters, FixedPlan(window), engine.limits.vocab_size, Uncounted())
     prefix, found = f"{next(_serials)}/", Rolled()
     engine.forget_kv()
@@ -146,6 +161,7 @@ def _add(engine: Any, request: SampleRequest, prefix: str, found: Rolled) -> Non
 def _step(engine: Any, prefix: str, found: Rolled) -> None:
     for step in engine.step():
         sample_id = step.sample_id.removeprefix(prefix)
+        found.outputs += 1
         found.tokens[sample_id] += step.token_ids
         found.logprobs[sample_id] += step.logprobs
         found.drafted += step.drafted
@@ -159,7 +175,9 @@ def _propose(engine: Any, how: Rolling, prefix: str, found: Rolled) -> dict[str,
     states = {state.sample_id: state for state in engine.decoding()}
     wanted = {key: min(how.depth, state.room) for key, state in states.items() if state.room > 0}
     before = _kv(engine) if how.watch else []
-    made = engine.model_drafts.propose(wanted)
+    drafted = engine.model_drafts[how.drafter].propose(wanted)
+    made = drafted.proposals
+    found.caught_up.append(drafted.caught_up)
     if how.watch:
         _compare_kv(engine, before, found)
     for key, proposal in made.items():
@@ -209,12 +227,12 @@ def _compare_kv(engine: Any, before: list[torch.Tensor], found: Rolled) -> None:
 def update(engine: Any, tensors: dict[str, torch.Tensor]) -> tuple[bool, bool, int, bool]:
     """Apply weights. (ready at once, ready after some slices, how many that took, proposals made before it was)."""
     engine.apply_weights(tensors.items())
-    at_once = engine.model_drafts.ready
+    at_once = engine.model_drafts[SELF_W4].ready
     slices = 0
-    while engine.model_drafts.building and slices < 10_000:
-        engine.model_drafts.build(0.0)
+    while engine.model_drafts[SELF_W4].building and slices < 10_000:
+        engine.model_drafts[SELF_W4].build(0.0)
         slices += 1
-    return at_once, engine.model_drafts.ready, slices, engine.model_drafts.building
+    return at_once, engine.model_drafts[SELF_W4].ready, slices, engine.model_drafts[SELF_W4].building
 
 
 def apply_only(engine: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -224,12 +242,12 @@ def apply_only(engine: Any, tensors: dict[str, torch.Tensor]) -> None:
 
 def ask_for_version(engine: Any, version: int) -> None:
     """Ask the worker for drafts as if these weights were served."""
-    engine._core.collective_rpc("draft_tokens", args=(version, []))
+    engine._core.collective_rpc("draft_tokens", args=(SELF_W4, version, []))
 
 
 @torch.inference_mode()
 def _spoil(worker: Any) -> None:
-    for _, _, method in worker.drafter._twin._leaves:
+    for _, _, method in worker.drafters[SELF_W4]._twin._leaves:
         method._weight.scales.mul_(-20.0)
 
 
@@ -240,14 +258,14 @@ def spoil_twin(engine: Any) -> None:
 
 def rebuild_twin(engine: Any) -> None:
     """Make the twin anew from the weights that are served."""
-    engine.model_drafts.forget()
-    engine.model_drafts.begin()
-    while not engine.model_drafts.build(1.0):
+    engine.model_drafts[SELF_W4].forget()
+    engine.model_drafts[SELF_W4].begin()
+    while not engine.model_drafts[SELF_W4].build(1.0):
         pass
 
 
 def _leaves(worker: Any) -> dict[str, Any]:
-    return {leaf.prefix: method for _, leaf, method in worker.drafter._twin._leaves}
+    return {leaf.prefix: method for _, leaf, method in worker.drafters[SELF_W4]._twin._leaves}
 
 
 def packed_weights(engine: Any) -> dict[str, torch.Tensor]:
@@ -264,7 +282,7 @@ def kernels(engine: Any) -> set[str]:
 
 def twin_bytes(engine: Any) -> int:
     """Memory of the twin."""
-    nbytes: int = engine.model_drafts.nbytes
+    nbytes: int = engine.model_drafts[SELF_W4].nbytes
     return nbytes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from services.generation.engine.types import KERNELS_KEY, SELF_W4_KEY, EngineOptions
+from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, SELF_W4_KEY, EngineOptions
 
 _WORKERS = {
     "cpu": "services.generation.engine.worker.CoupledCPUWorker",
@@ -35,8 +35,8 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     }
     if options.coupled and options.vllm_speculation is not None:
         raise ValueError("vLLM's own speculation needs vLLM's own runner: coupled=False")
-    if options.self_w4 is not None and not options.coupled:
-        raise ValueError("self_w4 needs the coupled runner")
+    if (options.self_w4 is not None or options.eagle3 is not None) and not options.coupled:
+        raise ValueError("self_w4 and eagle3 need the coupled runner")
     return EngineArgs(
         model=options.model,
         tokenizer=options.model,
@@ -62,6 +62,8 @@ def _for_workers(options: EngineOptions) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if options.self_w4 is not None:
         found[SELF_W4_KEY] = asdict(options.self_w4)
+    if options.eagle3 is not None:
+        found[EAGLE3_KEY] = asdict(options.eagle3)
     if options.kernels != "auto":
         found[KERNELS_KEY] = options.kernels
     return found

@@ -40,6 +40,8 @@ from services.generation.engine.migration import EngineMigration
 from services.generation.engine.model_drafts import ModelDrafts
 from services.generation.engine.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
 from services.generation.engine.types import (
+    EAGLE3,
+    SELF_W4,
     EngineLoad,
     EngineOptions,
     Finish,
@@ -75,12 +77,16 @@ class Engine:
         self._drafted: list[str] = []
         # By sample, the cached log-probabilities that it has not come to; none once it takes over nothing more.
         self._cached_logprobs: dict[str, Sequence[float]] = {}
-        # The drafter that has a model of its own; None: there is none.
-        self.model_drafts = (
-            None if options.self_w4 is None else ModelDrafts(self._core, options.self_w4.most_tokens)
-        )
+        # The drafters that have a model of their own, by name; those whose tokens cost less come first.
+        self.model_drafts = {
+            name: ModelDrafts(self._core, name, own.most_tokens)
+            for name, own in ((EAGLE3, options.eagle3), (SELF_W4, options.self_w4))
+            if own is not None
+        }
         self._coupled = options.coupled
         self._sleep_mode = options.sleep_mode
+        # Weights of drafters that came while the device was left, by name.
+        self._swaps: dict[str, Mapping[str, torch.Tensor]] = {}
         self.asleep = False
         self._eos = end_tokens(config.model_config)
         self.limits = ModelLimits(
@@ -176,6 +182,16 @@ class Engine:
             requests[sample_id].spec_token_ids = list(tokens)
             self._drafted.append(sample_id)
 
+    def swap_drafter(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give a drafter with a model of its own other weights, which were checked; samples go on.
+
+        An engine that has left the device does that when it wakes. A load that fails leaves it without the drafter.
+        """
+        if self.asleep and self._sleep_mode:
+            self._swaps[name] = tensors
+        else:
+            self.model_drafts[name].swap(tensors)
+
     @property
     def row_capacity(self) -> int:
         """Most rows that one step should have: samples and draft tokens together.
@@ -197,12 +213,12 @@ class Engine:
         """
         self.wake()
         cached = self._cached_blocks()
-        if self.model_drafts is not None:
-            self.model_drafts.forget()
+        for drafts in self.model_drafts.values():
+            drafts.forget()
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self.forget_kv()
-        if self.model_drafts is not None:
-            self.model_drafts.begin()
+        for drafts in self.model_drafts.values():
+            drafts.begin()
         return cached
 
     def forget_kv(self) -> None:
@@ -235,8 +251,8 @@ class Engine:
             self.step()
         self.forget_kv()
         if self._sleep_mode:
-            if self.model_drafts is not None:
-                self.model_drafts.forget(drop=True)
+            for drafts in self.model_drafts.values():
+                drafts.forget(drop=True)
             self._core.sleep(level=1)
         self.asleep = True
 
@@ -247,8 +263,12 @@ class Engine:
         if self._sleep_mode and not self._core.wake_up():
             raise RuntimeError("vLLM did not get all of its memory back")
         self.asleep = False
-        if self._sleep_mode and self.model_drafts is not None:
-            self.model_drafts.begin()
+        for name, tensors in self._swaps.items():
+            self.model_drafts[name].swap(tensors)
+        self._swaps.clear()
+        if self._sleep_mode:
+            for drafts in self.model_drafts.values():
+                drafts.begin()
 
     def shutdown(self) -> None:
         """Release the device."""

@@ -1,37 +1,35 @@
-"""Draft steps of a model that shares the target's KV cache: one token of each sample a step.
+"""The samples that a model drafter drafts for together: where they are, how much they have place for, their noise.
 
-The first step reads the sample's latest token, whose KV the target has not computed yet; each step writes the KV of
-what it reads behind the target's, into slots that the scheduler has allocated ahead. That KV is provisional: the
-target's next step writes its own over it before anything reads it.
+A draft step writes the KV of what it reads behind the target's, into slots that the scheduler has allocated ahead.
+That KV is provisional: the target's next step writes its own over it before anything reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from services.generation.engine.noise import SampleNoise
-from services.generation.engine.rows import IntArray
+from services.generation.engine.rows import IntArray, Rows
+from services.generation.engine.sampler import sample
+from services.generation.engine.types import Ask, Proposal, Verifier
 
-
-class Ask(NamedTuple):
-    """A sample to draft for: its tokens so far, prompt included, and how many draft tokens are wanted."""
-
-    sample_id: str
-    length: int
-    tokens: int
+Forward = Callable[[IntArray, IntArray, int], torch.Tensor]
+"""Logits, [m, V], after the latest token of each live sample, [m], which are the second argument, [m]; in the draft
+step of this number, from 0."""
 
 
 class DraftRows:
-    """Samples that are drafted for together. Row i of every array is sample i; `places` are rows of the batch."""
+    """Samples that are drafted for together. Row i of every array is sample i; `places` are rows of the batch.
+
+    One whose drafts are verified by rejection is left out: its noise is no help to a draft.
+    """
 
     def __init__(self, runner: Any, asks: Sequence[Ask]) -> None:
         """Args:
@@ -41,43 +39,70 @@ class DraftRows:
         """
         batch = runner.input_batch
         self._runner = runner
-        self._table = batch.block_table[0]
-        size: int = self._table.block_size
+        table = batch.block_table[0]
         found: list[tuple[int, Ask, int]] = []
         for ask in asks:
             place = batch.req_id_to_index.get(ask.sample_id)
             if place is None or int(batch.num_tokens_no_spec[place]) != ask.length:
                 continue
-            slots = int(self._table.num_blocks_per_row[place]) * size - (ask.length - 1)
+            if runner._noise_of(ask.sample_id).verifier is Verifier.REJECTION:
+                continue
+            slots = int(table.num_blocks_per_row[place]) * table.block_size - (ask.length - 1)
             if min(ask.tokens, slots) > 0:
                 found.append((place, ask, min(ask.tokens, slots)))
-        self.sample_ids = [ask.sample_id for _, ask, _ in found]
+        self.asks = [ask for _, ask, _ in found]
         self.places: IntArray = np.array([place for place, _, _ in found], np.int64)
         self.limits: IntArray = np.array([limit for _, _, limit in found], np.int64)
-        # Position of the token that the next step reads.
+        # Position of the sample's latest token, whose KV the target has not computed yet.
         self.positions: IntArray = np.array([ask.length - 1 for _, ask, _ in found], np.int64)
         # Of drafted tokens the log-probabilities are asked for with which they were drawn.
-        own: list[SampleNoise] = [runner._noise_of(sample_id) for sample_id in self.sample_ids]
-        self.noise = [replace(noise, processed_logprobs=True) for noise in own]
-        params = [runner.requests[sample_id].sampling_params for sample_id in self.sample_ids]
-        self.stops = [frozenset(each.stop_token_ids or ()) for each in params]
+        own: list[SampleNoise] = [runner._noise_of(ask.sample_id) for ask in self.asks]
+        self._noise = [replace(noise, processed_logprobs=True) for noise in own]
+        params = [runner.requests[ask.sample_id].sampling_params for ask in self.asks]
+        self._stops = [frozenset(each.stop_token_ids or ()) for each in params]
 
     def __len__(self) -> int:
-        return len(self.sample_ids)
+        return len(self.asks)
 
-    def latest(self) -> IntArray:
-        """Each sample's latest token, [n]."""
-        batch = self._runner.input_batch
-        tokens: IntArray = batch.token_ids_cpu[self.places, self.positions].astype(np.int64)
+    def tokens_at(self, places: IntArray, positions: IntArray) -> IntArray:
+        """Tokens of rows of the batch at some positions, [m]."""
+        tokens: IntArray = self._runner.input_batch.token_ids_cpu[places, positions].astype(np.int64)
         return tokens
 
-    def response_positions(self) -> IntArray:
+    def draft(self, live: IntArray, forward: Forward) -> dict[str, Proposal]:
+        """Draft for some of the samples, a token of each in a step, until each has its fill; by sample.
+
+        A draft ends at a stop token, and where nothing can be drawn: the target finds out for itself.
+        """
+        made = [Proposal([], []) for _ in self.asks]
+        drafted = [proposal.tokens for proposal in made]
+        tokens, first = self.tokens_at(self.places[live], self.positions[live]), self._response_positions()
+        step = 0
+        while len(live):
+            logits = forward(tokens, live, step)
+            layout = Rows(np.arange(len(live) + 1), first[live] + step, np.empty(0, np.int64))
+            noise = [self._noise[i] for i in live.tolist()]
+            verified = sample(logits, layout, self._sampling(live, drafted), noise, {})
+            goes_on = np.zeros(len(live), bool)
+            for j, (i, token) in enumerate(zip(live.tolist(), verified.tokens.tolist(), strict=True)):
+                # Not finite: the drafter has not this token, or is broken; nothing is told of such a draw.
+                if token < 0 or not np.isfinite(verified.logprobs[j]):
+                    continue
+                made[i].tokens.append(token)
+                made[i].logprobs.append(float(verified.logprobs[j]))
+                goes_on[j] = step + 1 < self.limits[i] and token not in self._stops[i]
+            live, tokens = live[goes_on], verified.tokens[goes_on]
+            step += 1
+        pairs = zip(self.asks, made, strict=True)
+        return {ask.sample_id: proposal for ask, proposal in pairs if proposal.tokens}
+
+    def _response_positions(self) -> IntArray:
         """The response position that the first draft token has, [n]."""
-        batch = self._runner.input_batch
-        found: IntArray = (self.positions + 1 - batch.num_prompt_tokens[self.places]).astype(np.int64)
+        prompts: npt.NDArray[Any] = self._runner.input_batch.num_prompt_tokens[self.places]
+        found: IntArray = (self.positions + 1 - prompts).astype(np.int64)
         return found
 
-    def sampling(self, live: IntArray, drafted: Sequence[Sequence[int]]) -> SamplingMetadata:
+    def _sampling(self, live: IntArray, drafted: Sequence[Sequence[int]]) -> SamplingMetadata:
         """vLLM's sampling parameters of some samples, with their draft tokens so far as output."""
         whole: SamplingMetadata = self._runner.input_batch.sampling_metadata
         places = self.places[live]
@@ -101,64 +126,3 @@ class DraftRows:
                 for place, i in zip(places.tolist(), live.tolist(), strict=True)
             ]
         return replace(whole, **chosen)
-
-    @torch.inference_mode()
-    def forward(self, model: Any, tokens: IntArray, live: IntArray, steps: int) -> torch.Tensor:
-        """Logits after the given token of each live sample, [m, V], in the draft step number `steps`.
-
-        Args:
-            model: shares the target's attention layers.
-            tokens: what is read, [m].
-            live: the samples, [m].
-            steps: draft steps before this one.
-        """
-        runner, device = self._runner, self._runner.device
-        positions = self.positions[live] + steps
-        table = self._table.get_device_tensor(runner.input_batch.num_reqs)[_on(self.places[live], device)]
-        where = _on(positions, device)
-        size = self._table.block_size
-        blocks = table.gather(1, (where // size).unsqueeze(1)).squeeze(1).to(torch.int64)
-        slots = blocks * size + where % size
-        metadata = _metadata(positions, table, slots, device)
-        per_layer: dict[str, Any] = {}
-        per_slot: dict[str, torch.Tensor] = {}
-        for group in runner.attn_groups[0]:
-            built = group.build_metadata_for_drafting(common_attn_metadata=metadata, draft_index=steps)
-            per_layer |= dict.fromkeys(group.layer_names, built)
-            per_slot |= dict.fromkeys(group.layer_names, slots)
-        with set_forward_context(per_layer, runner.vllm_config, num_tokens=len(live), slot_mapping=per_slot):
-            hidden = model(
-                input_ids=_on(tokens, device),
-                positions=where,
-                intermediate_tensors=None,
-                inputs_embeds=None,
-            )
-        logits: torch.Tensor = model.compute_logits(hidden)
-        return logits
-
-
-def _metadata(
-    positions: IntArray, table: torch.Tensor, slots: torch.Tensor, device: torch.device
-) -> CommonAttentionMetadata:
-    """Attention metadata of one row for each sample."""
-    count = len(positions)
-    starts = torch.arange(count + 1, dtype=torch.int32)
-    lengths = torch.from_numpy((positions + 1).astype(np.int32))
-    return CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=lengths.to(device),
-        num_reqs=count,
-        num_actual_tokens=count,
-        max_query_len=1,
-        max_seq_len=int(positions.max()) + 1,
-        block_table_tensor=table,
-        slot_mapping=slots,
-        causal=True,
-        is_prefilling=torch.zeros(count, dtype=torch.bool),
-        seq_lens_cpu_upper_bound=lengths.clone(),
-    )
-
-
-def _on(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -15,6 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from services.generation.engine.features import Features
 from services.generation.engine.marks import pack
 from services.generation.engine.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
 from services.generation.engine.rows import Rows
@@ -29,12 +30,16 @@ class CoupledRunnerMixin:
     input_batch: Any
     speculative_config: Any
     discard_request_mask: Any
+    # What a drafter reads of the target's hidden states; None: nobody asks for them.
+    features: Features | None
+    _scheduled: int
 
     def init_coupled(self) -> None:
         """Set up the state that this mixin adds. Called once, after vLLM's own constructor."""
         self._noise: dict[str, SampleNoise] = {}
         # Of the samples that have taken over every token so far; preemption leaves them here.
         self._followed: dict[str, CachedRollout] = {}
+        self.features = None
 
     def adopt_sample(
         self,
@@ -60,7 +65,14 @@ class CoupledRunnerMixin:
             output_token_ids=list(output),
         )
 
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        if self.features is not None:
+            self.features.keep(output[1], self._scheduled)
+        return output
+
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        self._scheduled = scheduler_output.total_num_scheduled_tokens
         # vLLM lays out several rows of logits for a request only under a speculative config. Being there is
         # all that is asked of it in this method.
         if not scheduler_output.scheduled_spec_decode_tokens:

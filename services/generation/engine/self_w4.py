@@ -7,18 +7,18 @@ token is the target's wherever the two distributions are close.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from services.generation.engine.draft_rows import Ask, DraftRows
-from services.generation.engine.model_drafter import StaleDrafter
-from services.generation.engine.rows import Rows
-from services.generation.engine.sampler import sample
+from services.generation.engine.draft_pass import DraftPass, on
+from services.generation.engine.draft_rows import DraftRows
+from services.generation.engine.model_drafter import FixedDrafter, StaleDrafter
+from services.generation.engine.rows import IntArray
 from services.generation.engine.twin import Twin, UnsupportedTwin
-from services.generation.engine.types import Proposal, Verifier, W4Options
+from services.generation.engine.types import Ask, Drafted, W4Options
 
 
 class SelfW4:
@@ -78,50 +78,34 @@ class SelfW4:
         self._version, self._coming = version, None
         return True
 
-    def propose(self, version: int, asks: Sequence[Ask]) -> dict[str, Proposal]:
+    @torch.inference_mode()
+    def propose(self, version: int, asks: Sequence[Ask]) -> Drafted:
         """Draft tokens, by sample; fewer than asked for where a stop token ends them or slots do.
-
-        A sample whose drafts are verified by rejection gets none: its noise is no help to it.
 
         Raises:
             StaleDrafter: the twin was not made from these weights.
         """
         if self._version != version:
             raise StaleDrafter(f"the twin is of weights {self._version}, not of {version}")
-        noise_of = self._runner._noise_of
-        rows = DraftRows(
-            self._runner,
-            [
-                ask
-                for ask in asks
-                if ask.sample_id in self._runner.requests
-                and noise_of(ask.sample_id).verifier is not Verifier.REJECTION
-            ],
-        )
-        made = {sample_id: Proposal([], []) for sample_id in rows.sample_ids}
-        if len(rows):
-            self._draft(rows, list(made.values()))
-        return {sample_id: proposal for sample_id, proposal in made.items() if proposal.tokens}
+        rows = DraftRows(self._runner, asks)
 
-    def _draft(self, rows: DraftRows, made: list[Proposal]) -> None:
-        """Fill in the proposals, one token of each sample a step, until each has its fill."""
-        live, tokens = np.arange(len(rows)), rows.latest()
-        first = rows.response_positions()
-        drafted = [proposal.tokens for proposal in made]
-        for step in range(int(rows.limits.max())):
-            logits = rows.forward(self._twin.model, tokens, live, step)
-            layout = Rows(np.arange(len(live) + 1), first[live] + step, np.empty(0, np.int64))
-            noise = [rows.noise[i] for i in live.tolist()]
-            verified = sample(logits, layout, rows.sampling(live, drafted), noise, {})
-            tokens = verified.tokens
-            goes_on = np.zeros(len(live), bool)
-            for j, (i, token) in enumerate(zip(live.tolist(), tokens.tolist(), strict=True)):
-                if token < 0:
-                    # Nothing can be drawn after this; the target finds out for itself.
-                    continue
-                made[i].tokens.append(token)
-                made[i].logprobs.append(float(verified.logprobs[j]))
-                goes_on[j] = step + 1 < rows.limits[i] and token not in rows.stops[i]
-            live, tokens = live[goes_on], tokens[goes_on]
-            if not len(live):
-                return
+        def forward(tokens: IntArray, live: IntArray, step: int) -> torch.Tensor:
+            # Reads the sample's latest token, and then each that was drafted, at its own position.
+            starts = rows.positions[live] + step
+            read = DraftPass(self._runner, rows.places[live], starts, np.ones(len(live), np.int64))
+            model: Any = self._twin.model
+            with read.context(step):
+                hidden = model(
+                    input_ids=on(tokens, self._runner.device),
+                    positions=read.positions,
+                    intermediate_tensors=None,
+                    inputs_embeds=None,
+                )
+            logits: torch.Tensor = model.compute_logits(hidden)
+            return logits
+
+        return Drafted(rows.draft(np.arange(len(rows)), forward))
+
+    def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `ModelDrafter`."""
+        raise FixedDrafter("the twin's weights are the target's")

@@ -442,6 +442,136 @@ _TWIN = (
     ),
 )
 
+_EAGLE3 = (
+    Symbol(
+        "vllm.config",
+        "SpeculativeConfig",
+        "what vLLM's EAGLE-3 head is built from, and nothing else",
+        parameters=(
+            "method",
+            "model",
+            "num_speculative_tokens",
+            "target_model_config",
+            "target_parallel_config",
+        ),
+    ),
+    *_fields("vllm.config", "SpeculativeConfig", "draft_model_config", "the head's model"),
+    *_fields(
+        "vllm.config", "VllmConfig", "speculative_config compilation_config", "the head's, of a copy of ours"
+    ),
+    *_fields(
+        "vllm.config", "CompilationConfig", "static_forward_context", "whose layers vLLM gives blocks of KV"
+    ),
+    *_fields("vllm.config", "ParallelConfig", "pipeline_parallel_size", "all layers are on one device"),
+    Symbol("vllm.config", "ModelConfig.get_hidden_size", "the width of features"),
+    Symbol("vllm.config", "ModelConfig.get_head_size", "the head's KV has the target's shape"),
+    Symbol("vllm.config", "ModelConfig.get_total_num_kv_heads", "the head's KV has the target's shape"),
+    Symbol("vllm.config", "ModelConfig.get_total_num_hidden_layers", "the layers that it reads"),
+    Symbol(
+        "vllm.config",
+        "get_layers_from_vllm_config",
+        "the target's attention layers",
+        parameters=("vllm_config", "layer_type"),
+    ),
+    Symbol("vllm.compilation.backends", "set_model_tag", "the head is not the target", parameters=("tag",)),
+    Symbol(
+        "vllm.model_executor.model_loader",
+        "get_model",
+        "builds and loads the head",
+        parameters=("vllm_config", "model_config"),
+    ),
+    Symbol(
+        "vllm.model_executor.model_loader.reload.inplace",
+        "reload_weights",
+        "other weights of the head, in place",
+        parameters=(
+            "vllm_config",
+            "model",
+            "weights_iterator",
+            "weights_path",
+            "is_checkpoint_format",
+        ),
+    ),
+    *(
+        Symbol(
+            "vllm.model_executor.models.llama_eagle3",
+            f"Eagle3LlamaForCausalLM.{name}",
+            "the head",
+            parameters=parameters,
+        )
+        for name, parameters in (
+            ("forward", ("input_ids", "positions", "hidden_states")),
+            ("combine_hidden_states", ("hidden_states",)),
+            ("compute_logits", ("hidden_states",)),
+            ("load_weights", ("weights",)),
+        )
+    ),
+    *_fields(
+        "vllm.model_executor.models.llama_eagle3", "LlamaModel", "embed_tokens layers", "what is not its own"
+    ),
+    Symbol(
+        "vllm.model_executor.models.interfaces",
+        "SupportsEagle3.set_aux_hidden_state_layers",
+        "the target returns hidden states",
+        parameters=("layers",),
+    ),
+    *(
+        symbol
+        for module, owner in (
+            ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
+            ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner"),
+        )
+        for symbol in (
+            Symbol(module, f"{owner}._model_forward", "where they are kept"),
+            *_fields(
+                module,
+                owner,
+                "use_aux_hidden_state_outputs dtype max_num_tokens",
+                "that there are hidden states beside the output; their type; rows of a pass",
+            ),
+        )
+    ),
+    *_fields(
+        "vllm.v1.core.sched.output", "SchedulerOutput", "total_num_scheduled_tokens", "rows that are tokens"
+    ),
+    Symbol("vllm.forward_context", "get_forward_context", "slots of the tokens of a step"),
+    *_fields("vllm.forward_context", "ForwardContext", "slot_mapping", "slots of the tokens of a step"),
+    Symbol(
+        "vllm.model_executor.layers.attention_layer_base",
+        "AttentionLayerBase",
+        "what vLLM gives blocks of KV, our features among them",
+    ),
+    Symbol("vllm.model_executor.layers.attention", "Attention", "whose KV features lie like"),
+    *_fields("vllm.model_executor.layers.attention", "Attention", "num_heads", "one group with features"),
+    Symbol(
+        "vllm.model_executor.layers.attention",
+        "Attention.get_kv_cache_spec",
+        "whose KV features lie like",
+        parameters=("vllm_config",),
+    ),
+    Symbol("vllm.model_executor.layers.attention", "Attention.get_attn_backend", "one group with features"),
+    *_fields(
+        "vllm.v1.kv_cache_interface",
+        "FullAttentionSpec",
+        "block_size page_size_bytes dtype",
+        "values of a slot",
+    ),
+    Symbol("vllm.distributed", "get_tensor_model_parallel_rank", "a rank keeps its share of features"),
+    Symbol("vllm.distributed", "get_tensor_model_parallel_world_size", "a rank keeps its share of features"),
+    Symbol(
+        "vllm.distributed",
+        "tensor_model_parallel_all_gather",
+        "and reads all of them",
+        parameters=("input_", "dim"),
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu_worker",
+        "Worker._maybe_get_memory_pool_context",
+        "the head sleeps with the target's weights",
+        parameters=("tag",),
+    ),
+)
+
 _MIGRATION = (
     *_fields(
         "vllm.v1.core.sched.scheduler",
@@ -498,6 +628,102 @@ _MIGRATION = (
     *_fields("vllm.v1.worker.worker_base", "WorkerBase", "rank", "whose peer gets its KV"),
 )
 
+_BACKENDS = tuple(
+    (f"vllm.v1.attention.backends.{module}", name)
+    for module, name in (("triton_attn", "TritonAttention"), ("flash_attn", "FlashAttention"))
+)
+_ATTENTION = (
+    *(Symbol(module, f"{name}Backend.get_impl_cls", "ours takes its place") for module, name in _BACKENDS),
+    *(
+        Symbol(
+            module,
+            f"{name}Impl.forward",
+            "computes every step that ours does not",
+            parameters=(
+                "layer",
+                "query",
+                "key",
+                "value",
+                "kv_cache",
+                "attn_metadata",
+                "output",
+                "output_scale",
+                "output_block_scale",
+            ),
+        )
+        for module, name in _BACKENDS
+    ),
+    *(
+        field
+        for module, name in _BACKENDS
+        for field in (
+            *_fields(
+                module,
+                f"{name}Impl",
+                "num_heads num_kv_heads head_size scale attn_type kv_cache_dtype sliding_window alibi_slopes"
+                " logits_soft_cap sinks total_cp_world_size",
+                "whether ours can compute the layer",
+            ),
+            *_fields(
+                module,
+                f"{name}Metadata",
+                "num_actual_tokens max_query_len max_seq_len query_start_loc seq_lens block_table causal"
+                " rswa_prefix_lens",
+                "a step",
+            ),
+        )
+    ),
+    *_fields(_BACKENDS[0][0], "TritonAttentionImpl", "chunk_lookback", "whether ours can compute the layer"),
+    *_fields(
+        _BACKENDS[0][0],
+        "TritonAttentionMetadata",
+        "mm_prefix_range mm_prefix_range_tensor",
+        "queries that see ahead",
+    ),
+    *_fields(
+        _BACKENDS[1][0],
+        "FlashAttentionMetadata",
+        "mm_prefix_query_range_tensor",
+        "queries that see ahead",
+    ),
+    *_fields("vllm.v1.attention.backend", "AttentionType", "DECODER", "whether ours can compute the layer"),
+    Symbol(
+        "vllm.v1.attention.backends.registry",
+        "register_backend",
+        "puts ours in the place of vLLM's",
+        parameters=("backend", "class_path"),
+    ),
+    Symbol(
+        "vllm.v1.attention.backends.registry", "AttentionBackendEnum.clear_override", "takes ours out again"
+    ),
+    *_fields(
+        "vllm.v1.attention.backends.registry",
+        "AttentionBackendEnum",
+        "FLASH_ATTN TRITON_ATTN",
+        "whose places ours take",
+    ),
+    Symbol(
+        "vllm.config", "get_current_vllm_config_or_none", "whether microbatches overlap, as layers are built"
+    ),
+    *_fields("vllm.config", "VllmConfig", "parallel_config", "heads of a rank, microbatches"),
+    *_fields("vllm.config", "ParallelConfig", "use_ubatching", "microbatches"),
+    Symbol("vllm.config", "ModelConfig.get_head_size", "the shape that attention is checked for"),
+    Symbol(
+        "vllm.config",
+        "ModelConfig.get_num_attention_heads",
+        "the shape that attention is checked for",
+        parameters=("parallel_config",),
+    ),
+    Symbol(
+        "vllm.config",
+        "ModelConfig.get_num_kv_heads",
+        "the shape that attention is checked for",
+        parameters=("parallel_config",),
+    ),
+    *_fields("vllm.config", "ModelConfig", "use_mla", "which has attention of its own"),
+    Symbol("vllm", "envs", "whether results must not depend on the batch", Kind.ATTRIBUTE),
+)
+
 SYMBOLS: tuple[Symbol, ...] = (
     *_CONFIG,
     *_CORE,
@@ -505,6 +731,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     *_RUNNER,
     *_WORKER,
     *_MIGRATION,
+    *_ATTENTION,
     *_SAMPLER,
     *_TWIN,
+    *_EAGLE3,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.platform.sampling import Sampling
 
@@ -35,8 +35,10 @@ class Verifier(StrEnum):
 
 KERNELS_KEY = "paceline_kernels"
 """Where vLLM's additional_config has the name of the kernels' backend, if it is not auto."""
-SELF_W4_KEY = "paceline_self_w4"
-"""Where vLLM's additional_config has the fields of `W4Options`, if the engine is to have a 4-bit twin."""
+SELF_W4, EAGLE3 = "self_w4", "eagle3"
+"""Names of the drafters that have a model of their own."""
+SELF_W4_KEY, EAGLE3_KEY = "paceline_self_w4", "paceline_eagle3"
+"""Where vLLM's additional_config has the fields of `W4Options` and `Eagle3Options`, if the engine has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,22 @@ class W4Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Eagle3Options:
+    """The eagle3 drafter: the folder of its checkpoint (services/drafter/checkpoint.py), the most tokens of a
+    draft, and the most tokens that it reads before one step to catch up with what was decoded without it."""
+
+    checkpoint: str
+    most_tokens: int = 6
+    catch_up_tokens: int = 2048
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What an engine is built from. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
 
     With `sleep_mode` an engine that sleeps moves its weights to host memory; nothing moves on CPU.
     `kernels`: auto, triton or reference (kernels/backend.py), for this process and its workers.
-    `self_w4`: keep a 4-bit twin of the weights that drafts; None: there is none.
+    `self_w4`: keep a 4-bit twin of the weights that drafts; None: there is none. `eagle3`: likewise a trained head.
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
     `vllm_speculation`, only with that, is a `speculative_config` of vLLM's.
     """
@@ -75,6 +87,7 @@ class EngineOptions:
     coupled: bool = True
     kernels: str = "auto"
     self_w4: W4Options | None = None
+    eagle3: Eagle3Options | None = None
     vllm_speculation: dict[str, Any] | None = None
 
 
@@ -124,12 +137,30 @@ class SampleStep:
     verified_logprobs: Sequence[float] = ()
 
 
+class Ask(NamedTuple):
+    """A sample to draft for: its tokens so far, prompt included, how many draft tokens are wanted, and how often it
+    was preempted, after which its KV is in other blocks."""
+
+    sample_id: str
+    length: int
+    tokens: int
+    preemptions: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft tokens of a model drafter, [k], and of each the log-probability that the drafter drew it with, [k]."""
 
     tokens: list[int]
     logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a model drafter drafted, by sample, and how many tokens it read first, to be where the samples are."""
+
+    proposals: dict[str, Proposal]
+    caught_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)

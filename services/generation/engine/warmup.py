@@ -19,7 +19,7 @@ def warm_up(engine: Engine) -> None:
             prompt = tuple((i + j) % engine.limits.vocab_size for j in range(length))
             engine.add(SampleRequest(f"warm-up-{batch}-{i}", prompt, (), sampling, i))
         while engine.has_work:
-            if engine.model_drafts is not None:
-                engine.model_drafts.propose({state.sample_id: 1 for state in engine.decoding()})
+            for drafts in engine.model_drafts.values():
+                drafts.propose({state.sample_id: 1 for state in engine.decoding()})
             engine.step()
     engine.forget_kv()

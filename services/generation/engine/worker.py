@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from services.generation.engine.draft_rows import Ask
+from services.generation.engine.attention import use_attention
+from services.generation.engine.eagle3 import Eagle3
 from services.generation.engine.kernel_choice import use_kernels
 from services.generation.engine.kv_worker import KvWorkerMixin
-from services.generation.engine.model_drafter import ModelDrafter, StaleDrafter
+from services.generation.engine.model_drafter import ModelDrafter
 from services.generation.engine.runner import coupled
 from services.generation.engine.self_w4 import SelfW4
-from services.generation.engine.types import KERNELS_KEY, SELF_W4_KEY, Proposal, W4Options
+from services.generation.engine.types import (
+    EAGLE3,
+    EAGLE3_KEY,
+    KERNELS_KEY,
+    SELF_W4,
+    SELF_W4_KEY,
+    Ask,
+    Drafted,
+    Eagle3Options,
+    W4Options,
+)
 
 # No slice of the first build is waited for.
 _AT_ONCE = float("inf")
@@ -28,51 +41,62 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     model_runner: Any
     vllm_config: Any
     device: Any
-    drafter: ModelDrafter | None
+    drafters: dict[str, ModelDrafter]
 
     def use_kernels(self) -> None:
-        """Choose what computes in this process (see `kernel_choice.use_kernels`)."""
-        use_kernels(self.vllm_config.additional_config.get(KERNELS_KEY, "auto"), self.device)
+        """Choose what computes in this process (see `kernel_choice.use_kernels` and `attention.use_attention`)."""
+        config = self.vllm_config
+        use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
+        use_attention(config.model_config, config.parallel_config, self.device)
 
     def adopt_sample(self, *args: Any) -> None:
         """Make a sample with prior output known to the runner (see `CoupledRunnerMixin.adopt_sample`)."""
         self.model_runner.adopt_sample(*args)
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, and make the drafter that has its own: before what is left is given to KV."""
+        """Load the model, and make the drafters that have their own: before what is left is given to KV."""
         super().load_model(**kwargs)  # type: ignore[misc]
-        options = self.vllm_config.additional_config.get(SELF_W4_KEY)
-        self.drafter = None if options is None else SelfW4(self.model_runner, W4Options(**options))
-        if self.drafter is not None:
-            self.begin_drafter(0)
-            self.build_drafter(_AT_ONCE)
+        told = self.vllm_config.additional_config
+        self.drafters = {}
+        # The twin first: it is a copy of the target as it is without features.
+        if SELF_W4_KEY in told:
+            self.drafters[SELF_W4] = SelfW4(self.model_runner, W4Options(**told[SELF_W4_KEY]))
+        if EAGLE3_KEY in told:
+            with self.among_weights():
+                self.drafters[EAGLE3] = Eagle3(self.model_runner, Eagle3Options(**told[EAGLE3_KEY]))
+        for name in self.drafters:
+            self.begin_drafter(name, 0)
+            self.build_drafter(name, _AT_ONCE)
 
-    def begin_drafter(self, version: int) -> None:
-        """Begin to make the drafter for these weights (see `ModelDrafter.begin`)."""
-        if self.drafter is not None:
-            self.drafter.begin(version)
+    def among_weights(self) -> AbstractContextManager[object]:
+        """What is allocated in it sleeps as the target's weights do."""
+        return nullcontext()
 
-    def build_drafter(self, seconds: float) -> bool:
-        """A slice of making the drafter; whether it is ready (see `ModelDrafter.build`)."""
-        if self.drafter is None:
-            return False
+    def begin_drafter(self, name: str, version: int) -> None:
+        """The target has these weights (see `ModelDrafter.begin`)."""
+        self.drafters[name].begin(version)
+
+    def build_drafter(self, name: str, seconds: float) -> bool:
+        """A slice of getting the drafter ready; whether it is (see `ModelDrafter.build`)."""
         with set_current_vllm_config(self.vllm_config):
-            return self.drafter.build(seconds)
+            return self.drafters[name].build(seconds)
 
-    def forget_drafter(self, drop: bool) -> None:
-        """The drafter is not for the weights any more that are to come; with `drop` its memory is given back."""
-        if self.drafter is not None:
-            self.drafter.drop() if drop else self.drafter.forget()
+    def forget_drafter(self, name: str, drop: bool) -> None:
+        """The drafter is not for the weights that are to come; with `drop` the device is to be left."""
+        drafter = self.drafters[name]
+        drafter.drop() if drop else drafter.forget()
 
-    def draft_tokens(self, version: int, asks: Sequence[Ask]) -> dict[str, Proposal]:
+    def swap_drafter(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give a drafter other weights (see `ModelDrafter.swap`)."""
+        self.drafters[name].swap(tensors)
+
+    def draft_tokens(self, name: str, version: int, asks: Sequence[Ask]) -> Drafted:
         """Draft tokens (see `ModelDrafter.propose`)."""
-        if self.drafter is None:
-            raise StaleDrafter("there is no drafter")
-        return self.drafter.propose(version, asks)
+        return self.drafters[name].propose(version, asks)
 
-    def drafter_bytes(self) -> int:
-        """Memory of the drafter, in bytes."""
-        return 0 if self.drafter is None else self.drafter.nbytes
+    def drafter_bytes(self, name: str) -> int:
+        """Memory of a drafter's weights, in bytes."""
+        return self.drafters[name].nbytes
 
 
 class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
@@ -110,4 +134,9 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
     def load_model(self, **kwargs: Any) -> None:
         """As above; the drafter counts as weights where vLLM works out what is left for KV."""
         super().load_model(**kwargs)
-        self.model_runner.model_memory_usage += self.drafter_bytes()
+        self.model_runner.model_memory_usage += sum(map(self.drafter_bytes, self.drafters))
+
+    def among_weights(self) -> AbstractContextManager[object]:
+        """See above: the pool of vLLM's sleep mode, if that is on."""
+        context: AbstractContextManager[object] = self._maybe_get_memory_pool_context(tag="weights")
+        return context

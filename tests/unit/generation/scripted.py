@@ -61,7 +61,7 @@ class ScriptedEngine:
     asleep: bool = False
     row_capacity: int = 1 << 20
     dtype: str = "float32"
-    model_drafts: Any = None
+    model_drafts: dict[str, Any] = field(default_factory=dict)
 
     def allow(self, steps: int) -> None:
         """Let the engine step so often."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class NamedEngine(ScriptedEngine):
     """One that says what its weights are."""
 
     dtype: str = "float32"
-    model_drafts: None = None
+    model_drafts: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture

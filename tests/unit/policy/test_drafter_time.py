@@ -1,4 +1,4 @@
-"""The time of draft steps of the 4-bit twin."""
+"""The time of draft steps of the 4-bit twin and of an EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from services.policy.correction import CorrectedStepTime, Correction
-from services.policy.drafter_time import DrafterTime, self_w4_time, w4_architecture
+from services.policy.drafter_time import (
+    DrafterTime,
+    eagle3_architecture,
+    eagle3_time,
+    self_w4_time,
+    w4_architecture,
+)
 from services.policy.step_time import Architecture, StepTime
 
 # Qwen3-8B.
@@ -70,6 +76,32 @@ def test_it_is_made_from_a_model_folder(tmp_path: Path) -> None:
     assert time is not None
     assert float(time.seconds(1, 1, 100)) < 0.4 * float(target.seconds(1, 1, 100))
     assert self_w4_time(tmp_path, "bfloat16", 128, lambda: None) is None
+
+
+HEAD = CONFIG | {
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32000,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]},
+}
+
+
+def test_the_head_of_an_8b_model_is_a_layer_with_wider_inputs_and_its_ends() -> None:
+    target, head = Architecture.of(CONFIG, 2), eagle3_architecture(HEAD, 2)
+    one_layer = (target.weight_bytes - 4096 * 151936 * 2) / 36
+    wider = 2 * 4096 * 128 * (32 + 2 * 8)
+    assert head.weight_bytes == pytest.approx(one_layer + wider + 2 * (3 * 4096 * 4096 + 4096 * 32000))
+    assert head.kv_bytes == pytest.approx(target.kv_bytes / 36)
+    assert head.attention_flops == pytest.approx(target.attention_flops / 36)
+    assert head.weight_bytes < 0.06 * target.weight_bytes
+
+
+def test_the_time_of_a_head_is_made_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HEAD))
+    target = _target()
+    time = eagle3_time(tmp_path, "bfloat16", lambda: target)
+    assert time is not None
+    assert float(time.seconds(1, 1, 100)) < 0.1 * float(target.seconds(1, 1, 100))
+    assert eagle3_time(tmp_path, "bfloat16", lambda: None) is None
 
 
 def test_a_target_that_is_lost_is_an_error_not_a_guess() -> None:

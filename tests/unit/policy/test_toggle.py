@@ -1,4 +1,4 @@
-"""The toggle, which never speculates against the model's own account, and the promotion of drafters with state."""
+"""The toggle, which never speculates against the model's own account."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.policy.correction import CorrectedStepTime, Correction
 from services.policy.step_time import Architecture, StepTime
-from services.policy.toggle import Phase, Promotion, Toggle, speedup
+from services.policy.toggle import Toggle, speedup
 
 ARCHITECTURE = Architecture(weight_bytes=1e9, kv_bytes=1e4, dense_flops=1e9, attention_flops=1e3)
 
@@ -90,47 +90,3 @@ def test_speedup_grows_with_acceptance_and_falls_with_time(
     base = speedup(requests, expected, plain, drafted)
     assert speedup(requests, expected + more, plain, drafted) >= base
     assert speedup(requests, expected, plain, drafted, more) <= base
-
-
-def test_state_is_built_a_part_at_a_time_and_only_for_its_users() -> None:
-    drafter, running = Promotion(per_step=2), ["a", "b", "c", "d"]
-    first = drafter.advance(True, running, ["a", "b", "c"])
-    assert (first.build, drafter.phase) == (("a", "b"), Phase.PROMOTING)
-    assert drafter.ready("a"), "what is built drafts already"
-    assert not drafter.ready("c")
-    assert drafter.advance(True, running, ["a", "b", "c"]).build == ("c",)
-    assert drafter.phase is Phase.SPECULATING
-    assert not drafter.ready("d"), "nobody drafts for it"
-    assert drafter.advance(True, [*running, "e"], ["a", "e"]).build == ("e",)
-
-
-def test_leaving_drops_all_state() -> None:
-    drafter = Promotion()
-    drafter.advance(True, ["a", "b"], ["a", "b"])
-    left = drafter.advance(False, ["a", "b"], [])
-    assert (left.drop, drafter.phase) == (("a", "b"), Phase.LEAVING)
-    assert not drafter.ready("a")
-    assert drafter.advance(False, ["a"], []).drop == ()
-    assert drafter.phase is Phase.PLAIN
-
-
-names = st.sampled_from("abcdef")
-
-
-@given(st.lists(st.tuples(st.booleans(), st.sets(names), st.sets(names)), max_size=12), st.integers(1, 3))
-def test_what_is_built_is_dropped_once_and_never_used_without(
-    steps: list[tuple[bool, set[str], set[str]]], per_step: int
-) -> None:
-    drafter, held = Promotion(per_step), set[str]()
-    for wanted, running, others in steps:
-        users = sorted(running & others)
-        work = drafter.advance(wanted, running, users)
-        assert set(work.drop) <= held
-        held -= set(work.drop)
-        assert not held & set(work.build)
-        assert len(work.build) <= per_step
-        held |= set(work.build)
-        assert held == drafter.built
-        assert held <= running
-        assert wanted or not held
-        assert all(drafter.ready(each) <= (each in held) for each in "abcdef")

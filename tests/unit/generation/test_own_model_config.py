@@ -1,4 +1,4 @@
-"""The flags of the 4-bit twin."""
+"""The flags of the drafters that have a model of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.generation.config import GenerationConfig
-from services.generation.engine.types import W4Options
+from services.generation.engine.types import Eagle3Options, W4Options
 
 
 def _config(**settings: Any) -> GenerationConfig:
@@ -20,6 +20,13 @@ def test_there_is_no_twin_unless_it_is_asked_for_and_may_draft() -> None:
     assert _config(self_w4=True, speculation="off").engine_options().self_w4 is None
     asked = _config(self_w4=True, self_w4_group="64", self_w4_tokens=5)
     assert asked.engine_options().self_w4 == W4Options(group=64, most_tokens=5)
+
+
+def test_there_is_no_head_unless_there_is_a_checkpoint_and_it_may_draft() -> None:
+    assert _config().engine_options().eagle3 is None
+    assert _config(eagle3="/models/head", speculation="off").engine_options().eagle3 is None
+    asked = _config(eagle3="/models/head", eagle3_tokens=4, eagle3_catch_up_tokens=100)
+    assert asked.engine_options().eagle3 == Eagle3Options("/models/head", most_tokens=4, catch_up_tokens=100)
 
 
 @pytest.mark.parametrize("group", [0, 31, 512])

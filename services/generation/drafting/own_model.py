@@ -1,10 +1,10 @@
-"""The `self_w4` drafter as the loop sees it: when to run the 4-bit twin, for whom, how deep, for what promise.
+"""A drafter with a model of its own, as the loop sees it: when to run it, for whom, how deep, for what promise.
 
-The twin is run only where the step-time model says that its draft steps pay, for samples whose other drafts are
+The model is run only where the step-time model says that its draft steps pay, for samples whose other drafts are
 worse. What it drafted and was not verified is offered again while the response goes on as it says.
 
 How likely its tokens are kept is learned by comparing every drafted token with the response, verified or not: by
-place in the draft, for how deep to go, and by the probability that the twin drew it with, for what is offered.
+place in the draft, for how deep to go, and by the probability that the model drew it with, for what is offered.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 
 from services.generation.drafting.acceptance import AcceptanceTable
 from services.generation.drafting.drafter import Arrival, DraftContext, Offer, Offers
+from services.generation.drafting.lengths import Batch, Lengths, choose_lengths, row_price, standing
 from services.generation.drafting.plan import context_of, limits
-from services.generation.drafting.self_lengths import Batch, Lengths, choose_lengths, row_price, standing
-from services.generation.engine.types import Proposal, SampleState
+from services.generation.engine.types import Drafted, Proposal, SampleState
 from services.policy.correction import CorrectedStepTime
 from services.policy.drafter_time import DrafterTime
 from services.policy.knobs import Knobs
 
-# Seconds of building the twin beside a step, and at once while the engine idles.
+# Seconds of getting the model ready beside a step, and at once while the engine idles.
 _SLICE, _IDLE_SLICE = 1e-3, 1e-2
 # Before anything was seen, the first drafted token is kept with this probability, and any after a kept one.
 _PRIOR = 0.85
@@ -37,9 +37,10 @@ _EDGES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)
 _PRIORS = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98)
 
 
-class TwinEngine(Protocol):
+class ModelEngine(Protocol):
     """What is used of `services.generation.engine.model_drafts.ModelDrafts`."""
 
+    name: str
     most_tokens: int
 
     @property
@@ -49,15 +50,16 @@ class TwinEngine(Protocol):
     @property
     def nbytes(self) -> int: ...
     def build(self, seconds: float) -> bool: ...
-    def propose(self, lengths: Mapping[str, int]) -> Mapping[str, Proposal]: ...
+    def propose(self, lengths: Mapping[str, int]) -> Drafted: ...
 
 
-class TwinMetrics(Protocol):
-    """Where the cost of the twin is counted."""
+class ModelMetrics(Protocol):
+    """Where the cost of the model is counted."""
 
     def built(self, work: float, wall: float, nbytes: int) -> None: ...
     def decided(self, gain: float) -> None: ...
-    def drafted(self, tokens: int, steps: int, seconds: float) -> None: ...
+    def drafted(self, tokens: int, steps: int, seconds: float, caught_up: int) -> None: ...
+    def swapped(self, version: int) -> None: ...
 
 
 class Terms(Protocol):
@@ -86,29 +88,39 @@ class _Draft:
     mismatched: bool = False
 
 
-class SelfDrafter:
-    """Runs the twin and offers its tokens. Sequential: it wants to know what the other drafters offer."""
+@dataclass(slots=True)
+class Compared:
+    """Drafts that were compared with responses, their tokens, and how many came before the first that differed."""
 
-    name = "self_w4"
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+
+class OwnModelDrafter:
+    """Runs the model and offers its tokens. Sequential: it wants to know what the other drafters offer."""
 
     def __init__(
         self,
-        engine: TwinEngine,
+        engine: ModelEngine,
         terms: Terms,
         drafter_time: DrafterTime | None = None,
         *,
-        metrics: TwinMetrics | None = None,
+        metrics: ModelMetrics | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
         Args:
-            engine: has the twin.
+            engine: has the model.
             terms: by what the decision is made.
             drafter_time: of draft steps. Without it, without a step-time model, and in the mode `fixed`, every
                 sample is drafted for that is not offered more by others.
             metrics: where its cost is counted.
             clock: seconds.
         """
+        self.name = engine.name
+        # Of the weights that are in use, since they are.
+        self.compared = Compared()
         self._engine = engine
         self._terms = terms
         self._drafter_time = drafter_time
@@ -117,7 +129,7 @@ class SelfDrafter:
         self._drafts: dict[str, _Draft] = {}
         self._by_place = AcceptanceTable([_PRIOR] * engine.most_tokens)
         self._by_probability = AcceptanceTable(_PRIORS)
-        # When the twin was first seen not to be ready, and seconds spent on building it since.
+        # When the model was first seen not to be ready, and seconds spent on getting it ready since.
         self._stale_since: float | None = None
         self._built_seconds = 0.0
         if metrics is not None:
@@ -127,7 +139,7 @@ class SelfDrafter:
         """Nothing: a sample may be drafted for from any step on."""
 
     def adopt(self, arrival: Arrival) -> None:
-        """Nothing: the twin needs no rollouts."""
+        """Nothing: the model needs no rollouts."""
 
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
         """Nothing: the next offer sees the tokens themselves."""
@@ -137,9 +149,18 @@ class SelfDrafter:
         draft = self._drafts.pop(sample_id, None)
         if draft is not None:
             self._compare(draft, response)
+            self._close(draft)
+
+    def swapped(self, version: int) -> None:
+        """The model has weights of this version from now on: what is known of the old ones is half forgotten."""
+        self._drafts.clear()
+        self.compared = Compared()
+        self._half_forget()
+        if self._metrics is not None:
+            self._metrics.swapped(version)
 
     def tend(self) -> bool:
-        """Go on building the twin while the engine idles; whether there is more to do."""
+        """Go on getting the model ready while the engine idles; whether there is more to do."""
         return self._engine.building and not self._prepared(_IDLE_SLICE)
 
     def offer(self, samples: Sequence[SampleState], window: int) -> Offers | None:
@@ -182,7 +203,7 @@ class SelfDrafter:
         return Offers.of(offers) if any(offers) else None
 
     def _prepared(self, seconds: float) -> bool:
-        """Whether the twin is made for the weights that are served; goes on making it if not."""
+        """Whether the model is ready for the weights that are served; goes on with it if not."""
         if self._engine.ready and self._stale_since is None:
             return True
         began = self._clock()
@@ -197,10 +218,13 @@ class SelfDrafter:
                     self._built_seconds, self._clock() - self._stale_since, self._engine.nbytes
                 )
             self._stale_since, self._built_seconds = None, 0.0
-            # Of other weights half as much is known: enough to try again where it did not pay.
-            self._by_place = _half_known(self._by_place, [_PRIOR] * self._engine.most_tokens)
-            self._by_probability = _half_known(self._by_probability, _PRIORS)
+            self._half_forget()
         return ready
+
+    def _half_forget(self) -> None:
+        """Of other weights half as much is known: enough to try again where it did not pay."""
+        self._by_place = _half_known(self._by_place, [_PRIOR] * self._engine.most_tokens)
+        self._by_probability = _half_known(self._by_probability, _PRIORS)
 
     def _decide(self, samples: Sequence[SampleState], window: int, others: Sequence[Offers]) -> Lengths:
         """How many tokens to draft for each sample."""
@@ -221,18 +245,24 @@ class SelfDrafter:
     def _run(self, samples: Sequence[SampleState], wanted: Mapping[str, int]) -> Mapping[str, Proposal]:
         """Draft, and learn how long that took."""
         began = self._clock()
-        made = self._engine.propose(wanted)
-        seconds = self._clock() - began
+        drafted = self._engine.propose(wanted)
+        seconds, made = self._clock() - began, drafted.proposals
         steps = max((len(proposal.tokens) for proposal in made.values()), default=0)
-        if steps and self._drafter_time is not None:
+        # Of a step in which samples caught up, the time is not that of drafting.
+        usual = drafted.caught_up <= len(made) * (self._engine.most_tokens + 1)
+        if steps and usual and self._drafter_time is not None:
             context = context_of([sample for sample in samples if sample.sample_id in made])
             self._drafter_time.observe(len(made), context, seconds / steps)
         if self._metrics is not None:
-            self._metrics.drafted(sum(len(proposal.tokens) for proposal in made.values()), steps, seconds)
+            tokens = sum(len(proposal.tokens) for proposal in made.values())
+            self._metrics.drafted(tokens, steps, seconds, drafted.caught_up)
         return made
 
     def _offer(self, sample: SampleState, proposal: Proposal, window: int) -> Offer:
         buckets = [bisect_right(_EDGES, exp(logprob)) for logprob in proposal.logprobs]
+        last = self._drafts.get(sample.sample_id)
+        if last is not None:
+            self._close(last)
         self._drafts[sample.sample_id] = draft = _Draft(len(sample.response), proposal.tokens, buckets)
         return self._rest(draft, window)
 
@@ -243,7 +273,7 @@ class SelfDrafter:
             return None
         self._compare(draft, sample.response)
         if draft.mismatched or draft.compared == len(draft.tokens):
-            del self._drafts[sample.sample_id]
+            self._close(self._drafts.pop(sample.sample_id))
             return None
         return self._rest(draft, window)
 
@@ -263,6 +293,13 @@ class SelfDrafter:
             self._by_probability.observe(draft.buckets[draft.compared], 1, int(same))
             draft.compared += 1
             draft.mismatched = not same
+
+    def _close(self, draft: _Draft) -> None:
+        """No more of a draft will be compared. What is behind a token that differed was wrong with it."""
+        if draft.compared:
+            self.compared.drafts += 1
+            self.compared.tokens += len(draft.tokens) if draft.mismatched else draft.compared
+            self.compared.accepted += draft.compared - draft.mismatched
 
 
 def _half_known(table: AcceptanceTable, priors: Sequence[float]) -> AcceptanceTable:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.drafting.drafter import Offer, Offers
-from services.generation.drafting.self_lengths import (
+from services.generation.drafting.lengths import (
     Batch,
     Lengths,
     Seconds,

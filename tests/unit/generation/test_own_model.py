@@ -1,4 +1,4 @@
-"""The drafter that runs the 4-bit twin: when, for whom, and what it learns."""
+"""A drafter that runs a model of its own: when, for whom, and what it learns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from math import log
 import pytest
 
 from services.generation.drafting.drafter import Offer, Offers, SequentialDrafter
-from services.generation.drafting.self_draft import SelfDrafter
-from services.generation.engine.types import Proposal, SampleState
+from services.generation.drafting.own_model import Compared, OwnModelDrafter
+from services.generation.engine.types import Drafted, Proposal, SampleState
 from services.policy.correction import CorrectedStepTime, Correction
 from services.policy.drafter_time import DrafterTime
 from services.policy.knobs import Knobs
@@ -24,12 +24,14 @@ _STEP = StepTime(architecture=_ARCHITECTURE, throughput=1e14, bandwidth=1e12, pe
 class Twin:
     """A twin that says 100, 101, 102, ... from the response's length on, and can be stale."""
 
+    name: str = "self_w4"
     most_tokens: int = 4
     ready: bool = True
     building: bool = False
     slices: int = 0
     nbytes: int = 1234
     probability: float = 0.9
+    caught_up: int = 0
     asked: list[dict[str, int]] = field(default_factory=list)
     lengths: dict[str, int] = field(default_factory=dict)
 
@@ -43,15 +45,16 @@ class Twin:
     def stale(self, slices: int) -> None:
         self.ready, self.building, self.slices = False, True, slices
 
-    def propose(self, lengths: Mapping[str, int]) -> dict[str, Proposal]:
+    def propose(self, lengths: Mapping[str, int]) -> Drafted:
         assert self.ready
         self.asked.append(dict(lengths))
-        return {
+        made = {
             key: Proposal(
                 [100 + self.lengths[key] + i for i in range(count)], [log(self.probability)] * count
             )
             for key, count in lengths.items()
         }
+        return Drafted(made, self.caught_up)
 
 
 @dataclass
@@ -70,6 +73,7 @@ class Metrics:
     built_: list[tuple[float, float, int]] = field(default_factory=list)
     drafted_: list[tuple[int, int]] = field(default_factory=list)
     gains: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     def built(self, work: float, wall: float, nbytes: int) -> None:
         self.built_.append((work, wall, nbytes))
@@ -77,8 +81,11 @@ class Metrics:
     def decided(self, gain: float) -> None:
         self.gains.append(gain)
 
-    def drafted(self, tokens: int, steps: int, seconds: float) -> None:
+    def drafted(self, tokens: int, steps: int, seconds: float, caught_up: int) -> None:
         self.drafted_.append((tokens, steps))
+
+    def swapped(self, version: int) -> None:
+        self.versions.append(version)
 
 
 class Clock:
@@ -108,7 +115,7 @@ def _tokens(offers: Offers | None, i: int) -> list[int] | None:
 
 def test_without_a_step_time_model_everybody_is_drafted_for() -> None:
     twin = Twin()
-    drafter = SelfDrafter(twin, Terms())
+    drafter = OwnModelDrafter(twin, Terms())
     assert isinstance(drafter, SequentialDrafter)
     samples = [_sample(twin, "a", []), _sample(twin, "b", [7], room=2), _sample(twin, "c", [7], room=0)]
     offers = drafter.offer(samples, 8)
@@ -118,7 +125,7 @@ def test_without_a_step_time_model_everybody_is_drafted_for() -> None:
 
 def test_samples_with_better_offers_are_not_drafted_for() -> None:
     twin = Twin()
-    drafter = SelfDrafter(twin, Terms())
+    drafter = OwnModelDrafter(twin, Terms())
     samples = [_sample(twin, "a", []), _sample(twin, "b", [])]
     sure = Offers.of([Offer([5, 6, 7, 8], [0.99] * 4), Offer([5], [0.2])])
     offers = drafter.offer_beside(samples, 8, {"given": sure})
@@ -128,7 +135,7 @@ def test_samples_with_better_offers_are_not_drafted_for() -> None:
 
 def test_what_was_not_verified_is_offered_again_while_it_is_right() -> None:
     twin = Twin()
-    drafter = SelfDrafter(twin, Terms())
+    drafter = OwnModelDrafter(twin, Terms())
     drafter.offer([_sample(twin, "a", [])], 8)
     # One token further, as drafted: three are left, and more than what others have.
     offers = drafter.offer_beside([_sample(twin, "a", _truth(1))], 8, {})
@@ -142,7 +149,7 @@ def test_what_was_not_verified_is_offered_again_while_it_is_right() -> None:
 
 def test_acceptance_is_learned_from_tokens_that_were_never_verified() -> None:
     twin = Twin(probability=0.01)
-    drafter = SelfDrafter(twin, Terms())
+    drafter = OwnModelDrafter(twin, Terms())
     prior = drafter.offer([_sample(twin, "a", [])], 8)
     assert prior is not None
     for i in range(40):
@@ -163,7 +170,7 @@ def test_acceptance_is_learned_from_tokens_that_were_never_verified() -> None:
 
 def test_a_stale_twin_is_built_in_slices_and_offers_nothing_meanwhile() -> None:
     twin, metrics = Twin(), Metrics()
-    drafter = SelfDrafter(twin, Terms(), metrics=metrics, clock=Clock())
+    drafter = OwnModelDrafter(twin, Terms(), metrics=metrics, clock=Clock())
     assert metrics.built_ == [(0.0, 0.0, 1234)]
     drafter.offer([_sample(twin, "a", [])], 8)
     twin.stale(3)
@@ -180,14 +187,14 @@ def test_a_stale_twin_is_built_in_slices_and_offers_nothing_meanwhile() -> None:
 
 def test_a_twin_that_nobody_makes_does_not_keep_the_engine_awake() -> None:
     twin = Twin(ready=False)
-    drafter = SelfDrafter(twin, Terms())
+    drafter = OwnModelDrafter(twin, Terms())
     assert drafter.tend() is False
     assert drafter.offer([_sample(twin, "a", [])], 8) is None
 
 
 def test_new_weights_give_a_drafter_that_did_not_pay_another_chance() -> None:
     twin = Twin()
-    drafter = SelfDrafter(twin, Terms())
+    drafter = OwnModelDrafter(twin, Terms())
     for i in range(400):
         drafter.offer([_sample(twin, f"s{i}", [])], 8)
         drafter.end(f"s{i}", [9])
@@ -203,7 +210,7 @@ def test_new_weights_give_a_drafter_that_did_not_pay_another_chance() -> None:
 @pytest.mark.parametrize("allowed", [False, [False, True]])
 def test_only_samples_that_want_it_are_drafted_for(allowed: Sequence[bool] | bool) -> None:
     twin = Twin()
-    drafter = SelfDrafter(twin, Terms(allowed=allowed))
+    drafter = OwnModelDrafter(twin, Terms(allowed=allowed))
     drafter.offer([_sample(twin, "a", []), _sample(twin, "b", [])], 8)
     assert twin.asked == ([] if allowed is False else [{"b": 4}])
 
@@ -221,7 +228,7 @@ def test_draft_steps_that_do_not_pay_are_not_made() -> None:
         (1e10, "fixed", True),
     ):
         twin = Twin()
-        drafter = SelfDrafter(twin, *_timed(weight_bytes, mode))
+        drafter = OwnModelDrafter(twin, *_timed(weight_bytes, mode))
         drafter.offer([_sample(twin, f"s{i}", []) for i in range(4)], 8)
         assert bool(twin.asked) is pays, (weight_bytes, mode)
 
@@ -229,10 +236,61 @@ def test_draft_steps_that_do_not_pay_are_not_made() -> None:
 def test_measured_draft_steps_are_believed() -> None:
     """A clock by which every draft takes a second: that never pays again, whatever the model said."""
     twin, metrics = Twin(), Metrics()
-    drafter = SelfDrafter(twin, *_timed(2e9), metrics=metrics, clock=Clock())
+    drafter = OwnModelDrafter(twin, *_timed(2e9), metrics=metrics, clock=Clock())
     for i in range(20):
         drafter.offer([_sample(twin, f"s{i}", [])], 8)
     assert 1 <= len(twin.asked) < 10
     assert metrics.drafted_[0] == (4, 4)
     assert metrics.gains[0] > 1
     assert metrics.gains[-1] == 1
+
+
+def test_what_became_of_drafts_is_counted() -> None:
+    twin = Twin()
+    drafter = OwnModelDrafter(twin, Terms())
+
+    def draft(name: str, response: list[int]) -> None:
+        drafter.offer([_sample(twin, name, [])], 8)
+        drafter.end(name, response)
+
+    draft("all", _truth(6))
+    draft("two", [*_truth(2), 9, 9, 9])
+    draft("none", [9])
+    # The sample ended before its draft did: of what is behind nothing is known.
+    draft("short", _truth(3))
+    draft("unknown", [])
+    assert drafter.compared == Compared(drafts=4, tokens=4 + 4 + 4 + 3, accepted=4 + 2 + 0 + 3)
+
+
+def test_a_draft_that_another_follows_counts_as_far_as_it_was_compared() -> None:
+    twin = Twin()
+    drafter = OwnModelDrafter(twin, Terms())
+    drafter.offer([_sample(twin, "a", [])], 8)
+    drafter.offer([_sample(twin, "a", _truth(3))], 8)
+    assert drafter.compared == Compared(drafts=1, tokens=3, accepted=3)
+
+
+def test_other_weights_of_the_model_begin_a_new_count_and_forget_what_was_drafted() -> None:
+    twin, metrics = Twin(), Metrics()
+    drafter = OwnModelDrafter(twin, Terms(), metrics=metrics)
+    for i in range(400):
+        drafter.offer([_sample(twin, f"s{i}", [])], 8)
+        drafter.end(f"s{i}", [9])
+    low = drafter.offer([_sample(twin, "a", [])], 8)
+    drafter.swapped(7)
+    assert (drafter.compared, metrics.versions) == (Compared(), [7])
+    drafter.end("a", _truth(4))
+    assert drafter.compared == Compared()
+    high = drafter.offer([_sample(twin, "b", [])], 8)
+    assert low is not None
+    assert high is not None
+    assert low.acceptance[0, 0] < 0.1 < 0.4 < high.acceptance[0, 0]
+
+
+def test_a_step_in_which_samples_caught_up_teaches_no_times() -> None:
+    """By its clock drafting never pays, but that was reading."""
+    twin = Twin(caught_up=1000)
+    drafter = OwnModelDrafter(twin, *_timed(2e9), clock=Clock())
+    for i in range(20):
+        drafter.offer([_sample(twin, f"s{i}", [])], 8)
+    assert len(twin.asked) == 20
