@@ -1,0 +1,1 @@
+"""The drafter that is trained online: ReSpec's learner beside generation."""
