@@ -27,6 +27,7 @@ SETTINGS = {
     "reallocator": "services.reallocator.config:ReallocatorConfig",
     "bubbles": "services.bubbles.config:BubblesConfig",
     "drafts": "services.drafts.config:DraftsConfig",
+    "drafter": "services.drafter.config:DrafterConfig",
     "policy": "services.policy.config:PolicyConfig",
     "scaling": "services.policy.scaling.config:ScalingConfig",
 }
@@ -35,6 +36,7 @@ SHARED = {"log_level", "log_format", "shutdown_grace_seconds", "max_message_byte
 """Of the settings that all services share, those that are left to the chart's user."""
 CHOSEN = {
     *("instance_id", "replica_id", "pool", "snapshot_dir", "migration_port", "evacuation_seconds", "scaling"),
+    *("folder", "checkpoint", "device"),
     *("pools", "gateway", "apply", "identity", "lease_name"),
     *("kubernetes_namespace", "kubernetes_url", "kubernetes_ca_file"),
 }

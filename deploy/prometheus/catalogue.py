@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.bubbles.metrics import BubbleMetrics
+from services.drafter.metrics import DrafterMetrics
 from services.drafts.metrics import DraftMetrics
 from services.drafts.store import DraftStore
 from services.gateway.metrics import GatewayMetrics
-from services.generation.drafting.self_metrics import SelfDraftMetrics
 from services.generation.metrics import EngineMetrics
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.pregeneration.metrics import PregenerationMetrics
@@ -42,10 +42,11 @@ Maker = Callable[[CollectorRegistry], object]
 SERVICES: dict[str, tuple[Maker, ...]] = {
     "Every service": (_every,),
     "Gateway": (GatewayMetrics,),
-    "Generation instance": (EngineMetrics, PregenerationMetrics, MigrationMetrics, SelfDraftMetrics),
+    "Generation instance": (EngineMetrics, PregenerationMetrics, MigrationMetrics),
     "Draft store": (lambda registry: DraftMetrics(registry, DraftStore(1 << 20, 1), lambda: 0.0),),
     "Bubble coordinator": (BubbleMetrics,),
     "Reallocator": (ReallocatorMetrics,),
+    "Drafter": (DrafterMetrics,),
     "Policy": (PolicyMetrics, ScalingMetrics),
 }
 

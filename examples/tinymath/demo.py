@@ -47,6 +47,9 @@ _COLUMNS = (
 )
 _SPECULATION_COLUMNS = ("accepted", "block eff.")
 _CACHE_COLUMNS = ("cached", "reused")
+_DRAFTER_COLUMNS = ("drafter", "eagle3")
+LEARNER_OPTIONS = ("--batch-tokens=512", "--held-out-share=0.2", "--report-seconds=0.5")
+"""Of the online learner: its steps are small here, so it takes several optimizer steps from each."""
 POLICIES = ("fixed", "solver", "toggle", "planner")
 """Modes of speculation; see docs/policy.md."""
 
@@ -60,6 +63,8 @@ class Setup:
     dtype: str
     out: Path
     instance_options: tuple[str, ...]
+    learner: bool = False
+    """Draft with an EAGLE-3 head that learns while the trainer does."""
     policy: str | None = None
     """How the platform speculates; None leaves it to the instances."""
 
@@ -101,8 +106,10 @@ def _below(table: Table, progress: Progress) -> Table:
 def steps_table(records: Sequence[StepRecord]) -> Table:
     """A line for each step; figures of speculation, and of what was generated before, when there was any."""
     speculation, caches = any(record.drafted for record in records), any(record.cached for record in records)
+    drafter = any(record.drafter_version for record in records)
     table = Table(box=None, padding=(0, 1), header_style="bold")
     more = (_SPECULATION_COLUMNS if speculation else ()) + (_CACHE_COLUMNS if caches else ())
+    more += _DRAFTER_COLUMNS if drafter else ()
     for name in _COLUMNS + more:
         table.add_column(name, justify="right")
     for record in records:
@@ -121,6 +128,8 @@ def steps_table(records: Sequence[StepRecord]) -> Table:
             cells += [f"{record.accepted}/{record.drafted}", f"{record.block_efficiency:.2f}"]
         if caches:
             cells += [f"{record.coverage:.0%}", f"{record.reuse:.0%}"]
+        if drafter:
+            cells += [f"v{record.drafter_version}", f"{record.eagle3_accepted}/{record.eagle3_drafted}"]
         table.add_row(*cells)
     return table
 
@@ -134,6 +143,8 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         model=setup.model.absolute(),
         instances=setup.instances,
         folder=setup.out,
+        learner=setup.learner,
+        learner_options=LEARNER_OPTIONS,
         instance_options=(f"--dtype={setup.dtype}", *setup.instance_options),
     )
     with Platform(config) as platform, platform.client() as client:
@@ -155,7 +166,15 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         "start_seconds": ready - began,
         "wall_seconds": time.monotonic() - began,
         "report": str(setup.out / "report.html"),
-        **summarize(records, {**asdict(options), "dtype": setup.dtype, "policy": setup.policy or "planner"}),
+        **summarize(
+            records,
+            {
+                **asdict(options),
+                "dtype": setup.dtype,
+                "policy": setup.policy or "planner",
+                "learner": setup.learner,
+            },
+        ),
     }
     save_steps(setup.out / "steps.json", records)
     save_decisions(setup.out / "decisions.json", decisions)
@@ -172,7 +191,8 @@ def set_mode(client: Client, mode: str) -> None:
 
 def _train(client: Client, setup: Setup, options: Options, console: Console) -> list[StepRecord]:
     learner = new_learner(setup.model, options)
-    weights = WeightFolder(setup.out / "weights", setup.model)
+    # A learner reads the weights of a step after it is over.
+    weights = WeightFolder(setup.out / "weights", setup.model, keep=4 if setup.learner else 2)
     screen = Screen(console, options)
     records = []
     with (
@@ -181,7 +201,11 @@ def _train(client: Client, setup: Setup, options: Options, console: Console) -> 
         screen.live,
     ):
         for record in train(run, learner, options, screen.watch):
-            filled = replace(record, background=watch.between(record.began, time.time()))
+            filled = replace(
+                record,
+                background=watch.between(record.began, time.time()),
+                drafter_version=client.versions().drafter_version,
+            )
             records.append(filled)
             screen.add(filled)
     return records
@@ -221,6 +245,9 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
     parser.add_argument("--policy", choices=POLICIES, help="how the platform speculates (default: planner)")
     parser.add_argument(
+        "--learner", action="store_true", help="draft with an EAGLE-3 head that learns meanwhile"
+    )
+    parser.add_argument(
         "--instance-option",
         action="append",
         default=[],
@@ -229,7 +256,7 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     add_options(parser)
     given = parser.parse_args(arguments)
     options = tuple(given.instance_option)
-    setup = Setup(given.model, given.instances, given.dtype, given.out, options, given.policy)
+    setup = Setup(given.model, given.instances, given.dtype, given.out, options, given.learner, given.policy)
     return setup, read_options(given)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
+from examples.tinymath.drafter import Comparison
 from examples.tinymath.lanes import Lane, lane
 from examples.tinymath.records import StepRecord, percentiles
 from examples.tinymath.spans import step_seconds
@@ -120,6 +121,35 @@ def time_shares(records: Sequence[StepRecord]) -> str:
     axes.set(xlabel="step", ylabel="seconds", ylim=(0, below.max() * 1.22))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="upper right", ncols=3, fontsize=9, columnspacing=1.2, handlelength=1.0)
+    axes.grid(axis="y")
+    return _svg(figure)
+
+
+def acceptance(found: Sequence[Comparison]) -> str:
+    """Acceptance length on held-out samples: of each candidate, and of the drafter in use."""
+    figure, axes = _figure(6.2, 3.0)
+    updates, candidates = [each.update for each in found], [each.candidate for each in found]
+    axes.plot(updates, candidates, color=SERIES[0], linewidth=2, label="candidate")
+    known = [(each.update, each.current) for each in found if each.current is not None]
+    axes.plot(
+        [update for update, _ in known],
+        [length for _, length in known],
+        color=MUTED,
+        linewidth=1.5,
+        linestyle=(0, (4, 3)),
+        label="in use",
+    )
+    published = [(each.update, each.candidate) for each in found if each.published]
+    axes.scatter(
+        [update for update, _ in published],
+        [length for _, length in published],
+        color=SERIES[2],
+        zorder=3,
+        label="published",
+    )
+    axes.set(xlabel="update of the drafter", ylabel="tokens a verification")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="best", ncols=3, fontsize=9)
     axes.grid(axis="y")
     return _svg(figure)
 

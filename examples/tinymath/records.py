@@ -68,6 +68,11 @@ class StepRecord:
     migrations: int
     resubmissions: int
     """Summed over the samples, as all from `drafted` on."""
+    eagle3_drafted: int = 0
+    eagle3_accepted: int = 0
+    """Of `drafted` and `accepted`, what the head that learns has drafted."""
+    drafter_version: int = 0
+    """Published when the step was over; 0: none."""
     background: tuple[Stretch, ...] = ()
     """What was pre-generated while this step was rolled out and learned from, from the step's begin."""
 
@@ -123,6 +128,7 @@ def record_step(
     """Sums up the samples of a step that this fleet could take part in."""
     spans = step_spans(samples)
     provenances = [sample.provenance for sample in samples]
+    sources = [source for provenance in provenances for source in provenance.draft_sources]
     return StepRecord(
         step=step,
         policy_version=version,
@@ -141,6 +147,8 @@ def record_step(
         reused=sum(p.reused_prefix for p in provenances),
         migrations=sum(p.migrations for p in provenances),
         resubmissions=sum(p.resubmissions for p in provenances),
+        eagle3_drafted=sum(source.drafted for source in sources if source.drafter == "eagle3"),
+        eagle3_accepted=sum(source.accepted for source in sources if source.drafter == "eagle3"),
     )
 
 
@@ -179,6 +187,9 @@ def summarize(records: Sequence[StepRecord], options: Mapping[str, object]) -> d
         "bubble_seconds": [record.bubbles for record in records],
         "drafted": drafted,
         "accepted": accepted,
+        "drafter_versions": [record.drafter_version for record in records],
+        "eagle3_drafted": [record.eagle3_drafted for record in records],
+        "eagle3_accepted": [record.eagle3_accepted for record in records],
         "block_efficiency": 1.0 + accepted / verifications if verifications else 1.0,
         "cached_share": share(sum(record.cached for record in records)),
         "reused_share": share(sum(record.reused for record in records)),

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from examples.tinymath import pictures
 from examples.tinymath.decisions import decision_rows, load_decisions
+from examples.tinymath.drafter import comparisons
 from examples.tinymath.lanes import busy, gaps
 from examples.tinymath.records import StepRecord, load_steps, percentiles
 from examples.tinymath.spans import step_seconds
@@ -30,6 +31,7 @@ def write_report(
     decisions: Sequence[Decision] = (),
 ) -> None:
     """Renders the report of finished steps and of what the platform decided in them."""
+    compared = comparisons(decisions)
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     page = environment.get_template("report.html.j2").render(
@@ -38,6 +40,8 @@ def write_report(
         rows=[row(record) for record in records],
         speculation=any(record.drafted for record in records),
         caches=any(record.cached for record in records),
+        drafter=any(record.drafter_version for record in records),
+        compared=bool(compared),
         decisions=decision_rows(decisions, min((record.began for record in records), default=0.0)),
         pictures={
             "reward": pictures.reward_curve(records),
@@ -45,6 +49,7 @@ def write_report(
             "shares": pictures.time_shares(records),
             "throughput": pictures.throughput(records),
             "timelines": pictures.timelines(records),
+            "acceptance": pictures.acceptance(compared) if compared else "",
         },
     )
     path.write_text(page)
@@ -67,6 +72,15 @@ def tiles(records: Sequence[StepRecord], summary: Mapping[str, Any]) -> list[tup
         found.append(
             ("Block efficiency", f"{summary['block_efficiency']:.2f}", f"{rate:.0%} of drafts accepted")
         )
+    if last_version := records[-1].drafter_version:
+        drafted = sum(record.eagle3_drafted for record in records)
+        kept = sum(record.eagle3_accepted for record in records)
+        remark = (
+            f"{kept / drafted:.0%} of its {drafted:,} drafted tokens accepted"
+            if drafted
+            else "not drafted with"
+        )
+        found.append(("Drafter", f"version {last_version}", remark))
     if summary["cached_share"]:
         remark = f"of the tokens were there before, {summary['reused_share']:.0%} agreed"
         found.append(("Cached", f"{summary['cached_share']:.0%}", remark))
@@ -116,6 +130,7 @@ def row(record: StepRecord) -> dict[str, str]:
         "push": f"{record.timing.push:.2f}",
         "accepted": f"{record.accepted:,} / {record.drafted:,}",
         "efficiency": f"{record.block_efficiency:.2f}",
+        "drafter": f"v{record.drafter_version}: {record.eagle3_accepted:,} / {record.eagle3_drafted:,}",
         "cached": f"{record.coverage:.0%} / {record.reuse:.0%}",
         "drift": f"{record.learned.kl:.0e} / {record.learned.clip_fraction:.1%}",
     }

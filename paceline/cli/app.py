@@ -42,6 +42,9 @@ def up(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA where there is a GPU.")] = "auto",
     pin: Annotated[bool, typer.Option(help="On CPU, share the cores out among the instances.")] = True,
     restart: Annotated[bool, typer.Option(help="Start instances again that died.")] = True,
+    learner: Annotated[
+        bool, typer.Option("--learner", help="Draft with an EAGLE-3 head that learns meanwhile.")
+    ] = False,
     token: Token = None,
 ) -> None:
     """Starts the whole platform on this machine and runs until Ctrl-C.
@@ -52,7 +55,9 @@ def up(
 
     options = tuple(context.args)
     raise typer.Exit(
-        run_until_stopped(model, instances, port, redis_url, folder, device, pin, restart, token, options)
+        run_until_stopped(
+            model, instances, port, redis_url, folder, device, pin, restart, token, options, learner
+        )
     )
 
 

@@ -28,6 +28,7 @@ def run_until_stopped(
     restart: bool,
     token: str | None,
     instance_options: tuple[str, ...],
+    learner: bool = False,
 ) -> int:
     """Starts the platform, shows what runs where, and stops it on SIGINT or SIGTERM."""
     config = PlatformConfig(
@@ -41,6 +42,7 @@ def run_until_stopped(
         pin=pin,
         restarts=RestartPolicy() if restart else None,
         instance_options=instance_options,
+        learner=learner,
     )
     console = Console()
     _interrupt_on_sigterm()

@@ -208,7 +208,7 @@ class Batch:
         if sample.cancelled:
             return self.abort(index, now)
         if report.finish_reason not in (sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH):
-            return self._release(sample, now, resubmission=True)
+            return self._release(sample, now, resubmission=True, blameless=bool(report.resume_on))
         sample.spans[-1].end = now
         self._end(sample, report.finish_reason, _STATUS[report.finish_reason], now)
         return Verdict.ENDED
@@ -296,11 +296,14 @@ class Batch:
             return self.abort(index, now)
         return self._release(sample, now, resubmission=resubmission)
 
-    def _release(self, sample: SampleState, now: float, *, resubmission: bool) -> Verdict:
+    def _release(
+        self, sample: SampleState, now: float, *, resubmission: bool, blameless: bool = False
+    ) -> Verdict:
+        """`blameless`: it was taken off its instance for the others' sake."""
         span = sample.spans[-1]
         gained = span.end_token - span.begin_token
         # One gained token is the one that will be sampled again: that is no progress.
-        sample.fruitless = 0 if gained > 1 else sample.fruitless + 1
+        sample.fruitless = 0 if gained > 1 else sample.fruitless + (not blameless)
         sample.resubmissions += resubmission
         instance_id, sample.instance_id = sample.instance_id, ""
         sample.phase = Phase.WAITING

@@ -24,6 +24,12 @@ class GatewayConfig(ServiceConfig):
     samples of the same prompt."""
     history: bool = True
     """Whether finished samples are kept in the draft store, for later epochs to reuse."""
+    learner_feed: bool = True
+    """Whether finished samples and their rewards go to the learner of the drafter, while there is one."""
+    learner_feed_entries: int = Field(8192, ge=1)
+    """Entries of that stream, one for each sample and report of rewards; of more, the oldest are lost."""
+    learner_linger_seconds: float = Field(120.0, ge=0)
+    """How long it is kept up for a learner that is gone, which then finds what came meanwhile."""
     max_hint_steps: int = Field(8, ge=1)
     """Coming steps of a run whose hints are kept; of more, the nearest."""
     max_hint_bytes: int = Field(64 * 1024 * 1024, ge=1)

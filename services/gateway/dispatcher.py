@@ -15,6 +15,7 @@ from paceline.v1 import sample_pb2
 from services.gateway.assemble import work_item
 from services.gateway.batch import Batch, BatchKey, Ending, Phase, Verdict
 from services.gateway.config import GatewayConfig
+from services.gateway.feed import LearnerFeed
 from services.gateway.fleet import Fleet, State
 from services.gateway.hints import Coverage, remaining_work
 from services.gateway.history import History
@@ -58,6 +59,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._writer: JournalWriter | None = None
         self._history: History | None = None
+        self._feed: LearnerFeed | None = None
         self._steps = StepBook()
         self._moves = Moves(self, metrics, config.claim_wait_seconds)
         # What was there of the samples of a batch before it began.
@@ -70,6 +72,10 @@ class Dispatcher:
     def remember_with(self, history: History) -> None:
         """Sets who carries finished samples into the draft store."""
         self._history = history
+
+    def teach_with(self, feed: LearnerFeed) -> None:
+        """Sets who carries finished samples to the learner of the drafter."""
+        self._feed = feed
 
     # Batches -------------------------------------------------------------------------------------------
 
@@ -201,7 +207,9 @@ class Dispatcher:
             held = link.release(finished.handle)
             if held is not None:
                 verdict = held.batch.finish(held.index, held.attempt, finished, now)
-                self.take_back(held, verdict, "handed_over")
+                self.take_back(held, verdict, "moved" if finished.resume_on else "handed_over")
+                if finished.resume_on:
+                    self._moves.handed_on(held, finished.resume_on)
         for refused in response.refused:
             self._refused(link, refused, now)
         for moved in response.moved:
@@ -307,6 +315,31 @@ class Dispatcher:
             self._metrics.queue_seconds.observe(now - running.batch.accepted_at)
         log.debug("placed", batch=key, sample=index, instance=link.instance_id, attempt=attempt)
 
+    def place_on(self, held: Held, instance_id: str) -> bool:
+        """Gives a sample that waits to this instance; False when that cannot take it, and it waits for any."""
+        link, key = self.links.get(instance_id), (held.batch.key, held.index)
+        if link is None or key not in self._queue or not self._is_open(link, self._loop.time()):
+            return False
+        if link.slots.room < 1 or link.slots.policy_version != held.batch.policy_version:
+            return False
+        waiting = self._queue.take(key)
+        if waiting is None:
+            return False
+        link.slots.take(waiting.prompt, waiting.predicted)
+        self._give(Assignment(waiting, instance_id))
+        return True
+
+    def set_aside(self, held: Held) -> bool:
+        """Takes a sample that waits out of the queue, for a while; False when it does not wait."""
+        return self._queue.discard((held.batch.key, held.index))
+
+    def put_back(self, held: Held) -> None:
+        """Lets a sample that was set aside wait again."""
+        running = self.running(held)
+        if running is not None:
+            self._enqueue(running, held.index)
+            self.pump_soon()
+
     def work_left(self, running: Running, index: int) -> float:
         """Tokens that a sample is predicted to need still; drafted ones count for less."""
         batch, sample = running.batch, running.batch.samples[index]
@@ -409,6 +442,8 @@ class Dispatcher:
         self._metrics.count_whole(level, len(state.tokens), *state.reuse)
         if self._history is not None:
             self._history.offer(batch, ending)
+        if self._feed is not None:
+            self._feed.offer(batch, ending)
 
     def _saved_later(self, running: Running) -> None:
         if running.private or self._writer is None:

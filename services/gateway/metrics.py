@@ -36,8 +36,9 @@ class GatewayMetrics:
         self.resubmissions = counter("resubmissions_total", "Samples resumed elsewhere, by cause.", "cause")
         self.moves = counter(
             "moves_total",
-            "Samples that instances moved to others, by what came of it: claimed; refused (the claim), no_link or "
-            "tokens_missing, and resumed by their prefix; unwanted (ended or cancelled meanwhile).",
+            "Samples that instances moved to others, by what came of it: claimed; by_prefix where they were to go "
+            "on so; refused (the claim), no_link, no_place or tokens_missing, and resumed by their prefix "
+            "anywhere; unwanted (ended or cancelled meanwhile).",
             "outcome",
         )
         self.losses = counter("instance_losses_total", "Instances lost.", "instance_id")
@@ -69,6 +70,12 @@ class GatewayMetrics:
             "outage); dropped (the store did not keep up).",
             "outcome",
         )
+        self.learner_feed = counter(
+            "learner_feed_entries_total",
+            "Finished samples and reports of rewards for the learner of the drafter, by outcome: fed; refused by "
+            "Redis; dropped (Redis did not keep up).",
+            "outcome",
+        )
         self.update_seconds = histogram("update_seconds", "Phases of weight updates.", _SECONDS, "phase")
         self.updates = counter(
             "updates_total",
@@ -84,9 +91,12 @@ class GatewayMetrics:
             self.samples.labels(status)
         for outcome in ("published", "aborted", "failed", "abandoned"):
             self.updates.labels(outcome)
-        for cause in ("lost", "handed_over"):
+        for cause in ("lost", "handed_over", "moved"):
             self.resubmissions.labels(cause)
-        self.moves.labels("claimed")
+        for outcome in ("claimed", "by_prefix"):
+            self.moves.labels(outcome)
+        for outcome in ("fed", "refused", "dropped"):
+            self.learner_feed.labels(outcome)
         for level in ("exact", "coupled_history", "lenient", "rejection"):
             self.count_whole(level, 0, 0, 0, samples=0)
 

@@ -39,6 +39,15 @@ class Home(Protocol):
     def pump_soon(self) -> None:
         """Places waiting samples."""
 
+    def place_on(self, held: Held, instance_id: str) -> bool:
+        """Gives a sample that waits to this instance; False when that cannot take it, and it waits for any."""
+
+    def set_aside(self, held: Held) -> bool:
+        """Takes a sample that waits out of the queue, for a while; False when it does not wait."""
+
+    def put_back(self, held: Held) -> None:
+        """Lets a sample that was set aside wait again."""
+
 
 class Moves:
     """`wait_seconds`: how long a sample waits for the link to the instance that has it."""
@@ -77,10 +86,28 @@ class Moves:
             self.transit.wait(traveller)
             self._loop.call_later(self._wait_seconds, self._unclaimed, traveller)
 
+    def handed_on(self, held: Held, instance_id: str) -> None:
+        """An instance has ended a sample that is to go on by its prefix on another one. It waits for the link to
+        that if there is none yet: where it came from there would be room for it now."""
+        if instance_id in self._home.links:
+            self._resume(held, instance_id)
+        elif self._home.set_aside(held):
+            traveller = Traveller(held, instance_id, "")
+            self.transit.wait(traveller)
+            self._loop.call_later(self._wait_seconds, self._unclaimed, traveller)
+
+    def _resume(self, held: Held, instance_id: str) -> None:
+        taken = self._home.place_on(held, instance_id)
+        self._metrics.moves.labels("by_prefix" if taken else "no_place").inc()
+
     def arrived(self, link: WorkLink) -> None:
-        """There is a link to the instance now: claims what has been moved there."""
+        """There is a link to the instance now: claims what has been moved there, resumes what was handed on."""
         for traveller in self.transit.arrivals(link.instance_id):
-            self._claim(link, traveller)
+            if traveller.migration_id:
+                self._claim(link, traveller)
+            elif _still_waits(traveller.held):
+                self._home.put_back(traveller.held)
+                self._resume(traveller.held, link.instance_id)
 
     def refused(self, held: Held, now: float) -> None:
         """The instance does not have the sample any more. That says nothing of what else it would take."""
@@ -104,7 +131,13 @@ class Moves:
 
     def _unclaimed(self, traveller: Traveller) -> None:
         held = traveller.held
-        if self.transit.leave(traveller) and _is_wanted(held):
+        if not self.transit.leave(traveller):
+            return
+        if not traveller.migration_id:
+            self._metrics.moves.labels("no_link").inc()
+            if _still_waits(held):
+                self._home.put_back(held)
+        elif _is_wanted(held):
             self._metrics.moves.labels("no_link").inc()
             self._home.take_back(held, held.batch.lost(held.index, held.attempt, time.time()), "no_link")
             self._home.pump_soon()
@@ -114,3 +147,9 @@ def _is_wanted(held: Held) -> bool:
     """Whether this is the attempt that the sample's tokens are to come from."""
     sample = held.batch.samples[held.index]
     return sample.phase is Phase.ASSIGNED and sample.attempt == held.attempt
+
+
+def _still_waits(held: Held) -> bool:
+    """Whether a sample that was set aside has neither ended nor been given to an instance since."""
+    sample = held.batch.samples[held.index]
+    return sample.phase is Phase.WAITING and sample.attempt == held.attempt

@@ -88,6 +88,11 @@ class WaitingQueue(Generic[Ref]):
         """Removes a sample; False when it was not waiting. Its heap entry is dropped when it surfaces."""
         return self._entries.pop(ref, None) is not None
 
+    def take(self, ref: Ref) -> Waiting[Ref] | None:
+        """Takes one sample from the queue, whatever waits before it; None when it was not waiting."""
+        entry = self._entries.pop(ref, None)
+        return None if entry is None else entry[1]
+
     def place(self, instances: Iterable[Slots], slack: float = 1.0) -> list[Assignment[Ref]]:
         """Takes from the queue all that fits, and says where to. Updates the `instances` given."""
         by_version: dict[int, list[Slots]] = {}

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.drafts.lenience import FLOOR
 from services.gateway.admission import check_report
+from services.gateway.feed import LearnerFeed
 from services.gateway.journal import Journal, Recorded
 from services.gateway.lenience import Leniences
 from services.gateway.metrics import GatewayMetrics
@@ -15,7 +16,15 @@ from services.platform.errors import InvalidArgument, NotFound
 class Rewards:
     """Takes reports in. The same report may come any number of times."""
 
-    def __init__(self, journal: Journal, leniences: Leniences, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        leniences: Leniences,
+        metrics: GatewayMetrics,
+        feed: LearnerFeed | None = None,
+    ) -> None:
+        """`feed` is told of them, if there is one."""
+        self._feed = feed
         self._journal = journal
         self._leniences = leniences
         self._metrics = metrics
@@ -35,6 +44,8 @@ class Rewards:
             await self._leniences.report(key, used, request.kl, exactness.kl_target)
         matched = known(recorded, request.rewards)
         self._measure(request, [reward.reward for reward in matched])
+        if self._feed is not None:
+            self._feed.reward(key, matched)
         return len(matched)
 
     def _measure(self, request: rollout_pb2.ReportRewardsRequest, rewards: list[float]) -> None:

@@ -11,6 +11,7 @@ from services.drafts.client import DraftStores
 from services.gateway.bubbles import BubbleLink
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatcher import Dispatcher
+from services.gateway.feed import LearnerFeed
 from services.gateway.fleet import Fleet
 from services.gateway.hint_store import HintStore
 from services.gateway.hinting import Hinting
@@ -70,7 +71,10 @@ class Term:
             self.hinting,
             self.bubbles,
         )
-        self.rewards = Rewards(self.journal, leniences, metrics)
+        self.feed = LearnerFeed(config, redis, registry, metrics) if config.learner_feed else None
+        if self.feed is not None:
+            self.dispatcher.teach_with(self.feed)
+        self.rewards = Rewards(self.journal, leniences, metrics, self.feed)
         self._stores = DraftStores(config, registry)
         self._history = History(self._stores, metrics) if config.history else None
         if self._history is not None:
@@ -102,6 +106,8 @@ class Term:
         if self._history is not None:
             beside.append(asyncio.create_task(_unharmed(self._stores.run()), name="draft-stores"))
             beside.append(asyncio.create_task(_unharmed(self._history.run()), name="history"))
+        if self.feed is not None:
+            beside.append(asyncio.create_task(_unharmed(self.feed.run()), name="learner-feed"))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -13,7 +13,8 @@ from services.gateway.links import Held
 
 @dataclass(slots=True, eq=False)
 class Traveller:
-    """A sample under its new attempt, and the instance that has it as this migration."""
+    """A sample under its new attempt, and the instance that has it as this migration; with none it is a sample that
+    waits to be resumed there by its prefix."""
 
     held: Held
     receiver: str

@@ -72,6 +72,7 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
             policy_version=published.version if published else 0,
             policy_path=published.path if published else "",
             policy_checksum=published.checksum if published else "",
+            drafter_version=term.feed.drafter_version if term.feed is not None else 0,
             update_id=active.update_id if active else "",
             instances=[
                 weight_pb2.InstanceUpdate(
@@ -87,7 +88,7 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
 
 def _check_start(request: weight_pb2.StartUpdateRequest) -> None:
     if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
-        raise Unimplemented("DRAFTER", "drafters are not there yet; target POLICY")
+        raise Unimplemented("DRAFTER", "drafters from trainers are not there yet; target POLICY")
     if request.transport in _TRANSPORTS:
         name = weight_pb2.WeightTransport.Name(request.transport)
         raise Unimplemented(name, _TRANSPORTS[request.transport])

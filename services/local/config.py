@@ -12,8 +12,8 @@ from services.local.restarts import RestartPolicy
 
 @dataclass(frozen=True, slots=True)
 class PlatformConfig:
-    """A gateway, instances, draft stores, a bubble coordinator, a policy service, a reallocator and a Redis, all on
-    this machine."""
+    """A gateway, instances, draft stores, a bubble coordinator, a policy service, a reallocator, perhaps an online
+    learner, and a Redis, all on this machine."""
 
     model: Path
     """Model folder in Hugging Face layout."""
@@ -32,6 +32,10 @@ class PlatformConfig:
     """Knobs that can be changed while the platform runs, and decisions that are explained."""
     reallocator: bool = True
     """Move running samples from crowded instances to those that have few, and off one that is to stop."""
+    learner: bool = False
+    """Draft with an EAGLE-3 head as well, and train it while the platform runs."""
+    drafter: Path | None = None
+    """With `learner`: the head to begin with. None: a fresh one is made, or the one in `folder` is used."""
     token: str | None = None
     """Bearer token that every process asks for; None asks for none (loopback only)."""
     tokens_file: Path | None = None
@@ -47,6 +51,7 @@ class PlatformConfig:
     bubble_options: tuple[str, ...] = ()
     policy_options: tuple[str, ...] = ()
     reallocator_options: tuple[str, ...] = ()
+    learner_options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     """More environment variables for every process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -63,6 +68,11 @@ class PlatformConfig:
     def logs(self) -> Path:
         """Folder of one log file per process."""
         return self.folder / "logs"
+
+    @property
+    def drafters(self) -> Path:
+        """Folder of the learner: heads, and its own state. It lasts as long as the Redis, as `snapshots` does."""
+        return self.folder / "drafter"
 
     @property
     def snapshots(self) -> Path:

@@ -1,5 +1,5 @@
 """The whole platform on this machine, as processes: Redis, draft stores, bubble coordinator, policy service,
-reallocator, instances and gateway.
+reallocator, online learner if there is to be one, instances and gateway.
 
     with Platform(PlatformConfig(model=Path("examples/tinymath/model"))) as platform:
         client = platform.client()
@@ -32,6 +32,7 @@ from services.local.child import (
     stop_together,
 )
 from services.local.config import PlatformConfig
+from services.local.first_drafter import first_drafter
 from services.local.keeper import Keeper
 from services.local.targets import TargetsFile
 from services.platform.embedded_redis import EmbeddedRedis
@@ -54,6 +55,8 @@ class Platform:
         self.bubbles: Child | None = None
         self.policy: Child | None = None
         self.reallocator: Child | None = None
+        self.learner: Child | None = None
+        self._drafter: Path | None = None
         self.redis: EmbeddedRedis | None = None
         self._redis_url = ""
         self._state = Path()
@@ -106,8 +109,8 @@ class Platform:
 
     @property
     def processes(self) -> list[Child]:
-        """The gateway, the instances, the draft stores, the bubble coordinator, the policy service and the
-        reallocator."""
+        """The gateway, the instances, the draft stores, the bubble coordinator, the policy service, the reallocator
+        and the learner."""
         return _given(self.gateway) + self.instances + self._helpers
 
     def client(self, *, retry: RetryPolicy | None = None) -> Client:
@@ -133,6 +136,10 @@ class Platform:
     def kill_reallocator(self) -> None:
         """Kills the reallocator as a crash would; as `kill`."""
         self._kill(self._started(self.reallocator))
+
+    def kill_learner(self) -> None:
+        """Kills the online learner as a crash would; as `kill`."""
+        self._kill(self._started(self.learner))
 
     def remove(self, index: int) -> None:
         """Stops an instance for good, cleanly, as a scale-down would."""
@@ -173,6 +180,10 @@ class Platform:
         """Replaces the reallocator; returns when the new one is ready."""
         self._replace(self._started(self.reallocator), kill)
 
+    def restart_learner(self, *, kill: bool = False) -> None:
+        """Replaces the online learner; returns when the new one takes calls."""
+        self._replace(self._started(self.learner), kill)
+
     def check(self) -> None:
         """PlatformError with the end of its log when a process is gone and will not be started again."""
         for child in self._wanted(self.processes):
@@ -205,6 +216,10 @@ class Platform:
             self.policy = self._child(specs.policy_spec(config, self._state, self._redis_url))
         if config.reallocator:
             self.reallocator = self._child(specs.reallocator_spec(config, self._state, self._redis_url))
+        if config.learner:
+            self._drafter = config.drafter or first_drafter(config.model, config.drafters / "first")
+            spec = specs.learner_spec(config, self._state, self._redis_url, self._drafter)
+            self.learner = self._child(spec)
         self.instances = [self._instance(index) for index in range(config.instances)]
         self.gateway = self._child(specs.gateway_spec(config, self._state, self._redis_url, config.port))
         for child in (*self._helpers, *self.instances, *_given(self.gateway)):
@@ -220,6 +235,7 @@ class Platform:
 
     def _start_redis(self) -> str:
         shutil.rmtree(self.config.snapshots, ignore_errors=True)
+        shutil.rmtree(self.config.drafters, ignore_errors=True)
         self.redis = EmbeddedRedis(self._state / "redis")
         return self.redis.start()
 
@@ -234,12 +250,14 @@ class Platform:
             cores = pinning.share_cores(_cores(), config.instances, index)
             environment = pinning.cpu_environment(cores)
         return self._child(
-            specs.instance_spec(config, self._state, self._redis_url, index, environment, cores)
+            specs.instance_spec(
+                config, self._state, self._redis_url, index, environment, cores, self._drafter
+            )
         )
 
     @property
     def _helpers(self) -> list[Child]:
-        services = (self.bubbles, self.policy, self.reallocator)
+        services = (self.bubbles, self.policy, self.reallocator, self.learner)
         return self.draft_stores + [child for child in services if child is not None]
 
     def _child(self, spec: ChildSpec) -> Child:

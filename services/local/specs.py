@@ -14,6 +14,8 @@ CPU_KV_BYTES = 1 << 30
 """KV memory of an instance on CPU, where vLLM would take all that is free."""
 DRAFT_BYTES = 256 << 20
 """Memory of a draft store: some 30 million tokens, plenty for a model that one machine trains."""
+LEARNER_THREADS = 1
+"""Of the process that trains, which yields to the instances on the cores that it shares with them."""
 SNAPSHOT_SECONDS = 10
 """How often a draft store writes a snapshot."""
 
@@ -56,6 +58,20 @@ def reallocator_spec(config: PlatformConfig, state: Path, redis_url: str) -> Chi
     return _spec(config, state, "reallocator", "services.reallocator", flags, {}, ())
 
 
+def learner_spec(config: PlatformConfig, state: Path, redis_url: str, drafter: Path) -> ChildSpec:
+    """The online learner, which begins with a given head."""
+    flags = [
+        *_flags(state, "drafter", redis_url),
+        "--port=0",
+        f"--model={config.model.absolute()}",
+        f"--folder={config.drafters.absolute()}",
+        f"--checkpoint={drafter.absolute()}",
+        f"--threads={LEARNER_THREADS}",
+        *config.learner_options,
+    ]
+    return _spec(config, state, "drafter", "services.drafter", flags, {}, ())
+
+
 def gateway_spec(config: PlatformConfig, state: Path, redis_url: str, port: int) -> ChildSpec:
     """The gateway on a given port; 0 lets it pick one."""
     tokens = [f"--tokens-file={config.tokens_file.absolute()}"] if config.tokens_file else []
@@ -70,14 +86,17 @@ def instance_spec(
     index: int,
     environment: Mapping[str, str],
     cores: tuple[int, ...],
+    drafter: Path | None = None,
 ) -> ChildSpec:
-    """One instance, with what pins it to its share of the machine."""
+    """One instance, with what pins it to its share of the machine, and the head that it begins to draft with."""
     name = instance_id(index)
     flags = [*_flags(state, name, redis_url), f"--model={config.model}", f"--instance-id={name}"]
     if "VLLM_CPU_OMP_THREADS_BIND" in environment:
         flags.append(f"--threads-bind={environment['VLLM_CPU_OMP_THREADS_BIND']}")
     if "CUDA_VISIBLE_DEVICES" not in environment:
         flags.append(f"--kv-cache-memory-bytes={CPU_KV_BYTES}")
+    if drafter is not None:
+        flags.append(f"--eagle3={drafter.absolute()}")
     flags += config.instance_options  # the last of equal flags counts
     return _spec(config, state, name, "services.generation", flags, environment, cores)
 

@@ -24,7 +24,7 @@ TINYMATH = ROOT / "examples" / "tinymath" / "model"
 def test_the_demo_writes_its_summary_and_report(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "small"
     flags = ["--steps=2", "--prompts=4", "--samples=4", "--max-tokens=200", "--policy=toggle"]
-    flags.append(f"--out={out}")
+    flags += ["--learner", f"--out={out}"]
     done = subprocess.run(
         [sys.executable, "-m", "paceline.cli", "demo", *flags], cwd=ROOT, capture_output=True, text=True
     )
@@ -35,7 +35,9 @@ def test_the_demo_writes_its_summary_and_report(tmp_path: Path) -> None:
     assert 0 <= summary["reward_first"] <= 1
     assert summary["tokens"] > 32
     report = Path(summary["report"]).read_text()
-    assert report.count("<svg") == 5
+    assert summary["drafter_versions"][-1] >= 1
+    assert report.count("<svg") == 5 + ("The drafter that learns" in report)
+    assert "version 1" in report or "version 2" in report
     decisions = json.loads((out / "decisions.json").read_text())
     steps = [each["details"] for each in decisions if each["kind"] == "speculation"]
     assert {(each["step"], each["mode"]) for each in steps} == {(0, "toggle"), (1, "toggle")}

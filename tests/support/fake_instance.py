@@ -447,7 +447,11 @@ class FakeInstance(rpc.GenerationServiceServicer):
         elif sample.length >= limit:
             self._finish(sample, sample_pb2.FINISH_REASON_LENGTH)
 
-    def _finish(self, sample: _Sample, reason: sample_pb2.FinishReason) -> None:
+    def hand_back(self, sample: _Sample, instance_id: str) -> None:
+        """Ends a sample that is to be resumed by its prefix on another instance."""
+        self._finish(sample, sample_pb2.FINISH_REASON_ABORTED, instance_id)
+
+    def _finish(self, sample: _Sample, reason: sample_pb2.FinishReason, resume_on: str = "") -> None:
         del sample.stream.samples[sample.item.handle]
         finished = pb.Finished(
             handle=sample.item.handle,
@@ -458,6 +462,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
             draft_sources=[sample_pb2.DraftSource(drafter="suffix", drafted=4, accepted=3)],
             reused_prefix=sample.reused(),
             cached_tokens=len(sample.cached.tokens) if sample.cached else 0,
+            resume_on=resume_on,
         )
         response = pb.WorkResponse(finished=[finished], policy_version=self.version)
         self._take(sample, response)

@@ -93,8 +93,12 @@ class FakeMigration(rpc.MigrationServiceServicer):
             migration.outcome = pb.MOVE_OUTCOME_FAILED if failed else pb.MOVE_OUTCOME_REFUSED
             migration.reason = reason
             return migration
-        self.fake.move(sample, request.migration_id, receiver)
+        migration.by = request.by or pb.MOVE_BY_KV
         migration.outcome = pb.MOVE_OUTCOME_MOVED
+        if request.by == pb.MOVE_BY_PREFIX:
+            self.fake.hand_back(sample, request.receiver_id)
+            return migration
+        self.fake.move(sample, request.migration_id, receiver)
         migration.copied_bytes, migration.stall_seconds, migration.stall_steps = 4096, 0.002, 1.5
         return migration
 

@@ -152,7 +152,8 @@ _MOVES = Section(
             "Moves",
             "short",
             (Query(rate(f"{_M}moves_total", "outcome, reason", INSTANCE), "{{outcome}} {{reason}}"),),
-            "Samples per second that instances moved to others with their KV, or tried to.",
+            "Samples per second that instances moved to others: with their KV (moved) or by their prefix "
+            "(handed_on), or tried to.",
         ),
         Chart(
             "KV sent",
@@ -182,7 +183,7 @@ _MOVES = Section(
             "What the gateway makes of moved samples",
             "short",
             (Query(rate(f"{_W}moves_total", "outcome"), "{{outcome}}"),),
-            "Per second. Those that it does not claim are resumed by their prefix.",
+            "Per second. Those that are neither claimed nor by_prefix are resumed by their prefix anywhere.",
         ),
         Chart(
             "Arrivals",
@@ -215,6 +216,18 @@ _MOVES = Section(
                 Query(quantile(0.5, f"{_R}achieved_gain"), "measured"),
             ),
             "Medians. There is no mean: a histogram of values that can be negative has no sum.",
+        ),
+        Chart(
+            "Trust in predicted gains",
+            "percentunit",
+            (Query(gauge(f"{_R}trust", "rule", how="max"), "{{rule}}"),),
+            "Share of its predicted gain that a rule has brought. With little trust fewer moves are made.",
+        ),
+        Chart(
+            "Engine time that a move costs",
+            "s",
+            (Query(gauge(f"{_R}move_cost_seconds", "by, side", how="max"), "by {{by}}, {{side}}"),),
+            "As the reallocator has learned it. By prefix the receiver reads the context besides.",
         ),
         Chart(
             "Resumed by their prefix",

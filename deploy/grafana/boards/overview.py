@@ -114,7 +114,11 @@ _CALLS = Section(
             "short",
             (
                 Query(
-                    rate("paceline_rpc_requests_total", "method, code", 'namespace=~"$namespace",code!="OK"'),
+                    rate(
+                        "paceline_rpc_requests_total",
+                        "method, code",
+                        'namespace=~"$namespace",code!~"OK|CANCELLED"',
+                    ),
                     "{{method}} {{code}}",
                 ),
             ),

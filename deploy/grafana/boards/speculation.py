@@ -18,6 +18,7 @@ from deploy.grafana.board import (
 _S = "paceline_speculation_"
 _P = "paceline_planner_"
 _G = "paceline_gateway_"
+_D = "paceline_drafter_"
 
 
 def _ratio(part: str, whole: str, by: str = "drafter") -> str:
@@ -193,10 +194,73 @@ _REUSE = Section(
     ),
 )
 
+_LEARNER = Section(
+    "Learner",
+    (
+        Chart(
+            "Acceptance length of drafters",
+            "short",
+            (
+                Query(gauge(f"{_D}acceptance_length", "drafter", how="max"), "{{drafter}}, held out"),
+                Query(gauge(f"{_D}live_acceptance_length", how="max"), "live"),
+            ),
+            "Tokens a verification: of the candidate and the one in use on held-out samples, and on live traffic.",
+        ),
+        Chart(
+            "Version and age",
+            "s",
+            (
+                Query(f"time() - ({gauge(f'{_D}published_timestamp_seconds', how='max')} > 0)", "age"),
+                Query(gauge(f"{_D}version", how="max"), "version"),
+            ),
+            "Of the published drafter.",
+        ),
+        Chart("KD loss", "short", (Query(gauge(f"{_D}kd_loss", how="max"), "nats per token"),)),
+        Chart(
+            "Training seconds per second",
+            "short",
+            (Query(rate(f"{_D}training_seconds_total", "hidden"), "hidden: {{hidden}}"),),
+            "Hidden: something else was under way, generation or the trainer's work.",
+        ),
+        Chart(
+            "Samples per minute",
+            "short",
+            (
+                Query(f"60 * {rate(f'{_D}samples_used_total')}", "used"),
+                Query(f"60 * {rate(f'{_D}dropped_samples_total', 'cause')}", "{{cause}}"),
+            ),
+            "Learned from, and not learned from by cause.",
+        ),
+        Chart(
+            "Waiting",
+            "short",
+            (
+                Query(gauge(f"{_D}backlog_entries", how="max"), "entries of the stream"),
+                Query(gauge(f"{_D}waiting_samples", how="max"), "samples without reward"),
+            ),
+        ),
+        Chart(
+            "Candidates and roll-backs",
+            "short",
+            (
+                Query(f"3600 * {rate(f'{_D}candidates_total', 'outcome')}", "{{outcome}}"),
+                Query(f"3600 * {rate(f'{_D}roll_backs_total', 'cause')}", "rolled back: {{cause}}"),
+            ),
+            "Per hour.",
+        ),
+        Chart(
+            "Instances",
+            "short",
+            (Query(gauge(f"{_D}instances", "state", how="max"), "{{state}}"),),
+            "By whether they draft with what is published.",
+        ),
+    ),
+)
+
 SPECULATION = Board(
     uid="paceline-speculation",
     title="Paceline / Speculation",
     meaning="What is drafted and kept, what the planner expects, and what is taken over from earlier rollouts.",
     variables=(NAMESPACES, INSTANCES, RUNS),
-    sections=(_ACCEPTANCE, _PLANNER, _REUSE),
+    sections=(_ACCEPTANCE, _PLANNER, _REUSE, _LEARNER),
 )

@@ -44,6 +44,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   "generation" (dict "port" 7500 "callers" (list "gateway" "reallocator" "policy"))
   "redis" (dict "port" 6379 "callers" (list "gateway" "generation" "reallocator" "bubbles" "drafts" "policy"))
 -}}
+{{- if .Values.drafter.enabled }}
+{{- $_ := set $all "drafter" (dict "port" 7450 "callers" list) }}
+{{- range list "generation" "redis" }}
+{{- $_ := set (get $all .) "callers" (append (get $all .).callers "drafter") }}
+{{- end }}
+{{- end }}
 {{- if not .Values.redis.embedded.enabled }}{{ $all = omit $all "redis" }}{{ end -}}
 {{- if .Values.reallocator.enabled }}
 {{- $_ := set $all "reallocator" (dict "port" 7440 "callers" list) }}
@@ -92,6 +98,16 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- $pools = append $pools $pool -}}
 {{- end -}}
 {{- dict "pools" $pools | toYaml -}}
+{{- end -}}
+
+{{/* Where the online learner keeps drafters, under the same path in its pod and in those of the instances. */}}
+{{- define "paceline.drafterFolder" -}}
+{{ trimSuffix "/" .Values.weights.mountPath }}/drafters
+{{- end -}}
+
+{{/* The drafter to begin with. */}}
+{{- define "paceline.drafterCheckpoint" -}}
+{{ required "drafter.checkpoint is needed with drafter.enabled" .Values.drafter.checkpoint }}
 {{- end -}}
 
 {{/* Who sets the number of instances of a pool: policy, hpa, keda, or nobody: "". Takes root and pool (its values). */}}

@@ -70,7 +70,7 @@ class Delta(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_seconds", "generation_seconds", "reused_prefix", "cached_tokens")
+    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_seconds", "generation_seconds", "reused_prefix", "cached_tokens", "resume_on")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class Finished(_message.Message):
     GENERATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REUSED_PREFIX_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_ON_FIELD_NUMBER: _ClassVar[int]
     handle: int
     finish_reason: _sample_pb2.FinishReason
     draft_sources: _containers.RepeatedCompositeFieldContainer[_sample_pb2.DraftSource]
@@ -89,7 +90,8 @@ class Finished(_message.Message):
     generation_seconds: float
     reused_prefix: int
     cached_tokens: int
-    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ..., reused_prefix: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    resume_on: str
+    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ..., reused_prefix: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., resume_on: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("handle", "code", "message", "field")

@@ -16,6 +16,12 @@ class MoveOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MOVE_OUTCOME_REFUSED: _ClassVar[MoveOutcome]
     MOVE_OUTCOME_FAILED: _ClassVar[MoveOutcome]
 
+class MoveBy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MOVE_BY_UNSPECIFIED: _ClassVar[MoveBy]
+    MOVE_BY_KV: _ClassVar[MoveBy]
+    MOVE_BY_PREFIX: _ClassVar[MoveBy]
+
 class MoveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MOVE_REASON_UNSPECIFIED: _ClassVar[MoveReason]
@@ -56,6 +62,9 @@ MOVE_OUTCOME_UNSPECIFIED: MoveOutcome
 MOVE_OUTCOME_MOVED: MoveOutcome
 MOVE_OUTCOME_REFUSED: MoveOutcome
 MOVE_OUTCOME_FAILED: MoveOutcome
+MOVE_BY_UNSPECIFIED: MoveBy
+MOVE_BY_KV: MoveBy
+MOVE_BY_PREFIX: MoveBy
 MOVE_REASON_UNSPECIFIED: MoveReason
 MOVE_REASON_UNKNOWN_SAMPLE: MoveReason
 MOVE_REASON_NOT_DECODING: MoveReason
@@ -145,18 +154,20 @@ class ListSamplesResponse(_message.Message):
     def __init__(self, samples: _Optional[_Iterable[_Union[ListedSample, _Mapping]]] = ..., block_size: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., free_seats: _Optional[int] = ..., policy_version: _Optional[int] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
-    __slots__ = ("key", "receiver_id", "receiver_address", "migration_id", "timeout_seconds")
+    __slots__ = ("key", "receiver_id", "receiver_address", "migration_id", "timeout_seconds", "by")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_ID_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     key: str
     receiver_id: str
     receiver_address: str
     migration_id: str
     timeout_seconds: float
-    def __init__(self, key: _Optional[str] = ..., receiver_id: _Optional[str] = ..., receiver_address: _Optional[str] = ..., migration_id: _Optional[str] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    by: MoveBy
+    def __init__(self, key: _Optional[str] = ..., receiver_id: _Optional[str] = ..., receiver_address: _Optional[str] = ..., migration_id: _Optional[str] = ..., timeout_seconds: _Optional[float] = ..., by: _Optional[_Union[MoveBy, str]] = ...) -> None: ...
 
 class MoveResponse(_message.Message):
     __slots__ = ("migration",)
@@ -165,7 +176,7 @@ class MoveResponse(_message.Message):
     def __init__(self, migration: _Optional[_Union[Migration, _Mapping]] = ...) -> None: ...
 
 class Migration(_message.Message):
-    __slots__ = ("migration_id", "state", "outcome", "reason", "message", "key", "receiver_id", "response_tokens", "copied_bytes", "delta_bytes", "shared_blocks", "reserve_seconds", "copy_seconds", "stall_seconds", "stall_steps", "resume_seconds", "total_seconds")
+    __slots__ = ("migration_id", "state", "outcome", "reason", "message", "key", "receiver_id", "response_tokens", "copied_bytes", "delta_bytes", "shared_blocks", "reserve_seconds", "copy_seconds", "stall_seconds", "stall_steps", "resume_seconds", "total_seconds", "by")
     MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +194,7 @@ class Migration(_message.Message):
     STALL_STEPS_FIELD_NUMBER: _ClassVar[int]
     RESUME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     migration_id: str
     state: MigrationState
     outcome: MoveOutcome
@@ -200,7 +212,8 @@ class Migration(_message.Message):
     stall_steps: float
     resume_seconds: float
     total_seconds: float
-    def __init__(self, migration_id: _Optional[str] = ..., state: _Optional[_Union[MigrationState, str]] = ..., outcome: _Optional[_Union[MoveOutcome, str]] = ..., reason: _Optional[_Union[MoveReason, str]] = ..., message: _Optional[str] = ..., key: _Optional[str] = ..., receiver_id: _Optional[str] = ..., response_tokens: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., reserve_seconds: _Optional[float] = ..., copy_seconds: _Optional[float] = ..., stall_seconds: _Optional[float] = ..., stall_steps: _Optional[float] = ..., resume_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
+    by: MoveBy
+    def __init__(self, migration_id: _Optional[str] = ..., state: _Optional[_Union[MigrationState, str]] = ..., outcome: _Optional[_Union[MoveOutcome, str]] = ..., reason: _Optional[_Union[MoveReason, str]] = ..., message: _Optional[str] = ..., key: _Optional[str] = ..., receiver_id: _Optional[str] = ..., response_tokens: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., reserve_seconds: _Optional[float] = ..., copy_seconds: _Optional[float] = ..., stall_seconds: _Optional[float] = ..., stall_steps: _Optional[float] = ..., resume_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., by: _Optional[_Union[MoveBy, str]] = ...) -> None: ...
 
 class KvGeometry(_message.Message):
     __slots__ = ("model", "vocab_size", "block_size", "dtype", "layers", "layout", "block_bytes", "tensor_parallel", "transport")

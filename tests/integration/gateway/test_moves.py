@@ -226,3 +226,40 @@ async def test_a_gateway_that_restarts_in_between_resumes_by_prefix(cluster: Clu
     release([donor, receiver])
     successor = await cluster.gateway()
     check_samples(request, await successor.trainer.collect(request))
+
+
+async def test_one_that_is_handed_on_is_resumed_where_it_is_to_go(cluster: Cluster) -> None:
+    gateway, (donor, receiver), request = await held(cluster)
+    moving = donor.running()[:3]
+    before, there = len(donor.accepted), len(receiver.running())
+    for sample in moving:
+        donor.hand_back(sample, "i1")
+    await until(lambda: len(receiver.running()) == there + 3, "they are on the other instance")
+    release([donor, receiver])
+    events = await gateway.trainer.collect(request)
+    check_samples(request, events)
+    assert resubmissions(events) == 3
+    assert len(donor.accepted) == before
+    assert gateway.metric("moves_total", outcome="by_prefix") == 3
+    assert gateway.metric("resubmissions_total", cause="moved") == 3
+
+
+async def test_one_that_is_handed_on_waits_for_the_link_and_not_for_ever(cluster: Cluster) -> None:
+    gateway, fakes, request = await held(cluster, registry_poll_seconds=0.5, claim_wait_seconds=1.0)
+    late = await cluster.instance("i2")
+    late.hold_at = 12
+    first, second, third = fakes[0].running()[:3]
+    fakes[0].hand_back(first, "i2")
+    fakes[0].hand_back(second, "nowhere")
+    fakes[0].hand_back(third, "nowhere")
+    await until(lambda: gateway.metric("resubmissions_total", cause="moved") == 3, "all wait")
+    key = rollout_pb2.SampleKey(prompt_id=third.item.prompt_id, slot=third.item.slot)
+    cancel = rollout_pb2.CancelRolloutsRequest(run_id="run", batch_id=request.batch_id, samples=[key])
+    await gateway.trainer.rollouts.CancelRollouts(cancel, timeout=CALL)
+    await until(lambda: late.running(), "the first waited for the link")
+    release([*fakes, late])
+    events = await gateway.trainer.collect(request)
+    ended = [event for event in events if event.sample.status == sample_pb2.SAMPLE_STATUS_ABORTED]
+    assert [event.sample.slot for event in ended] == [third.item.slot]
+    assert len(events) == 16
+    assert gateway.metric("moves_total", outcome="no_link") == 2

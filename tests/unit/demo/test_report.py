@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from examples.tinymath import pictures, report
+from examples.tinymath import drafter, pictures, report
 from examples.tinymath.background import Stretch
+from examples.tinymath.drafter import KINDS
 from examples.tinymath.records import Learned, StepRecord, Timing, summarize
 from examples.tinymath.spans import Span
+from paceline import Decision
 
 DRAWN = (
     pictures.reward_curve,
@@ -46,11 +49,12 @@ def record(step: int, **changes: Any) -> StepRecord:
     return StepRecord(**(values | changes))
 
 
-def written(folder: Path, records: list[StepRecord]) -> str:
+def written(folder: Path, records: list[StepRecord], decisions: Sequence[Decision] = ()) -> str:
     about = {"name": "<test> run", "started": "now", "model": "m", "instances": 2, "device": "cpu"}
     times = {"start_seconds": 1.0, "wall_seconds": 9.0}
     options = {"prompts": 1, "samples": 3, "pool": 5}
-    report.write_report(folder / "r.html", records, {**about, **times, **summarize(records, options)})
+    summary = {**about, **times, **summarize(records, options)}
+    report.write_report(folder / "r.html", records, summary, decisions)
     return (folder / "r.html").read_text()
 
 
@@ -108,3 +112,26 @@ def test_a_bubble_is_filled_as_far_as_something_is_generated_ahead_in_it() -> No
 def test_the_bubble_share_is_idle_over_all_instance_time() -> None:
     assert report.bubble_share([record(0)]) == pytest.approx(3.0 / 8.0)
     assert report.bubble_share([record(0, spans=())]) == 0.0
+
+
+def test_a_drafter_that_learns_is_shown_with_what_became_of_its_candidates(tmp_path: Path) -> None:
+    figures = {"candidate_acceptance_length": 1.4, "held_out_samples": 8}
+    decisions = [
+        Decision(2.0, KINDS[1], "no", 0.0, figures | {"update": 2, "current_acceptance_length": 1.5}),
+        Decision(1.0, KINDS[0], "yes", 0.1, figures | {"update": 1, "current_acceptance_length": None}),
+        Decision(0.0, KINDS[0], "given at the start", 0.0, {"version": 1}),
+    ]
+    found = drafter.comparisons(decisions)
+    assert [(each.update, each.current, each.published) for each in found] == [
+        (1, None, True),
+        (2, 1.5, False),
+    ]
+    records = [
+        record(0, drafter_version=1),
+        record(1, drafter_version=2, eagle3_drafted=10, eagle3_accepted=4),
+    ]
+    page = written(tmp_path, records, decisions)
+    assert "The drafter that learns" in page
+    assert "version 2" in page
+    assert "v2: 4 / 10" in page
+    assert "The drafter that learns" not in written(tmp_path, [record(0), record(1)])

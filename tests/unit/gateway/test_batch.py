@@ -155,6 +155,15 @@ def test_an_end_that_nobody_asked_for_is_a_hand_over() -> None:
     assert batch.samples[0].decode_steps == 2
 
 
+def test_one_that_is_handed_on_for_the_others_sake_is_not_to_blame() -> None:
+    batch = make(max_attempts=2)
+    for number in range(5):
+        attempt = batch.assign(0, f"i{number}", 1000.0)
+        report = finished(ABORTED, resume_on=f"i{number + 1}")
+        assert batch.finish(0, attempt, report, 1001.0) is Verdict.WAITING
+    assert batch.samples[0].resubmissions == 5
+
+
 def test_nonfinite_logprobs_are_reported_by_position() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)

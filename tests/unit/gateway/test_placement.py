@@ -104,6 +104,14 @@ def test_a_discarded_sample_is_never_placed() -> None:
     assert [a.waiting.ref for a in queue.place(_fleet([5]))] == [0]
 
 
+def test_one_that_is_taken_is_taken_once_whoever_waits_before_it() -> None:
+    queue = _queue([(0, 10.0), (1, 20.0), (2, 30.0)])
+    taken = queue.take(0)
+    assert taken is not None
+    assert (taken.ref, queue.take(0), len(queue)) == (0, None, 2)
+    assert [a.waiting.ref for a in queue.place(_fleet([5]))] == [2, 1]
+
+
 def test_giving_back_undoes_taking() -> None:
     slots = Slots("a", 1, 2, 0.0)
     slots.take("p", 5.0)

@@ -158,6 +158,13 @@ def test_each_service_is_reached_by_those_that_call_it() -> None:
     }
 
 
+def test_the_learner_reaches_instances_and_the_store_and_nobody_reaches_it() -> None:
+    callers = _callers(value_set("gpu"))
+    assert "drafter" in callers["generation"]
+    assert "drafter" in callers["redis"]
+    assert "drafter" not in callers
+
+
 def test_kv_moves_between_instances_over_one_port_for_each_gpu_and_nobody_else_reaches_these() -> None:
     release = value_set("gpu")
     (rule,) = [
@@ -234,8 +241,10 @@ def test_given_secrets_are_mounted_where_they_are_for() -> None:
 
 def test_secrets_are_mounted_as_folders_so_that_a_rotation_is_seen(release: Release) -> None:
     for _, pod in release.pods():
+        secrets = {volume["name"] for volume in pod.get("volumes", ()) if "secret" in volume}
         for each in pod["containers"]:
-            assert not [mount for mount in each["volumeMounts"] if "subPath" in mount]
+            mounts = [mount for mount in each["volumeMounts"] if mount["name"] in secrets]
+            assert not [mount for mount in mounts if "subPath" in mount]
 
 
 def _secret(workload: Mapping[str, Any], volume: str) -> str:

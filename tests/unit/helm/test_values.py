@@ -121,7 +121,8 @@ PARTS = {
     *(
         f"tls.secretNames.{name}"
         for name in (
-            *("gateway", "generation", "reallocator", "bubbles", "drafts", "policy", "redis", "metrics"),
+            *("gateway", "generation", "reallocator", "bubbles", "drafts", "drafter", "policy"),
+            *("redis", "metrics"),
         )
     ),
 }

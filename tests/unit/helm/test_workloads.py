@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import helm_python as helm
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
@@ -153,6 +154,42 @@ def test_a_service_that_is_not_wanted_leaves_nothing_behind(component: str) -> N
     ]
     assert not left
     assert len(release.workloads()) == len(value_set("defaults").workloads()) - 1
+
+
+def test_the_learner_writes_drafters_where_instances_read_them_and_nothing_else_of_that_volume() -> None:
+    release = value_set("gpu")
+    holder = container(release.named("Deployment", "-drafter"))
+    told = environment(holder)
+    mounts = {each["mountPath"]: each for each in holder["volumeMounts"]}
+    folder = mounts[told["PACELINE_FOLDER"]]
+    assert folder["subPath"] == "drafters"
+    assert not folder.get("readOnly")
+    assert mounts["/weights"]["readOnly"] is True
+    assert holder["resources"]["limits"]["nvidia.com/gpu"] == 1
+    for pool in ("h200", "l40s"):
+        instance = environment(container(release.named("StatefulSet", f"-generation-{pool}")))
+        assert instance["PACELINE_EAGLE3"] == told["PACELINE_CHECKPOINT"]
+        assert instance["PACELINE_MODEL"] == told["PACELINE_MODEL"]
+
+
+def test_without_the_learner_nothing_of_it_is_there() -> None:
+    release = value_set("defaults")
+    assert not [each for each in release.manifests if each["metadata"]["name"].endswith("-drafter")]
+    told = environment(container(release.named("StatefulSet", "-generation-default")))
+    assert "PACELINE_EAGLE3" not in told
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "drafter.checkpoint is needed"),
+        ({"weights": {"enabled": False}}, "needs weights.enabled"),
+    ],
+)
+def test_a_learner_that_cannot_work_is_refused(values: dict[str, Any], said: str) -> None:
+    given = {"drafter": {"enabled": True, "checkpoint": "/weights/d" if values else ""}, **values}
+    with pytest.raises(helm.HelmError, match=said):
+        render(given)
 
 
 def test_there_is_never_more_than_one_of_what_peers_dial_by_a_service() -> None:

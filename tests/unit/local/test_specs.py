@@ -48,6 +48,7 @@ def test_every_process_is_given_the_token() -> None:
         specs.draft_store_spec(CONFIG, STATE, "redis://x", 0),
         specs.bubbles_spec(CONFIG, STATE, "redis://x"),
         specs.reallocator_spec(CONFIG, STATE, "redis://x"),
+        specs.learner_spec(CONFIG, STATE, "redis://x", Path("/d")),
     ):
         assert "secret" not in " ".join(spec.argv)
         assert spec.environment["PACELINE_TOKEN"] == "secret"
@@ -67,3 +68,17 @@ def test_every_process_is_given_the_certificates_and_asks_for_them() -> None:
             "PACELINE_TLS__SERVER_NAME": "paceline",
         }
     assert "--tokens-file=/c/tokens.yaml" in gateway.argv
+
+
+def test_learner_and_instances_begin_with_the_same_head() -> None:
+    config = PlatformConfig(Path("/m"), folder=Path("/f"), learner=True, learner_options=("--lr", "1"))
+    head = Path("/f/drafter/first/drafter-000001")
+    learner = specs.learner_spec(config, STATE, "redis://x", head)
+    assert f"--checkpoint={head}" in learner.argv
+    assert {"--model=/m", "--folder=/f/drafter", "--port=0"} <= set(learner.argv)
+    assert learner.argv[-2:] == config.learner_options, "given options come last, so they count"
+    instance = specs.instance_spec(config, STATE, "redis://x", 0, {}, (), head)
+    assert f"--eagle3={head}" in instance.argv
+    assert not any(
+        "eagle3" in word for word in specs.instance_spec(config, STATE, "redis://x", 0, {}, ()).argv
+    )

@@ -1,0 +1,113 @@
+"""The drafter that learns, on the whole platform: drafts of it appear, versions are loaded in mid-run, no token
+changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from paceline import Client, Group, Policy, Reward, Run, Sample, SampleKey, SamplingParams
+from services.drafter.keys import DrafterKeys
+from services.drafter.record import History
+from services.local import Platform, PlatformConfig
+from tests.e2e.conftest import UNDER_TLS, certificates
+from tests.support.zygote import launch
+
+SAMPLING = SamplingParams(max_tokens=48, ignore_eos=True)
+SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """Nothing drafts but the head that learns."""
+    config = PlatformConfig(
+        model=model,
+        instances=1,
+        folder=tmp_path_factory.mktemp("learner"),
+        draft_stores=0,
+        bubbles=False,
+        reallocator=False,
+        learner=True,
+        learner_options=(
+            *("--lr=0.003", "--batch-tokens=256", "--depth=3", "--settle-seconds=0.1"),
+            *("--publish-margin=0", "--publish-samples=4", "--held-out-share=0.3", "--report-seconds=0.1"),
+        ),
+        instance_options=("--dtype=float32", "--max-num-seqs=32", "--kv-cache-memory-bytes=268435456"),
+        tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
+        token="the token of the tests" if UNDER_TLS else None,
+    )
+    with Platform(config, launch=launch) as platform:
+        yield platform
+
+
+def set_knobs(client: Client, **knobs: object) -> None:
+    policy = client.policy()
+    client.set_policy("", Policy(policy.revision, {**policy.knobs, **knobs}))
+
+
+def step(run: Run, number: int) -> list[Sample]:
+    """A step whose samples are the same in every run; its rewards are reported."""
+    groups = [Group(f"p{n}", [3 + n, 4, 5], 2) for n in range(12)]
+    rollout = run.rollout(number, groups, SAMPLING)
+    samples = list(rollout)
+    rewards = [Reward(sample.prompt_id, sample.slot, float(sample.slot)) for sample in samples]
+    run.report_rewards(rollout.batch.batch_id, rewards)
+    return samples
+
+
+def tokens(samples: Sequence[Sample]) -> dict[SampleKey, list[int]]:
+    return {sample.key: sample.token_ids.tolist() for sample in samples}
+
+
+def accepted(samples: Sequence[Sample]) -> int:
+    """Tokens that the head has drafted rightly."""
+    sources = (source for sample in samples for source in sample.provenance.draft_sources)
+    return sum(source.accepted for source in sources if source.drafter == "eagle3")
+
+
+def recorded(platform: Platform) -> int:
+    """The version that is published by now; the gateway tells of it a moment later."""
+    with Redis.from_url(platform.redis_url) as redis:
+        current = History.from_json(redis.get(DrafterKeys("paceline").published)).current  # type: ignore[arg-type]
+    assert current is not None
+    return current.version
+
+
+def learned(client: Client, run: Run, version: int, first: int) -> int:
+    """Steps of a run until a version is published; how many there were by then."""
+    deadline = time.monotonic() + SECONDS
+    number = first
+    while client.versions().drafter_version < version:
+        assert time.monotonic() < deadline, "no better drafter was published"
+        step(run, number)
+        number += 1
+    return number
+
+
+def test_it_learns_while_samples_stay_what_they_are_and_outlives_its_death(
+    platform: Platform, client: Client
+) -> None:
+    set_knobs(client, speculation=False)
+    plain = [tokens(step(client.run("plain", seed=21), number)) for number in range(2)]
+    set_knobs(client, speculation=True, mode="fixed")
+    run = client.run("learning", seed=21)
+    fresh = step(run, 0)
+    assert tokens(fresh) == plain[0]
+    number = learned(client, run, 2, 1)
+    # The version is in use now, loaded while the run goes on.
+    later = client.run("later", seed=21)
+    assert tokens(drafted := step(later, 0)) == plain[0]
+    assert accepted(drafted) > 0
+    # Nobody notices that the learner is gone, and the next one goes on from where it was.
+    platform.kill_learner()
+    assert tokens(step(later, 1)) == plain[1]
+    published = recorded(platform)
+    platform.restart_learner()
+    learned(client, run, published + 1, number)
+    again = step(client.run("again", seed=21), 0)
+    assert tokens(again) == plain[0]
+    assert accepted(again) > 0

@@ -1,0 +1,178 @@
+"""Finished samples and their rewards reach the learner's stream, and nothing waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
+from services.drafter.feed import Fed, FedRewards, FedSample, decode
+from services.drafter.keys import DrafterKeys
+from services.drafter.record import History, Published
+from services.gateway.config import GatewayConfig
+from services.gateway.feed import LearnerFeed
+from services.gateway.tasks import end
+from services.platform.config import ServiceConfig
+from services.platform.registry import InstanceRecord, Registration, Registry
+from services.platform.store import Keys, connect
+from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, make_batch, until
+
+
+@pytest.fixture
+async def redis(cluster: Cluster) -> AsyncIterator[Any]:
+    async with connect(ServiceConfig(redis_url=cluster.redis_url, namespace=cluster.namespace)) as redis:
+        yield redis
+
+
+async def learner(cluster: Cluster, redis: Any) -> Registration:
+    registration = Registration(
+        redis, Keys(cluster.namespace), InstanceRecord("drafter", "drafter-0", address="127.0.0.1:1")
+    )
+    await registration.register()
+    return registration
+
+
+def feed_of(gateway: RunningGateway) -> LearnerFeed:
+    feed = gateway.gateway.term().feed
+    assert feed is not None
+    return feed
+
+
+async def entries(cluster: Cluster, redis: Any) -> list[Fed]:
+    found = await redis.xrange(DrafterKeys(cluster.namespace).feed)
+    return [decode(fields) for _, fields in found]
+
+
+async def report(gateway: RunningGateway, request: Any, rewards: dict[tuple[str, int], float]) -> int:
+    message = rollout_pb2.ReportRewardsRequest(
+        run_id=request.run_id,
+        batch_id=request.batch_id,
+        rewards=[
+            rollout_pb2.Reward(prompt_id=prompt_id, slot=slot, reward=reward)
+            for (prompt_id, slot), reward in rewards.items()
+        ],
+    )
+    return (await gateway.trainer.rollouts.ReportRewards(message, timeout=CALL)).matched
+
+
+async def test_samples_and_rewards_are_fed_as_they_were_delivered(cluster: Cluster, redis: Any) -> None:
+    await learner(cluster, redis)
+    gateway = await cluster.gateway()
+    await cluster.instance("i0")
+    await cluster.serving(gateway, 1)
+    await until(lambda: feed_of(gateway).active, "the gateway has seen the learner")
+    request = make_batch(groups=3, samples=2)
+    await gateway.trainer.submit(request)
+    samples = [event.sample for event in await gateway.trainer.collect(request)]
+    rewards = {(sample.prompt_id, sample.slot): float(place) for place, sample in enumerate(samples)}
+    assert await report(gateway, request, rewards | {("unknown", 0): 1.0}) == 6
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 7, "all is fed")
+    *fed, last = await entries(cluster, redis)
+    assert last == FedRewards((request.run_id, request.batch_id), rewards)
+    prompts = {group.prompt_id: tuple(group.prompt_token_ids) for group in request.groups}
+    assert {each.key: each for each in fed} == {  # type: ignore[union-attr]
+        (request.run_id, request.batch_id, sample.prompt_id, sample.slot): FedSample(
+            (request.run_id, request.batch_id),
+            sample.prompt_id,
+            sample.slot,
+            sample.seed,
+            request.policy_version,
+            prompts[sample.prompt_id],
+            tuple(sample.token_ids),
+        )
+        for sample in samples
+    }
+
+
+async def test_only_exact_samples_are_fed_and_seeds_only_where_the_noise_decides_alone(
+    cluster: Cluster, redis: Any
+) -> None:
+    await learner(cluster, redis)
+    gateway = await cluster.gateway()
+    await cluster.instance("i0")
+    await cluster.serving(gateway, 1)
+    await until(lambda: feed_of(gateway).active, "the gateway has seen the learner")
+    coupled = sample_pb2.Exactness(level=sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY)
+    first = make_batch(groups=1, samples=2, exactness=coupled)
+    first.batch_id = "coupled"
+    cooler = make_batch(groups=1, samples=2)
+    cooler.batch_id = "cooler"
+    cooler.sampling.temperature = 0.6
+    for request in (first, cooler):
+        await gateway.trainer.submit(request)
+        await gateway.trainer.collect(request)
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 2, "two are fed")
+    for each in await entries(cluster, redis):
+        assert isinstance(each, FedSample)
+        assert each.batch == (cooler.run_id, "cooler")
+        assert each.seed is None
+
+
+async def test_without_a_learner_nothing_is_fed_or_kept(cluster: Cluster, redis: Any) -> None:
+    gateway = await cluster.gateway()
+    await cluster.instance("i0")
+    await cluster.serving(gateway, 1)
+    request = make_batch(groups=1, samples=2)
+    await gateway.trainer.submit(request)
+    samples = [event.sample for event in await gateway.trainer.collect(request)]
+    await report(gateway, request, {(sample.prompt_id, sample.slot): 1.0 for sample in samples})
+    # What came before the learner is not for it, so it cannot have been kept.
+    await learner(cluster, redis)
+    await until(lambda: feed_of(gateway).active, "the gateway has seen the learner")
+    later = make_batch(groups=1, samples=1)
+    later.batch_id = "later"
+    await gateway.trainer.submit(later)
+    await gateway.trainer.collect(later)
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 1, "it is fed")
+    assert [each.batch[1] for each in await entries(cluster, redis)] == ["later"]
+
+
+async def test_a_learner_that_is_gone_for_a_moment_finds_what_came_meanwhile(
+    cluster: Cluster, redis: Any
+) -> None:
+    registration = await learner(cluster, redis)
+    gateway = await cluster.gateway(learner_linger_seconds=60)
+    await cluster.instance("i0")
+    await cluster.serving(gateway, 1)
+    await until(lambda: feed_of(gateway).active, "the gateway has seen the learner")
+    await registration.deregister()
+    request = make_batch(groups=1, samples=2)
+    await gateway.trainer.submit(request)
+    await gateway.trainer.collect(request)
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 2, "they are fed")
+
+
+async def test_what_waits_is_bounded_and_the_oldest_go(cluster: Cluster, redis: Any) -> None:
+    await learner(cluster, redis)
+    gateway = await cluster.gateway()
+    config = GatewayConfig(redis_url=cluster.redis_url, namespace=cluster.namespace)
+    registry = Registry(redis, Keys(cluster.namespace))
+    feed = LearnerFeed(config, redis, registry, gateway.gateway._metrics, most_waiting=1000)
+    running = [asyncio.create_task(feed._look())]
+    await until(lambda: feed.active, "it has seen the learner")
+    await end(running)
+    for number in range(20):
+        feed.reward(("run", str(number)), [rollout_pb2.Reward(prompt_id="p", slot=0, reward=1.0)])
+    assert gateway.metric("learner_feed_entries_total", outcome="dropped") == 20 - 1000 // 128
+    running = [asyncio.create_task(feed.run())]
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 7, "the rest is fed")
+    await end(running)
+    assert [each.batch[1] for each in await entries(cluster, redis)] == [str(n) for n in range(13, 20)]
+
+
+async def test_the_drafters_version_is_told(cluster: Cluster, redis: Any) -> None:
+    await learner(cluster, redis)
+    gateway = await cluster.gateway()
+    await cluster.instance("i0")
+    await cluster.serving(gateway, 1)
+    history = History(Published(7, "/somewhere", "ab"))
+    await redis.set(DrafterKeys(cluster.namespace).published, history.to_json())
+
+    async def is_told() -> bool:
+        said = await gateway.trainer.weights.GetVersions(weight_pb2.GetVersionsRequest(), timeout=CALL)
+        return said.drafter_version == 7
+
+    await until(is_told, "it is told")

@@ -1,0 +1,118 @@
+"""The replay buffer: what is learned from, what is held out, and what gives way."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.drafter.buffer import ReplayBuffer, prompt_hash
+from services.drafter.feed import FedSample
+from services.drafter.join import Joined
+from services.drafter.schedule import Schedule
+
+SHARE = 0.3
+prompt_lists = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20)), max_size=60)
+
+
+def joined(number: int, prompt: int, length: int) -> Joined:
+    sample = FedSample(("r", "b"), f"p{prompt}", number, 1, 0, (prompt,), (1,) * length)
+    return Joined(sample, None, (str(number),))
+
+
+@given(prompt_lists, st.integers(1, 200), st.integers(1, 100), st.integers(1, 4), st.integers(1, 120))
+def test_nothing_is_lost_or_doubled_and_no_prompt_is_on_both_sides(
+    given_prompts: list[tuple[int, int]], most: int, most_held_out: int, interval: int, update: int
+) -> None:
+    buffer = ReplayBuffer(most, most_held_out, SHARE)
+    everything = [joined(number, *each) for number, each in enumerate(given_prompts)]
+    surplus: list[Joined] = []
+    retired: list[Joined] = []
+    for each in everything:
+        gone, old = buffer.add(each)
+        surplus, retired = surplus + gone, retired + old
+        assert buffer.tokens <= most or len(buffer) == 1
+    draw = buffer.draw(interval, update, seed=1)
+    held_out = list(buffer.held_out)
+    sides = (surplus, retired, list(draw.chosen), list(draw.passed_over), held_out)
+    assert sorted(each.entries for side in sides for each in side) == sorted(e.entries for e in everything)
+    assert len(buffer) == buffer.tokens == 0
+    learned = {each.sample.prompt for each in draw.chosen}
+    assert not learned & {each.sample.prompt for each in (*held_out, *retired)}
+    assert sum(each.sample.tokens for each in draw.chosen) <= max(
+        update, max((each.sample.tokens for each in draw.chosen), default=0)
+    )
+    left = len(draw.chosen) + len(draw.passed_over)
+    assert len(draw.chosen) <= -(-left // interval)
+
+
+@given(prompt_lists)
+def test_the_split_does_not_depend_on_the_order_or_the_process(given_prompts: list[tuple[int, int]]) -> None:
+    sides = []
+    for order in (given_prompts, given_prompts[::-1]):
+        buffer = ReplayBuffer(10**6, 10**6, SHARE)
+        for number, each in enumerate(order):
+            buffer.add(joined(number, *each))
+        sides.append({each.sample.prompt for each in buffer.held_out})
+    assert sides[0] == sides[1]
+
+
+def test_the_oldest_give_way_on_both_sides() -> None:
+    learned = next(p for p in range(100) if prompt_hash((p,)) >= SHARE * 2**64)
+    held_out = next(p for p in range(100) if prompt_hash((p,)) < SHARE * 2**64)
+    buffer = ReplayBuffer(20, 20, SHARE)
+    gone: list[str] = []
+    for number in range(5):
+        surplus, _ = buffer.add(joined(number, learned, 9))
+        _, retired = buffer.add(joined(10 + number, held_out, 9))
+        gone += [each.entries[0] for each in (*surplus, *retired)]
+    assert gone == ["0", "10", "1", "11", "2", "12"]
+
+
+def test_of_few_prompts_one_is_held_out_for_good() -> None:
+    free = [p for p in range(200) if prompt_hash((p,)) >= SHARE * 2**64][:3]
+    buffer = ReplayBuffer(10**6, 10**6, SHARE)
+    for number, prompt in enumerate(free * 2):
+        buffer.add(joined(number, prompt, 3))
+    draw = buffer.draw(1, 10**6, seed=0)
+    (chosen,) = {each.sample.prompt for each in buffer.held_out}
+    assert len(buffer.held_out) == 2
+    assert len(draw.chosen) == 4
+    assert buffer.forced == {prompt_hash(chosen)}
+    # The next process is told.
+    later = ReplayBuffer(10**6, 10**6, SHARE, buffer.forced)
+    later.add(joined(0, chosen[0], 3))
+    assert len(later.held_out) == 1
+
+
+def test_a_single_prompt_is_learned_from() -> None:
+    free = next(p for p in range(100) if prompt_hash((p,)) >= SHARE * 2**64)
+    buffer = ReplayBuffer(10**6, 10**6, SHARE)
+    buffer.add(joined(0, free, 3))
+    assert len(buffer.draw(1, 10**6, seed=0).chosen) == 1
+    assert buffer.draw(1, 10**6, seed=0).chosen == ()
+
+
+def test_an_update_is_due_every_so_many_steps() -> None:
+    schedule = Schedule(3)
+    due = []
+    for _ in range(7):
+        schedule.step_over()
+        due.append(schedule.is_due(rollouts=5))
+        if due[-1]:
+            schedule.begun()
+    assert due == [False, False, True, False, False, True, False]
+    assert schedule.steps == 7
+
+
+def test_steps_during_an_update_make_one_more_due_at_once_if_there_is_something_to_learn() -> None:
+    schedule = Schedule(1)
+    schedule.step_over()
+    schedule.begun()
+    for _ in range(4):
+        schedule.step_over()
+    assert not schedule.is_due(rollouts=0)
+    assert schedule.is_due(rollouts=1)
+    schedule.begun()
+    assert not schedule.is_due(rollouts=1)
+    schedule.again()
+    assert schedule.is_due(rollouts=1)
