@@ -49,6 +49,11 @@ EAGER = (
     "--payback=0",
 )
 """The reallocator moves whatever makes a step a little more even."""
+LEARNING = (
+    *("--lr=0.003", "--batch-tokens=256", "--depth=2", "--settle-seconds=0.1", "--report-seconds=0.1"),
+    *("--publish-margin=0", "--publish-samples=1", "--held-out-share=0.3"),
+)
+"""The learner begins with few samples."""
 NOT_SEEN = {
     "paceline_speculation_drafter_faults_total": "no drafter has a defect",
     "paceline_generation_halt_delay_seconds_bucket": "only where bubbles end with the step: during_update=halt",
@@ -105,6 +110,8 @@ def work(client: Client, model: Path, folder: Path, counted: Callable[[str], flo
         run.report_rewards(rollout.batch.batch_id, rewards, kl=1e-3, clip_fraction=0.1)
         wanted = before + 200
         until(lambda: counted("paceline_generation_pregenerated_tokens_total") > wanted, "nothing ahead")  # noqa: B023
+        if step == 0:
+            until(lambda: counted("paceline_drafter_candidates_total") > 0, "nothing was learned")
         run.push_weights({name: tensor * (1 + 1e-3 * step) for name, tensor in state.items()})
     with pytest.raises(paceline.InvalidArgumentError):
         run.rollout(9, [Group("bad", [VOCAB], 1)], SAMPLING)
@@ -131,6 +138,8 @@ def watched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
             folder=folder / "platform",
             instance_options=("--dtype=float32", "--max-num-seqs=32", "--kv-cache-memory-bytes=67108864"),
             reallocator_options=EAGER,
+            learner=True,
+            learner_options=LEARNING,
             environment={"PACELINE_TRACING_ENDPOINT": collector.address},
             tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
             token="the token of the tests" if UNDER_TLS else None,

@@ -30,6 +30,6 @@ async def test_a_moved_sample_goes_on_as_if_it_had_stayed(
     assert journey.tokens == stayed.tokens
     assert journey.logprobs == pytest.approx(stayed.logprobs, abs=1e-5)
     assert journey.finished is not None
-    (source,) = journey.finished.draft_sources
-    # Counted over both instances.
-    assert source.accepted + journey.finished.decode_steps == length
+    # Counted over both instances; where drafts do not pay there are none.
+    accepted = sum(source.accepted for source in journey.finished.draft_sources)
+    assert accepted + journey.finished.decode_steps == length
