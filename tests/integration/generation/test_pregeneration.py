@@ -197,6 +197,13 @@ class Store:
                 if all(len(found.get(slot, ())) >= least for slot in slots):
                     return found
 
+    async def until_finished(self, run: str, prompts: Sequence[str], slots: set[int]) -> None:
+        """Wait until the store has each of these slots to its end: what there was before came earlier."""
+        async with asyncio.timeout(CALL):
+            rollouts = await self.rollouts(run, prompts)
+            while not all(slot in rollouts and rollouts[slot].finished for slot in slots):
+                rollouts = await self.rollouts(run, prompts)
+
 
 @pytest.fixture(scope="module")
 def kept_store(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
@@ -300,7 +307,8 @@ async def test_what_is_pregenerated_is_what_the_real_samples_will_be(
     assert poll.request.instance_id == "ahead"
     assert poll.request.policy_version == policy.version
     assert not poll.request.serving
-    found = await store.until(work.run, work.prompts, set(numbers))
+    await store.until_finished(work.run, work.prompts, set(numbers))
+    found = await store.tokens(work.run, work.prompts)
     rollouts = await store.rollouts(work.run, work.prompts)
     assert all(each.finished and each.step == 7 for each in rollouts.values())
     assert {number: each.seed for number, each in rollouts.items()} == {n: 1000 + n for n in numbers}
