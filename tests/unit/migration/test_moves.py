@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import count
 
 import grpc
 import pytest
@@ -44,10 +45,6 @@ async def test_many_samples_move_to_and_fro() -> None:
         scripted(3, migration_claim_seconds=20, migration_stall_seconds=5) as places,
         moving(*[each.address for each in places]) as movers,
     ):
-        handles = list(range(8))
-        for handle in handles:
-            draft = list(range(900)) if handle % 2 else []
-            await movers.start(handle % 3, asked(handle, max_tokens=900, given_draft=draft))
 
         async def wander(handle: int) -> None:
             journey = movers.journeys[handle]
@@ -68,12 +65,18 @@ async def test_many_samples_move_to_and_fro() -> None:
                     ("FAILED", "OUTGROWN"),
                 ), report
 
+        # A busy machine moves a sample less often before it ends: then others come after it.
         async with asyncio.timeout(3 * WAIT):
-            await asyncio.gather(*map(wander, handles))
-        for handle in handles:
-            check(movers.journeys[handle], 900)
-        # How many there are depends on the machine; some samples have moved more than once.
-    assert sum(journey.moves for journey in movers.journeys.values()) > len(handles)
+            for first in count(0, 8):
+                handles = range(first, first + 8)
+                for handle in handles:
+                    draft = list(range(900)) if handle % 2 else []
+                    await movers.start(handle % 3, asked(handle, max_tokens=900, given_draft=draft))
+                await asyncio.gather(*map(wander, handles))
+                for handle in handles:
+                    check(movers.journeys[handle], 900)
+                if sum(journey.moves for journey in movers.journeys.values()) > 30:
+                    break
 
 
 async def test_what_the_drafters_know_goes_along(movers: Movers, monkeypatch: pytest.MonkeyPatch) -> None:
