@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -115,11 +116,29 @@ def until(holds: Callable[[], object], seconds: float = 30) -> None:
         time.sleep(0.002)
 
 
+def first_difference(sample: Sample, expected: list[int]) -> str | None:
+    """Where a sample stops being what it should be, and where it was computed around there."""
+    found = sample.token_ids.tolist()
+    if found == expected:
+        return None
+    pairs = zip_longest(found, expected)
+    position = next(n for n, (ours, theirs) in enumerate(pairs) if ours != theirs)
+    spans = [
+        (each.begin_token, each.end_token, each.instance_id) for each in sample.provenance.instance_spans
+    ]
+    return (
+        f"{sample.key} from position {position} on: {found[position : position + 4]} instead of "
+        f"{expected[position : position + 4]}; computed as {spans}, "
+        f"{sample.provenance.resubmissions} resubmissions"
+    )
+
+
 def finished(samples: Sequence[Sample], truth: dict[Key, list[int]]) -> None:
     """Every sample is there once, and as if nothing had happened."""
     assert Counter(sample.key for sample in samples) == Counter(truth.keys())
-    assert tokens(samples) == truth
-    assert {sample.status for sample in samples} == {paceline.SampleStatus.TRUNCATED}
+    ends = {(sample.status, sample.error) for sample in samples}
+    assert ends == {(paceline.SampleStatus.TRUNCATED, "")}
+    assert [found for each in samples if (found := first_difference(each, truth[each.key]))] == []
 
 
 def test_an_uneven_step_is_evened_out(
@@ -131,7 +150,8 @@ def test_an_uneven_step_is_evened_out(
     moved = [sample for sample in samples if len(places(sample)) > 1]
     assert len(moved) >= 8
     assert sum(sample.provenance.resubmissions for sample in samples) == 0, "no prefix was read again"
-    assert counted(platform, "moves_total") - before >= len(moved)
+    # A move is counted when its donor has told of it, which may be after the sample's end.
+    until(lambda: counted(platform, "moves_total") - before >= len(moved))
     assert {sample.provenance.decode_steps for sample in moved} == {900}, (
         "each token took one step, somewhere"
     )
