@@ -162,6 +162,14 @@ class AsyncClient:
         """
         return await self.call(calls.set_policy(run_id, policy, model, pool))
 
+    async def drafter(self) -> t.Drafter:
+        """The drafter that is trained online."""
+        return await self.call(calls.drafter())
+
+    async def roll_back_drafter(self, version: int, reason: str = "") -> int:
+        """Goes back from this version to the one before, and returns that. AbortedError: another is published."""
+        return await self.call(calls.roll_back_drafter(version, reason))
+
     def watch_decisions(self, run_id: str = "", since: float | None = None) -> AsyncIterator[t.Decision]:
         """Decisions as they are made, without end: of a run and of the fleet, or all.
 

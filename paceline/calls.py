@@ -224,6 +224,17 @@ def set_policy(run_id: str, policy: t.Policy, model: str, pool: str) -> Unary[t.
     return Unary("Fleet", "SetPolicy", request, convert.policy_change)
 
 
+def drafter() -> Unary[t.Drafter]:
+    """GetDrafter."""
+    return Unary("Fleet", "GetDrafter", fleet_pb2.GetDrafterRequest(), convert.drafter)
+
+
+def roll_back_drafter(version: int, reason: str) -> Unary[int]:
+    """RollBackDrafter, from a version; the one published then."""
+    request = fleet_pb2.RollBackDrafterRequest(version=version, reason=reason)
+    return Unary("Fleet", "RollBackDrafter", request, lambda answer: int(answer.version), slow=True)
+
+
 def watch_decisions(run_id: str, since: float | None) -> Stream[t.Decision]:
     """WatchDecisions, each decision once."""
     place = DecisionPlace(run_id, since)

@@ -167,6 +167,14 @@ class Client:
         """
         return self.call(calls.set_policy(run_id, policy, model, pool))
 
+    def drafter(self) -> t.Drafter:
+        """The drafter that is trained online."""
+        return self.call(calls.drafter())
+
+    def roll_back_drafter(self, version: int, reason: str = "") -> int:
+        """Goes back from this version to the one before, and returns that. AbortedError: another is published."""
+        return self.call(calls.roll_back_drafter(version, reason))
+
     def watch_decisions(self, run_id: str = "", since: float | None = None) -> Iterator[t.Decision]:
         """Decisions as they are made, without end: of a run and of the fleet, or all.
 

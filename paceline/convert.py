@@ -326,6 +326,22 @@ def policy_change(answer: fleet_pb2.SetPolicyResponse) -> t.PolicyChange:
     )
 
 
+def drafter(answer: fleet_pb2.GetDrafterResponse) -> t.Drafter:
+    """The drafter that is trained online."""
+    return t.Drafter(
+        version=answer.version,
+        published=_seconds(answer.published),
+        path=answer.path,
+        updates=answer.updates,
+        samples_used=answer.samples_used,
+        policy_version=answer.policy_version,
+        acceptance_length=answer.acceptance_length,
+        candidate_acceptance_length=answer.candidate_acceptance_length,
+        rejected_candidates=answer.rejected_candidates,
+        roll_backs=answer.roll_backs,
+    )
+
+
 def decision(answer: fleet_pb2.WatchDecisionsResponse) -> t.Decision:
     """One explained decision."""
     details = _values(answer.details)

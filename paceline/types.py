@@ -474,6 +474,28 @@ class PolicyChange:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafter:
+    """The drafter that is trained online, as the learner tells of it."""
+
+    version: int
+    """Published; 0: none yet."""
+    published: float
+    """When, in unix seconds; 0: none yet."""
+    path: str
+    """Its folder, as the instances see it."""
+    updates: int
+    samples_used: int
+    policy_version: int
+    """Of the policy whose distribution it learned last."""
+    acceptance_length: float
+    """Tokens a verification on held-out samples, when it was last compared with a candidate; 0: never."""
+    candidate_acceptance_length: float
+    """Of that candidate."""
+    rejected_candidates: int
+    roll_backs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """One decision of the platform, explained."""
 

@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import policy
+from paceline.cli import drafter, policy
+from paceline.cli.connection import Address, CaFile, CertFile, KeyFile, Token
 from paceline.errors import PacelineError
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 app.add_typer(policy.app, name="policy", help="Knobs of speculation, and the platform's decisions.")
-
-Token = Annotated[str | None, typer.Option(envvar="PACELINE_TOKEN", help="Bearer token of the gateway.")]
+app.add_typer(drafter.app, name="drafter", help="The drafter that is trained online.")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -63,10 +63,10 @@ def up(
 
 @app.command()
 def status(
-    address: Annotated[str, typer.Option(help="host:port of the gateway.")] = "127.0.0.1:7400",
-    ca_file: Annotated[Path | None, typer.Option(help="Use TLS and trust these authorities (PEM).")] = None,
-    cert_file: Annotated[Path | None, typer.Option(help="Certificate to show (PEM), for mutual TLS.")] = None,
-    key_file: Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")] = None,
+    address: Address = "127.0.0.1:7400",
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
     token: Token = None,
 ) -> None:
     """Shows the instances and the published versions."""

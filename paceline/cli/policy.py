@@ -5,23 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline.channel import Tls
-from paceline.client import Client
-from paceline.retry import RetryPolicy
+from paceline.cli.connection import Address, CaFile, CertFile, KeyFile, Token, connect
 from paceline.types import Decision, Policy
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-Address = Annotated[str, typer.Option(help="host:port of the gateway.")]
-Token = Annotated[str | None, typer.Option(envvar="PACELINE_TOKEN", help="Bearer token of the gateway.")]
-CaFile = Annotated[Path | None, typer.Option(help="Use TLS and trust these authorities (PEM).")]
-CertFile = Annotated[Path | None, typer.Option(help="Certificate to show (PEM), for mutual TLS.")]
-KeyFile = Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")]
 Run = Annotated[str, typer.Option(help="Knobs of a run.")]
 Model = Annotated[str, typer.Option(help="Knobs of a model, as `paceline status` names it.")]
 Pool = Annotated[str, typer.Option(help="Knobs of a pool of instances.")]
@@ -39,7 +31,7 @@ def get(
     token: Token = None,
 ) -> None:
     """Shows the knobs that are set: for the fleet, or for a run, a model or a pool."""
-    with _client(address, token, ca_file, cert_file, key_file) as client:
+    with connect(address, token, ca_file, cert_file, key_file) as client:
         policy = client.policy(run, model=model, pool=pool)
     typer.echo(json.dumps({"revision": policy.revision, "knobs": dict(policy.knobs)}, indent=2))
 
@@ -66,7 +58,7 @@ def set_(
     token: Token = None,
 ) -> None:
     """Changes knobs. `paceline policy set speculation=false` turns everything to plain decoding at once."""
-    with _client(address, token, ca_file, cert_file, key_file) as client:
+    with connect(address, token, ca_file, cert_file, key_file) as client:
         policy = client.policy(run, model=model, pool=pool)
         changed = Policy(policy.revision if revision is None else revision, with_changes(policy.knobs, knobs))
         change = client.set_policy(run, changed, model=model, pool=pool)
@@ -86,7 +78,7 @@ def watch(
     token: Token = None,
 ) -> None:
     """Prints decisions as they are made, until Ctrl-C."""
-    with _client(address, token, ca_file, cert_file, key_file) as client:
+    with connect(address, token, ca_file, cert_file, key_file) as client:
         try:
             for decision in client.watch_decisions(run, time.time() - last):
                 typer.echo(decision_line(decision))
@@ -132,10 +124,3 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _client(
-    address: str, token: str | None, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
-) -> Client:
-    tls = Tls(ca_file, cert_file, key_file) if ca_file or cert_file else None
-    return Client(address, token=token, tls=tls, timeout=5, retry=RetryPolicy(attempts=3))

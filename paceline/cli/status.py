@@ -8,9 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from paceline.channel import Tls
-from paceline.client import Client
-from paceline.retry import RetryPolicy
+from paceline.cli.connection import connect
 from paceline.types import Instance, InstanceState, Versions
 
 _STYLES = {
@@ -26,8 +24,7 @@ def show_status(
     address: str, token: str | None, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
 ) -> None:
     """Prints instances and versions."""
-    tls = Tls(ca_file, cert_file, key_file) if ca_file or cert_file else None
-    with Client(address, token=token, tls=tls, timeout=5, retry=RetryPolicy(attempts=3)) as client:
+    with connect(address, token, ca_file, cert_file, key_file) as client:
         instances, versions = client.instances(), client.versions()
     console = Console()
     console.print(instances_table(instances))

@@ -193,3 +193,45 @@ class WatchDecisionsResponse(_message.Message):
     details: _struct_pb2.Struct
     run_id: str
     def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_gain: _Optional[float] = ..., details: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., run_id: _Optional[str] = ...) -> None: ...
+
+class GetDrafterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDrafterResponse(_message.Message):
+    __slots__ = ("version", "published", "path", "updates", "samples_used", "policy_version", "candidate_acceptance_length", "acceptance_length", "rejected_candidates", "roll_backs")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_USED_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    ROLL_BACKS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    published: _timestamp_pb2.Timestamp
+    path: str
+    updates: int
+    samples_used: int
+    policy_version: int
+    candidate_acceptance_length: float
+    acceptance_length: float
+    rejected_candidates: int
+    roll_backs: int
+    def __init__(self, version: _Optional[int] = ..., published: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., path: _Optional[str] = ..., updates: _Optional[int] = ..., samples_used: _Optional[int] = ..., policy_version: _Optional[int] = ..., candidate_acceptance_length: _Optional[float] = ..., acceptance_length: _Optional[float] = ..., rejected_candidates: _Optional[int] = ..., roll_backs: _Optional[int] = ...) -> None: ...
+
+class RollBackDrafterRequest(_message.Message):
+    __slots__ = ("version", "reason")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    reason: str
+    def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RollBackDrafterResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...

@@ -75,6 +75,16 @@ class FleetServiceStub(object):
                 request_serializer=paceline_dot_v1_dot_fleet__pb2.WatchDecisionsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_fleet__pb2.WatchDecisionsResponse.FromString,
                 _registered_method=True)
+        self.GetDrafter = channel.unary_unary(
+                '/paceline.v1.FleetService/GetDrafter',
+                request_serializer=paceline_dot_v1_dot_fleet__pb2.GetDrafterRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_fleet__pb2.GetDrafterResponse.FromString,
+                _registered_method=True)
+        self.RollBackDrafter = channel.unary_unary(
+                '/paceline.v1.FleetService/RollBackDrafter',
+                request_serializer=paceline_dot_v1_dot_fleet__pb2.RollBackDrafterRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_fleet__pb2.RollBackDrafterResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer(object):
@@ -132,6 +142,21 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDrafter(self, request, context):
+        """The drafter that is trained online. UNAVAILABLE: no learner leads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollBackDrafter(self, request, context):
+        """Goes back to the drafter that was published before. FAILED_PRECONDITION: there is none; ABORTED: another than
+        `version` is published.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -174,6 +199,16 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.WatchDecisions,
                     request_deserializer=paceline_dot_v1_dot_fleet__pb2.WatchDecisionsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_fleet__pb2.WatchDecisionsResponse.SerializeToString,
+            ),
+            'GetDrafter': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDrafter,
+                    request_deserializer=paceline_dot_v1_dot_fleet__pb2.GetDrafterRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_fleet__pb2.GetDrafterResponse.SerializeToString,
+            ),
+            'RollBackDrafter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBackDrafter,
+                    request_deserializer=paceline_dot_v1_dot_fleet__pb2.RollBackDrafterRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_fleet__pb2.RollBackDrafterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -393,6 +428,60 @@ class FleetService(object):
             '/paceline.v1.FleetService/WatchDecisions',
             paceline_dot_v1_dot_fleet__pb2.WatchDecisionsRequest.SerializeToString,
             paceline_dot_v1_dot_fleet__pb2.WatchDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDrafter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.FleetService/GetDrafter',
+            paceline_dot_v1_dot_fleet__pb2.GetDrafterRequest.SerializeToString,
+            paceline_dot_v1_dot_fleet__pb2.GetDrafterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBackDrafter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.FleetService/RollBackDrafter',
+            paceline_dot_v1_dot_fleet__pb2.RollBackDrafterRequest.SerializeToString,
+            paceline_dot_v1_dot_fleet__pb2.RollBackDrafterResponse.FromString,
             options,
             channel_credentials,
             insecure,

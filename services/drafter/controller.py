@@ -23,10 +23,10 @@ from services.drafter.release import Release
 from services.drafter.state import States
 from services.drafter.study import Study
 from services.drafter.training import Died, Training
-from services.gateway.tasks import end
 from services.platform.decisions import DecisionLog
 from services.platform.registry import Registry
 from services.platform.store import OUTAGES, Keys
+from services.platform.tasks import is_cancelled, until_one_ends
 
 log = structlog.get_logger(__name__)
 
@@ -86,23 +86,16 @@ class Controller:
         await self.release.give_first()
         tasks = [asyncio.ensure_future(work()) for work in works]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await until_one_ends(tasks)
         finally:
-            try:
-                await end(tasks)
-            finally:
-                await self._training.stop()
+            await self._training.stop()
 
     # What comes in ------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         # Not before it is known what is part of the state already.
         await self._opened.wait()
-        task = asyncio.current_task()
-        # A cancellation that lands inside a Redis command can get lost, hence the question.
-        while task is None or not task.cancelling():
+        while not is_cancelled():
             if self.collection.is_full:
                 await asyncio.sleep(_TICK_SECONDS)
                 continue
@@ -117,8 +110,7 @@ class Controller:
             self.collection.take_in(entries)
 
     async def _acknowledge(self) -> None:
-        task = asyncio.current_task()
-        while task is None or not task.cancelling():
+        while not is_cancelled():
             await asyncio.sleep(_ACK_SECONDS)
             ids = self.collection.acks.take()
             try:
@@ -133,8 +125,7 @@ class Controller:
 
     async def _follow_store(self) -> None:
         """Where the policy's weights are, and that what is published is known there."""
-        task = asyncio.current_task()
-        while task is None or not task.cancelling():
+        while not is_cancelled():
             try:
                 await self._policies.refresh()
                 await self.release.keep_record()

@@ -19,8 +19,8 @@ from services.drafter.config import DrafterConfig
 from services.drafter.metrics import DrafterMetrics
 from services.drafter.record import History, Published, RecordWriter, read_history
 from services.drafter.training import Training
-from services.gateway.pulse import Pulse
 from services.platform.errors import FailedPrecondition
+from services.platform.pulse import Pulse
 from services.platform.store import Keys
 
 log = structlog.get_logger(__name__)

@@ -26,8 +26,9 @@ from services.drafter.record import Published
 from services.drafter.study import Study
 from services.drafter.training import Training
 from services.platform.decisions import Decision, DecisionLog
-from services.platform.errors import FailedPrecondition, Unavailable
+from services.platform.errors import Aborted, FailedPrecondition, Unavailable
 from services.platform.store import OUTAGES
+from services.platform.tasks import is_cancelled
 
 log = structlog.get_logger(__name__)
 
@@ -110,13 +111,16 @@ class Release:
             updates = self._study.manifest.updates
             self._decide(explain.rejected(judgement, compared, version, updates, time.time()))
 
-    async def roll_back(self, reason: str) -> Published:
-        """Goes back to the drafter before, on request; what is published then.
+    async def roll_back(self, reason: str, version: int = 0) -> Published:
+        """Goes back from a version to the drafter before, on request; what is published then. 0: from whatever is.
 
-        FailedPrecondition: there is none. Unavailable: another process leads, or Redis is away.
+        Raises:
+            Aborted: another version is published.
+            FailedPrecondition: there is none before.
+            Unavailable: another process leads, or Redis is away.
         """
         try:
-            return await self._roll_back("asked", reason or "asked to")
+            return await self._roll_back("asked", reason or "asked to", version)
         except OUTAGES as error:
             raise Unavailable(f"the drafter could not be taken back: {error}") from error
 
@@ -145,8 +149,7 @@ class Release:
 
     async def tell(self) -> None:
         """Writes decisions until cancelled."""
-        task = asyncio.current_task()
-        while task is None or not task.cancelling():
+        while not is_cancelled():
             await self._decisions.write(await self._untold.get())
         raise asyncio.CancelledError
 
@@ -167,8 +170,11 @@ class Release:
         log.info("drafter_published", version=new.version, reason=judgement.reason)
         self._decide(explain.published(new, judgement, compared, manifest.updates, time.time()))
 
-    async def _roll_back(self, cause: str, reason: str) -> Published:
+    async def _roll_back(self, cause: str, reason: str, version: int = 0) -> Published:
         async with self._publishing:
+            now = 0 if self.published is None else self.published.version
+            if version and version != now:
+                raise Aborted("OTHER_DRAFTER", f"version {now} is published, not {version}", version=str(now))
             left, back = await self.publication.roll_back()
             self._canary = None
         self._study.rolled_back()

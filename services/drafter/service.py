@@ -44,5 +44,5 @@ class LearnerService(rpc.LearnerServiceServicer):
 
     async def RollBack(self, request: pb.RollBackRequest, context: Context) -> pb.RollBackResponse:
         """Publishes the drafter before."""
-        published = await self._leading().release.roll_back(request.reason)
+        published = await self._leading().release.roll_back(request.reason, request.version)
         return pb.RollBackResponse(version=published.version)

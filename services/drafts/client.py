@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import structlog
 
+from services.drafts.fetched import Fetched
 from services.drafts.replica import Replica
 from services.drafts.ring import owner
 from services.drafts.rollout import Rollout
 from services.platform.config import ServiceConfig
 from services.platform.registry import InstanceRecord, Registry
-from services.platform.store import OUTAGES
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +40,6 @@ class DraftStores:
         self._replicas: dict[str, Replica] = {}
         self._refused: set[str] = set()
         """Addresses that the token must not be sent to."""
-        self._reachable = True
 
     @property
     def available(self) -> bool:
@@ -54,13 +53,7 @@ class DraftStores:
 
     async def run(self) -> None:
         """Watches the registry until cancelled; outlasts outages of Redis."""
-        task = asyncio.current_task()
-        while True:
-            await self._poll()
-            # redis-py can swallow a cancellation that meets an answer; without this it would go on.
-            if task is not None and task.cancelling():
-                raise asyncio.CancelledError
-            await asyncio.sleep(POLL_SECONDS)
+        await self._registry.watch(SERVICE, POLL_SECONDS, self._look)
 
     async def put(self, rollouts: Sequence[Rollout]) -> int:
         """Stores rollouts, each on the replica of its prompt; returns how many were taken.
@@ -75,31 +68,30 @@ class DraftStores:
         calls = [self._replicas[name].put(share, self._timeout) for name, share in shares.items()]
         return sum(await asyncio.gather(*calls))
 
-    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> list[Rollout]:
-        """All rollouts of the prompts of a run, as far as they could be had within `timeout`."""
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> Fetched:
+        """All rollouts of the prompts of a run, as far as they could be had within `timeout`. Prompts of a replica
+        that did not answer are missed, and so are all while there is none."""
+        if not self._replicas:
+            return Fetched([], frozenset(prompt_ids))
         shares: dict[str, list[str]] = defaultdict(list)
         for prompt_id in dict.fromkeys(prompt_ids):
             replica_id = owner(run_id, prompt_id, self._replicas)
-            if replica_id is not None:
-                shares[replica_id].append(prompt_id)
+            assert replica_id is not None, "there are replicas"
+            shares[replica_id].append(prompt_id)
         calls = [self._replicas[name].fetch(run_id, ids, self._timeout) for name, ids in shares.items()]
-        return [rollout for part in await asyncio.gather(*calls) for rollout in part]
+        parts = await asyncio.gather(*calls)
+        rollouts = [rollout for part in parts for rollout in part.rollouts]
+        return Fetched(rollouts, frozenset().union(*(part.missed for part in parts)))
 
     async def close(self) -> None:
         """Ends all connections. `run` must have ended."""
         replicas, self._replicas = self._replicas, {}
         await asyncio.gather(*(replica.close() for replica in replicas.values()))
 
-    async def _poll(self) -> None:
-        try:
-            records = await self._registry.list(SERVICE)
-        except OUTAGES as error:
-            if self._reachable:
-                log.warning("registry_unreachable", error=str(error))
+    async def _look(self, records: dict[str, InstanceRecord] | None) -> None:
+        if records is None:
             # What is known stays in use: the replicas may well be alive.
-            self._reachable = False
             return
-        self._reachable = True
         gone = [each for name, each in self._replicas.items() if not _same(each, records.get(name))]
         for replica in gone:
             log.info("draft_store_gone", replica=replica.replica_id, epoch=replica.epoch)

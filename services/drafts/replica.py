@@ -12,10 +12,12 @@ from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.drafts.breaker import Breaker
 from services.drafts.convert import batches, from_proto
+from services.drafts.fetched import Fetched
 from services.drafts.rollout import Rollout
 from services.platform.channel import open_channel
 from services.platform.config import ServiceConfig
 from services.platform.errors import InvalidArgument
+from services.platform.tasks import is_cancelled
 
 log = structlog.get_logger(__name__)
 
@@ -55,18 +57,18 @@ class Replica:
             self._failed(began, "put", error.code(), error.details())
             return 0
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             self._failed(began, "put", grpc.StatusCode.CANCELLED, "the channel was closed")
             return 0
         self._breaker.succeeded(began)
         return int(answer.stored)
 
-    async def fetch(self, run_id: str, prompt_ids: Sequence[str], seconds: float) -> list[Rollout]:
-        """The rollouts of prompts, as far as they arrived within `seconds`."""
-        began = self._loop.time()
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str], seconds: float) -> Fetched:
+        """The rollouts of prompts, as far as they arrived within `seconds`; all are missed unless all did."""
+        began, missed = self._loop.time(), frozenset(prompt_ids)
         if not self._breaker.admit(began):
-            return []
+            return Fetched([], missed)
         request = pb.FetchRolloutsRequest(run_id=run_id, prompt_ids=prompt_ids)
         found: list[Rollout] = []
         try:
@@ -77,12 +79,13 @@ class Replica:
         except InvalidArgument as error:
             self._failed(began, "fetch", grpc.StatusCode.DATA_LOSS, error.message)
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             self._failed(began, "fetch", grpc.StatusCode.CANCELLED, "the channel was closed")
         else:
             self._breaker.succeeded(began)
-        return found
+            missed = frozenset()
+        return Fetched(found, missed)
 
     async def connected(self) -> None:
         """Returns once there is a connection; waits for as long as it takes."""
@@ -98,9 +101,3 @@ class Replica:
             self._breaker.succeeded(began)
         else:
             self._breaker.failed(began, self._loop.time())
-
-
-def _is_cancelled() -> bool:
-    """Whether it is this task that was cancelled, and not only the call that it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

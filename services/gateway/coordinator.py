@@ -13,7 +13,7 @@ from paceline.internal.v1 import bubble_pb2_grpc
 from services.gateway.config import GatewayConfig
 from services.platform.channel import open_channel
 from services.platform.registry import InstanceRecord, Registry
-from services.platform.store import OUTAGES
+from services.platform.tasks import is_cancelled
 
 log = structlog.get_logger(__name__)
 
@@ -49,9 +49,7 @@ class Coordinator:
     async def run(self) -> None:
         """Keeps a connection to it until cancelled."""
         try:
-            while True:
-                await self._look()
-                await asyncio.sleep(_LOOK)
+            await self._registry.watch(SERVICE, _LOOK, self._look)
         finally:
             await self._disconnect()
 
@@ -71,24 +69,17 @@ class Coordinator:
                 await self._failed(f"{error.code().name}: {error.details()}")
             return None
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if is_cancelled():
                 raise
             # Not the caller was cancelled, but the channel was closed under the call.
             return None
         self._failures = 0
         return response
 
-    async def _look(self) -> None:
-        known = self._record
-        try:
-            records = await self._registry.list(SERVICE)
-        except OUTAGES:
-            records = {}
+    async def _look(self, records: dict[str, InstanceRecord] | None) -> None:
+        known, found = self._record, (records or {}).values()
         # One that is not registered any more is tried all the same: perhaps only the registry is away.
-        youngest = max(
-            records.values(), key=lambda each: (each.registered_at, each.instance_id), default=known
-        )
+        youngest = max(found, key=lambda each: (each.registered_at, each.instance_id), default=known)
         if youngest is None:
             return
         if known is None or (youngest.instance_id, youngest.epoch) != (known.instance_id, known.epoch):

@@ -24,11 +24,11 @@ from services.gateway.links import Held, WorkLink
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.moves import Moves
 from services.gateway.placement import Assignment, Waiting, WaitingQueue
-from services.gateway.pulse import Pulse
 from services.gateway.running import Ref, Running
 from services.gateway.steps import StepBook
 from services.gateway.writer import JournalWriter
 from services.platform import tracing
+from services.platform.pulse import Pulse
 
 log = structlog.get_logger(__name__)
 

@@ -22,10 +22,10 @@ from services.drafter.record import read_published
 from services.gateway.batch import Batch, Ending
 from services.gateway.config import GatewayConfig
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.tasks import end
 from services.platform.registry import Registry
 from services.platform.sampling import resolve
 from services.platform.store import OUTAGES, Keys
+from services.platform.tasks import end, is_cancelled
 
 log = structlog.get_logger(__name__)
 
@@ -101,9 +101,7 @@ class LearnerFeed:
             await end([looking])
 
     async def _look(self) -> None:
-        task = asyncio.current_task()
-        # A cancellation that lands inside a Redis command can get lost, hence the question.
-        while task is None or not task.cancelling():
+        while not is_cancelled():
             try:
                 if await self._registry.list(SERVICE):
                     self._seen_at = self._clock()

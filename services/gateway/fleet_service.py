@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.gateway.assemble import timestamp
+from services.gateway.drafter import DrafterFront
 from services.gateway.fleet import Member, State
 from services.gateway.policy import PolicyFront
 from services.gateway.roster import Connection, ConnectionBroken, within
@@ -29,12 +30,13 @@ _CALL_SECONDS = 5.0
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
-    """`term` gives the current term of leadership, or raises Unavailable. `policy` needs none: whichever gateway is
-    asked passes it on."""
+    """`term` gives the current term of leadership, or raises Unavailable. `policy` and `drafter` need none:
+    whichever gateway is asked passes it on."""
 
-    def __init__(self, term: Callable[[], Term], policy: PolicyFront) -> None:
+    def __init__(self, term: Callable[[], Term], policy: PolicyFront, drafter: DrafterFront) -> None:
         self._term = term
         self._policy = policy
+        self._drafter = drafter
 
     async def ListInstances(
         self, request: fleet_pb2.ListInstancesRequest, context: Context
@@ -97,6 +99,16 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     ) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
         async for decision in self._policy.watch(request):
             yield decision
+
+    async def GetDrafter(
+        self, request: fleet_pb2.GetDrafterRequest, context: Context
+    ) -> fleet_pb2.GetDrafterResponse:
+        return await self._drafter.get()
+
+    async def RollBackDrafter(
+        self, request: fleet_pb2.RollBackDrafterRequest, context: Context
+    ) -> fleet_pb2.RollBackDrafterResponse:
+        return await self._drafter.roll_back(request)
 
     def _report(self, term: Term, connection: Connection, state: State) -> None:
         term.fleet.report(connection.instance_id, state, asyncio.get_running_loop().time())

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
-import grpc
-import structlog
 from google.protobuf import json_format
-from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
 from redis.asyncio import Redis
 
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
 from paceline.v1 import fleet_pb2
 from services.gateway.config import GatewayConfig
-from services.platform.channel import open_channel
+from services.gateway.leader import Leader
 from services.platform.decisions import Decision, DecisionLog
-from services.platform.errors import ServiceError, Unavailable
-from services.platform.registry import InstanceRecord, Registry
-from services.platform.store import OUTAGES, Keys
-
-log = structlog.get_logger(__name__)
+from services.platform.registry import Registry
+from services.platform.store import Keys
 
 SERVICE = "policy"
-_LEADING = "serving"
 _CALL_SECONDS = 5.0
-_STATUS_KEY = "grpc-status-details-bin"
+_WITHOUT = "instances go on with the knobs that they have"
 
 
 class PolicyFront:
-    """Finds the policy service that leads, anew for each call: knobs are seldom asked for."""
+    """Passes on what the policy service is asked, and reads what was decided."""
 
     def __init__(self, config: GatewayConfig, redis: Redis) -> None:
-        self._config = config
-        self._registry = Registry(redis, Keys(config.namespace))
+        registry = Registry(redis, Keys(config.namespace))
+        self._leader = Leader(config, registry, SERVICE, rpc.PolicyServiceStub, _WITHOUT)
         self._decisions = DecisionLog(redis, config.namespace)
 
     async def get(self, request: fleet_pb2.GetPolicyRequest) -> fleet_pb2.GetPolicyResponse:
@@ -47,7 +38,7 @@ class PolicyFront:
             ServiceError: it refused, with its code and details.
         """
         asked = pb.GetKnobsRequest(run_id=request.run_id, model=request.model, pool=request.pool)
-        answer = await self._call("GetKnobs", asked)
+        answer = await self._leader.call("GetKnobs", asked, _CALL_SECONDS)
         return fleet_pb2.GetPolicyResponse(revision=answer.revision, knobs=answer.knobs)
 
     async def set(self, request: fleet_pb2.SetPolicyRequest) -> fleet_pb2.SetPolicyResponse:
@@ -59,7 +50,7 @@ class PolicyFront:
             revision=request.revision,
             knobs=request.knobs,
         )
-        answer = await self._call("SetKnobs", asked)
+        answer = await self._leader.call("SetKnobs", asked, _CALL_SECONDS)
         return fleet_pb2.SetPolicyResponse(
             revision=answer.revision,
             applied_instance_ids=answer.applied,
@@ -76,46 +67,6 @@ class PolicyFront:
         async for decision in self._decisions.follow(after, request.run_id):
             if decision.time >= since:
                 yield _response(decision)
-
-    async def _call(self, method: str, request: Message) -> Any:
-        record = await self._leader()
-        try:
-            async with open_channel(record.address, self._config) as channel:
-                call = getattr(rpc.PolicyServiceStub(channel), method)
-                return await call(request, timeout=_CALL_SECONDS)
-        except ValueError as error:
-            # The token may not go there.
-            raise Unavailable(f"the policy service cannot be called: {error}") from error
-        except grpc.aio.AioRpcError as error:
-            raise _translated(error) from error
-
-    async def _leader(self) -> InstanceRecord:
-        try:
-            records = await self._registry.list(SERVICE)
-        except OUTAGES as error:
-            raise Unavailable(f"the policy service cannot be looked up: {error}") from error
-        leaders = [record for record in records.values() if record.state == _LEADING]
-        if not leaders:
-            raise Unavailable("no policy service is running; instances go on with the knobs that they have")
-        return max(leaders, key=lambda each: (each.registered_at, each.instance_id))
-
-
-def _translated(error: grpc.aio.AioRpcError) -> ServiceError:
-    """What the policy service answered, with its details, as this gateway's own answer."""
-    details = []
-    for key, value in error.trailing_metadata() or ():
-        if key == _STATUS_KEY and isinstance(value, bytes):
-            details = _unpacked(status_pb2.Status.FromString(value))
-    return ServiceError(error.details() or error.code().name, *details, code=error.code())
-
-
-def _unpacked(status: status_pb2.Status) -> list[Message]:
-    found: list[Message] = []
-    for packed in status.details:
-        kind = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2], None)
-        if kind is not None:
-            found.append(kind.FromString(packed.value))
-    return found
 
 
 def _response(decision: Decision) -> fleet_pb2.WatchDecisionsResponse:

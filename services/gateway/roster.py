@@ -17,16 +17,14 @@ from services.gateway.fleet import Fleet, Loss, Member, State
 from services.gateway.links import WorkLink
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Slots
-from services.gateway.pulse import Pulse
-from services.gateway.tasks import end
 from services.gateway.update import Published, UpdateBook
 from services.platform.channel import open_channel
-from services.platform.registry import Registry
-from services.platform.store import OUTAGES
+from services.platform.pulse import Pulse
+from services.platform.registry import INSTANCES, InstanceRecord, Registry
+from services.platform.tasks import end
 
 log = structlog.get_logger(__name__)
 
-SERVICE = "generation"
 # Pause before the weights are loaded again on an instance that failed to, doubling up to the second.
 _LOAD_PAUSE, _LOAD_PAUSE_MOST = 1.0, 30.0
 
@@ -107,9 +105,7 @@ class Roster:
     async def run(self) -> None:
         """Watches the registry until cancelled, then closes all connections."""
         try:
-            while True:
-                await self._poll()
-                await asyncio.sleep(self._config.registry_poll_seconds)
+            await self._registry.watch(INSTANCES, self._config.registry_poll_seconds, self._look)
         finally:
             await self._close_all()
             self._show({})
@@ -168,11 +164,8 @@ class Roster:
         self._metrics.show_instances(up, self._shown - up.keys())
         self._shown = set(up)
 
-    async def _poll(self) -> None:
-        try:
-            records = await self._registry.list(SERVICE)
-        except OUTAGES as error:
-            log.warning("registry_unreachable", error=str(error))
+    async def _look(self, records: dict[str, InstanceRecord] | None) -> None:
+        if records is None:
             self._fleet.unreadable()
             return
         for loss in self._fleet.observe(records, self._loop.time()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from services.gateway.batch import Batch
 from services.gateway.links import WorkLink
-from services.gateway.pulse import Pulse
+from services.platform.pulse import Pulse
 from services.platform.tracing import NO_SPAN, Span
 
 # A sample of a batch that is being worked on, by batch key and sample index.

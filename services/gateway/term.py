@@ -22,13 +22,13 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.rewards import Rewards
 from services.gateway.rollouts import Rollouts
 from services.gateway.roster import Roster
-from services.gateway.tasks import end
 from services.gateway.update import UpdateBook
 from services.gateway.updater import Updater
 from services.gateway.versions import VersionStore
 from services.gateway.writer import JournalWriter
 from services.platform.registry import Registry
 from services.platform.store import OUTAGES, Keys
+from services.platform.tasks import end
 
 log = structlog.get_logger(__name__)
 

@@ -17,7 +17,6 @@ from paceline.internal.v1 import drafter_pb2_grpc as drafter_rpc
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
 from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
-from services.gateway.tasks import end
 from services.generation.config import GenerationConfig
 from services.generation.draft_models import DraftModels
 from services.generation.draft_service import DraftModelService
@@ -37,6 +36,7 @@ from services.platform.process import Shutdown, run
 from services.platform.registry import Registration, Registry
 from services.platform.server import GrpcServer
 from services.platform.store import OUTAGES, Keys, connect
+from services.platform.tasks import end, is_cancelled
 
 _log = structlog.get_logger(__name__)
 _HEARTBEAT_SECONDS = 1.0
@@ -167,9 +167,7 @@ def _build_engine(config: GenerationConfig) -> object:
 
 async def _heartbeat(instance: Instance, registration: Registration) -> None:
     """Report state and load. A hung device is not reported alive: the process ends and its samples move on."""
-    # A cancellation that lands inside a Redis command can get lost, hence the question.
-    task = asyncio.current_task()
-    while task is not None and not task.cancelling():
+    while not is_cancelled():
         if instance.hung:
             _log.error("engine_hung", load=instance.load_values())
             os._exit(1)

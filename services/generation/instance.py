@@ -138,15 +138,15 @@ class Instance:
         # The drafters that have a model of their own, by name; used in the engine thread.
         self.own_models: dict[str, OwnModelDrafter] = {}
         if speculating is not None:
-            loop.speculation, self.steering = speculating
-            made = loop.speculation.drafters
+            loop.drafts.speculation, self.steering = speculating
+            made = loop.drafts.speculation.drafters
             self.own_models = {each.name: each for each in made if isinstance(each, OwnModelDrafter)}
         self.intake = Intake(loop, self.terms, metrics.rollouts, config.draft_wait_seconds)
-        loop.cache = self._cache = DraftCache(self._engine.limits.vocab_size, config.draft_cache_bytes)
+        loop.drafts.cache = self._cache = DraftCache(self._engine.limits.vocab_size, config.draft_cache_bytes)
         loop.background.threshold = config.background_threshold
         # None: nothing is pre-generated.
         self.pregenerator: Pregenerator | None = None
-        loop.reuse = Reuse(config.reuse_chunk, self._engine.row_capacity)
+        loop.drafts.reuse = Reuse(config.reuse_chunk, self._engine.row_capacity)
         # Ends the samples that were moved here and that no gateway has claimed; in the engine thread.
         self.leave_unclaimed: Callable[[], None] = lambda: None
         # Whether there is anybody who would move samples away.

@@ -79,7 +79,7 @@ class Intake:
     def _fetch(self, item: pb.WorkItem) -> Fetch | None:
         """Have the rollouts of an item's prompt fetched; what it has to wait for, if anything."""
         lenient = item.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
-        if self.fetcher is None or not (lenient or self._loop.speculation is not None):
+        if self.fetcher is None or not (lenient or self._loop.drafts.speculation is not None):
             return None
         fetch = self.fetcher.want(Origin.of(item))
         # A sample that is gone on with takes nothing over any more.
@@ -124,7 +124,7 @@ class Intake:
         loop = self._loop
         taken: ChainMap[int, Any] = ChainMap(stream.samples, stream.parked)  # type: ignore[arg-type]
         try:
-            request = check_item(item, self._terms(), taken, loop.next_sample_id, loop.cache)
+            request = check_item(item, self._terms(), taken, loop.next_sample_id, loop.drafts.cache)
             if parks:
                 stream.parked[item.handle] = item
             else:

@@ -6,63 +6,30 @@ hand in a function (`call`) and get its result as a future.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import grpc
 import structlog
 
-from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2
 from services.drafts.rollout import Rollout
 from services.generation.background import Background
-from services.generation.drafting import reuse
-from services.generation.drafting.drafter import Arrival, DraftContext
-from services.generation.drafting.plan import StepShape
-from services.generation.drafting.reuse import Reuse
-from services.generation.drafting.speculation import Speculation
-from services.generation.engine.types import (
-    EngineLoad,
-    Finish,
-    SampleRequest,
-    SampleState,
-    SampleStep,
-)
+from services.generation.commands import Commands
+from services.generation.drafts import SampleDrafts
+from services.generation.engine.types import EngineLoad, Finish, SampleRequest, SampleStep
 from services.generation.metrics import EngineMetrics
-from services.generation.rollouts.cache import DraftCache, Shards
+from services.generation.pace import Pace
+from services.generation.rollouts.cache import Shards
 from services.generation.rollouts.origin import NOWHERE, Origin
 from services.generation.samples import RunningSample, SampleStream
+from services.generation.step_engine import StepEngine
 from services.platform.errors import FailedPrecondition, ResourceExhausted, Unavailable
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
-# Weight of the newest step in the mean step time.
-_STEP_TIME_SMOOTHING = 0.05
-
-
-class StepEngine(Protocol):
-    """What the loop uses of `services.generation.engine.core.Engine`."""
-
-    def add(self, request: SampleRequest) -> None: ...
-    def finished_by_prefix(self, request: SampleRequest) -> Finish | None: ...
-    def abort(self, sample_ids: Iterable[str]) -> None: ...
-    def step(self) -> list[SampleStep]: ...
-    def decoding(self) -> list[SampleState]: ...
-    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None: ...
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
-    @property
-    def asleep(self) -> bool: ...
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def load(self) -> EngineLoad: ...
 
 
 class EngineLoop(threading.Thread):
@@ -86,11 +53,7 @@ class EngineLoop(threading.Thread):
         self.ready: Future[Any] = Future()
         self.broken: Future[BaseException] = Future()
         self.paused = False
-        # None: nothing is drafted, and the engine runs plain.
-        self.speculation: Speculation | None = None
-        # Rollouts that samples may follow; None: there are none to be had.
-        self.cache: DraftCache | None = None
-        self.reuse = Reuse()
+        self.drafts = SampleDrafts(metrics)
         self.background = Background()
         # By sample id, who is told that it leaves the engine, and whether it had finished; for the engine thread.
         self.watchers: dict[str, Callable[[bool], None]] = {}
@@ -101,42 +64,20 @@ class EngineLoop(threading.Thread):
         self._flush_interval = flush_interval
         self._max_waiting = max_waiting
         self._clock = clock
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands = Commands(clock)
+        self._pace = Pace()
         self._samples: dict[str, RunningSample] = {}
         self._streams: set[SampleStream] = set()
         self._failure: BaseException | None = None
         self._stopping = False
-        # The thread has ended or is about to: commands are answered with an error.
-        self._over = False
-        self._step_seconds = 0.0
-        self._generated = self._steps = self._serial = 0
+        self._serial = 0
         self._flushed_at = clock()
-        # When the command that is running was asked for.
-        self._asked_at = clock()
 
     # -- from any thread ----------------------------------------------------------------------------------
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function in the engine thread, between two steps. Unavailable when the thread has ended."""
-        future: Future[T] = Future()
-        asked_at = self._clock()
-
-        def command() -> None:
-            self._asked_at = asked_at
-            # Whoever asked may have gone away meanwhile, and the future with it.
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                if self._over:
-                    raise Unavailable("the engine of this instance has stopped")
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._commands.put(command)
-        if self._over:
-            self._answer_commands()
-        return future
+        return self._commands.call(function)
 
     def fail(self, error: BaseException) -> None:
         """Give the engine up: as if a step had raised, after the command that calls this."""
@@ -155,9 +96,9 @@ class EngineLoop(threading.Thread):
             running=load.running,
             waiting=load.waiting,
             kv_usage=load.kv_usage,
-            step_seconds=self._step_seconds,
-            generated_tokens=self._generated,
-            steps=self._steps,
+            step_seconds=self._pace.step_seconds,
+            generated_tokens=self._pace.tokens,
+            steps=self._pace.steps,
         )
 
     @property
@@ -204,50 +145,30 @@ class EngineLoop(threading.Thread):
         sample = RunningSample(
             handle, request, stream, self._clock(), cached_tokens=len(request.cached), origin=origin
         )
-        rollout = None if self.cache is None else self.cache.same_seed(origin, request.seed)
-        if rollout is not None:
-            sample.follow(rollout)
+        self.drafts.follow(sample)
         finish = self._engine.finished_by_prefix(request)
         if finish is not None:
             stream.finish(sample, sample.finished(finish, self._clock()))
             return
         self.wake()
         self._engine.add(request)
-        self.reuse.begin(request)
         sample.entered(trace_parent)
         stream.samples[handle] = sample
         self._samples[request.sample_id] = sample
         if stream.background:
             self.background.add(sample)
-        if self.speculation is not None:
-            self.speculation.begin(_context(sample, self.policy_version))
+        self.drafts.begin(sample, self.policy_version)
         if yielded:
             # Not before the sample is in: what is reported must not look as if the engine were free.
-            self._flush()
+            self.flush()
 
     def keep(self, rollouts: Iterable[Rollout]) -> None:
         """Cache rollouts that were made here, and draft from what is new in them."""
-        if self.cache is not None:
-            self._adopt(self.cache, self.cache.add(rollouts))
+        self.drafts.keep(rollouts, self._samples)
 
     def adopt(self, shards: Shards) -> None:
         """Cache what the store has of some prompts, and draft from what is new in it."""
-        if self.cache is not None:
-            self._adopt(self.cache, self.cache.add_shards(shards))
-
-    def _adopt(self, cache: DraftCache, rollouts: Sequence[Rollout]) -> None:
-        """Draft from rollouts that have come into the cache, in the running samples of their prompts too."""
-        self._metrics.rollouts.cache_bytes.set(cache.nbytes)
-        given: dict[str, Rollout] = {}
-        prompts = {(rollout.run_id, rollout.prompt_id) for rollout in rollouts}
-        for sample_id, sample in self._samples.items():
-            if sample.origin.prompt not in prompts:
-                continue
-            rollout = cache.same_seed(sample.origin, sample.request.seed)
-            if rollout is not None and sample.follow(rollout) and not sample.request.given:
-                given[sample_id] = rollout
-        if self.speculation is not None:
-            self.speculation.adopt(Arrival(rollouts, given))
+        self.drafts.adopt(shards, self._samples)
 
     def origin_of(self, sample_id: str) -> Origin | None:
         """The run and step that a real sample is of; None of any other."""
@@ -264,18 +185,13 @@ class EngineLoop(threading.Thread):
     def abort_samples(self, samples: Iterable[RunningSample]) -> int:
         """End samples as they are; each stream gets their tokens and a Finished. The number that was ended."""
         ended = self._end_samples(samples)
-        self._flush()
+        self.flush()
         return ended
 
     @property
     def samples(self) -> Mapping[str, RunningSample]:
         """The samples in the engine by id, in the background or real. In the engine thread only."""
         return self._samples
-
-    def begin_drafts(self, sample: RunningSample, carried: Mapping[str, bytes]) -> None:
-        """Have the drafters begin a sample that comes from another engine, with what they knew of it there."""
-        if self.speculation is not None:
-            self.speculation.begin(replace(_context(sample, self.policy_version), carried=carried))
 
     def enter(self, sample: RunningSample) -> None:
         """A sample that came with its KV is in the engine, and its drafters have begun."""
@@ -296,7 +212,11 @@ class EngineLoop(threading.Thread):
 
     def flush(self) -> None:
         """Send what has come together to the streams now."""
-        self._flush()
+        load = self.load
+        for stream in self._streams:
+            stream.flush(load, self.policy_version)
+        self._flushed_at = self._clock()
+        self._metrics.load(load)
 
     def _end_samples(self, samples: Iterable[RunningSample]) -> int:
         chosen = [sample for sample in samples if sample.request.sample_id in self._samples]
@@ -361,12 +281,11 @@ class EngineLoop(threading.Thread):
         try:
             self._serve()
         finally:
-            self._over = True
-            self._answer_commands()
+            self._commands.close()
 
     def _serve(self) -> None:
         try:
-            self._engine = self._factory()
+            self._engine: StepEngine = self._factory()
         except BaseException as error:
             self.ready.set_exception(error)
             return
@@ -379,67 +298,33 @@ class EngineLoop(threading.Thread):
 
     def _turn(self) -> None:
         idle = self.paused or not self._engine.has_work
-        unsettled = idle and self.speculation is not None and self.speculation.tend()
+        unsettled = idle and self.drafts.tend()
         self._run_commands(wait=idle and not unsettled)
         self.last_progress = self._clock()
         if self.paused or not self._engine.has_work:
-            self._flush()
+            self.flush()
             return
         began = self._clock()
-        shape = self._put_drafts() if self.speculation is not None or self.reuse else None
+        shape = self.drafts.put(self._engine)
         stepping = self._clock()
         steps = self._engine.step()
-        if shape is not None and self.speculation is not None:
-            self.speculation.plan.stepped(shape, self._clock() - stepping)
+        if shape is not None:
+            self.drafts.stepped(shape, self._clock() - stepping)
         self._record(steps, began)
         if self.background.hinders(self.sample_count, self._engine.load):
             self.end_background()
         now = self._clock()
         if not self._samples or now - self._flushed_at >= self._flush_interval:
-            self._flush()
-
-    def _put_drafts(self) -> StepShape | None:
-        """Set the coming step's drafts. Its shape, where the plan asks for step times and the step just decodes.
-
-        A step that also reads prompts takes longer than its decoding samples explain.
-        """
-        states = self._engine.decoding()
-        drafts = self._drafts(states)
-        self._engine.put_drafts(drafts)
-        shape = None if self.speculation is None else self.speculation.shape(states, drafts)
-        if shape is None:
-            return None
-        load = self._engine.load
-        return shape if load.running == shape.requests and not load.waiting else None
-
-    def _drafts(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
-        """The drafts of the coming step: of cached rollouts for the samples that follow one, else as speculated."""
-        made: dict[str, list[int]] = {}
-        if self.speculation is not None:
-            free = [s for s in samples if s.sample_id not in self.reuse] if self.reuse else samples
-            made = self.speculation.drafts(free)
-        if self.reuse:
-            made |= self.reuse.drafts(samples, len(samples) + sum(map(len, made.values())))
-        return made
+            self.flush()
 
     def _run_commands(self, *, wait: bool) -> None:
-        while not self._stopping:
-            try:
-                command = self._commands.get(block=wait)
-            except queue.Empty:
-                return
+        while not self._stopping and (command := self._commands.take(wait=wait)) is not None:
             wait = False
             # Before the command: what it starts is not late because nothing was asked for so long.
             self.last_progress = self._clock()
             command()
             if self._failure is not None:
                 raise self._failure
-
-    def _answer_commands(self) -> None:
-        """Answer what the thread will not run any more. Called by any thread, once `_over` is set."""
-        with suppress(queue.Empty):
-            while True:
-                self._commands.get_nowait()()
 
     def _record(self, steps: list[SampleStep], began: float) -> None:
         now = self._clock()
@@ -454,38 +339,22 @@ class EngineLoop(threading.Thread):
         if ahead:
             self.background.stepped(took, pregenerated, real)
         if real:
-            self._record_real(took, tokens)
-
-    def _record_real(self, took: float, tokens: int) -> None:
-        self._steps += 1
-        self._step_seconds += (took - self._step_seconds) * (_STEP_TIME_SMOOTHING if self._steps > 1 else 1)
-        self._generated += tokens
-        self._metrics.step(took, tokens)
+            self._pace.stepped(took, tokens)
+            self._metrics.step(took, tokens)
 
     def _record_sample(self, step: SampleStep, began: float, now: float) -> None:
         sample = self._samples.get(step.sample_id)
         if sample is None:
             return
-        sample.record(step, began, self._learn(step))
+        sample.record(step, began, self.drafts.learn(step))
         if step.finish is None:
             return
         self._forget(sample, finished=True)
         if step.finish is Finish.ERROR:
             sample.stream.samples.pop(sample.handle, None)
-            sample.stream.refuse(_unsampleable(sample))
+            sample.stream.refuse(sample.unsampleable())
             return
         sample.stream.finish(sample, sample.finished(step.finish, now))
-
-    def _learn(self, step: SampleStep) -> str:
-        """Tell the source of a sample's drafts what became of them; its name, "" when there were none."""
-        reused = self.reuse.learn(step)
-        if reused is not None:
-            self._metrics.reused(reused.tokens, reused.rows)
-            return reuse.SOURCE
-        if self.speculation is None:
-            return ""
-        self.speculation.learn(step)
-        return self.speculation.drafter_of(step.sample_id)
 
     def _make_way(self, stream: SampleStream) -> bool:
         """Let a background sample in only where there is place for it, and a real one always.
@@ -497,7 +366,7 @@ class EngineLoop(threading.Thread):
                 raise FailedPrecondition("REAL_WORK", "real samples have the engine")
         elif self.background and not self.background.allowed(self.sample_count + 1):
             ended = self._end_samples(list(self.background))
-            self.background.yielded(ended, self._clock() - self._asked_at)
+            self.background.yielded(ended, self._clock() - self._commands.asked_at)
             return True
         return False
 
@@ -508,59 +377,20 @@ class EngineLoop(threading.Thread):
             watcher(finished)
         del self._samples[sample.request.sample_id]
         self.background.discard(sample.request.sample_id)
-        self.reuse.end(sample.request.sample_id)
-        if self.speculation is not None:
-            self.speculation.end(sample.request.sample_id, sample.response)
-
-    def _flush(self) -> None:
-        load = self.load
-        for stream in self._streams:
-            stream.flush(load, self.policy_version)
-        self._flushed_at = self._clock()
-        self._metrics.load(load)
+        self.drafts.end(sample.request.sample_id, sample.response)
 
     def _end(self) -> None:
         self._stopping = True
-        self._flush()
+        self.flush()
         for stream in self._streams:
             stream.put(None)
 
     def _break(self, error: BaseException) -> None:
         _log.error("engine_broken", error=repr(error), samples=len(self._samples), exc_info=error)
         try:
-            self._flush()
+            self.flush()
         finally:
             for stream in self._streams:
                 stream.put(Unavailable("the engine of this instance failed; resume elsewhere"))
             self._stopping = True
             self.broken.set_result(error)
-
-
-def _context(sample: RunningSample, version: int) -> DraftContext:
-    """What drafters are told of a sample. A guess of the caller's goes before the rollout of the same seed."""
-    request, origin, rollout = sample.request, sample.origin, sample.rollout
-    given: Sequence[int]
-    given, source = reuse.guess_of(request)
-    if rollout is not None and not request.given:
-        given, source = rollout.tokens.tolist(), rollout.kind.value
-    return DraftContext(
-        request.sample_id,
-        request.prompt,
-        given,
-        request.prompt_id,
-        origin.run_id,
-        request.seed,
-        version,
-        source,
-    )
-
-
-def _unsampleable(sample: RunningSample) -> pb.Refused:
-    """The refusal of a sample whose logits were NaN: no other sample is touched by it."""
-    position = len(sample.request.prefix) + sample.generated
-    return pb.Refused(
-        handle=sample.handle,
-        code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
-        message=f"the model gives no finite logits at response position {position}",
-        field="prompt_token_ids",
-    )

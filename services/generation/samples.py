@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import grpc
+
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2, sample_pb2
 from services.drafts.rollout import Rollout
@@ -180,6 +182,16 @@ class RunningSample:
             generation_seconds=now - started if self.started is not None else 0.0,
             reused_prefix=self.reused_prefix,
             cached_tokens=self.cached_tokens,
+        )
+
+    def unsampleable(self) -> pb.Refused:
+        """The refusal of a sample whose logits were NaN: no other sample is touched by it."""
+        position = len(self.request.prefix) + self.generated
+        return pb.Refused(
+            handle=self.handle,
+            code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
+            message=f"the model gives no finite logits at response position {position}",
+            field="prompt_token_ids",
         )
 
 

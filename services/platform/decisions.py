@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.platform.store import OUTAGES
+from services.platform.tasks import is_cancelled
 
 log = structlog.get_logger(__name__)
 
@@ -128,8 +129,7 @@ class DecisionLog:
             after: an entry's id, BEGINNING or NOW.
             run_id: only those of this run and of the whole fleet; empty: all.
         """
-        task = asyncio.current_task()
-        while task is None or not task.cancelling():
+        while not is_cancelled():
             try:
                 # An entry that comes between two reads must not be missed, so "now" is looked up once.
                 after = await self.last_id() if after == NOW else after

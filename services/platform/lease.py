@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from services.platform.metrics import redis_up
 from services.platform.store import OUTAGES
@@ -64,7 +65,7 @@ class Lease:
         """Lets a standby take over at once. If Redis is away, the lease ends by itself."""
         try:
             await self._redis.eval(_RELEASE, 1, self._key, self.token)
-        except OUTAGES as error:
+        except RedisError as error:
             log.warning("lease_not_released", error=str(error))
 
     async def _try(self) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import structlog
 
@@ -18,6 +18,7 @@ from services.platform.config import ConfigError, ServiceConfig, load_config
 from services.platform.logs import configure_logging
 from services.platform.metrics import show_build, start_metrics_server
 from services.platform.server import stop_servers
+from services.platform.tasks import end
 from services.platform.tracing import start_tracing, stop_tracing
 from services.platform.watched import Unreadable
 
@@ -63,6 +64,33 @@ def write_ready_file(path: Path, address: str, metrics_port: int) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_text(json.dumps({"pid": os.getpid(), "address": address, "metrics_port": metrics_port}))
     part.replace(path)
+
+
+class Served(Protocol):
+    """What a process consists of: `start`, then `run` until it is cancelled, then `stop`."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def start(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def stop(self, grace: float) -> None: ...
+
+
+async def serve(served: Served, config: ServiceConfig, shutdown: Shutdown) -> None:
+    """Serves until asked to stop; what ends `run` before that is raised, and calls under way get no grace then."""
+    await served.start()
+    shutdown.ready(served.address)
+    working = asyncio.create_task(served.run(), name="work")
+    stopping = asyncio.create_task(shutdown.wait(), name="shutdown")
+    await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+    failed = working.done()
+    await end((working, stopping))
+    await served.stop(0 if failed else config.shutdown_grace_seconds)
+    if failed:
+        working.result()
 
 
 def run(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 from redis.asyncio import Redis
@@ -14,9 +15,12 @@ from redis.asyncio import Redis
 from services.platform.errors import FailedPrecondition
 from services.platform.metrics import redis_up
 from services.platform.store import OUTAGES, Keys
+from services.platform.tasks import is_cancelled
 
 log = structlog.get_logger(__name__)
 
+INSTANCES = "generation"
+"""The service that generation instances are registered under."""
 INDEX_KEEPS = 3600.0
 """Seconds that an id stays in the index without a heartbeat: far more than clocks can differ."""
 
@@ -60,6 +64,11 @@ class InstanceRecord:
     model: str = ""
     device: str = ""
     registered_at: float = 0.0
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step that an instance has, running or waiting."""
+        return int(self.load.get("running", 0)) + int(self.load.get("waiting", 0))
 
     def to_json(self) -> str:
         """The record as one JSON object."""
@@ -121,11 +130,9 @@ class Registration:
         Raises FailedPrecondition (SUPERSEDED) when another process has registered under the id: this one
         must not go on under it.
         """
-        task = asyncio.current_task()
         while self._active:
             await self._beat()
-            # redis-py can swallow a cancellation that meets an answer; without this the loop would go on.
-            if task is not None and task.cancelling():
+            if is_cancelled():
                 raise asyncio.CancelledError
             await asyncio.sleep(self._interval)
 
@@ -186,6 +193,27 @@ class Registry:
         texts: list[Any] = await self._store.mget([self._keys.registry(service, each) for each in ids])
         found = {each: _parse(each, text) for each, text in zip(ids, texts, strict=True) if text is not None}
         return {each: record for each, record in found.items() if record is not None}
+
+    async def watch(
+        self,
+        service: str,
+        seconds: float,
+        tell: Callable[[dict[str, InstanceRecord] | None], Awaitable[None]],
+    ) -> NoReturn:
+        """Tells what `list` finds, again and again with a pause of `seconds`, until cancelled. In an outage of
+        Redis it tells None: what was told last is the best guess."""
+        readable = True
+        while not is_cancelled():
+            records: dict[str, InstanceRecord] | None = None
+            try:
+                records = await self.list(service)
+            except OUTAGES as error:
+                if readable:
+                    log.warning("registry_unreachable", service=service, error=str(error))
+            readable = records is not None
+            await tell(records)
+            await asyncio.sleep(seconds)
+        raise asyncio.CancelledError
 
 
 def _parse(instance_id: str, text: bytes) -> InstanceRecord | None:

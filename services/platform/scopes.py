@@ -38,6 +38,7 @@ _METHODS: dict[str, frozenset[Scope]] = {
     "paceline.v1.FleetService/ListInstances": _READERS,
     "paceline.v1.FleetService/WatchFleet": _READERS,
     "paceline.v1.FleetService/GetPolicy": _READERS,
+    "paceline.v1.FleetService/GetDrafter": _READERS,
     "paceline.v1.FleetService/WatchDecisions": _READERS,
 }
 

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from paceline.internal.v1 import policy_pb2 as pb
-from services.gateway.pulse import Pulse
-from services.gateway.tasks import end
 from services.platform.decisions import Decision, DecisionLog
 from services.platform.errors import Aborted, ServiceError
+from services.platform.pulse import Pulse
 from services.platform.registry import InstanceRecord, Registry
+from services.platform.tasks import is_cancelled, until_one_ends
 from services.policy import explain
 from services.policy.config import PolicyConfig
 from services.policy.convert import apply_request, tallies
@@ -86,12 +86,7 @@ class Controller:
             asyncio.create_task(self._watch_steps(), name="steps"),
             asyncio.create_task(self._tell(), name="decisions"),
         ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            await end(tasks)
+        await until_one_ends(tasks)
 
     # Knobs ------------------------------------------------------------------------------------------------
 
@@ -225,8 +220,7 @@ class Controller:
         self._untold.put_nowait(decision)
 
     async def _tell(self) -> None:
-        task = asyncio.current_task()
-        while task is None or not task.cancelling():
+        while not is_cancelled():
             await self._decisions.write(await self._untold.get())
         raise asyncio.CancelledError
 

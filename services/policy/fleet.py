@@ -1,23 +1,14 @@
-"""The instances that are registered, and a link to each."""
+"""The instances that are registered, and how they stand to the latest knobs."""
 
 from __future__ import annotations
 
 import asyncio
 
-import structlog
-
-from services.gateway.tasks import end
+from services.platform.links import Links
 from services.platform.registry import InstanceRecord, Registry
-from services.platform.store import OUTAGES
 from services.policy.config import PolicyConfig
-from services.policy.links import Link, Source
+from services.policy.links import KnobLink, Source
 from services.policy.metrics import PolicyMetrics
-
-log = structlog.get_logger(__name__)
-
-SERVICE = "generation"
-"""Name of the instances in the registry."""
-_LOOK_SECONDS = 0.25
 
 
 class Fleet:
@@ -26,30 +17,11 @@ class Fleet:
     def __init__(
         self, config: PolicyConfig, registry: Registry, source: Source, metrics: PolicyMetrics
     ) -> None:
-        self.links: dict[str, Link] = {}
-        self._config = config
-        self._registry = registry
+        links = Links(registry, lambda record: KnobLink(record, config, source, metrics), self._looked)
+        self.run = links.run
+        self.links: dict[str, KnobLink] = links.known
         self._source = source
         self._metrics = metrics
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Addresses that the token must not be sent to.
-        self._refused: set[str] = set()
-
-    async def run(self) -> None:
-        """Follows the registry; in an outage the links stay as they are."""
-        task = asyncio.current_task()
-        try:
-            # A cancellation that lands inside a Redis command can get lost, hence the question.
-            while task is None or not task.cancelling():
-                try:
-                    await self._match(await self._registry.list(SERVICE))
-                except OUTAGES as error:
-                    log.warning("registry_unreachable", error=str(error))
-                self._show()
-                await asyncio.sleep(_LOOK_SECONDS)
-            raise asyncio.CancelledError
-        finally:
-            await end(self._tasks.values())
 
     async def brought(self, revision: int, seconds: float) -> tuple[list[str], list[str]]:
         """Waits until all work by a revision, or for so long: ids of those that do, and of the others."""
@@ -66,34 +38,9 @@ class Fleet:
         done = [name for name in names if self.links[name].applied >= revision]
         return done, [name for name in names if name not in done]
 
-    async def _match(self, records: dict[str, InstanceRecord]) -> None:
-        for name, link in list(self.links.items()):
-            record, task = records.get(name), self._tasks[name]
-            known = (link.record.epoch, link.record.address)
-            if record is not None and (record.epoch, record.address) == known and not task.done():
-                continue
-            if task.done() and not task.cancelled():
-                log.error("link_failed", instance=name, error=repr(task.exception()))
-            del self.links[name], self._tasks[name]
-            await end([task])
-            self._source.answered.beat()
-        for name, record in records.items():
-            if name not in self.links and record.address not in self._refused:
-                self._connect(record)
-
-    def _connect(self, record: InstanceRecord) -> None:
-        try:
-            link = Link(record, self._config, self._source, self._metrics)
-        except ValueError as error:
-            # The token may not go there: a mistake in the configuration, which stays one.
-            log.error("instance_not_dialled", address=record.address, error=str(error))
-            self._refused.add(record.address)
-            return
-        name = record.instance_id
-        self.links[name] = link
-        self._tasks[name] = asyncio.create_task(link.run(), name=f"link-{name}")
-
-    def _show(self) -> None:
+    def _looked(self, _: dict[str, InstanceRecord] | None) -> None:
+        # Nobody is to wait for an instance that is gone.
+        self._source.answered.beat()
         done, others = self._split(self._source.revision)
         self._metrics.instances.labels("current").set(len(done))
         self._metrics.instances.labels("behind").set(len(others))

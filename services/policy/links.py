@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-import grpc
 import structlog
 
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
-from services.gateway.pulse import Pulse
-from services.platform.channel import open_channel
+from services.platform.link import Link
+from services.platform.pulse import Pulse
 from services.platform.registry import InstanceRecord
 from services.policy.config import PolicyConfig
 from services.policy.metrics import PolicyMetrics
 
 log = structlog.get_logger(__name__)
-
-# Pause after a call that failed, doubling with each in a row.
-_PAUSE, _PAUSE_MOST = 0.1, 2.0
 
 
 class Source(Protocol):
@@ -40,56 +36,32 @@ class Source(Protocol):
     async def ahead(self, revision: int) -> None: ...
 
 
-class Link:
-    """One process of an instance. `run` until cancelled.
-
-    `applied` is the latest revision that it is known to work by, -1 before it has taken any.
-    """
+class KnobLink(Link):
+    """One process of an instance. `applied` is the latest revision that it is known to work by, -1 before it has
+    taken any."""
 
     def __init__(
         self, record: InstanceRecord, config: PolicyConfig, source: Source, metrics: PolicyMetrics
     ) -> None:
-        """ValueError when the token would travel to the instance in plain text."""
-        self.record = record
+        super().__init__(record, config, source.changed, metrics.pushes.labels("failed"))
         self.applied = -1
         self._config = config
         self._source = source
         self._metrics = metrics
-        self._channel = open_channel(record.address, config)
         self._stub: Any = rpc.KnobServiceStub(self._channel)
         self._report: pb.GetPolicyReportResponse | None = None
         self._switch = 0
         self._due = 0.0
-        self._failures = 0
         self._loop = asyncio.get_running_loop()
 
-    async def run(self) -> None:
-        """Keeps the instance up to date until cancelled."""
-        try:
-            while True:
-                # Marked before the look, so that no change is missed.
-                mark = self._source.changed.mark()
-                pause = await self._once()
-                try:
-                    async with asyncio.timeout(pause):
-                        await mark.wait()
-                except TimeoutError:
-                    continue
-        finally:
-            await self._channel.close()
-
-    async def _once(self) -> float:
-        """One round; the seconds until the next, unless there is something new before."""
-        try:
-            now = self._loop.time()
-            if self._report is None or now >= self._due:
-                await self._ask()
-                self._due = now + self._config.report_seconds
-            if self._report is not None and self.applied < self._source.revision:
-                await self._push(self._report)
-        except grpc.aio.AioRpcError as error:
-            return self._failed(error)
-        self._failures = 0
+    async def call(self) -> float:
+        """Asks when that is due, and pushes what is new; seconds until it is due again."""
+        now = self._loop.time()
+        if self._report is None or now >= self._due:
+            await self._ask()
+            self._due = now + self._config.report_seconds
+        if self._report is not None and self.applied < self._source.revision:
+            await self._push(self._report)
         return max(0.0, self._due - self._loop.time())
 
     async def _ask(self) -> None:
@@ -116,15 +88,3 @@ class Link:
         taken = self._loop.time() - self._source.changed_at(request.revision)
         self._metrics.push_seconds.observe(max(0.0, taken))
         log.info("knobs_pushed", instance=self.record.instance_id, revision=answer.revision)
-
-    def _failed(self, error: grpc.aio.AioRpcError) -> float:
-        self._metrics.pushes.labels("failed").inc()
-        if self._failures == 0:
-            log.warning(
-                "instance_unreachable",
-                instance=self.record.instance_id,
-                error=f"{error.code().name}: {error.details()}",
-            )
-        pause = min(_PAUSE * 2 ** min(self._failures, 16), _PAUSE_MOST)
-        self._failures += 1
-        return pause

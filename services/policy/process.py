@@ -1,25 +1,17 @@
-"""The policy process: a server that is always there, and terms of leadership one after the other."""
+"""The policy process: a registered server, and terms of leadership one after the other."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import uuid
 from pathlib import Path
 
-import structlog
 from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from paceline.internal.v1 import policy_pb2_grpc as rpc
-from services.gateway.tasks import end
 from services.platform.decisions import Decision, DecisionLog
-from services.platform.errors import Unavailable
-from services.platform.lease import Lease
-from services.platform.registry import InstanceRecord, Registration, Registry
-from services.platform.server import GrpcServer
-from services.platform.store import OUTAGES, Keys, connect
+from services.platform.leadership import Leadership
+from services.platform.registered import LEADING, STANDBY, RegisteredServer
+from services.platform.registry import Registry
+from services.platform.store import Keys
 from services.policy.config import PolicyConfig
 from services.policy.controller import Controller
 from services.policy.metrics import PolicyMetrics
@@ -28,141 +20,45 @@ from services.policy.service import PolicyService
 from services.policy.store import KnobStore, lease_key
 from services.policy.stored import Calibration
 
-log = structlog.get_logger(__name__)
-
 SERVICE = "policy"
 """Name in the registry."""
-LEADING, STANDBY = "serving", "standby"
-"""States of a record."""
-_OPEN_PAUSE = 0.5
 
 
-class PolicyProcess:
+class PolicyProcess(RegisteredServer):
     """Usage: `start`, then `run` until it is cancelled, then `stop`."""
 
     def __init__(self, config: PolicyConfig, registry: CollectorRegistry, metrics_port: int = 0) -> None:
+        super().__init__(
+            config, SERVICE, config.instance_id, metrics_port=metrics_port, registry=registry, state=STANDBY
+        )
         self._config = config
         self._metrics = PolicyMetrics(registry)
-        self._metrics_port = metrics_port
-        self._redis: Redis = connect(config)
-        self._registration: Registration | None = None
         self._calibrations = _calibrations(config.calibrations)
-        self._controller: Controller | None = None
-        self._scaler = (
-            Scaler(config, config.scaling, registry, self._tell_decision) if config.scaling.pools else None
+        self._decisions = DecisionLog(self.redis, config.namespace)
+        key = lease_key(config.namespace)
+        self.leadership = Leadership(
+            "policy service", self.redis, key, config.lease_seconds, self._open, self._changed
         )
-        self.server = GrpcServer(config, service=SERVICE, registry=registry)
-        rpc.add_PolicyServiceServicer_to_server(PolicyService(self.leading), self.server.server)
-
-    def leading(self) -> Controller:
-        """What this process leads with; Unavailable while another one leads."""
-        if self._controller is None:
-            raise Unavailable("this policy service stands by for another one", retry_after=1.0)
-        return self._controller
-
-    async def start(self) -> None:
-        """Opens the port and registers."""
-        await self.server.start()
-        record = InstanceRecord(
-            service=SERVICE,
-            instance_id=self._config.instance_id,
-            address=self.server.address,
-            metrics_address=f"{self.server.address.rpartition(':')[0]}:{self._metrics_port}",
-            state=STANDBY,
-        )
-        self._registration = Registration(self._redis, Keys(self._config.namespace), record)
-        await self._registration.register()
-        # A standby is as healthy as the leader.
-        await self.server.set_serving(True)
-
-    async def run(self) -> None:
-        """Leads whenever it has the lease, until cancelled or superseded under its name."""
-        assert self._registration is not None, "it was started"
-        tasks = [
-            asyncio.create_task(self._registration.run(), name="heartbeat"),
-            asyncio.create_task(self._terms(), name="terms"),
-        ]
-        if self._scaler is not None:
-            tasks.append(asyncio.create_task(self._scaler.run(), name="scaling"))
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            await end(tasks)
-
-    async def stop(self, grace: float) -> None:
-        """Leaves the fleet and closes the port."""
-        await self.server.set_serving(False)
-        if self._registration is not None:
-            with contextlib.suppress(*OUTAGES):
-                await self._registration.deregister()
-        await self.server.stop(grace)
-        await self._redis.aclose()
-
-    async def _terms(self) -> None:
-        while True:
-            # A new token each term, so that nothing left over from an earlier one can write.
-            token = uuid.uuid4().hex
-            key = lease_key(self._config.namespace)
-            lease = Lease(self._redis, key, token, self._config.lease_seconds)
-            try:
-                await lease.acquire()
-                await self._lead(lease)
-            finally:
-                await self._step_down()
-                with contextlib.suppress(RedisError):
-                    await lease.release()
-
-    async def _lead(self, lease: Lease) -> None:
-        holding = asyncio.create_task(lease.hold(), name="lease")
-        working = asyncio.create_task(self._work(lease.token), name="term")
-        try:
-            await asyncio.wait((holding, working), return_when=asyncio.FIRST_COMPLETED)
-            if holding.done():
-                log.warning("lease_lost", to=holding.result())
-            else:
-                working.result()
-        finally:
-            self._controller = None
-            await end((working, holding))
-
-    async def _work(self, token: str) -> None:
-        controller = await self._open(token)
-        self._controller = controller
-        self._metrics.leader.set(1)
-        await self._tell(LEADING)
-        log.info("leading", token=token, revision=controller.revision)
-        await controller.run()
+        self.work.append(self.leadership.run)
+        if config.scaling.pools:
+            self.work.append(Scaler(config, config.scaling, registry, self._tell_decision).run)
+        rpc.add_PolicyServiceServicer_to_server(PolicyService(self.leadership.leading), self.server.server)
 
     async def _open(self, token: str) -> Controller:
-        store = KnobStore(self._redis, self._config.namespace, token)
-        registry = Registry(self._redis, Keys(self._config.namespace))
-        decisions = DecisionLog(self._redis, self._config.namespace)
-        while True:
-            try:
-                renewed = await store.keep_calibrations(self._calibrations)
-                return await Controller.open(
-                    self._config, store, registry, decisions, self._metrics, renewed=renewed
-                )
-            except (RedisError, Unavailable) as error:
-                log.warning("settings_unreadable", error=str(error))
-                await asyncio.sleep(_OPEN_PAUSE)
+        config = self._config
+        store = KnobStore(self.redis, config.namespace, token)
+        registry = Registry(self.redis, Keys(config.namespace))
+        renewed = await store.keep_calibrations(self._calibrations)
+        return await Controller.open(config, store, registry, self._decisions, self._metrics, renewed=renewed)
 
-    async def _step_down(self) -> None:
-        self._controller = None
-        self._metrics.leader.set(0)
-        with contextlib.suppress(RedisError):
-            await self._tell(STANDBY)
+    async def _changed(self, leading: bool) -> None:
+        self._metrics.leader.set(leading)
+        await self.tell(LEADING if leading else STANDBY)
 
     async def _tell_decision(self, decision: Decision) -> None:
         # Standbys recommend as well, for their metrics; one of them explains.
-        if self._controller is not None:
-            await DecisionLog(self._redis, self._config.namespace).write(decision)
-
-    async def _tell(self, state: str) -> None:
-        if self._registration is not None:
-            await self._registration.update(state=state)
+        if self.leadership.term is not None:
+            await self._decisions.write(decision)
 
 
 def _calibrations(folder: Path | None) -> dict[str, str]:

@@ -21,6 +21,18 @@ class RayConfig(ServiceConfig):
     """Replicas of the draft store."""
     bubbles: bool = True
     """Run the coordinator of pre-generation."""
+    policy: bool = True
+    """Run the policy service."""
+    reallocator: bool = True
+    """Run the reallocator, which moves running samples between instances."""
+    learner: bool = False
+    """Train the drafter on the samples of the runs. Needs `drafter` and `drafters`."""
+    drafter: str = ""
+    """EAGLE-3 head that the instances begin to draft with, as every node sees it. Unset: none."""
+    drafters: str = ""
+    """Folder that the learner writes to and the instances read, under one path on every node."""
+    learner_gpus: float = Field(default=0, ge=0)
+    """GPUs of the learner; 0: it trains on CPU, and yields to what else runs there."""
     ray_address: str = "auto"
     """The cluster, as `ray.init` takes it; auto: the one that this machine belongs to."""
     ray_namespace: str = "paceline"
@@ -38,6 +50,8 @@ class RayConfig(ServiceConfig):
     instances that span nodes."""
     instance_flags: list[str] = Field(default_factory=list)
     """More flags of every instance, such as --max-num-seqs=64."""
+    learner_flags: list[str] = Field(default_factory=list)
+    """More flags of the learner, such as --interval=2."""
     gateway_flags: list[str] = Field(default_factory=list)
     """More flags of the gateway."""
     start_seconds: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
@@ -49,6 +63,13 @@ class RayConfig(ServiceConfig):
     def _one_instance_a_gpu(self) -> RayConfig:
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise ValueError("gpus: must be whole above 1")
+        return self
+
+    @model_validator(mode="after")
+    def _what_the_learner_needs(self) -> RayConfig:
+        missing = [name for name in ("drafter", "drafters") if not getattr(self, name)]
+        if self.learner and missing:
+            raise ValueError(f"learner: needs {' and '.join(missing)}")
         return self
 
     def environment(self) -> dict[str, str]:

@@ -27,11 +27,27 @@ def actors(config: RayConfig) -> list[ActorPlan]:
         ActorPlan(f"drafts-{n}", "services.drafts", ("--port=0", f"--replica-id=drafts-{n}"))
         for n in range(config.draft_stores)
     ]
-    if config.bubbles:
-        plans.append(ActorPlan("bubbles", "services.bubbles", ("--port=0", "--instance-id=bubbles")))
+    wanted = {"bubbles": config.bubbles, "policy": config.policy, "reallocator": config.reallocator}
+    plans += [_helper(name) for name, on in wanted.items() if on]
+    if config.learner:
+        plans.append(_learner(config))
     plans += [_instance(config, n) for n in range(config.instances)]
     plans.append(_gateway(config))
     return plans
+
+
+def _helper(name: str) -> ActorPlan:
+    return ActorPlan(name, f"services.{name}", ("--port=0", f"--instance-id={name}"))
+
+
+def _learner(config: RayConfig) -> ActorPlan:
+    flags = (
+        *("--port=0", "--instance-id=drafter"),
+        *(f"--model={config.model}", f"--folder={config.drafters}", f"--checkpoint={config.drafter}"),
+        f"--device={'cuda' if config.learner_gpus else 'cpu'}",
+        *config.learner_flags,
+    )
+    return ActorPlan("drafter", "services.drafter", flags, gpus=config.learner_gpus)
 
 
 def _instance(config: RayConfig, number: int) -> ActorPlan:
@@ -42,6 +58,8 @@ def _instance(config: RayConfig, number: int) -> ActorPlan:
         # vLLM asks Ray for the GPUs itself; the actor must not hold them.
         flags.append("--executor=ray")
         gpus = 0.0
+    if config.drafter:
+        flags.append(f"--eagle3={config.drafter}")
     if config.gpus > 1:
         flags.append(f"--tensor-parallel-size={int(config.gpus)}")
     return ActorPlan(

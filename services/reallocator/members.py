@@ -16,14 +16,14 @@ from paceline.internal.v1 import generation_pb2, generation_pb2_grpc, migration_
 from paceline.v1 import fleet_pb2
 from services.platform.channel import open_channel
 from services.platform.config import ServiceConfig
-from services.platform.registry import InstanceRecord, Registry
+from services.platform.registry import INSTANCES, InstanceRecord, Registry
 from services.platform.store import OUTAGES
+from services.platform.tasks import is_cancelled
 from services.reallocator.measured import Report
 from services.reallocator.threshold import Roofline
 
 log = structlog.get_logger(__name__)
 
-SERVICE = "generation"
 CALL_SECONDS = 1.0
 """Deadline of questions to instances."""
 _REPORTS = 64
@@ -40,8 +40,7 @@ async def answered(call: Awaitable[Any]) -> Any:
     except grpc.aio.AioRpcError as error:
         raise Unanswered(error.code().name.lower()) from error
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_cancelled():
             raise
         raise Unanswered("closed") from error
 
@@ -115,7 +114,7 @@ class Members:
 
     async def _read(self) -> None:
         try:
-            records = await self._registry.list(SERVICE)
+            records = await self._registry.list(INSTANCES)
         except OUTAGES as error:
             if self._reachable:
                 log.warning("registry_unreachable", error=str(error))

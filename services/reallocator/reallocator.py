@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import structlog
 
 from paceline.v1 import fleet_pb2
-from services.gateway.tasks import end
 from services.platform.decisions import Decision, DecisionLog
 from services.platform.registry import InstanceRecord, Registry
+from services.platform.tasks import end, is_cancelled
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.evacuation import Evacuation
 from services.reallocator.learned import Learned
@@ -71,10 +71,9 @@ class Reallocator:
 
     async def run(self) -> None:
         """Works until cancelled."""
-        task, poll = asyncio.current_task(), self._config.poll_seconds
+        poll = self._config.poll_seconds
         try:
-            # A cancellation that lands inside a Redis command can get lost, hence the question.
-            while task is not None and not task.cancelling():
+            while not is_cancelled():
                 await self.members.refresh(min(_REGISTRY_POLLS * poll, _REGISTRY_SECONDS))
                 self._learn()
                 self._evacuation.watch()
@@ -120,7 +119,7 @@ class Reallocator:
             lifetimes = self._learned.lifetimes_of(member.record.model)
             lengths: dict[Hashable, int] = {each.key: each.response_tokens for each in answer.samples}
             lifetimes.saw(member.instance_id, lengths, self._left.pop(member.instance_id, ()))
-            shunned = self._mover.shunned.is_shunned(member.instance_id, now)
+            shunned = self._mover.shunned.is_shunned(member.instance_id, member.record.epoch, now)
             found.append(
                 standing(
                     member.instance_id,

@@ -77,10 +77,12 @@ class GetLearnerResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., sha256: _Optional[str] = ..., published: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., policy_version: _Optional[int] = ..., updates: _Optional[int] = ..., samples_used: _Optional[int] = ..., tokens_used: _Optional[int] = ..., kd_loss: _Optional[float] = ..., candidate_acceptance_length: _Optional[float] = ..., current_acceptance_length: _Optional[float] = ..., rejected_candidates: _Optional[int] = ..., roll_backs: _Optional[int] = ...) -> None: ...
 
 class RollBackRequest(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "version")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, reason: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class RollBackResponse(_message.Message):
     __slots__ = ("version",)

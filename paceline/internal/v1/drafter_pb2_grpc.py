@@ -182,6 +182,7 @@ class LearnerServiceServicer(object):
 
     def RollBack(self, request, context):
         """Goes back to the drafter that was published before, and says why in the decisions. FAILED_PRECONDITION: there is none.
+        ABORTED: another than `version` is published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -136,7 +136,7 @@ class Arrivals:
         )
         if arriving.rollout is not None:
             sample.follow(arriving.rollout)
-        self._loop.begin_drafts(sample, image.carried(states))
+        self._loop.drafts.resume(sample, self._loop.policy_version, image.carried(states))
         arriving.sample = sample
         return sample
 
@@ -265,8 +265,8 @@ class Arrivals:
                 self.cancel(migration_id, Reason.WITHDRAWN, "the receiver's KV is dropped")
 
     def _forget_drafts(self, arriving: _Arriving) -> None:
-        if arriving.sample is not None and self._loop.speculation is not None:
-            self._loop.speculation.end(arriving.request.sample_id)
+        if arriving.sample is not None:
+            self._loop.drafts.end(arriving.request.sample_id)
 
 
 def _arriving(asked: pb.ReserveRequest, terms: Terms, loop: EngineLoop) -> _Arriving:

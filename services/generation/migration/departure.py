@@ -13,7 +13,6 @@ import structlog
 
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import migration_pb2 as pb
-from services.generation.drafting.speculation import Speculation
 from services.generation.migration import image
 from services.generation.migration.account import Account
 from services.generation.migration.donor import Action, Donor, Event, Fate
@@ -200,8 +199,7 @@ class Departure:
         shipment.check_size(len(sample.request.prompt) + len(sample.response))
         shipment.saw(place.engine.freeze(shipment.exported))
         self._account.frozen()
-        speculation: Speculation | None = place.loop.speculation
-        states = image.drafter_states(speculation.carry(self.request.key) if speculation is not None else {})
+        states = image.drafter_states(place.loop.drafts.carry(self.request.key))
         self._drafters = states.SerializeToString()
         self.report.response_tokens = len(sample.response)
         self._commit = pb.CommitRequest(

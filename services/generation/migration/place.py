@@ -47,7 +47,7 @@ def leaving(loop: EngineLoop, key: str) -> RunningSample:
         raise NotMoved(Reason.UNKNOWN_SAMPLE, f"there is no sample {key!r}")
     if key in loop.watchers or not isinstance(sample.stream, WorkStream):
         raise NotMoved(Reason.IN_TRANSIT, "the sample is being moved, or not claimed yet")
-    if key in loop.reuse:
+    if key in loop.drafts.reuse:
         raise NotMoved(Reason.REUSING, "the sample is still taking over a cached rollout")
     if sample.request.verifier is Verifier.LENIENT and sample.started is None:
         raise NotMoved(Reason.NOT_DECODING, "the sample has not begun")

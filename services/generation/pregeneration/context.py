@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.gateway.tasks import end
 from services.generation.config import GenerationConfig
 from services.generation.instance import Instance
 from services.generation.pregeneration.coordinator import Coordinator
@@ -15,6 +14,7 @@ from services.generation.pregeneration.puts import PutQueue, RolloutStore
 from services.generation.pregeneration.seat import Seat
 from services.generation.pregeneration.worker import Pregenerator
 from services.platform.registry import Registry
+from services.platform.tasks import end
 
 
 @asynccontextmanager

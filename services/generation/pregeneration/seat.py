@@ -139,7 +139,7 @@ class Seat:
         """Start an item, behind what the same policy generated of it before; whether it was taken."""
         loop, item = self._loop, work_item(lease)
         origin = Origin.of(item)
-        known = None if loop.cache is None else loop.cache.same_seed(origin, item.seed)
+        known = loop.drafts.cached(origin, item.seed)
         if known is not None and known.version == lease.version and len(known.logprobs):
             lease.resume(known)
             item.prefix_token_ids.extend(lease.tokens)

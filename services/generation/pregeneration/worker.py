@@ -15,7 +15,6 @@ import structlog
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from services.drafts.rollout import Rollout
-from services.gateway.tasks import end
 from services.generation.pregeneration.coordinator import Coordinator, CoordinatorGone
 from services.generation.pregeneration.leases import Lease, Leases
 from services.generation.pregeneration.metrics import PregenerationMetrics
@@ -24,6 +23,7 @@ from services.generation.pregeneration.puts import PutQueue
 from services.generation.pregeneration.seat import Seat
 from services.generation.pregeneration.stream import POLL_STEPS, Report, Standing
 from services.platform.errors import Unavailable
+from services.platform.tasks import end
 
 _log = structlog.get_logger(__name__)
 

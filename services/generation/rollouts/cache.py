@@ -16,8 +16,9 @@ ROLLOUT_OVERHEAD = 512
 PROMPT_OVERHEAD = 512
 """Bytes charged for a prompt, rollouts or not."""
 
-Shards = Mapping[PromptKey, tuple[int, Sequence[Rollout]]]
-"""What the store has of some prompts: for each, the step that it was asked for, and all rollouts."""
+Shards = Mapping[PromptKey, tuple[int | None, Sequence[Rollout]]]
+"""What the store has of some prompts: for each, the step that it was asked for, and all rollouts. None instead of
+the step: there may be more, which did not arrive."""
 
 _Name = tuple[int, Kind, int | None]
 
@@ -66,21 +67,18 @@ class DraftCache:
     def add_shards(self, shards: Shards) -> list[Rollout]:
         """Take in all that the store has of some prompts.
 
-        What is not among them and of no use any more is forgotten: all history, and what was pre-generated for an
-        earlier step. Returns all that is sound, new here or not.
+        What is not among them and of no use any more is forgotten, if they are all: history, and what was
+        pre-generated for an earlier step. Returns all that is sound, new here or not.
         """
         sound: list[Rollout] = []
         for key, (step, rollouts) in shards.items():
-            names = {_name(rollout) for rollout in rollouts}
             prompt = self._prompt(key)
-            for name, rollout in list(prompt.rollouts.items()):
-                if name not in names and (rollout.kind is Kind.HISTORY or rollout.step < step):
-                    self._drop(prompt, name)
+            if step is not None:
+                self._forget_others(prompt, {_name(rollout) for rollout in rollouts}, step)
             taken = [rollout for rollout in rollouts if self._is_sound(rollout)]
             for rollout in taken:
                 self._add(rollout)
             sound += taken
-            prompt.fetched_for = step
         self._shrink()
         return sound
 
@@ -113,6 +111,13 @@ class DraftCache:
         named = rollout.run_id and rollout.prompt_id and len(rollout.tokens)
         whole = len(rollout.logprobs) in (0, len(rollout.tokens))
         return bool(named and whole and int(rollout.tokens.max()) < self._vocab_size)
+
+    def _forget_others(self, prompt: _Prompt, names: set[_Name], step: int) -> None:
+        """The store has these for a step, and no others."""
+        for name, rollout in list(prompt.rollouts.items()):
+            if name not in names and (rollout.kind is Kind.HISTORY or rollout.step < step):
+                self._drop(prompt, name)
+        prompt.fetched_for = step
 
     def _add(self, rollout: Rollout) -> bool:
         prompt = self._prompt((rollout.run_id, rollout.prompt_id))

@@ -9,6 +9,7 @@ from typing import Protocol, cast
 
 import structlog
 
+from services.drafts.fetched import Fetched
 from services.drafts.rollout import Rollout
 from services.generation.rollouts.cache import Shards
 from services.generation.rollouts.metrics import RolloutMetrics
@@ -29,14 +30,14 @@ class Stores(Protocol):
 
     @property
     def available(self) -> bool: ...
-    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> list[Rollout]: ...
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> Fetched: ...
 
 
 class ShardFetcher:
     """Has the rollouts fetched that samples of a prompt can draft from.
 
     Usage, in the event loop: `want` for every sample that comes, `close` at the end. What cannot be had is not
-    there: no call fails, and a prompt that was not answered for is asked for again with its next sample.
+    there: no call fails, and a prompt that was missed is asked for again with its next sample.
     """
 
     def __init__(
@@ -121,17 +122,23 @@ class ShardFetcher:
     async def _fetch(self, batch: Sequence[_Want]) -> None:
         run_id, step = batch[0][0][0], batch[0][1]
         began = time.monotonic()
-        rollouts = await self._stores.fetch(run_id, [prompt_id for (_, prompt_id), _ in batch])
-        if not rollouts and not self._stores.available:
+        fetched = await self._stores.fetch(run_id, [prompt_id for (_, prompt_id), _ in batch])
+        if fetched.missed:
             self._metrics.fetch_failures.inc()
+        found: dict[PromptKey, list[Rollout]] = {prompt: [] for prompt, _ in batch}
+        for rollout in fetched.rollouts:
+            if (rollout.run_id, rollout.prompt_id) in found:
+                found[rollout.run_id, rollout.prompt_id].append(rollout)
+        whole = {prompt for prompt in found if prompt[1] not in fetched.missed}
+        shards = {
+            prompt: (step if prompt in whole else None, rollouts)
+            for prompt, rollouts in found.items()
+            if prompt in whole or rollouts
+        }
+        if not shards:
             return
-        tokens = sum(len(rollout.tokens) for rollout in rollouts)
-        self._metrics.fetched(time.monotonic() - began, len(rollouts), tokens)
-        shards: dict[PromptKey, tuple[int, list[Rollout]]] = {prompt: (step, []) for prompt, _ in batch}
-        for rollout in rollouts:
-            shard = shards.get((rollout.run_id, rollout.prompt_id))
-            if shard is not None:
-                shard[1].append(rollout)
+        tokens = sum(len(rollout.tokens) for rollout in fetched.rollouts)
+        self._metrics.fetched(time.monotonic() - began, len(fetched.rollouts), tokens)
         await self._deliver(shards)
 
     def _resolve(self, wants: Sequence[_Want]) -> None:

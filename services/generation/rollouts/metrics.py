@@ -19,7 +19,9 @@ class RolloutMetrics:
             registry=registry,
         )
         self.fetch_failures = Counter(
-            f"{prefix}fetch_failures_total", "Fetches that the draft store did not answer.", registry=registry
+            f"{prefix}fetch_failures_total",
+            "Fetches that the draft store did not answer, for some of their prompts at least.",
+            registry=registry,
         )
         self.fetched_rollouts = Counter(
             f"{prefix}fetched_rollouts_total", "Rollouts fetched.", registry=registry

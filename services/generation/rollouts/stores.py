@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from services.drafts.client import DraftStores
-from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.registry import Registry
+from services.platform.tasks import end
 
 
 @asynccontextmanager

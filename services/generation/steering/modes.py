@@ -76,6 +76,7 @@ class ToggledDrafts:
         judged = _judged(samples, drafts, self.step_time)
         if self.toggle.decide(len(samples), judged.speedup):
             self.last = replace(judged, reason=TOGGLED_ON)
+            drafts.saved = judged.saved
             return drafts
         self.last = Decision(TOGGLED_OFF, offered=judged.speedup)
         return Drafts()

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import structlog
 
-from services.gateway.tasks import end
+from services.platform.tasks import end
 from services.policy.scaling.cluster import Scale
 from services.policy.scaling.demand import ordinal
 from services.policy.scaling.errors import ApiConflict, ClusterError

@@ -11,9 +11,9 @@ from importlib import import_module
 import structlog
 from prometheus_client import CollectorRegistry
 
-from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.decisions import Decision
+from services.platform.tasks import until_one_ends
 from services.policy.scaling.config import ScalingConfig
 from services.policy.scaling.demand import Demand, State, ordinal
 from services.policy.scaling.gateway import GatewayError, GatewayLink
@@ -88,12 +88,7 @@ class Scaler:
                     read[name], follow[name] = (lambda pool=pool: pool.replicas), pool.want  # type: ignore[misc]
                     tasks.append(asyncio.create_task(pool.run(), name=f"scale-{name}"))
             tasks.append(asyncio.create_task(self._watch(link, read, follow), name="demand"))
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                await end(tasks)
+            await until_one_ends(tasks)
 
     async def _watch(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
+import os
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -18,9 +18,9 @@ import pytest
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from services.platform.config import ServiceConfig
-from services.platform.lifeline import tied
 from services.platform.registry import InstanceRecord, Registry
 from services.platform.store import Keys, connect
+from tests.support.zygote import Forked, forked
 
 CALL = 20.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
@@ -37,7 +37,7 @@ class Coordinator:
         given |= {"ready-file": self._ready_file}
         given |= {name.replace("_", "-"): value for name, value in settings.items()}
         self._flags = [_flag(name, value) for name, value in given.items()]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
         self._channel: grpc.aio.Channel | None = None
         self.metrics_port = 0
         self.stub: Any
@@ -45,13 +45,8 @@ class Coordinator:
     async def start(self) -> None:
         self._ready_file.unlink(missing_ok=True)
         with self._log.open("ab") as log:
-            # Tied to the thread that starts it, so not through the loop's own helper.
-            self._process = subprocess.Popen(  # noqa: ASYNC220
-                tied([sys.executable, "-m", "services.bubbles", *self._flags]),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            command = [sys.executable, "-m", "services.bubbles", *self._flags]
+            self._process = await asyncio.to_thread(forked, command, os.environ, log)
         async with asyncio.timeout(CALL):
             while not self._ready_file.exists():
                 assert self._process.poll() is None, self._log.read_text()

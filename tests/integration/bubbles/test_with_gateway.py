@@ -32,7 +32,7 @@ async def test_items_are_given_out_in_bubbles_and_serve_the_step_that_they_are_f
     fake = await cluster.instance("i0")
     fake.hold_at = 3
     await cluster.serving(gateway, 1)
-    link = gateway.gateway.term().bubbles
+    link = gateway.gateway.leadership.leading().bubbles
     await until(lambda: link.coordinator.connections, "the coordinator is found")
     batch, following = make_batch(ignore_eos=True), make_batch(version=1)
     following.step = 4

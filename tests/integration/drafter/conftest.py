@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
@@ -26,13 +25,13 @@ from services.drafter.feed import Fed, FedRewards, FedSample, encode
 from services.drafter.keys import GROUP, DrafterKeys
 from services.drafter.process import DrafterProcess
 from services.drafter.record import Published, read_published
-from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.decisions import Decision, DecisionLog
-from services.platform.lifeline import tied
 from services.platform.store import Keys, connect
+from services.platform.tasks import end
 from tests.support.fake_draft_model import FakeDraftModel
 from tests.support.fake_learner import FACTORY, log_of
+from tests.support.zygote import Forked, forked
 
 CALL = 30.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
@@ -108,7 +107,7 @@ class Running:
         self.stub = rpc.LearnerServiceStub(self._channel)
 
     async def leads(self) -> bool:
-        return self.process._controller is not None
+        return self.process.leadership.term is not None
 
     async def kill(self) -> None:
         """Ends it; harmless when it was done before."""
@@ -136,25 +135,14 @@ class Killable:
         self._flags = flags
         self._ready_file = folder / "ready.json"
         self.log = folder / "drafter.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
 
     async def start(self) -> None:
         self._ready_file.unlink(missing_ok=True)
         with self.log.open("ab") as log:
-            # Tied to the thread that starts it, so not through the loop's own helper.
-            self._process = subprocess.Popen(  # noqa: ASYNC220
-                tied(
-                    [
-                        sys.executable,
-                        *("-m", "tests.support.fake_learner_service"),
-                        *self._flags,
-                        f"--ready-file={self._ready_file}",
-                    ]
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            command = [sys.executable, "-m", "tests.support.fake_learner_service", *self._flags]
+            command.append(f"--ready-file={self._ready_file}")
+            self._process = await asyncio.to_thread(forked, command, os.environ, log)
         async with asyncio.timeout(CALL):
             while not self._ready_file.exists():
                 assert self._process.poll() is None, self.log.read_text()

@@ -39,7 +39,7 @@ async def test_fewer_accepted_drafts_are_no_collapse(world: World) -> None:
     await until(lambda: learner.metric("live_acceptance_length") == 3.2, "its drafts are known")
     instance.draft(50, 4, 110)
     # It has passed: what comes later of it is the policy's doing, and going back would be no help.
-    await until(lambda: learner.process.leading().release._canary is None, "the canary has ended")
+    await until(lambda: learner.process.leadership.leading().release._canary is None, "the canary has ended")
     assert not await world.decisions("drafter_rolled_back")
 
 

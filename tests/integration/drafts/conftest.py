@@ -16,12 +16,13 @@ import pytest
 from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.drafts.client import DraftStores
-from services.gateway.tasks import end
 from services.local.child import Child, ChildSpec, stop_together
 from services.platform.channel import open_channel
 from services.platform.config import ServiceConfig
 from services.platform.registry import Registry
 from services.platform.store import Keys, connect
+from services.platform.tasks import end
+from tests.support.zygote import launch
 
 CALL = 20.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
@@ -116,7 +117,9 @@ class Deployment:
         ]
         environment = {"PACELINE_TOKEN": token} if token else {}
         child = Child(
-            ChildSpec(run, argv, self.folder / f"{run}.log", ready, environment=environment), self._spawner
+            ChildSpec(run, argv, self.folder / f"{run}.log", ready, environment=environment),
+            self._spawner,
+            launch,
         )
         self._children.append(child)
         process = StoreProcess(child, self.config(token=token), self.stack)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.drafts.fetched import Fetched
 from services.drafts.ring import owner
 from services.platform.embedded_redis import EmbeddedRedis
 from tests.integration.drafts.conftest import CALL, Deployment, connected, until
@@ -38,7 +39,7 @@ async def test_prompts_are_spread_and_found_again(deployment: Deployment) -> Non
     counts = [(await replica.stats()).prompts for replica in replicas]
     assert counts == [len(shares[f"drafts-{index}"]) for index in range(3)]
     assert min(counts) > 5
-    found = await reader.fetch("run", PROMPTS)
+    found = (await reader.fetch("run", PROMPTS)).rollouts
     assert sorted({each.prompt_id for each in found}) == sorted(PROMPTS)
     assert len(found) == 120
 
@@ -52,8 +53,9 @@ async def test_a_killed_replica_costs_only_its_own_prompts(deployment: Deploymen
     others = {*shares["drafts-0"], *shares["drafts-2"]}
     await asyncio.to_thread(replicas[1].child.kill)
     began = time.monotonic()
-    found = await stores.fetch("run", PROMPTS)
-    assert {each.prompt_id for each in found} == others
+    fetched = await stores.fetch("run", PROMPTS)
+    assert {each.prompt_id for each in fetched.rollouts} == others
+    assert fetched.missed == {*shares["drafts-1"]}
     assert await stores.put(rollouts) == len(others)
     assert time.monotonic() - began < 2 * (PATIENCE + MARGIN)
     assert stores.available
@@ -61,7 +63,7 @@ async def test_a_killed_replica_costs_only_its_own_prompts(deployment: Deploymen
     # Once its record has expired, its prompts live elsewhere.
     await until(lambda: len(stores.replicas) == 2, "the dead replica is forgotten")
     assert await stores.put(rollouts) == len(PROMPTS)
-    assert len(await stores.fetch("run", PROMPTS)) == len(PROMPTS)
+    assert len((await stores.fetch("run", PROMPTS)).rollouts) == len(PROMPTS)
     counts = [(await replicas[index].stats()).prompts for index in (0, 2)]
     assert sum(counts) == len(PROMPTS)
 
@@ -80,9 +82,10 @@ async def test_a_replica_that_hangs_is_waited_for_once_and_then_left_alone(deplo
     replicas[1].child.signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        found = await stores.fetch("run", PROMPTS)
+        fetched = await stores.fetch("run", PROMPTS)
         waited = time.monotonic() - began
-        assert {each.prompt_id for each in found} == {*answering}
+        assert {each.prompt_id for each in fetched.rollouts} == {*answering}
+        assert fetched.missed == {*PROMPTS} - {*answering}
         assert PATIENCE * 0.9 < waited < PATIENCE + MARGIN
         began = time.monotonic()
         assert await stores.put([make(prompt) for prompt in PROMPTS]) == len(answering)
@@ -93,7 +96,7 @@ async def test_a_replica_that_hangs_is_waited_for_once_and_then_left_alone(deplo
 
 
 async def has_all(stores) -> bool:  # type: ignore[no-untyped-def]
-    return len(await stores.fetch("run", PROMPTS)) == len(PROMPTS)
+    return len((await stores.fetch("run", PROMPTS)).rollouts) == len(PROMPTS)
 
 
 async def test_without_a_store_nothing_is_stored_and_nobody_waits(deployment: Deployment) -> None:
@@ -101,7 +104,7 @@ async def test_without_a_store_nothing_is_stored_and_nobody_waits(deployment: De
     began = time.monotonic()
     assert not stores.available
     assert await stores.put([make("a")]) == 0
-    assert await stores.fetch("run", ["a"]) == []
+    assert await stores.fetch("run", ["a"]) == Fetched([], frozenset({"a"}))
     assert time.monotonic() - began < 1
 
 
@@ -113,7 +116,7 @@ async def test_when_all_are_dead_nobody_waits_until_they_are_back(deployment: De
     assert not stores.available
     began = time.monotonic()
     for _ in range(200):
-        assert await stores.fetch("run", ["a"]) == []
+        assert (await stores.fetch("run", ["a"])).rollouts == []
     assert time.monotonic() - began < 2 * PATIENCE + MARGIN, "somebody waited"
     await replica.start()
     await until(lambda: stores.put([make("a")]), "the new process is found")
@@ -144,7 +147,7 @@ async def test_closing_ends_calls_under_way_without_an_error(deployment: Deploym
     assert not done
     await stores.close()
     async with asyncio.timeout(CALL / 2):
-        assert await asyncio.gather(*calls) == [[], 0]
+        assert await asyncio.gather(*calls) == [Fetched([], frozenset({"a"})), 0]
 
 
 async def test_stores_are_used_on_while_redis_is_away(namespace: str, tmp_path: Path) -> None:
@@ -156,11 +159,11 @@ async def test_stores_are_used_on_while_redis_is_away(namespace: str, tmp_path: 
             stores = await deployment.client(1)
             redis.kill()
             assert await stores.put([make("a")]) == 1
-            assert len(await stores.fetch("run", ["a"])) == 1
+            assert len((await stores.fetch("run", ["a"])).rollouts) == 1
             redis.start()
             assert replica.child.alive
             await until(lambda: len(stores.replicas) == 1, "the replica is registered again")
-            assert len(await stores.fetch("run", ["a"])) == 1
+            assert len((await stores.fetch("run", ["a"])).rollouts) == 1
         finally:
             await deployment.close()
             redis.stop()

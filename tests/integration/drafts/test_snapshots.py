@@ -31,13 +31,13 @@ async def test_history_comes_back_after_a_crash(deployment: Deployment) -> None:
     replica = await deployment.replica(0, "--snapshot-interval-seconds=0.05")
     stores = await deployment.client()
     assert await stores.put([*HISTORY, *DRAFTS]) == 100
-    before = await stores.fetch("run", PROMPTS)
+    before = (await stores.fetch("run", PROMPTS)).rollouts
     await saved(replica, stores)
     await replica.restart(kill=True)
     assert "snapshot_restored" in replica.log()
     assert (await replica.stats()).snapshot_at > 0
     stores = await deployment.client()
-    found = await stores.fetch("run", PROMPTS)
+    found = (await stores.fetch("run", PROMPTS)).rollouts
     assert list(map(describe, found)) == list(map(describe, before))
 
 
@@ -89,7 +89,7 @@ async def test_a_smaller_budget_restores_what_fits(deployment: Deployment) -> No
     stats = await smaller.stats()
     assert 0 < stats.bytes <= 1 << 20
     stores = await deployment.client()
-    kept = {each.prompt_id for each in await stores.fetch("run", PROMPTS)}
+    kept = {each.prompt_id for each in (await stores.fetch("run", PROMPTS)).rollouts}
     assert kept == {"p0", *(f"p{number}" for number in range(20 - stats.prompts + 1, 20))}
 
 
@@ -98,6 +98,6 @@ async def test_it_serves_while_a_snapshot_is_written(deployment: Deployment) -> 
     stores = await deployment.client()
     for number in range(30):
         assert await stores.put([make(f"q{number}", slot, length=4096) for slot in range(16)]) == 16
-        assert len(await stores.fetch("run", [f"q{number}"])) == 16
+        assert len((await stores.fetch("run", [f"q{number}"])).rollouts) == 16
     await saved(replica, stores)
     assert (await replica.stats()).rollouts == 481

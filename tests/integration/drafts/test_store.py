@@ -14,6 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from paceline.internal.v1 import draft_pb2 as pb
 from services.drafts.convert import to_proto
+from services.drafts.fetched import Fetched
 from tests.integration.drafts.conftest import CALL, Deployment, StoreProcess
 from tests.unit.drafts.rollouts import ahead, assert_same, describe, make
 
@@ -26,14 +27,16 @@ async def test_what_is_put_is_fetched_counted_and_evicted(deployment: Deployment
     put = [make("a"), make("a", 1), ahead("a", step=2), make("b", length=500), make("c", run="other")]
     assert await stores.put(put) == 5
     assert await stores.put([make("a"), ahead("a", step=1)]) == 1, "the draft is older than the history"
-    found = await stores.fetch("run", ["a", "b", "nothing", "a"])
+    fetched = await stores.fetch("run", ["a", "b", "nothing", "a"])
+    found = fetched.rollouts
+    assert fetched.missed == frozenset(), "the store was asked, and has nothing"
     assert sorted(map(describe, found)) == sorted(map(describe, put[:4]))
     stats = await replica.stats()
     assert (stats.prompts, stats.rollouts, stats.tokens) == (3, 5, 540)
     assert 540 * 8 < stats.bytes < stats.budget_bytes
     request = pb.EvictRolloutsRequest(run_id="run", prompt_ids=["a"], kind=pb.ROLLOUT_KIND_HISTORY)
     assert (await replica.stub.EvictRollouts(request, timeout=CALL)).removed == 2
-    (left,) = await stores.fetch("run", ["a"])
+    (left,) = (await stores.fetch("run", ["a"])).rollouts
     assert_same(left, put[2])
 
 
@@ -43,7 +46,7 @@ async def test_a_shard_larger_than_any_message_arrives(deployment: Deployment) -
     put = [make("a", slot, length=200_000) for slot in range(16)]
     assert sum(each.nbytes for each in put) > deployment.config().max_message_bytes
     assert await stores.put(put) == 16
-    found = await stores.fetch("run", ["a"])
+    found = (await stores.fetch("run", ["a"])).rollouts
     assert [each.slot for each in found] == list(range(16))
     assert all(len(each.tokens) == 200_000 for each in found)
 
@@ -65,8 +68,8 @@ async def test_memory_is_bounded_whatever_is_put(deployment: Deployment) -> None
     stats = await replica.stats()
     assert stats.evicted > 3000
     assert stats.bytes > 12 * MIB, "the budget is used"
-    assert await stores.fetch("run", ["p0"]) == []
-    assert len(await stores.fetch("run", ["p239"])) == 16
+    assert (await stores.fetch("run", ["p0"])).rollouts == []
+    assert len((await stores.fetch("run", ["p239"])).rollouts) == 16
 
 
 async def test_a_rollout_that_is_not_valid_is_named_by_its_place_in_the_stream(
@@ -106,9 +109,9 @@ async def test_only_who_has_the_token_is_served(deployment: Deployment) -> None:
     stranger = await deployment.client()
     assert await mine.put([make("a")]) == 1
     assert await stranger.put([make("b")]) == 0
-    assert await stranger.fetch("run", ["a"]) == []
+    assert await stranger.fetch("run", ["a"]) == Fetched([], frozenset({"a"}))
     assert not stranger.available, "it is left alone for a while"
-    assert len(await mine.fetch("run", ["a", "b"])) == 1
+    assert len((await mine.fetch("run", ["a", "b"])).rollouts) == 1
     stub = await replica.connect(deployment.config())
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.GetDraftStats(pb.GetDraftStatsRequest(), timeout=CALL)
@@ -155,7 +158,7 @@ async def test_it_ends_cleanly_when_told_to(deployment: Deployment) -> None:
     stores = await deployment.client()
     await asyncio.to_thread(replica.child.stop, CALL)
     assert replica.child.returncode == 0
-    assert await stores.fetch("run", ["a"]) == []
+    assert (await stores.fetch("run", ["a"])).rollouts == []
 
 
 def first_of(replica: StoreProcess):  # type: ignore[no-untyped-def]

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 from paceline.v1 import fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc, sample_pb2, weight_pb2_grpc
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
-from services.gateway.tasks import end
 from services.platform.seeds import sample_seed
+from services.platform.tasks import end
 from tests.support.fake_instance import FakeInstance, response_of
 
 CALL = 20.0
@@ -90,7 +90,7 @@ class Cluster:
         self.gateways.append(gateway)
         await gateway.start()
         if leading:
-            await until(lambda: gateway.gateway._term is not None, "the gateway leads")
+            await until(lambda: gateway.gateway.leadership.term is not None, "the gateway leads")
         return gateway
 
     async def serving(self, gateway: RunningGateway, count: int) -> None:
@@ -119,7 +119,7 @@ class RunningGateway:
 
     def links(self) -> dict[str, Any]:
         """The links that can be given work."""
-        return self.gateway._term.dispatcher.links if self.gateway._term else {}
+        return self.gateway.leadership.term.dispatcher.links if self.gateway.leadership.term else {}
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"paceline_gateway_{name}", labels) or 0.0

@@ -13,11 +13,11 @@ from services.drafts.metrics import DraftMetrics
 from services.drafts.rollout import Rollout
 from services.drafts.service import DraftService
 from services.drafts.store import DraftStore
-from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.registry import InstanceRecord, Registration
 from services.platform.server import GrpcServer
 from services.platform.store import Keys, connect
+from services.platform.tasks import end
 
 
 class Replica:

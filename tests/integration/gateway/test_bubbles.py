@@ -123,7 +123,7 @@ async def test_a_hint_survives_the_gateway_and_is_dropped_when_its_step_begins(c
 
 
 async def _stored_steps(gateway: RunningGateway) -> bool:
-    (stored,) = await gateway.gateway.term().hinting._store.load()
+    (stored,) = await gateway.gateway.leadership.leading().hinting._store.load()
     return [each.step for each in stored.hints] == [4] and stored.begun == (3, 0)
 
 
@@ -274,7 +274,10 @@ async def test_a_batch_that_was_not_hinted_asks_nobody(cluster: Cluster) -> None
     gateway = await cluster.gateway()
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)
-    await until(lambda: gateway.gateway.term().bubbles.coordinator.connections, "the coordinator is found")
+    await until(
+        lambda: gateway.gateway.leadership.leading().bubbles.coordinator.connections,
+        "the coordinator is found",
+    )
     batch = make_batch()
     await gateway.trainer.submit(batch)
     await gateway.trainer.collect(batch)
@@ -289,7 +292,9 @@ async def test_a_coordinator_that_is_of_no_use_is_harmless(cluster: Cluster, fau
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)
     if double is not None:
-        await until(lambda: gateway.gateway.term().bubbles.coordinator.connections, "it is found")
+        await until(
+            lambda: gateway.gateway.leadership.leading().bubbles.coordinator.connections, "it is found"
+        )
     if double is not None and fault == "dead":
         await double.kill()
     elif double is not None and fault == "hangs":
@@ -306,7 +311,7 @@ async def test_a_coordinator_that_is_of_no_use_is_harmless(cluster: Cluster, fau
         await gateway.trainer.submit(batch)
         assert time.monotonic() - began < 2
         check_samples(batch, await gateway.trainer.collect(batch))
-    assert gateway.gateway._term is not None, "it still leads"
+    assert gateway.gateway.leadership.term is not None, "it still leads"
 
 
 async def test_a_coordinator_that_comes_later_or_comes_back_is_told_all(cluster: Cluster) -> None:
@@ -333,8 +338,8 @@ async def test_a_run_that_nothing_is_heard_of_is_closed(cluster: Cluster) -> Non
     await cluster.serving(gateway, 1)
     await hint(gateway, make_hint(make_batch()))
     await until(lambda: double.standing().closed, "it is closed")
-    assert gateway.gateway.term().hinting.book.runs == {}
-    store = gateway.gateway.term().hinting._store
+    assert gateway.gateway.leadership.leading().hinting.book.runs == {}
+    store = gateway.gateway.leadership.leading().hinting._store
     await until(lambda: _is_empty(store), "the store has forgotten it")
 
 

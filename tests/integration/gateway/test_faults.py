@@ -234,7 +234,7 @@ async def test_a_standby_takes_over_when_the_leader_is_silent(cluster: Cluster) 
     await leader.trainer.submit(request)
     await _all_held([fake], 12, 10)
     await leader.kill()
-    await until(lambda: standby.gateway._term is not None, "the standby leads")
+    await until(lambda: standby.gateway.leadership.term is not None, "the standby leads")
     fake.hold_at = None
     check_samples(request, await standby.trainer.collect(request))
 
@@ -252,11 +252,11 @@ async def test_a_leader_that_lost_its_lease_writes_nothing_more(cluster: Cluster
     await redis.set(f"{cluster.namespace}:{{gateway}}:lease", "another")
     await redis.hset(f"{cluster.namespace}:{{run:{request.batch_id}}}:meta", "owner", "another")
     fake.hold_at = None
-    await until(lambda: leader.gateway._term is None, "the leader steps down")
+    await until(lambda: leader.gateway.leadership.term is None, "the leader steps down")
     assert await redis.llen(f"{cluster.namespace}:{{run:{request.batch_id}}}:events") == 0
     # The other one goes, and the batch is taken over by whoever leads next.
     await redis.delete(f"{cluster.namespace}:{{gateway}}:lease")
-    await until(lambda: leader.gateway._term is not None, "it leads again")
+    await until(lambda: leader.gateway.leadership.term is not None, "it leads again")
     check_samples(request, await leader.trainer.collect(request))
     await redis.aclose()
 
@@ -321,7 +321,9 @@ async def test_a_batch_that_redis_has_lost_is_told_as_data_loss(cluster: Cluster
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stream
     assert error.value.code() is grpc.StatusCode.DATA_LOSS
-    await until(lambda: gateway.gateway.term().dispatcher.unfinished == 0, "nothing is left of it")
+    await until(
+        lambda: gateway.gateway.leadership.leading().dispatcher.unfinished == 0, "nothing is left of it"
+    )
 
 
 # With real processes and real signals ------------------------------------------------------------------

@@ -144,9 +144,9 @@ async def test_a_mistake_in_keeping_history_costs_history_only(
     gateway = await cluster.gateway()
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)
-    term = gateway.gateway.term()
+    term = gateway.gateway.leadership.leading()
     for _ in range(2):
         request = make_batch()
         await gateway.trainer.submit(request)
         check_samples(request, await gateway.trainer.collect(request))
-    assert gateway.gateway.term() is term
+    assert gateway.gateway.leadership.leading() is term

@@ -14,10 +14,10 @@ from services.drafter.keys import DrafterKeys
 from services.drafter.record import History, Published
 from services.gateway.config import GatewayConfig
 from services.gateway.feed import LearnerFeed
-from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.registry import InstanceRecord, Registration, Registry
 from services.platform.store import Keys, connect
+from services.platform.tasks import end
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, make_batch, until
 
 
@@ -36,7 +36,7 @@ async def learner(cluster: Cluster, redis: Any) -> Registration:
 
 
 def feed_of(gateway: RunningGateway) -> LearnerFeed:
-    feed = gateway.gateway.term().feed
+    feed = gateway.gateway.leadership.leading().feed
     assert feed is not None
     return feed
 

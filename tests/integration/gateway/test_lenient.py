@@ -150,7 +150,7 @@ async def test_a_lenient_sample_that_lost_its_instance_goes_on_as_the_policy_has
     request.step = 4
     await gateway.trainer.submit(request)
     # The gateway has all twelve: the fake flushes every fourth step, held or not.
-    batch = gateway.gateway.term().dispatcher.batches["run", request.batch_id].batch
+    batch = gateway.gateway.leadership.leading().dispatcher.batches["run", request.batch_id].batch
     await until(lambda: [len(s.tokens) for s in batch.samples] == [12, 12], "twelve tokens have arrived")
     fakes.append(await cluster.instance("i1"))
     cache(fakes[1], first)

@@ -204,7 +204,7 @@ async def test_a_sample_that_is_cancelled_while_there_is_no_link_ends_at_once(cl
     )
     sample = donor.running()[0]
     donor.move(sample, "m0", None, name="nowhere")
-    term = gateway.gateway._term
+    term = gateway.gateway.leadership.term
     await until(lambda: term is not None and len(term.dispatcher._moves.transit) == 1, "it is on its way")
     cancel = rollout_pb2.CancelRolloutsRequest(
         run_id=request.run_id, batch_id=request.batch_id, keep_partial=True

@@ -305,4 +305,6 @@ async def test_a_generate_whose_caller_is_gone_ends_on_the_instance(cluster: Clu
     await call.read()
     call.cancel()
     await until(lambda: fake.aborted and not fake.running(), "the sample is aborted on the instance")
-    await until(lambda: gateway.gateway.term().dispatcher.unfinished == 0, "nothing is unfinished")
+    await until(
+        lambda: gateway.gateway.leadership.leading().dispatcher.unfinished == 0, "nothing is unfinished"
+    )

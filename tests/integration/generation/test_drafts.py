@@ -24,6 +24,7 @@ from paceline.v1 import sample_pb2
 from services.local.child import Child, ChildSpec
 from tests.integration.generation.conftest import PROMPT, Policy
 from tests.support.instances import CALL, Caller, InstanceProcess, Outcome, calling, stub_of
+from tests.support.zygote import launch
 
 SPACE = "draft-tests"
 LENGTH = 96
@@ -56,7 +57,7 @@ class Store:
         ready = self._folder / f"store.{self._starts}.json"
         log = self._folder / f"store.{self._starts}.log"
         argv = [*self._argv, f"--ready-file={ready}"]
-        self._child = Child(ChildSpec("drafts", argv, log, ready), self._spawner)
+        self._child = Child(ChildSpec("drafts", argv, log, ready), self._spawner, launch)
         self._child.start()
         self._child.wait_ready(time.monotonic() + CALL)
 

@@ -23,6 +23,7 @@ from services.platform.registry import InstanceRecord, Registration
 from services.platform.store import Keys, connect
 from tests.integration.generation.conftest import PROMPT, Policy
 from tests.support.instances import CALL, InstanceProcess, calling, stub_of
+from tests.support.zygote import launch
 
 SPACE = "pregeneration-tests"
 LENGTH = 120
@@ -156,7 +157,8 @@ class Store:
         name = uuid4().hex
         ready = self._folder / f"{name}.json"
         argv = [*self._argv, f"--ready-file={ready}"]
-        self._child = Child(ChildSpec("drafts", argv, self._folder / f"{name}.log", ready), self._spawner)
+        spec = ChildSpec("drafts", argv, self._folder / f"{name}.log", ready)
+        self._child = Child(spec, self._spawner, launch)
         self._child.start()
         self._child.wait_ready(time.monotonic() + CALL)
 

@@ -16,6 +16,7 @@ from services.drafts.convert import to_proto
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.child import Child
 from services.local.restarts import RestartPolicy
+from tests.support.zygote import launch
 from tests.unit.drafts.rollouts import make
 
 CALL = 20.0
@@ -38,7 +39,7 @@ def config(tmp_path: Path) -> PlatformConfig:
 
 @pytest.fixture
 def platform(config: PlatformConfig) -> Iterator[Platform]:
-    with Platform(config) as platform:
+    with Platform(config, launch=launch) as platform:
         yield platform
 
 
@@ -68,17 +69,18 @@ def until(holds: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_every_process_runs_and_is_shown(platform: Platform) -> None:
-    assert [child.spec.name for child in platform.processes] == [
-        "gateway",
-        "drafts-0",
-        "drafts-1",
-        "bubbles",
-        "policy",
-        "reallocator",
-    ]
-    assert all(child.alive and child.ready for child in platform.processes)
-    platform.check()
+def test_every_process_runs_and_is_shown(config: PlatformConfig) -> None:
+    with Platform(config) as platform:
+        assert [child.spec.name for child in platform.processes] == [
+            "gateway",
+            "drafts-0",
+            "drafts-1",
+            "bubbles",
+            "policy",
+            "reallocator",
+        ]
+        assert all(child.alive and child.ready for child in platform.processes)
+        platform.check()
 
 
 def test_a_draft_store_comes_back_with_its_rollouts(platform: Platform, config: PlatformConfig) -> None:
@@ -114,9 +116,8 @@ def test_one_that_dies_by_itself_is_noticed(platform: Platform) -> None:
 
 
 def test_they_can_be_left_out(config: PlatformConfig) -> None:
-    with Platform(
-        replace(config, draft_stores=0, bubbles=False, policy=False, reallocator=False)
-    ) as platform:
+    alone = replace(config, draft_stores=0, bubbles=False, policy=False, reallocator=False)
+    with Platform(alone, launch=launch) as platform:
         assert [child.spec.name for child in platform.processes] == ["gateway"]
         with pytest.raises(PlatformError, match="not configured"):
             platform.kill_bubbles()
@@ -126,10 +127,10 @@ def test_a_platform_with_a_new_redis_begins_without_drafts_and_restarts_what_die
     config: PlatformConfig,
 ) -> None:
     config = replace(config, restarts=RestartPolicy(initial=0.05))
-    with Platform(config) as first:
+    with Platform(config, launch=launch) as first:
         put(first.draft_stores[0])
     assert list(config.snapshots.iterdir())
-    with Platform(config) as second:
+    with Platform(config, launch=launch) as second:
         store = second.draft_stores[0]
         assert stats(store).rollouts == 0
         killed = store.pid

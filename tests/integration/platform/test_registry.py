@@ -17,6 +17,7 @@ from services.platform.embedded_redis import EmbeddedRedis
 from services.platform.errors import FailedPrecondition
 from services.platform.registry import InstanceRecord, Registration, Registry
 from services.platform.store import Keys, connect
+from services.platform.tasks import end
 
 RECORD = InstanceRecord("generation", "g0", address="127.0.0.1:1", state="stale", vocab_size=100)
 
@@ -184,3 +185,31 @@ async def test_an_epoch_lives_on_when_redis_loses_its_data(store: Redis, keys: K
 
         await poll(back)
     assert await Registration(store, keys, RECORD).register() == 4
+
+
+async def test_a_watch_tells_what_is_there_and_of_an_outage(tmp_path: Path, keys: Keys, poll: Any) -> None:
+    server = EmbeddedRedis(tmp_path)
+    store = connect(ServiceConfig(redis_url=server.start()))
+    await Registration(store, keys, RECORD, ttl=60.0).register()
+    told: list[dict[str, InstanceRecord] | None] = []
+
+    async def tell(records: dict[str, InstanceRecord] | None) -> None:
+        told.append(records)
+
+    watching = asyncio.create_task(Registry(store, keys).watch("generation", 0.01, tell))
+
+    async def told_of_it() -> bool:
+        return bool(told) and told[-1] is not None and "g0" in told[-1]
+
+    async def told_of_the_outage() -> bool:
+        return told[-1] is None
+
+    await poll(told_of_it)
+    server.kill()
+    await poll(told_of_the_outage)
+    server.start()
+    await poll(told_of_it)
+    await end([watching])
+    assert watching.cancelled()
+    await store.aclose()
+    server.stop()

@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
-from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.decisions import BEGINNING, Decision, DecisionLog
 from services.platform.registry import InstanceRecord, Registration
 from services.platform.server import GrpcServer
 from services.platform.store import Keys, connect
+from services.platform.tasks import end
 from services.policy.config import PolicyConfig
 from services.policy.convert import from_struct, to_struct
 from services.policy.process import PolicyProcess
@@ -126,7 +126,7 @@ class Running:
         self.stub = rpc.PolicyServiceStub(self._channel)
 
     async def leads(self) -> bool:
-        return self.process._controller is not None
+        return self.process.leadership.term is not None
 
     async def kill(self) -> None:
         """Ends it without releasing anything by its own account of the fleet."""
@@ -177,7 +177,7 @@ class Fleet:
         """Waits until so many instances work by the latest knobs."""
 
         def current() -> bool:
-            controller = policy.process.leading()
+            controller = policy.process.leadership.leading()
             links = controller.fleet.links.values()
             return len(links) == count and all(each.applied >= controller.revision for each in links)
 

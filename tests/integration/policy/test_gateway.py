@@ -20,8 +20,8 @@ from paceline import (
 from paceline.types import Decision as Read
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
-from services.gateway.tasks import end
 from services.platform.decisions import Decision
+from services.platform.tasks import end
 from tests.integration.policy.conftest import CALL, Fleet
 
 

@@ -36,6 +36,8 @@ def platform(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         instances=2,
         draft_stores=0,
         bubbles=False,
+        policy=False,
+        reallocator=False,
         port=0,
         gpus=0,
         redis_url=redis_url,

@@ -13,10 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import migration_pb2_grpc
-from services.gateway.tasks import end
 from services.platform.decisions import Decision, DecisionLog
 from services.platform.registry import Registry
 from services.platform.store import Keys, connect
+from services.platform.tasks import end
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.learned import Costs, Learned
 from services.reallocator.metrics import ReallocatorMetrics

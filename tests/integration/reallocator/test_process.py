@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import time
 import urllib.request
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.platform.lifeline import tied
+from tests.support.zygote import forked
 
 CALL = 30.0
 
@@ -31,14 +31,9 @@ class Process:
             "lease-seconds": 1.0,
         }
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                tied(
-                    [sys.executable, "-m", "services.reallocator", *(f"--{k}={v}" for k, v in flags.items())]
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            command = [sys.executable, "-m", "services.reallocator"]
+            command += [f"--{name}={value}" for name, value in flags.items()]
+            self.process = forked(command, os.environ, log)
 
     @property
     def ready(self) -> bool:

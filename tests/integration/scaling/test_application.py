@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.tasks import end
+from services.platform.tasks import end
 from services.policy.scaling.application import NOTE, PoolScaler
 from services.policy.scaling.cluster import Cluster, connected
 from services.policy.scaling.election import Election

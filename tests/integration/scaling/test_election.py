@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.tasks import end
+from services.platform.tasks import end
 from services.policy.scaling.cluster import Cluster, LeaseRecord, connected
 from services.policy.scaling.election import Election, Sighting, may_take
 from services.policy.scaling.errors import ApiConflict

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.decisions import Decision
+from services.platform.tasks import end
 from services.policy.scaling.config import PoolConfig, ScalingConfig
 from services.policy.scaling.scaler import Scaler
 from tests.integration.gateway.conftest import Cluster, RunningGateway, check_samples, make_batch, until

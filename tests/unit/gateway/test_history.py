@@ -15,7 +15,7 @@ from services.gateway import history as module
 from services.gateway.batch import Batch, GroupSpec, SampleState
 from services.gateway.history import History
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.tasks import end
+from services.platform.tasks import end
 
 
 class Store:

@@ -137,6 +137,15 @@ def test_a_shard_is_all_the_history_there_is_and_leaves_what_is_pregenerated_her
     assert cache.same_seed(Origin("r", "p", 1, 6), 1) is own
 
 
+def test_a_shard_that_did_not_arrive_whole_only_adds_to_what_is_here() -> None:
+    cache = cache_of(rollout([1], version=1))
+    cache.add_shards({("r", "p"): (5, [rollout([1], version=1)])})
+    newer = rollout([2], version=2)
+    assert cache.add_shards({("r", "p"): (None, [newer])}) == [newer]
+    assert [each.version for each in cache.all(("r", "p"))] == [1, 2]
+    assert cache.fetched_for(("r", "p")) == 5
+
+
 # -- memory ---------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.drafts.fetched import Fetched
 from services.drafts.rollout import Rollout
 from services.generation.rollouts.cache import DraftCache, Shards
 from services.generation.rollouts.fetcher import ShardFetcher
@@ -31,13 +32,15 @@ class Store:
         self.rollouts: list[Rollout] = []
         self.open = asyncio.Event()
         self.fault: Exception | None = None
+        self.missed: set[str] = set()
 
-    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> list[Rollout]:
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> Fetched:
         self.calls.append((run_id, list(prompt_ids)))
         await self.open.wait()
         if self.fault is not None:
             raise self.fault
-        return [each for each in self.rollouts if each.run_id == run_id and each.prompt_id in prompt_ids]
+        found = [each for each in self.rollouts if each.run_id == run_id and each.prompt_id in prompt_ids]
+        return Fetched(found, self.missed.intersection(prompt_ids))
 
 
 class Rig:
@@ -158,15 +161,35 @@ async def test_there_is_nothing_to_wait_for_without_a_store_or_a_name(rig: Rig) 
 async def test_a_store_that_dies_meanwhile_ends_the_wait_and_is_asked_again_later(rig: Rig) -> None:
     future = rig.want()
     await rig.until(lambda: rig.store.calls)
-    rig.store.available = False
+    rig.store.missed = {"p"}
     rig.store.open.set()
     await arrived(future)
     assert rig.deliveries == []
     assert rig.value("fetch_failures_total") == 1
-    rig.store.available = True
+    assert rig.value("fetch_seconds_count") == 0
+    rig.store.missed = set()
     rig.store.rollouts = [rollout([1, 2])]
     await arrived(rig.want())
     assert len(rig.cache.all(("r", "p"))) == 1
+    assert rig.want() is None
+
+
+async def test_only_the_prompts_of_a_replica_that_failed_are_asked_for_again(rig: Rig) -> None:
+    rig.store.rollouts = [rollout([1], prompt_id="a"), rollout([2], prompt_id="b")]
+    rig.store.open.set()
+    await arrived(rig.want("a"), rig.want("b"), rig.want("c"))
+    # What is known of a prompt stays, whatever arrived of it before its replica failed.
+    rig.store.rollouts = [rollout([3], prompt_id="a"), rollout([4], prompt_id="b", slot=1)]
+    rig.store.missed = {"b", "c"}
+    await arrived(rig.want("a", 2), rig.want("b", 2), rig.want("c", 2))
+    assert [each.tokens.tolist() for each in rig.cache.all(("r", "a"))] == [[3]]
+    assert [each.tokens.tolist() for each in rig.cache.all(("r", "b"))] == [[2], [4]]
+    assert rig.value("fetch_failures_total") == 1
+    rig.store.missed = set()
+    assert rig.want("a", 2) is None
+    await arrived(rig.want("b", 2), rig.want("c", 2))
+    assert rig.store.calls[-1] == ("r", ["b", "c"])
+    assert [each.tokens.tolist() for each in rig.cache.all(("r", "b"))] == [[4]]
 
 
 async def test_a_store_that_has_nothing_is_not_asked_twice(rig: Rig) -> None:
@@ -186,8 +209,8 @@ async def test_rollouts_that_nobody_asked_for_are_passed_over(rig: Rig) -> None:
     rig.store.rollouts = [rollout([1])]
     stray = rollout([2], prompt_id="stray")
 
-    async def fetch(run_id: str, prompt_ids: Sequence[str]) -> list[Rollout]:
-        return [*rig.store.rollouts, stray]
+    async def fetch(run_id: str, prompt_ids: Sequence[str]) -> Fetched:
+        return Fetched([*rig.store.rollouts, stray])
 
     rig.store.fetch = fetch  # type: ignore[method-assign]
     await arrived(rig.want())

@@ -29,8 +29,10 @@ def drafter_with(sequence: Sequence[int]) -> GivenDrafter:
     return drafter
 
 
-def offered(drafter: GivenDrafter, response: Sequence[int], window: int = WINDOW) -> Offer | None:
-    (offer,) = unbatched(drafter.offer([state(response)], window), 1)
+def offered(
+    drafter: GivenDrafter, response: Sequence[int], window: int = WINDOW, sample_id: str = "s"
+) -> Offer | None:
+    (offer,) = unbatched(drafter.offer([state(response, sample_id)], window), 1)
     return offer
 
 
@@ -152,6 +154,20 @@ def test_a_sequence_that_never_matches_promises_little_whatever_others_did() -> 
     assert bad.expected < 0.3
     assert good.expected > 7
     assert (bad.source, good.source) == ("history", "pregenerated")
+
+
+def test_under_another_policy_less_is_known_of_how_drafts_hold() -> None:
+    sequence = list(range(300))
+    expected = []
+    for version in (3, 4):
+        drafter = GivenDrafter()
+        drafter.begin(DraftContext("bad", [9], [5] * 300, version=3))
+        offered(drafter, sequence[:200], sample_id="bad")
+        drafter.begin(DraftContext("new", [9], sequence, version=version))
+        offer = offered(drafter, [], sample_id="new")
+        assert offer is not None
+        expected.append(offer.expected)
+    assert expected[1] > 1.2 * expected[0]
 
 
 # -- late arrival ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
+from services.drafts.fetched import Fetched
 from services.drafts.rollout import Kind, Rollout
 from services.generation.drafting.given import GivenDrafter
 from services.generation.drafting.plan import FixedPlan
@@ -42,8 +43,8 @@ class Rig:
         self.registry = CollectorRegistry()
         metrics = EngineMetrics(self.registry)
         self.loop = EngineLoop(lambda: self.engine, metrics, flush_interval=1, max_waiting=8)
-        self.loop.cache = self.cache = DraftCache(512, 1 << 30)
-        self.loop.speculation = Speculation([GivenDrafter()], FixedPlan(4), 512, metrics)
+        self.loop.drafts.cache = self.cache = DraftCache(512, 1 << 30)
+        self.loop.drafts.speculation = Speculation([GivenDrafter()], FixedPlan(4), 512, metrics)
         self.loop.start()
         self.loop.ready.result(WAIT)
         self.version = 0
@@ -300,9 +301,9 @@ async def test_each_prompt_is_waited_for_by_itself(rig: Rig) -> None:
     stream = await rig.open()
     gates = {"p": asyncio.Event(), "q": asyncio.Event()}
 
-    async def fetch(run_id: str, prompt_ids: Sequence[str]) -> list[Rollout]:
+    async def fetch(run_id: str, prompt_ids: Sequence[str]) -> Fetched:
         await gates[prompt_ids[0]].wait()
-        return []
+        return Fetched([])
 
     rig.store.fetch = fetch  # type: ignore[method-assign]
     # Prompts of different steps are fetched apart.
@@ -364,7 +365,7 @@ async def test_a_guess_of_the_callers_goes_before_a_cached_rollout_which_is_coun
 
 
 async def test_with_speculation_off_only_lenient_samples_have_rollouts_fetched(rig: Rig) -> None:
-    rig.loop.speculation = None
+    rig.loop.drafts.speculation = None
     stream = await rig.open()
     rig.intake.take(stream, starts(named(1)))
     await rig.started(stream, 1)

@@ -571,7 +571,7 @@ async def test_drafts_are_verified_and_accounted_for_beside_a_faulty_drafter(
     rigs: Callable[..., Rig], raises: bool
 ) -> None:
     rig = rigs()
-    rig.loop.speculation = Speculation([Wrong(raises), GivenDrafter()], FixedPlan(4), 512, rig.metrics)
+    rig.loop.drafts.speculation = Speculation([Wrong(raises), GivenDrafter()], FixedPlan(4), 512, rig.metrics)
     caller = await rig.open()
     # Right for six tokens, then one wrong, then right again.
     await caller.start(1, max_tokens=12, given=(0, 1, 2, 3, 4, 5, 77, 7, 8, 9, 10, 11))
@@ -594,8 +594,8 @@ async def test_drafts_are_verified_and_accounted_for_beside_a_faulty_drafter(
 
 async def test_a_sample_follows_what_was_kept_here_of_its_own_seed(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.loop.cache = DraftCache(512, 1 << 20)
-    rig.loop.speculation = Speculation([GivenDrafter()], FixedPlan(4), 512, rig.metrics)
+    rig.loop.drafts.cache = DraftCache(512, 1 << 20)
+    rig.loop.drafts.speculation = Speculation([GivenDrafter()], FixedPlan(4), 512, rig.metrics)
     caller = await rig.open()
     here = Origin("r", "p", slot=2, step=7)
     ahead = rollout(range(6), seed=1, slot=2, step=7, kind=Kind.PREGENERATED)
@@ -609,12 +609,12 @@ async def test_a_sample_follows_what_was_kept_here_of_its_own_seed(rigs: Callabl
     assert (source.drafter, source.accepted) == ("pregenerated", 5)
     assert (caller.finished[1].cached_tokens, caller.finished[1].reused_prefix) == (6, 6)
     assert caller.finished[2].cached_tokens == 0
-    assert rig.value("paceline_drafts_cache_bytes") == rig.loop.cache.nbytes > 0
+    assert rig.value("paceline_drafts_cache_bytes") == rig.loop.drafts.cache.nbytes > 0
 
 
 async def test_a_longer_rollout_takes_the_place_of_the_one_that_is_followed(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.loop.cache = DraftCache(512, 1 << 20)
+    rig.loop.drafts.cache = DraftCache(512, 1 << 20)
     caller = await rig.open()
     await caller.start(1, max_tokens=12, origin=Origin("r", "p"))
     for length, counted in ((4, 4), (8, 8), (6, 8)):
@@ -628,7 +628,7 @@ async def test_a_longer_rollout_takes_the_place_of_the_one_that_is_followed(rigs
 
 async def test_an_abort_counts_what_agreed_so_far(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.loop.cache = DraftCache(512, 1 << 20)
+    rig.loop.drafts.cache = DraftCache(512, 1 << 20)
     caller = await rig.open()
     await rig.call(lambda: rig.loop.keep([rollout(range(10))]))
     await caller.start(1, max_tokens=12, origin=Origin("r", "p"))
@@ -640,7 +640,7 @@ async def test_an_abort_counts_what_agreed_so_far(rigs: Callable[..., Rig]) -> N
 
 async def test_a_lenient_sample_counts_only_what_it_took_over(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.loop.cache = DraftCache(512, 1 << 20)
+    rig.loop.drafts.cache = DraftCache(512, 1 << 20)
     caller = await rig.open()
     await rig.call(lambda: rig.loop.keep([rollout(range(10))]))
     await caller.start(1, max_tokens=4, origin=Origin("r", "p"), verifier=Verifier.LENIENT)
@@ -665,7 +665,7 @@ async def test_an_idle_engine_does_what_drafters_put_off_and_still_takes_command
             return more.is_set()
 
     speculation = Speculation([Busy()], FixedPlan(4), 512, rig.metrics)
-    await rig.call(lambda: setattr(rig.loop, "speculation", speculation))
+    await rig.call(lambda: setattr(rig.loop.drafts, "speculation", speculation))
     # Nobody asks for anything meanwhile.
     assert await asyncio.to_thread(enough.wait, WAIT)
     caller = await rig.open()

@@ -34,7 +34,7 @@ class Rig:
         self.loop = EngineLoop(
             lambda: self.engine, self.metrics, flush_interval=50.0, max_waiting=64, clock=self.engine.clock
         )
-        self.loop.reuse = Reuse(CHUNK)
+        self.loop.drafts.reuse = Reuse(CHUNK)
         self.stream = WorkStream(asyncio.get_running_loop())
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
@@ -100,7 +100,9 @@ def lenient(cached: list[int], **fields: Any) -> dict[str, Any]:
 
 
 def speculate(rig: Rig) -> None:
-    rig.loop.speculation = Speculation([GivenDrafter()], FixedPlan(window=4, floor=0.5), 512, rig.metrics)
+    rig.loop.drafts.speculation = Speculation(
+        [GivenDrafter()], FixedPlan(window=4, floor=0.5), 512, rig.metrics
+    )
 
 
 @pytest.mark.parametrize("speculating", [False, True])
@@ -160,7 +162,7 @@ async def test_samples_of_all_kinds_run_side_by_side(rig: Rig) -> None:
     assert {s.drafter for s in rig.finished[2].draft_sources} == {"given"}
     # 20 tokens in chunks of three and a row each.
     assert rig.finished[1].decode_steps == 5
-    assert len(rig.loop.reuse) == 0
+    assert len(rig.loop.drafts.reuse) == 0
 
 
 async def test_an_aborted_sample_is_followed_no_more(rig: Rig) -> None:
@@ -174,9 +176,9 @@ async def test_an_aborted_sample_is_followed_no_more(rig: Rig) -> None:
     await rig.call(start)
     while await rig.call(lambda: rig.engine.has_work):
         pass
-    assert "a" in rig.loop.reuse
+    assert "a" in rig.loop.drafts.reuse
     assert await rig.call(rig.loop.abort_all) == 1
-    assert not rig.loop.reuse
+    assert not rig.loop.drafts.reuse
     while 1 not in rig.finished:
         rig._read(await asyncio.wait_for(rig.stream.outbox.get(), WAIT))
     assert rig.tokens[1] == list(range(60, 68))

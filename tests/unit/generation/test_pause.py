@@ -1,6 +1,9 @@
-"""Drafters that never pay are asked now and then, those that pay at times always."""
+"""Drafters that are not worth the asking are asked now and then, those that are on the whole always."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,49 +11,83 @@ from hypothesis import strategies as st
 from services.generation.drafting.pause import Pause
 
 
-def asked(pause: Pause, outcomes: list[bool], samples: int = 16) -> list[bool]:
-    """In which of some steps drafters are asked, if asking in step i would draft anything or not."""
+def asked(pause: Pause, saved: Iterable[float], samples: int = 16) -> list[bool]:
+    """In which of some steps drafters are asked, if step i would save so many times what asking takes."""
     found = []
-    for drafted in outcomes:
+    for each in saved:
         found.append(pause.over(samples))
         if found[-1]:
-            pause.asked(samples, drafted)
+            pause.asked(samples, each * 0.01, 0.01)
     return found
 
 
 def test_what_never_pays_is_asked_in_every_ninth_step() -> None:
     pause = Pause()
-    assert all(asked(pause, [False] * 9))
-    asked(pause, [False] * 100)
-    steps = asked(pause, [False] * 900)
-    assert sum(steps) == 100
+    assert all(asked(pause, [0.0] * 9))
+    asked(pause, [0.0] * 100)
+    assert sum(asked(pause, [0.0] * 900)) == 100
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=40))
-def test_what_pays_at_least_in_every_eighth_step_is_always_asked(gaps: list[int]) -> None:
-    outcomes = [drafted for gap in gaps for drafted in [*[False] * gap, True]]
-    assert all(asked(Pause(), outcomes))
+def test_what_pays_well_at_least_in_every_eighth_step_is_always_asked(gaps: list[int]) -> None:
+    saved = [each for gap in gaps for each in [*[0.0] * gap, 8.0]]
+    assert all(asked(Pause(), saved))
 
 
-@given(st.integers(0, 500), st.integers(1, 60))
-def test_what_begins_to_pay_is_found_within_nine_steps(before: int, after: int) -> None:
+@given(st.floats(0, 0.9), st.integers(0, 100))
+def test_what_saves_less_than_the_asking_takes_is_left_out(saved: float, before: int) -> None:
     pause = Pause()
-    asked(pause, [False] * before)
-    steps = asked(pause, [True] * (8 + after))
-    assert all(steps[8:])
+    asked(pause, [5.0] * before)
+    asked(pause, [saved] * 200)
+    assert sum(asked(pause, [saved] * 900)) <= 150
+
+
+@given(st.lists(st.floats(0, 20), min_size=8, max_size=8))
+def test_what_is_worth_it_on_the_whole_is_always_asked(cycle: list[float]) -> None:
+    # A cycle of eight steps can be a debt of eight at most before it pays.
+    cycle = [*cycle[:-1], cycle[-1] + max(0.0, 16.0 - sum(cycle))]
+    assert all(asked(Pause(), cycle * 20))
+
+
+@given(st.integers(0, 500), st.integers(1, 60), st.floats(1.0, 100.0))
+def test_what_begins_to_pay_is_found_within_nine_steps(before: int, after: int, saved: float) -> None:
+    pause = Pause()
+    asked(pause, [0.0] * before)
+    assert all(asked(pause, [saved] * (8 + after))[8:])
+
+
+def test_drafts_of_which_nobody_says_what_they_save_are_always_asked_for() -> None:
+    pause = Pause()
+    for _ in range(100):
+        assert pause.over(4)
+        pause.asked(4, inf, 1.0)
+
+
+def test_asking_that_takes_no_time_pays_whatever_is_saved() -> None:
+    pause = Pause()
+    for _ in range(100):
+        assert pause.over(4)
+        pause.asked(4, 1e-9)
 
 
 def test_a_batch_that_has_shrunk_is_asked_for() -> None:
     pause = Pause()
-    asked(pause, [False] * 200, samples=16)
+    asked(pause, [0.0] * 200, samples=16)
     while pause.over(16):
-        pause.asked(16, False)
+        pause.asked(16, 0.0)
     assert not pause.over(13)
     assert pause.over(11)
 
 
 def test_news_end_it() -> None:
     pause = Pause()
-    asked(pause, [False] * 200)
+    asked(pause, [0.0] * 200)
     pause.end()
-    assert all(asked(pause, [False] * 8))
+    assert all(asked(pause, [0.0] * 8))
+
+
+def test_a_sample_that_comes_is_asked_for_once() -> None:
+    pause = Pause()
+    asked(pause, [0.0] * 200)
+    pause.interrupt()
+    assert asked(pause, [0.0] * 9) == [True, *[False] * 8]

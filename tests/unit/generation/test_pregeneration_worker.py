@@ -117,7 +117,7 @@ class Rig:
             clock=self.engine.clock,
         )
         self.loop.background.metrics = self.metrics
-        self.loop.cache = DraftCache(512, 1 << 20)
+        self.loop.drafts.cache = DraftCache(512, 1 << 20)
         self.loop.start()
         self.loop.ready.result(WAIT)
         self.closed = ""
@@ -222,7 +222,7 @@ async def test_an_idle_instance_asks_takes_items_and_reports_their_end(rig: Rig)
 async def test_what_was_generated_is_at_hand_for_real_samples(rig: Rig) -> None:
     await rig.take(item(1, 12))
     await rig.step(12)
-    cache = rig.loop.cache
+    cache = rig.loop.drafts.cache
     assert cache is not None
     await rig.until(lambda: cache.same_seed(Origin("run", "p", 1, 4), 1) is not None)
     found = cache.same_seed(Origin("run", "p", 1, 4), 1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hypothesis_numpy
 
 from services.generation.drafting.drafter import Arrival, DraftContext, Offer, Offers
-from services.generation.drafting.plan import FixedPlan
+from services.generation.drafting.plan import Drafts, FixedPlan
 from services.generation.drafting.speculation import MAX_FAULTS, Speculation
 from services.generation.engine.types import SampleState, SampleStep
 from tests.support.offers import batched
@@ -408,3 +410,43 @@ def test_a_drafter_that_never_pays_is_soon_asked_in_few_steps_and_at_once_when_t
     assert spec.drafts(states("a")) == {}
     spec.adopt(Arrival())
     assert spec.drafts(states("a")) == {"a": [7]}
+
+
+@dataclass(frozen=True, slots=True)
+class Promising(FixedPlan):
+    """Drafts that are predicted to save so many seconds a step."""
+
+    saved: float = 0.0
+
+    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts:
+        # Named, because a dataclass with slots is another class than the one that `super` knows.
+        drafts = FixedPlan.choose(self, samples, offers)
+        drafts.saved = self.saved
+        return drafts
+
+
+@pytest.mark.parametrize(("saved", "always"), [(1.5, True), (0.5, False)])
+def test_drafts_are_asked_for_while_they_save_more_time_than_asking_takes(saved: float, always: bool) -> None:
+    drafter = Unwanted()
+    drafter.tokens = True
+    # Each look at the clock is a second after the last.
+    spec = Speculation(
+        [drafter], Promising(WINDOW, saved=saved), VOCAB, Counts(), clock=map(float, count()).__next__
+    )
+    verified = sum(bool(spec.drafts(states("a"))) for _ in range(200))
+    assert verified == drafter.asked
+    assert drafter.asked == 200 if always else 20 < drafter.asked < 60
+
+
+def test_a_sample_that_brings_a_sequence_is_asked_for_in_its_first_step() -> None:
+    drafter = Unwanted()
+    spec = Speculation([drafter], FixedPlan(WINDOW), VOCAB, Counts())
+    for _ in range(200):
+        spec.drafts(states("a"))
+    for _ in range(3):
+        before = drafter.asked
+        spec.begin(DraftContext("b", [1], (7, 7)))
+        spec.drafts(states("a", "b"))
+        assert drafter.asked == before + 1
+        spec.drafts(states("a", "b"))
+        assert drafter.asked == before + 1

@@ -291,7 +291,7 @@ class ScriptedInstance:
         self.loop = EngineLoop(lambda: self.engine, metrics, flush_interval=0.01, max_waiting=64)
         self.loop.policy_version = VERSION
         speculation = Speculation([GivenDrafter()], FixedPlan(4), 8192, metrics)
-        self.loop.speculation = speculation
+        self.loop.drafts.speculation = speculation
         self.loop.start()
         self.loop.ready.result(10)
         intake = Intake(self.loop, lambda: self.instance.terms(), metrics.rollouts, 1.0)

@@ -39,6 +39,13 @@ def test_a_corrected_time_stays_within_the_limit(observed: list[tuple[float, flo
     assert time / LIMIT * (1 - 1e-9) <= corrected <= time * LIMIT * (1 + 1e-9)
 
 
+@given(observations, times)
+def test_one_time_is_corrected_as_many_are(observed: list[tuple[float, float]], time: float) -> None:
+    correction = told(observed)
+    assert correction.applied(time) == pytest.approx(float(correction.apply(time)), rel=1e-12)
+    assert correction.applied(0.0) == float(correction.apply(0.0)) == 0.0
+
+
 @given(observations, times, times)
 def test_a_longer_step_is_never_predicted_shorter(
     observed: list[tuple[float, float]], one: float, other: float

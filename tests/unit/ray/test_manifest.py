@@ -54,7 +54,7 @@ def test_the_launcher_understands_the_settings(settings: dict[str, Any], tmp_pat
     config = RayConfig(**given)
     assert config.tls is not None
     assert config.tls.client_auth
-    assert len(actors(config)) == 5
+    assert len(actors(config)) == 7
 
 
 def test_every_file_that_is_named_is_mounted(manifests: dict[str, Any], settings: dict[str, Any]) -> None:

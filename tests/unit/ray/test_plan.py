@@ -14,6 +14,8 @@ from services.platform.config_sources import read_config
 from services.ray.config import RayConfig
 from services.ray.plan import ActorPlan, actors
 
+LEARNER = {"learner": True, "drafter": "/weights/first", "drafters": "/weights/drafters"}
+
 
 def named(**settings: Any) -> dict[str, ActorPlan]:
     return {plan.name: plan for plan in actors(RayConfig(model="/models/policy", **settings))}
@@ -25,16 +27,38 @@ def test_the_gateway_comes_last_and_needs_nothing_of_ray() -> None:
         "drafts-0",
         "drafts-1",
         "bubbles",
+        "policy",
+        "reallocator",
         "instance-0",
         "instance-1",
         "gateway",
     ]
-    assert [plan.gpus for plan in plans] == [0, 0, 0, 1, 1, 0]
-    assert [plan.spread for plan in plans] == [False] * 3 + [True] * 2 + [False]
+    assert [plan.gpus for plan in plans] == [0, 0, 0, 0, 0, 1, 1, 0]
+    assert [plan.spread for plan in plans] == [False] * 5 + [True] * 2 + [False]
 
 
 def test_parts_can_be_left_out() -> None:
-    assert set(named(instances=1, draft_stores=0, bubbles=False)) == {"instance-0", "gateway"}
+    parts = named(instances=1, draft_stores=0, bubbles=False, policy=False, reallocator=False)
+    assert set(parts) == {"instance-0", "gateway"}
+
+
+def test_a_learner_trains_what_the_instances_draft_with() -> None:
+    plans = named(**LEARNER, learner_gpus=1, learner_flags=["--interval=2"])
+    learner = plans["drafter"]
+    assert (learner.module, learner.gpus, learner.spread) == ("services.drafter", 1, False)
+    assert {"--checkpoint=/weights/first", "--folder=/weights/drafters", "--device=cuda"} <= set(
+        learner.flags
+    )
+    assert learner.flags[-1] == "--interval=2"
+    assert "--eagle3=/weights/first" in plans["instance-0"].flags
+    assert "--device=cpu" in named(**LEARNER)["drafter"].flags
+    assert "drafter" not in named()
+
+
+@pytest.mark.parametrize("missing", ["drafter", "drafters"])
+def test_a_learner_without_what_it_needs_is_refused(missing: str) -> None:
+    with pytest.raises(ValueError, match=f"learner: needs {missing}"):
+        named(**LEARNER | {missing: ""})
 
 
 def test_an_instance_holds_its_gpus_unless_vllm_asks_for_them() -> None:
@@ -67,16 +91,23 @@ def test_every_process_is_told_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["services.generation.config.GenerationConfig", "services.gateway.config.GatewayConfig"]
+    ("actor", "name"),
+    [
+        ("instance-0", "services.generation.config.GenerationConfig"),
+        ("gateway", "services.gateway.config.GatewayConfig"),
+        ("policy", "services.policy.config.PolicyConfig"),
+        ("reallocator", "services.reallocator.config.ReallocatorConfig"),
+        ("drafter", "services.drafter.config.DrafterConfig"),
+    ],
 )
 def test_services_understand_what_they_are_told(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    actor: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, _, kind = name.rpartition(".")
     config_class = getattr(__import__(module, fromlist=[kind]), kind)
     for key, value in RayConfig(model="m", token="t").environment().items():
         monkeypatch.setenv(key, value)
-    plan = named(gpus=0)["instance-0" if kind == "GenerationConfig" else "gateway"]
+    plan = named(gpus=0, **LEARNER)[actor]
     config = read_config(config_class, plan.flags, dict(os.environ))
     assert config.token.get_secret_value() == "t"
 

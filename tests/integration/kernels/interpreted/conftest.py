@@ -22,6 +22,10 @@ if WANTED:
     # vLLM's kernel that writes KV asks it for the size of its tiles.
     torch.cuda.get_device_capability = lambda *_: (9, 0)
 
+    from tests.support.triton_interpreter import replace_language_once
+
+    replace_language_once()
+
 
 @pytest.fixture
 def launches(monkeypatch):

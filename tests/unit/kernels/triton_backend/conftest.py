@@ -13,6 +13,9 @@ import torch
 MODE = os.environ.get("KERNEL_TESTS", "")
 if MODE == "interpret":
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests.support.triton_interpreter import replace_language_once
+
+    replace_language_once()
 collect_ignore_glob = {
     "interpret": ["test_compile.py"],
     "cuda": ["test_compile.py"],

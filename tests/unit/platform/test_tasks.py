@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from services.gateway.tasks import end
+import pytest
+
+from services.platform.tasks import end, is_cancelled, until_one_ends
 
 
 async def _drops(times: int) -> None:
@@ -43,3 +45,37 @@ async def test_what_a_task_raised_stays_in_it() -> None:
     await asyncio.wait([task])
     await end([task])
     assert isinstance(task.exception(), ValueError)
+
+
+async def test_when_one_ends_the_others_are_ended_and_its_error_is_raised() -> None:
+    async def fails() -> None:
+        raise ValueError("no")
+
+    async def ends() -> None:
+        return
+
+    forever = asyncio.create_task(_drops(1))
+    await asyncio.sleep(0)
+    await until_one_ends([forever, asyncio.create_task(ends())])
+    assert forever.cancelled()
+    forever = asyncio.create_task(_drops(0))
+    with pytest.raises(ValueError, match="no"):
+        await until_one_ends([forever, asyncio.create_task(fails())])
+    assert forever.cancelled()
+
+
+async def test_a_task_knows_that_it_was_cancelled_though_the_cancellation_was_dropped() -> None:
+    said: list[bool] = []
+
+    async def asks() -> None:
+        said.append(is_cancelled())
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            said.append(is_cancelled())
+
+    task = asyncio.create_task(asks())
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+    assert said == [False, True]

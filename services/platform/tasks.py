@@ -1,7 +1,9 @@
-"""Ends tasks for sure."""
+"""Waits for tasks, and ends them for sure."""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # How long a task has to end before it is cancelled again.
@@ -27,3 +29,23 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
         pending = {task for task in pending if not task.done()}
     if interrupted is not None:
         raise interrupted
+
+
+async def until_one_ends(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Returns when one of the tasks has ended by itself, or raises what it raised; the others are ended."""
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await end(tasks)
+
+
+def is_cancelled() -> bool:
+    """Whether this task was cancelled.
+
+    For loops that use Redis, whose client can drop a cancellation (see `end`), and to tell the cancellation of the
+    task from that of a call whose channel was closed.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
