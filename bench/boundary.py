@@ -145,7 +145,9 @@ def _background(
     plain = model.seconds(across, across, across * up)
     verify = model.seconds(across, across * (1 + length), across * up)
     gain = tokens(acceptance, length) * plain / verify
-    image = panel.pcolormesh(across, up, gain, cmap="RdYlGn", vmin=0, vmax=2, shading="gouraud", alpha=0.6)
+    # As pixels: a gradient is drawn in SVG as some hundred thousand triangles.
+    how: dict[str, Any] = {"cmap": "RdYlGn", "shading": "gouraud", "alpha": 0.6, "rasterized": True}
+    image = panel.pcolormesh(across, up, gain, vmin=0, vmax=2, **how)
     if gain.min() < 1 + margin < gain.max():
         panel.contour(across, up, gain, levels=[1 + margin], colors="#1d4ed8", linewidths=1.2)
     return image

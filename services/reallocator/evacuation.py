@@ -72,11 +72,13 @@ class Evacuation:
 
     def _plan(self, donor: Standing, others: dict[str, Standing]) -> list[Transfer]:
         # That one has just given says nothing against its taking these.
-        free = [replace(each, receives=not self._is_shunned(name)) for name, each in others.items()]
+        now = asyncio.get_running_loop().time()
+        free = [replace(each, receives=not self._is_shunned(name, now)) for name, each in others.items()]
         return evacuate(donor, free, self._rules())
 
-    def _is_shunned(self, instance_id: str) -> bool:
-        return self._mover.shunned.is_shunned(instance_id, asyncio.get_running_loop().time())
+    def _is_shunned(self, instance_id: str, now: float) -> bool:
+        member = self._members.known.get(instance_id)
+        return member is None or self._mover.shunned.is_shunned(instance_id, member.record.epoch, now)
 
     async def _round(self, transfer: Transfer) -> int:
         outcome = await self._mover.carry_out(transfer)

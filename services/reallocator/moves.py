@@ -46,27 +46,40 @@ class Outcome:
         return len(self.done)
 
 
+@dataclass(slots=True)
+class _Failing:
+    epoch: int
+    failures: int = 0
+    until: float = 0.0
+
+
 class Shunned:
-    """Receivers that could not be reached: left alone for a pause that doubles. Pure, times are passed in."""
+    """Receivers that could not be reached: left alone for a pause that doubles. Pure, times are passed in.
+
+    An instance that begins anew, under another epoch, has not failed yet.
+    """
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
-        self._failures: Counter[str] = Counter()
+        self._failing: dict[str, _Failing] = {}
 
-    def failed(self, instance_id: str, now: float) -> None:
-        """Nothing could be sent there."""
-        pause = min(_FIRST_PAUSE * 2 ** min(self._failures[instance_id], 16), _LONGEST_PAUSE)
-        self._failures[instance_id] += 1
-        self._until[instance_id] = now + pause
+    def failed(self, instance_id: str, epoch: int, now: float) -> None:
+        """Nothing could be sent there. What is said of it during its pause is of the same failure."""
+        known = self._failing.get(instance_id)
+        if known is None or known.epoch != epoch:
+            known = self._failing[instance_id] = _Failing(epoch)
+        if known.failures and now < known.until:
+            return
+        known.until = now + min(_FIRST_PAUSE * 2 ** min(known.failures, 16), _LONGEST_PAUSE)
+        known.failures += 1
 
     def worked(self, instance_id: str) -> None:
         """A sample has arrived there."""
-        self._until.pop(instance_id, None)
-        del self._failures[instance_id]
+        self._failing.pop(instance_id, None)
 
-    def is_shunned(self, instance_id: str, now: float) -> bool:
+    def is_shunned(self, instance_id: str, epoch: int, now: float) -> bool:
         """Whether it is to be left alone."""
-        return now < self._until.get(instance_id, float("-inf"))
+        known = self._failing.get(instance_id)
+        return known is not None and known.epoch == epoch and now < known.until
 
 
 class Mover:
@@ -127,9 +140,11 @@ class Mover:
             outcome.stopped = True
             self._metrics.failures.labels(reason).inc()
             return
-        self._settle(transfer, answer.migration, move, outcome)
+        self._settle(transfer, receiver.record.epoch, answer.migration, move, outcome)
 
-    def _settle(self, transfer: Transfer, migration: pb.Migration, move: Move, outcome: Outcome) -> None:
+    def _settle(
+        self, transfer: Transfer, epoch: int, migration: pb.Migration, move: Move, outcome: Outcome
+    ) -> None:
         if migration.outcome == pb.MOVE_OUTCOME_MOVED:
             outcome.done.append(move)
             outcome.bytes += migration.copied_bytes + migration.delta_bytes
@@ -152,7 +167,7 @@ class Mover:
         outcome.stopped = outcome.stopped or migration.reason in _RECEIVERS
         if migration.reason in _UNREACHABLE:
             outcome.stopped = True
-            self.shunned.failed(transfer.receiver, asyncio.get_running_loop().time())
+            self.shunned.failed(transfer.receiver, epoch, asyncio.get_running_loop().time())
         log.info(
             "sample_not_moved",
             donor=transfer.donor,

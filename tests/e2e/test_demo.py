@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from services.local import Platform
 
 ROOT = Path(__file__).parents[2]
 TINYMATH = ROOT / "examples" / "tinymath" / "model"
@@ -46,29 +43,6 @@ def test_the_demo_writes_its_summary_and_report(tmp_path: Path) -> None:
     assert "http://" not in report.replace("http://www.w3.org", ""), "the report fetches nothing"
     weights = sorted(path.name for path in (out / "weights").iterdir())
     assert weights == ["v00000001", "v00000002"]
-
-
-def as_flags(platform: Platform) -> list[str]:
-    """Where the gateway is, and what it asks for."""
-    tls, flags = platform.config.tls, ["--address", platform.gateway_address]
-    if tls is not None:
-        files = {"ca": tls.ca_file, "cert": tls.cert_file, "key": tls.key_file}
-        flags += [f"--{name}-file={path}" for name, path in files.items()]
-    return [*flags, f"--token={platform.config.token}"] if platform.config.token else flags
-
-
-def test_status_shows_the_fleet(platform: Platform) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli", "status", *as_flags(platform)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "instance-0" in done.stdout
-    assert "serving" in done.stdout
-    assert "Policy version 0" in done.stdout
 
 
 def _up(model: Path, folder: Path, *flags: str) -> subprocess.Popen[str]:

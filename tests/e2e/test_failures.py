@@ -38,7 +38,7 @@ def whole_fleet(platform: Platform) -> Iterator[None]:
     platform.wait_serving(2, time.monotonic() + 120)
 
 
-def groups(count: int = 8, samples: int = 4) -> list[Group]:
+def groups(count: int = 8, samples: int = 2) -> list[Group]:
     """Long samples, and a quick one that tells by its arrival that the long ones have begun."""
     long = [Group(f"p{n}", [3 + n % (VOCAB - 4), 4, 5], samples) for n in range(count)]
     return [*long, Group("quick", [3, 4], 1, QUICK)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +45,29 @@ def test_a_step_gives_every_sample_once(client: Client) -> None:
         ended_by_length = len(sample.token_ids) == 60 and sample.token_ids[-1] != 2
         expected = paceline.FinishReason.LENGTH if ended_by_length else paceline.FinishReason.STOP
         assert sample.finish_reason is expected
+
+
+def as_flags(platform: Platform) -> list[str]:
+    """Where the gateway is, and what it asks for."""
+    tls, flags = platform.config.tls, ["--address", platform.gateway_address]
+    if tls is not None:
+        files = {"ca": tls.ca_file, "cert": tls.cert_file, "key": tls.key_file}
+        flags += [f"--{name}-file={path}" for name, path in files.items()]
+    return [*flags, f"--token={platform.config.token}"] if platform.config.token else flags
+
+
+def test_status_shows_the_fleet(platform: Platform) -> None:
+    """Before other weights are pushed below."""
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.cli", "status", *as_flags(platform)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "instance-0" in done.stdout
+    assert "serving" in done.stdout
+    assert "Policy version 0" in done.stdout
 
 
 def test_both_instances_take_part_and_say_when(client: Client) -> None:

@@ -16,12 +16,12 @@ import grpc
 
 from paceline.internal.v1 import drafter_pb2 as pb
 from paceline.internal.v1 import drafter_pb2_grpc as rpc
-from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.errors import InvalidArgument
 from services.platform.registry import InstanceRecord, Registration
 from services.platform.server import GrpcServer
 from services.platform.store import Keys, connect
+from services.platform.tasks import end
 from services.platform.violations import Violation
 
 

@@ -33,12 +33,12 @@ import grpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.v1 import fleet_pb2, sample_pb2
-from services.gateway.tasks import end
 from services.platform.config import ServiceConfig
 from services.platform.errors import FailedPrecondition, ServiceError
 from services.platform.registry import InstanceRecord, Registration
 from services.platform.server import GrpcServer
 from services.platform.store import Keys, connect
+from services.platform.tasks import end
 
 _STATES = {
     "serving": fleet_pb2.INSTANCE_STATE_SERVING,

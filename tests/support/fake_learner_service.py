@@ -9,8 +9,8 @@ from prometheus_client import REGISTRY
 
 from services.drafter.config import DrafterConfig
 from services.drafter.process import DrafterProcess
-from services.gateway.tasks import end
 from services.platform.process import Shutdown, run
+from services.platform.tasks import end
 from tests.support.fake_learner import FACTORY
 
 

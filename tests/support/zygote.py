@@ -1,7 +1,8 @@
-"""Instance processes that have vLLM imported already: forked from a process that imported it and did nothing else.
+"""Processes that have their modules imported already: forked from one that imported them and did nothing else.
 
-Importing vLLM takes longer than starting all else of an instance, and a run of the tests starts dozens. What it
-reads from the environment while it is imported is the same for all of them.
+Importing takes longer than starting all else of a process, above all vLLM, and a run of the tests starts hundreds.
+What is read from the environment while modules are imported is the same for all of them. There are two processes to
+fork from: one with vLLM, for instances, and a small one for what controls them.
 
     process = forked([sys.executable, "-m", "services.generation", ...], environment, log)
 
@@ -29,8 +30,13 @@ from typing import BinaryIO
 from services.local.child import ChildSpec, Process, spawned
 from services.platform.lifeline import tied
 
-FORKED = frozenset({"services.generation", "tests.support.breaking_instance"})
-"""Modules that are worth a fork."""
+INSTANCES = frozenset({"services.generation", "tests.support.breaking_instance"})
+"""Modules that are forked from where vLLM is imported."""
+_SERVICES = tuple(
+    f"services.{name}" for name in ("bubbles", "drafter", "drafts", "gateway", "policy", "reallocator")
+)
+CONTROL = frozenset({*_SERVICES, "tests.support.fake_learner_service"})
+"""Modules that are forked from where nothing large is imported."""
 _STATUS = struct.Struct("<i")
 _PID = struct.Struct("<i")
 _START_TIMEOUT = 120.0
@@ -82,7 +88,9 @@ class Forked:
 class Zygote:
     """The process to fork from. It is started with the first fork, and dies with this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *imports: str) -> None:
+        """`imports` are the modules that it imports."""
+        self._imports = imports
         self._lock = threading.Lock()
         self._address = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -121,7 +129,7 @@ class Zygote:
         listener.bind(self._address)
         listener.listen(64)
         os.set_inheritable(listener.fileno(), True)
-        command = [sys.executable, "-m", "tests.support.zygote", str(listener.fileno())]
+        command = [sys.executable, "-m", "tests.support.zygote", str(listener.fileno()), *self._imports]
         started: list[subprocess.Popen[bytes]] = []
 
         def start() -> None:
@@ -143,19 +151,21 @@ class Zygote:
         listener.close()
 
 
-_zygote = Zygote()
+_instances = Zygote("services.generation.__main__", "services.generation.engine.core")
+_control = Zygote(*[f"{name}.__main__" for name in _SERVICES])
 
 
 def forked(
     argv: Sequence[str], environment: Mapping[str, str], log: BinaryIO, cores: Sequence[int] = ()
 ) -> Forked:
-    """A process out of this process's zygote (see `Zygote.fork`)."""
-    return _zygote.fork(argv, environment, cores, log)
+    """A process out of one of this process's zygotes (see `Zygote.fork`): [python, -m, module, flags...]."""
+    zygote = _control if argv[2] in CONTROL else _instances
+    return zygote.fork(argv, environment, cores, log)
 
 
 def launch(spec: ChildSpec, log: BinaryIO) -> Process:
-    """For `services.local.Platform`: instances are forked, all else is started as always."""
-    if spec.argv[1] == "-m" and spec.argv[2] in FORKED:
+    """For `services.local.Platform`: its services are forked, all else is started as always."""
+    if spec.argv[1] == "-m" and spec.argv[2] in INSTANCES | CONTROL:
         return forked(spec.argv, {**os.environ, **spec.environment}, log, spec.cores)
     return spawned(spec, log)
 
@@ -220,11 +230,12 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    import importlib
     import runpy
 
     before = dict(os.environ)
-    import services.generation.__main__
-    import services.generation.engine.core  # noqa: F401
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
 
     added = {name: value for name, value in os.environ.items() if before.get(name) != value}
     module, sys.argv[1:] = _serve(socket.socket(fileno=int(sys.argv[1])), added)

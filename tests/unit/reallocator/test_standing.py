@@ -58,16 +58,38 @@ def test_the_mean_length_counts_prompts() -> None:
 
 def test_a_receiver_that_fails_is_left_alone_for_longer_and_longer() -> None:
     shunned = Shunned()
-    assert not shunned.is_shunned("a", 0.0)
-    shunned.failed("a", 0.0)
-    assert shunned.is_shunned("a", 0.9)
-    assert not shunned.is_shunned("a", 1.0)
-    shunned.failed("a", 1.0)
-    assert shunned.is_shunned("a", 2.9)
+    assert not shunned.is_shunned("a", 1, 0.0)
+    shunned.failed("a", 1, 0.0)
+    assert shunned.is_shunned("a", 1, 0.9)
+    assert not shunned.is_shunned("a", 1, 1.0)
+    shunned.failed("a", 1, 1.0)
+    assert shunned.is_shunned("a", 1, 2.9)
     shunned.worked("a")
-    assert not shunned.is_shunned("a", 2.9)
-    shunned.failed("a", 3.0)
-    assert not shunned.is_shunned("a", 4.0), "it begins anew"
-    for _ in range(20):
-        shunned.failed("a", 100.0)
-    assert not shunned.is_shunned("a", 130.0), "never longer than half a minute"
+    assert not shunned.is_shunned("a", 1, 2.9)
+    shunned.failed("a", 1, 3.0)
+    assert not shunned.is_shunned("a", 1, 4.0), "it begins anew"
+    for n in range(20):
+        shunned.failed("a", 1, 100.0 * n)
+    assert shunned.is_shunned("a", 1, 1929.9)
+    assert not shunned.is_shunned("a", 1, 1930.0), "never longer than half a minute"
+
+
+def test_moves_that_fail_together_are_one_failure() -> None:
+    shunned = Shunned()
+    for n in range(4):
+        shunned.failed("a", 1, 0.01 * n)
+    assert shunned.is_shunned("a", 1, 0.9)
+    assert not shunned.is_shunned("a", 1, 1.0)
+    shunned.failed("a", 1, 1.0)
+    assert not shunned.is_shunned("a", 1, 3.0), "the second one"
+
+
+def test_what_begins_anew_under_its_old_name_has_not_failed() -> None:
+    shunned = Shunned()
+    for n in range(6):
+        shunned.failed("a", 1, 100.0 * n)
+    assert shunned.is_shunned("a", 1, 520.0)
+    assert not shunned.is_shunned("a", 2, 520.0)
+    shunned.failed("a", 2, 520.0)
+    assert shunned.is_shunned("a", 2, 520.9)
+    assert not shunned.is_shunned("a", 2, 521.0)
