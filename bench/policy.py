@@ -258,7 +258,9 @@ def _round(engine: Any, requests: Sequence[SampleRequest], samples: int, plan: P
     """
     speculation = None
     if plan is not None:
-        speculation = Speculation([GivenDrafter()], plan, engine.limits.vocab_size, _Ignored())
+        speculation = Speculation(
+            [GivenDrafter()], plan, engine.limits.vocab_size, _Ignored(), time.process_time
+        )
     measured = Measured({request.sample_id: [] for request in requests})
     for first in range(0, len(requests), samples):
         batch = requests[first : first + samples]

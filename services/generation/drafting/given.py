@@ -37,6 +37,8 @@ _PRIORS = (0.35, 0.55, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.96, 0.96, 0.96)
 _RAMP = [bisect_right(_BUCKETS, matched) - 1 for matched in range(_BUCKETS[-2] + 256)]
 _FAR = _BUCKETS[-2]
 _RAMP_INDEX = np.array(_RAMP)
+# Of what was learned under the policy before, so much counts under the next.
+_KNOWN_OF_OLD = 0.5
 
 # Of an alignment that is carried along: length of the sequence, offset, seen, matched.
 _STATE = struct.Struct("<4q")
@@ -77,9 +79,15 @@ class GivenDrafter:
     def __init__(self) -> None:
         self._alignments: dict[str, _Alignment] = {}
         self._tables: dict[str, AcceptanceTable] = {}
+        # The newest policy version that a sample came with.
+        self._version = 0
 
     def begin(self, context: DraftContext) -> None:
         """Take the given sequence of a sample, where it has one."""
+        if context.version > self._version:
+            self._version = context.version
+            for table in self._tables.values():
+                table.fade(_KNOWN_OF_OLD)
         if len(context.given):
             self._follow_from_start(context.sample_id, list(context.given), context.source)
             if state := context.carried.get(self.name):
@@ -99,10 +107,31 @@ class GivenDrafter:
         """The next tokens of each sample's given sequence."""
         if not self._alignments:
             return None
-        shape = (len(samples), window)
-        offers = Offers(np.zeros(shape, np.int32), np.zeros(shape), [""] * len(samples))
-        found = [self._fill(offers, i, sample) for i, sample in enumerate(samples)]
-        return offers if any(found) else None
+        # What all samples' tokens say of the tables comes first: to ask these takes longer than to tell them.
+        followed = [self._compared(sample) for sample in samples]
+        tokens = np.zeros((len(samples), window), np.int32)
+        counts = np.zeros(len(samples), np.int64)
+        matched = np.zeros(len(samples), np.int64)
+        by_source: dict[str, list[int]] = {}
+        for i, alignment in enumerate(followed):
+            if alignment is None or (begin := alignment.seen + alignment.offset) < 0:
+                continue
+            ahead = alignment.tokens[begin : begin + window]
+            if count := len(ahead):
+                tokens[i, :count] = ahead
+                counts[i], matched[i] = count, alignment.matched
+                by_source.setdefault(alignment.source, []).append(i)
+        if not by_source:
+            return None
+        buckets = _buckets(matched, window)
+        acceptance = np.zeros((len(samples), window))
+        sources = [""] * len(samples)
+        for source, places in by_source.items():
+            acceptance[places] = self._tables[source].probabilities[buckets[places]]
+            for i in places:
+                sources[i] = source
+        acceptance[np.arange(window) >= counts[:, None]] = 0.0
+        return Offers(tokens, acceptance, sources)
 
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
         """Nothing: the next offer sees the tokens themselves."""
@@ -120,31 +149,17 @@ class GivenDrafter:
         if source not in self._tables:
             self._tables[source] = AcceptanceTable(_PRIORS)
 
-    def _fill(self, offers: Offers, i: int, sample: SampleState) -> bool:
-        """Offer a sample the next tokens of its sequence; whether there are any."""
+    def _compared(self, sample: SampleState) -> _Alignment | None:
+        """How a sample lies along its sequence, its latest tokens included."""
         alignment = self._alignments.get(sample.sample_id)
-        if alignment is None:
-            return False
-        table = self._tables[alignment.source]
-        _compare(alignment, sample.response, table)
-        begin = len(sample.response) + alignment.offset
-        if begin < 0:
-            return False
-        ahead = alignment.tokens[begin : begin + offers.tokens.shape[1]]
-        count = len(ahead)
-        if not count:
-            return False
-        offers.tokens[i, :count] = ahead
-        offers.acceptance[i, :count] = _predictions(table, alignment.matched, count)
-        offers.sources[i] = alignment.source  # type: ignore[index]
-        return True
+        if alignment is not None and alignment.seen != len(sample.response):
+            _compare(alignment, sample.response, self._tables[alignment.source])
+        return alignment
 
 
 def _compare(alignment: _Alignment, response: Sequence[int], table: AcceptanceTable) -> None:
     """Compare the tokens that are new since the last call, and realign when the latest one mismatched."""
     begin, end = alignment.seen, len(response)
-    if begin == end:
-        return
     alignment.seen = end
     given, offset = alignment.given, alignment.offset
     news = response[begin:end]
@@ -179,11 +194,12 @@ def _bucket(matched: int) -> int:
     return len(_BUCKETS) - 1 if matched >= _UNBROKEN else _RAMP[min(matched, _FAR)]
 
 
-def _predictions(table: AcceptanceTable, matched: int, count: int) -> NDArray[np.float64] | np.float64:
-    """For the next tokens, the probability of each if all before it match."""
-    if matched >= _FAR:
-        return table.probabilities[_bucket(matched)]
-    return table.probabilities[_RAMP_INDEX[matched : matched + count]]
+def _buckets(matched: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+    """For the next tokens of each sample, [n, window], the bucket of each if all before it match."""
+    # Behind the last wide bucket's beginning all are of it.
+    buckets = _RAMP_INDEX[np.minimum(matched, _FAR)[:, None] + np.arange(window)]
+    buckets[matched >= _UNBROKEN] = len(_BUCKETS) - 1
+    return buckets
 
 
 def _realign(alignment: _Alignment, response: Sequence[int]) -> None:

@@ -1,18 +1,23 @@
-"""In which steps drafters are asked: not in every one, while nothing that they offer pays. Pure.
+"""In which steps drafters are asked: not in every one, while what they offer is not worth the asking. Pure.
 
-To ask costs time, about as much of a plain step of a small model as speculation may cost it at all. A drafter that
-never pays is therefore soon asked only now and then; one that pays now and then is asked always.
+To ask and to plan takes time in which the engine waits, about as much of a plain step of a small model as
+speculation may cost it at all; no step-time model knows of it. So a step in which drafters were asked is worth the
+time that its drafts are predicted to save, in units of what the asking took. Credit is kept of that: drafters that
+are worth it on the whole are always asked, others soon only now and then.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
-# Steps in a row in which nothing was drafted, before any is left out. A sample by itself often has a few such
+# Most credit, in steps: so many may bring nothing before any is left out. A sample by itself often has a few such
 # steps between two good drafts.
-_PATIENCE = 8
+_PATIENCE = 8.0
 # Most steps that are left out in a row.
 _MOST = 8
+# With so much credit below nothing, that many are.
+_LEAST = -4.0
 # Another batch, to which what did not pay may pay: smaller by a quarter.
 _SHRUNK = 0.75
 
@@ -21,7 +26,7 @@ _SHRUNK = 0.75
 class Pause:
     """Counts steps. `over` begins each, `asked` says what came of one in which drafters were asked."""
 
-    _declined: int = 0
+    _credit: float = _PATIENCE
     _left: int = 0
     _samples: int = 0
 
@@ -32,13 +37,26 @@ class Pause:
             return False
         return True
 
-    def asked(self, samples: int, drafted: bool) -> None:
-        """Drafters were asked for a step of so many samples, and anything, or nothing, was drafted."""
-        self._declined = 0 if drafted else self._declined + 1
-        beyond = self._declined - _PATIENCE
-        self._left = 0 if beyond <= 0 else min(_MOST, 1 << min(beyond - 1, _MOST))
+    def asked(self, samples: int, saved: float, cost: float = 0.0) -> None:
+        """Drafters were asked for a step of so many samples.
+
+        Args:
+            samples: of the step.
+            saved: seconds that its drafts are predicted to save; 0 where nothing is drafted, infinite where nobody
+                says.
+            cost: seconds that it took to ask and to plan.
+        """
+        worth = 0.0 if saved <= 0.0 else saved / cost if cost > 0.0 else inf
+        # What pays now is not held to what did not before.
+        before = max(self._credit, 0.0) if worth >= 1.0 else self._credit
+        self._credit = max(min(before - 1.0 + worth, _PATIENCE), _LEAST)
+        self._left = 0 if self._credit >= 0.0 else min(_MOST, round(2 ** (-self._credit - 1.0)))
         self._samples = samples
 
     def end(self) -> None:
-        """Something is known that was not: drafters are asked again."""
-        self._declined = self._left = 0
+        """Something is known that was not: drafters are asked again, with patience."""
+        self._credit, self._left = _PATIENCE, 0
+
+    def interrupt(self) -> None:
+        """A sample has come to which what did not pay may pay: drafters are asked in the coming step."""
+        self._left = 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,11 @@ class Decision:
     offered: float = 1.0
     seconds: float = 0.0
 
+    @property
+    def saved(self) -> float:
+        """Predicted seconds less than plain decoding takes for as many tokens."""
+        return (self.speedup - 1.0) * self.seconds
+
 
 class PlanMetrics(Protocol):
     """Where decisions and predictions are counted."""
@@ -71,43 +76,29 @@ class PlanMetrics(Protocol):
     def predicted(self, predicted: float, measured: float) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    """The best beginning of the line for given picks, `count` tokens long, and what it promises."""
-
-    picks: NDArray[np.int64]
-    """The drafter of each sample, [n]."""
-    line: Floats
-    count: int
-    expected: float
-    seconds: float
-    raw: float
-    """The time, uncorrected."""
-    rate: float
-    # Of the step without drafts.
-    plain_rate: float
-    plain_seconds: float
-    plain_raw: float
-    # Seconds that each of the last rows takes; 0 without drafts.
-    marginal: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
+class _Times(NamedTuple):
     """Times of steps, [c], by number of draft tokens, the first of which is 0."""
 
-    requests: int
-    context: int
     counts: NDArray[np.int64]
     raw: Floats
     seconds: Floats
     """`raw` as measured steps have corrected it."""
-    marginal: Floats = field(init=False)
+    marginal: Floats
     """Seconds of each row between two counts, [c - 1]."""
 
-    def __post_init__(self) -> None:
-        rows = np.diff(self.counts)
-        object.__setattr__(self, "marginal", np.diff(self.seconds) / rows)
+
+class _Selection(NamedTuple):
+    """The best beginning of the line for given picks: its place among the numbers of draft tokens."""
+
+    rate: float
+    best: int
+    expected: float
+    times: _Times
+    picks: NDArray[np.int64]
+    """The drafter of each sample, [n]."""
+    picked: Floats
+    """The survival of its tokens, [n, width]."""
+    line: Floats
 
 
 @dataclass(slots=True)
@@ -163,90 +154,98 @@ class PlannedDrafts:
     ) -> tuple[Decision, Drafts]:
         if not samples:
             return Decision(NO_SAMPLES), Drafts()
-        names = [name for name, made in offers.items() if made.acceptance[:, :1].any()]
+        names = [name for name, made in offers.items() if _offers_any(made.acceptance)]
         if not names:
             return Decision(NO_OFFERS), Drafts()
         made = [offers[name] for name in names]
         survival = survivals(made, limits(samples, self.window), self.window)
         context = context_of(samples)
-        chosen = self._search(survival, context)
-        gain = chosen.rate / chosen.plain_rate
-        drafted = chosen.count > 0 and gain >= 1 + self.margin
-        self._timed = (len(samples), chosen.count if drafted else 0, context)
-        self._raw = chosen.raw if drafted else chosen.plain_raw
+        rate, best, expected, times, picks, picked, line = self._search(survival, context)
+        count, plain_seconds = int(times.counts[best]), float(times.seconds[0])
+        gain = rate / (len(samples) / plain_seconds)
+        drafted = count > 0 and gain >= 1 + self.margin
+        self._timed = (len(samples), count if drafted else 0, context)
+        self._raw = float(times.raw[best if drafted else 0])
         if not drafted:
-            reason = WITHIN_MARGIN if chosen.count else PLAIN_IS_BEST
-            return Decision(reason, offered=gain, seconds=chosen.plain_seconds), Drafts()
-        decision = Decision(DRAFTS, chosen.count, chosen.expected, gain, gain, chosen.seconds)
-        lengths = _lengths(survival[chosen.picks, np.arange(len(samples))], chosen.line, chosen.count)
-        return decision, drafts(samples, offers, names, chosen.picks, lengths, chosen.expected)
+            reason = WITHIN_MARGIN if count else PLAIN_IS_BEST
+            return Decision(reason, offered=gain, seconds=plain_seconds), Drafts()
+        decision = Decision(DRAFTS, count, expected, gain, gain, float(times.seconds[best]))
+        lengths = _lengths(picked, line, count)
+        made_of = drafts(samples, offers, names, picks, lengths, expected)
+        made_of.saved = decision.saved
+        return decision, made_of
 
     def _search(self, survival: Floats, context: int) -> _Selection:
         """The best selection over picks at prices that follow the rate."""
         drafters, requests, width = survival.shape
         times = self._times(requests, row_counts(requests, requests * width), context)
         # No rate is below the plain one, so no token that is worth less than the cheapest row at it is ever taken.
-        least = requests / float(times.seconds[0]) * float(times.marginal.min())
+        price = least = max(requests / float(times.seconds[0]) * float(times.marginal.min()), NOTHING)
         if drafters == 1:
-            return self._select(survival, np.zeros(requests, np.int64), times, least)
+            return self._select(survival[0], np.zeros(requests, np.int64), times, least, context)
         best: _Selection | None = None
-        tried: NDArray[np.int64] | None = None
-        price, ones = least, np.ones(width)
+        tried = b""
+        ones, places = np.ones(width), np.arange(requests)
+        worth, offered = np.empty_like(survival), survival.reshape(-1, width)
         for _ in range(_MAX_ROUNDS):
-            picks = (np.maximum(survival - price, 0.0) @ ones).argmax(0)
-            if tried is not None and np.array_equal(picks, tried):
+            # What tokens bring above the price, and the price for each place: the latter is the same for all.
+            picks = (np.maximum(survival, price, out=worth) @ ones).argmax(0)
+            if (key := picks.tobytes()) == tried:
                 break
-            selection = self._select(survival, picks, times, least)
+            picked = offered.take(picks * requests + places, axis=0)
+            selection = self._select(picked, picks, times, least, context)
             if best is None or selection.rate > best.rate:
                 best = selection
-            price = selection.rate * selection.marginal
-            tried = picks
+            price = selection.rate * (
+                float(selection.times.marginal[selection.best - 1]) if selection.best else 0.0
+            )
+            tried = key
         assert best is not None
         return best
 
     def _times(self, requests: int, counts: NDArray[np.int64], context: int) -> _Times:
         raw = self.step_time.model.seconds(requests, requests + counts, context)
-        return _Times(requests, context, counts, raw, self.step_time.correction.apply(raw))
+        seconds = self.step_time.correction.apply(raw)
+        return _Times(counts, raw, seconds, (seconds[1:] - seconds[:-1]) / (counts[1:] - counts[:-1]))
 
-    def _select(self, survival: Floats, picks: NDArray[np.int64], times: _Times, least: float) -> _Selection:
+    def _select(
+        self, picked: Floats, picks: NDArray[np.int64], times: _Times, least: float, context: int
+    ) -> _Selection:
         """The beginning of the line that pays best.
 
         Survival falls along each offer, so the best tokens of all are beginnings of offers. Tokens that survive
         with a probability below `least` are left out.
         """
         requests = len(picks)
-        picked = survival[picks, np.arange(requests)]
-        line = np.sort(picked[picked >= max(least, NOTHING)])[::-1]
+        line = picked[picked >= least]
+        line.sort()
+        line = line[::-1]
         if times.counts[1] > len(line) > 0:
             # Too few for a step of the grid.
-            times = self._times(requests, np.array([0, len(line)]), times.context)
-        counts = times.counts[: int(np.searchsorted(times.counts, len(line), side="right"))]
+            times = self._times(requests, np.array([0, len(line)]), context)
+        counts = times.counts[: int(times.counts.searchsorted(len(line), side="right"))]
         expected = np.zeros(len(counts))
         if len(counts) > 1:
-            np.cumsum(np.add.reduceat(line[: counts[-1]], counts[:-1]), out=expected[1:])
-        rates = (requests + expected) / times.seconds[: len(counts)]
+            np.add.reduceat(line[: counts[-1]], counts[:-1]).cumsum(out=expected[1:])
+        rates = (expected + requests) / times.seconds[: len(counts)]
         best = int(rates.argmax())
-        count = int(counts[best])
-        return _Selection(
-            picks,
-            line,
-            count,
-            float(expected[best]),
-            float(times.seconds[best]),
-            float(times.raw[best]),
-            float(rates[best]),
-            float(rates[0]),
-            float(times.seconds[0]),
-            float(times.raw[0]),
-            float(times.marginal[best - 1]) if best else 0.0,
-        )
+        return _Selection(float(rates[best]), best, float(expected[best]), times, picks, picked, line)
+
+
+def _offers_any(acceptance: Floats) -> bool:
+    """Whether any sample has a first token; mostly the first one has."""
+    return bool(acceptance.size) and bool(acceptance[0, 0] or acceptance[:, 0].any())
 
 
 def _lengths(survival: Floats, line: Floats, count: int) -> NDArray[np.int64]:
     """Tokens of each sample among the first `count` > 0 of the line; of equal ones the first samples' come."""
     last = line[count - 1]
     if count == len(line) or line[count] < last:
-        return np.count_nonzero(survival >= last, axis=1)
+        # Survival falls, so the first below is where they end; counting takes several times as long.
+        below = survival < last
+        lengths = below.argmax(axis=1)
+        lengths[(lengths == 0) & ~below[:, 0]] = below.shape[1]
+        return lengths
     lengths = np.count_nonzero(survival > last, axis=1)
     ties = np.count_nonzero(survival == last, axis=1)
     left = count - int(lengths.sum())

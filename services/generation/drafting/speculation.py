@@ -8,6 +8,7 @@ a request.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,6 +78,8 @@ class Speculation:
     plan: Plan
     vocab_size: int
     metrics: DraftMetrics
+    clock: Callable[[], float] = time.perf_counter
+    """Seconds."""
     _seats: list[_Seat] = field(init=False)
     _drafts: Drafts = field(init=False, default_factory=Drafts)
     _pause: Pause = field(init=False, default_factory=Pause)
@@ -89,7 +92,7 @@ class Speculation:
     def begin(self, context: DraftContext) -> None:
         """A sample enters the engine."""
         if len(context.given):
-            self._pause.end()
+            self._pause.interrupt()
         for seat in self._active():
             self._guard(seat, partial(seat.drafter.begin, context))
 
@@ -129,13 +132,15 @@ class Speculation:
             self.plan.rest(samples)
             self._drafts = Drafts()
             return {}
+        began = self.clock()
         offers: dict[str, Offers] = {}
         for seat in self._active():
             made = self._offers(seat, samples, offers)
             if made is not None:
                 offers[seat.drafter.name] = made
         self._drafts = self.plan.choose(samples, offers)
-        self._pause.asked(len(samples), bool(self._drafts.tokens))
+        saved = self._drafts.saved if self._drafts.tokens else 0.0
+        self._pause.asked(len(samples), saved, self.clock() - began)
         return dict(self._drafts.tokens)
 
     def shape(self, samples: Sequence[SampleState], drafts: Mapping[str, Sequence[int]]) -> StepShape | None:

@@ -44,7 +44,7 @@ def rigs() -> Iterator[Callable[..., Rig]]:
     def make(plan: Plan | None = None, **fields: Any) -> Rig:
         rig = Rig(NamedEngine(**fields))
         if plan is not None:
-            rig.loop.speculation = Speculation([GivenDrafter()], plan, 512, rig.metrics)
+            rig.loop.drafts.speculation = Speculation([GivenDrafter()], plan, 512, rig.metrics)
         made.append(rig)
         return rig
 
@@ -57,7 +57,7 @@ def rigs() -> Iterator[Callable[..., Rig]]:
 def planner(rig: Rig) -> PlannedDrafts:
     """A planner at work in a loop, that counts where the loop does."""
     plan = PlannedDrafts(4, step_time(), metrics=rig.metrics.planner)
-    rig.loop.speculation = Speculation([GivenDrafter()], plan, 512, rig.metrics)
+    rig.loop.drafts.speculation = Speculation([GivenDrafter()], plan, 512, rig.metrics)
     return plan
 
 
@@ -115,8 +115,8 @@ def _instance(rig: Rig, model: Path, **fields: Any) -> Instance:
 async def test_an_instance_plans_when_it_is_told_to(rigs: Callable[..., Rig], tmp_path: Path) -> None:
     rig = rigs()
     _instance(rig, tiny_model(tmp_path, num_hidden_layers=1), draft_window=5, draft_margin=0.1)
-    assert rig.loop.speculation is not None
-    plan = rig.loop.speculation.plan
+    assert rig.loop.drafts.speculation is not None
+    plan = rig.loop.drafts.speculation.plan
     assert isinstance(plan, SteeredPlan)
     assert plan.measures
     assert (plan.knobs.mode, plan.knobs.draft_cap, plan.knobs.margin) == ("planner", 5, 0.1)
@@ -136,8 +136,8 @@ async def test_a_model_without_a_step_time_is_served_with_drafts_of_fixed_length
 ) -> None:
     rig = rigs()
     _instance(rig, tiny_model(tmp_path, num_hidden_layers=1, num_experts=8), draft_window=5)
-    assert rig.loop.speculation is not None
-    plan = rig.loop.speculation.plan
+    assert rig.loop.drafts.speculation is not None
+    plan = rig.loop.drafts.speculation.plan
     assert isinstance(plan, SteeredPlan)
     assert plan.step_time is None
     assert (await _tokens(rig))[1] == list(range(12))

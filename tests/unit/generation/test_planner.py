@@ -212,6 +212,20 @@ def test_offers_are_cut_to_the_window_and_to_what_the_sample_has_room_for() -> N
     ]
 
 
+@given(batches(2), any_time)
+def test_drafts_say_how_much_sooner_their_tokens_come_than_plain_ones(
+    batch: tuple[list[SampleState], Offers], fields: dict[str, float]
+) -> None:
+    samples, offers = batch
+    planner = plan(**fields)
+    drafts = planner.choose(samples, batched(offers))
+    if drafts:
+        requests, context = len(samples), 10 * len(samples)
+        step, plain = planner.step_time.seconds(requests, [requests + drafts.count, requests], context)
+        as_many = (requests + drafts.expected) / requests * plain
+        assert drafts.saved == pytest.approx(as_many - step, rel=1e-6, abs=1e-12)
+
+
 def test_when_rows_are_dear_nothing_is_drafted() -> None:
     planner = plan(per_row=1.0)
     assert planner.choose([sample(0)], batched({"a": [offer(0.9)]})) == {}
