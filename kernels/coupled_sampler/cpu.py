@@ -101,35 +101,28 @@ def warm_up() -> None:
         _verify_rows.compile(_VERIFY_SIGNATURE)
 
 
-def _build_entry(fingerprint: str) -> Any:
-    @entry
-    def verify_rows(logits, seeds, positions, temperature, draft_ids, cu_rows, domain, tokens, counts):
-        fingerprint  # noqa: B018  captured for the key of the cache, see jit.py
-        width = np.uint64(logits.shape[1])
-        flat = logits.reshape(-1)
-        maxima, keys, pairs, words, scores = make_scratch(logits.shape[1])
-        for n in range(len(counts)):
-            first, end = cu_rows[n], cu_rows[n + 1]
-            row = first
-            while True:
-                start, position = np.uint64(row) * width, positions[n] + (row - first)
-                # The drafts of request n start n entries before its rows: each earlier request has one fewer.
-                draft = draft_ids[row - n] if row + 1 < end else _NO_DRAFT
-                token = sample_row(
-                    flat, start, width, seeds[n], position, temperature[n], domain, draft,
-                    maxima, keys, pairs, words, scores,
-                )  # fmt: skip
-                tokens[row] = token
-                row += 1
-                if row == end or token < 0 or token != draft:
-                    break
-            counts[n] = row - first
-            tokens[row:end] = _UNSAMPLED
-
-    return verify_rows
-
-
-_verify_rows = _build_entry(source_fingerprint(Path(__file__).parent))
+@entry(source_fingerprint(Path(__file__).parent))
+def _verify_rows(logits, seeds, positions, temperature, draft_ids, cu_rows, domain, tokens, counts):
+    width = np.uint64(logits.shape[1])
+    flat = logits.reshape(-1)
+    maxima, keys, pairs, words, scores = make_scratch(logits.shape[1])
+    for n in range(len(counts)):
+        first, end = cu_rows[n], cu_rows[n + 1]
+        row = first
+        while True:
+            start, position = np.uint64(row) * width, positions[n] + (row - first)
+            # The drafts of request n start n entries before its rows: each earlier request has one fewer.
+            draft = draft_ids[row - n] if row + 1 < end else _NO_DRAFT
+            token = sample_row(
+                flat, start, width, seeds[n], position, temperature[n], domain, draft,
+                maxima, keys, pairs, words, scores,
+            )  # fmt: skip
+            tokens[row] = token
+            row += 1
+            if row == end or token < 0 or token != draft:
+                break
+        counts[n] = row - first
+        tokens[row:end] = _UNSAMPLED
 
 
 def _check_logits(logits: Any) -> NDArray[np.float32]:

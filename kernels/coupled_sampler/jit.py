@@ -5,8 +5,9 @@ system set NUMBA_CACHE_DIR to a writable volume (or to one filled at image build
 define a cached function when it finds nowhere to write, and then we compile anew in every process.
 
 Numba renews a cached function when its own file changes, but not when the functions and constants that went
-into it do. So only entries are cached, and each captures a fingerprint of all sources, which numba makes
-part of the key.
+into it do. And a process that finds in the index what another one is just about to write gets the file that an
+earlier version left under that number. So only entries are cached, each under a name with a fingerprint of all
+its sources: no version ever meets the files of another.
 """
 
 import hashlib
@@ -25,19 +26,25 @@ def kernel(function: Callable[..., Any]) -> Any:
     return numba.njit(**_OPTIONS)(function)
 
 
-def entry(function: Callable[..., Any]) -> Any:
-    """A compiled function called from Python; its closure must hold `source_fingerprint`."""
-    try:
-        return numba.njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError as error:
-        logging.getLogger(__name__).warning("compiling without a cache (set NUMBA_CACHE_DIR): %s", error)
-        return kernel(function)
+def entry(fingerprint: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a compiled function that is called from Python, of sources with this `source_fingerprint`."""
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        # What numba names the files after.
+        function.__qualname__ += f"_{fingerprint}"
+        try:
+            return numba.njit(cache=True, **_OPTIONS)(function)
+        except RuntimeError as error:
+            logging.getLogger(__name__).warning("compiling without a cache (set NUMBA_CACHE_DIR): %s", error)
+            return kernel(function)
+
+    return compiled
 
 
-def source_fingerprint(folder: Path) -> str:
-    """A digest of the Python sources in `folder`."""
+def source_fingerprint(*folders: Path) -> str:
+    """A digest of the Python sources in these folders."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.glob("*.py")):
+    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
         source = path.read_bytes()
         digest.update(f"{path.name} {len(source)}\n".encode() + source)
     return digest.hexdigest()

@@ -4,7 +4,6 @@
 # Compiled functions carry numba types, which annotations cannot say.
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,9 +17,7 @@ DONE, NO_ROOM = -1, -2
 """What `step` returns when it is not the place of a bad handle."""
 _ROW = np.int64(0xFFFFFFFF)
 _GENERATION_SHIFT = np.int64(32)
-_FINGERPRINT = jit.source_fingerprint(Path(__file__).parent) + jit.source_fingerprint(
-    Path(jit.__file__).parent
-)
+_entry = jit.entry(jit.source_fingerprint(Path(__file__).parent, Path(jit.__file__).parent))
 
 
 @jit.kernel
@@ -69,119 +66,98 @@ def offer(arrays, cursor, min_match, floor, hashes, salt, found, tokens, shares)
     return count, first
 
 
-def _build_texts(fingerprint: str) -> tuple[Any, Any]:
-    @jit.entry
-    def extend_text(arrays, tokens, start, state, weight, reach):
-        """Append tokens[start:] to the text that ends at `state`.
+@_entry
+def extend_text(arrays, tokens, start, state, weight, reach):
+    """Append tokens[start:] to the text that ends at `state`.
 
-        Returns how many of all tokens are appended when they end or there is no more room, and the state then.
-        """
-        fingerprint  # noqa: B018  captured for the key of the cache, see jit.py
-        for i in range(start, len(tokens)):
-            end = automaton.extend(
-                arrays.states, arrays.edges, arrays.scalars, state, tokens[i], weight, reach
+    Returns how many of all tokens are appended when they end or there is no more room, and the state then.
+    """
+    for i in range(start, len(tokens)):
+        end = automaton.extend(arrays.states, arrays.edges, arrays.scalars, state, tokens[i], weight, reach)
+        if end == NOWHERE:
+            return i, state
+        state = end
+    return len(tokens), state
+
+
+@_entry
+def teach_text(arrays, tokens, hashes, hashed):
+    """Tell the shared table of a text; `hashes` [HISTORY] uint64 and `hashed` are those before it.
+
+    Returns the number hashed behind it.
+    """
+    for i in range(len(tokens)):
+        shared.learn(arrays.entries, arrays.scalars, hashes, hashed, tokens[i])
+        push(hashes, hashed, tokens[i])
+        hashed += 1
+    return hashed
+
+
+@_entry
+def step(arrays, handles, tokens, cu, progress, reach, min_match, floor, offered, shares, counts, matches):
+    """Append and offer, see SuffixIndex.step.
+
+    progress [2] int64: growing rollouts done, and tokens of all; to be handed in again after NO_ROOM.
+    """
+    cursors = arrays.cursors
+    for i in range(len(handles)):
+        row = handles[i] & _ROW
+        if row >= len(cursors) or cursors[row].generation != handles[i] >> _GENERATION_SHIFT:
+            return i
+    hashes = np.empty(HISTORY, dtype=np.uint64)
+    found = np.empty(len(recent.ORDERS), dtype=np.int64)
+    for i in range(progress[0], len(handles)):
+        cursor = cursors[handles[i] & _ROW]
+        if not cursor.halted:
+            for h in range(HISTORY):
+                hashes[h] = cursor.hashes[h]
+            salt = recent.salt_of(handles[i])
+            done = append(
+                arrays, cursor, tokens, progress[1], cu[i + 1], reach, min_match, hashes, salt, found
             )
-            if end == NOWHERE:
-                return i, state
-            state = end
-        return len(tokens), state
-
-    @jit.entry
-    def teach_text(arrays, tokens, hashes, hashed):
-        """Tell the shared table of a text; `hashes` [HISTORY] uint64 and `hashed` are those before it.
-
-        Returns the number hashed behind it.
-        """
-        fingerprint  # noqa: B018
-        for i in range(len(tokens)):
-            shared.learn(arrays.entries, arrays.scalars, hashes, hashed, tokens[i])
-            push(hashes, hashed, tokens[i])
-            hashed += 1
-        return hashed
-
-    return extend_text, teach_text
+            for h in range(HISTORY):
+                cursor.hashes[h] = hashes[h]
+            progress[1] = done
+            if done < cu[i + 1]:
+                return NO_ROOM
+        progress[0], progress[1] = i + 1, cu[i + 1]
+    for i in range(len(handles)):
+        cursor = cursors[handles[i] & _ROW]
+        if not cursor.halted:
+            for h in range(HISTORY):
+                hashes[h] = cursor.hashes[h]
+            salt = recent.salt_of(handles[i])
+            counts[i], matches[i] = offer(
+                arrays, cursor, min_match, floor, hashes, salt, found, offered[i], shares[i]
+            )
+    return DONE
 
 
-def _build_step(fingerprint: str) -> Any:
-    @jit.entry
-    def step(
-        arrays, handles, tokens, cu, progress, reach, min_match, floor, offered, shares, counts, matches
-    ):
-        """Append and offer, see SuffixIndex.step.
-
-        progress [2] int64: growing rollouts done, and tokens of all; to be handed in again after NO_ROOM.
-        """
-        fingerprint  # noqa: B018
-        cursors = arrays.cursors
-        for i in range(len(handles)):
-            row = handles[i] & _ROW
-            if row >= len(cursors) or cursors[row].generation != handles[i] >> _GENERATION_SHIFT:
-                return i
-        hashes = np.empty(HISTORY, dtype=np.uint64)
-        found = np.empty(len(recent.ORDERS), dtype=np.int64)
-        for i in range(progress[0], len(handles)):
-            cursor = cursors[handles[i] & _ROW]
-            if not cursor.halted:
-                for h in range(HISTORY):
-                    hashes[h] = cursor.hashes[h]
-                salt = recent.salt_of(handles[i])
-                done = append(
-                    arrays, cursor, tokens, progress[1], cu[i + 1], reach, min_match, hashes, salt, found
-                )
-                for h in range(HISTORY):
-                    cursor.hashes[h] = hashes[h]
-                progress[1] = done
-                if done < cu[i + 1]:
-                    return NO_ROOM
-            progress[0], progress[1] = i + 1, cu[i + 1]
-        for i in range(len(handles)):
-            cursor = cursors[handles[i] & _ROW]
-            if not cursor.halted:
-                for h in range(HISTORY):
-                    hashes[h] = cursor.hashes[h]
-                salt = recent.salt_of(handles[i])
-                counts[i], matches[i] = offer(
-                    arrays, cursor, min_match, floor, hashes, salt, found, offered[i], shares[i]
-                )
-        return DONE
-
-    return step
+@_entry
+def release(arrays, root):
+    """Free the automaton of a root."""
+    automaton.release(arrays.states, arrays.edges, arrays.scalars, root)
 
 
-def _build_upkeep(fingerprint: str) -> tuple[Any, ...]:
-    @jit.entry
-    def release(arrays, root):
-        """Free the automaton of a root."""
-        fingerprint  # noqa: B018
-        automaton.release(arrays.states, arrays.edges, arrays.scalars, root)
-
-    @jit.entry
-    def new_root(arrays):
-        """An empty automaton; there must be room."""
-        fingerprint  # noqa: B018
-        return automaton.new_state(arrays.states, arrays.scalars, 0, NOWHERE)
-
-    @jit.entry
-    def gather(arrays, row, out):
-        """Copy the text of a cursor to `out` [its tokens] int32."""
-        fingerprint  # noqa: B018
-        texts.gather(arrays.chunks, arrays.cursors[row], out)
-
-    @jit.entry
-    def discard(arrays, row):
-        """Free the text of a cursor."""
-        fingerprint  # noqa: B018
-        texts.discard(arrays.chunks, arrays.scalars, arrays.cursors[row])
-
-    @jit.entry
-    def enlarge(entries, larger):
-        """Move all entries of a shared table to an empty larger one."""
-        fingerprint  # noqa: B018
-        shared.enlarge(entries, larger)
-
-    return release, new_root, gather, discard, enlarge
+@_entry
+def new_root(arrays):
+    """An empty automaton; there must be room."""
+    return automaton.new_state(arrays.states, arrays.scalars, 0, NOWHERE)
 
 
-extend_text, teach_text = _build_texts(_FINGERPRINT)
-step = _build_step(_FINGERPRINT)
-release, new_root, gather, discard, enlarge = _build_upkeep(_FINGERPRINT)
+@_entry
+def gather(arrays, row, out):
+    """Copy the text of a cursor to `out` [its tokens] int32."""
+    texts.gather(arrays.chunks, arrays.cursors[row], out)
+
+
+@_entry
+def discard(arrays, row):
+    """Free the text of a cursor."""
+    texts.discard(arrays.chunks, arrays.scalars, arrays.cursors[row])
+
+
+@_entry
+def enlarge(entries, larger):
+    """Move all entries of a shared table to an empty larger one."""
+    shared.enlarge(entries, larger)
