@@ -61,6 +61,7 @@ class WorkLink:
         self._claims: list[generation_pb2.Claim] = []
         self._aborts: list[int] = []
         self._wake = asyncio.Event()
+        self._over = False
 
     def next_handle(self) -> int:
         """A number for the next item, unique on this stream."""
@@ -99,10 +100,15 @@ class WorkLink:
                 self._responded(self, response)
         finally:
             call.cancel()
+            # The requests end too: grpc waits for the next one for ever.
+            self._over = True
+            self._wake.set()
 
     async def _requests(self) -> AsyncIterator[generation_pb2.WorkRequest]:
         while True:
             await self._wake.wait()
+            if self._over:
+                return
             self._wake.clear()
             for request in self._drain():
                 yield request

@@ -30,7 +30,8 @@ def makers() -> set[str]:
     for path in (ROOT / "services").rglob("*.py"):
         source = path.read_text()
         imported = re.search(r"^from prometheus_client import (.*)$", source, re.MULTILINE)
-        if imported and KINDS & {name.strip() for name in imported[1].split(",")}:
+        kinds = KINDS & {name.strip() for name in imported[1].split(",")} if imported else set()
+        if any(re.search(rf"\b{kind}\(", source) for kind in kinds):
             found.add(str(path.relative_to(ROOT)))
     return found
 
