@@ -15,9 +15,9 @@ from math import inf
 # steps between two good drafts.
 _PATIENCE = 8.0
 # Most steps that are left out in a row.
-_MOST = 8
+_MOST = 32
 # With so much credit below nothing, that many are.
-_LEAST = -4.0
+_LEAST = -6.0
 # Another batch, to which what did not pay may pay: smaller by a quarter.
 _SHRUNK = 0.75
 

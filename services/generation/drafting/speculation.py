@@ -83,6 +83,8 @@ class Speculation:
     _seats: list[_Seat] = field(init=False)
     _drafts: Drafts = field(init=False, default_factory=Drafts)
     _pause: Pause = field(init=False, default_factory=Pause)
+    # Whether drafters rest in the coming step.
+    _resting: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         # Those that ask for the others' offers come last.
@@ -128,7 +130,8 @@ class Speculation:
         if not samples:
             self._drafts = Drafts()
             return {}
-        if not self._pause.over(len(samples)):
+        self._resting = not self._pause.over(len(samples))
+        if self._resting:
             self.plan.rest(samples)
             self._drafts = Drafts()
             return {}
@@ -144,8 +147,11 @@ class Speculation:
         return dict(self._drafts.tokens)
 
     def shape(self, samples: Sequence[SampleState], drafts: Mapping[str, Sequence[int]]) -> StepShape | None:
-        """What the coming step's time depends on; None when the plan does not ask for step times."""
-        if not (samples and self.plan.measures):
+        """What the coming step's time depends on; None when the plan does not ask for step times.
+
+        It is not asked for while drafters rest: what is learned in the others does for deciding.
+        """
+        if self._resting or not (samples and self.plan.measures):
             return None
         rows = len(samples) + sum(map(len, drafts.values()))
         return StepShape(len(samples), rows, context_of(samples))

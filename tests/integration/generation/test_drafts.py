@@ -206,8 +206,9 @@ async def test_a_rollout_of_the_same_seed_is_verified_many_tokens_a_step(
         assert (end.cached_tokens, end.reused_prefix) == (LENGTH, LENGTH)
         # A few steps may pass before the store has answered.
         assert end.decode_steps < LENGTH / 2
+        # The index has the rollout as well, and may be the one that is believed.
         assert accepted(outcomes[handle]).keys() <= {kind.lower(), "suffix"}
-        assert accepted(outcomes[handle])[kind.lower()] > LENGTH / 2
+        assert sum(accepted(outcomes[handle]).values()) > LENGTH / 2
 
 
 async def test_a_rollout_of_another_policy_changes_no_token(policy: Policy, store: Store) -> None:
@@ -259,7 +260,7 @@ async def test_a_rollout_that_comes_late_is_adopted_by_the_running_sample(
     assert outcome.tokens == truth.tokens
     end = end_of(outcome)
     assert (end.cached_tokens, end.reused_prefix) == (LONG, LONG)
-    assert accepted(outcome)["pregenerated"] > (LONG - before) / 2
+    assert sum(accepted(outcome).values()) > (LONG - before) / 2
     assert end.decode_steps < LONG / 2
 
 

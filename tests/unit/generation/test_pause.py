@@ -21,11 +21,11 @@ def asked(pause: Pause, saved: Iterable[float], samples: int = 16) -> list[bool]
     return found
 
 
-def test_what_never_pays_is_asked_in_every_ninth_step() -> None:
+def test_what_never_pays_is_asked_in_every_thirty_third_step() -> None:
     pause = Pause()
     assert all(asked(pause, [0.0] * 9))
     asked(pause, [0.0] * 100)
-    assert sum(asked(pause, [0.0] * 900)) == 100
+    assert sum(asked(pause, [0.0] * 3300)) == 100
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=40))
@@ -50,10 +50,10 @@ def test_what_is_worth_it_on_the_whole_is_always_asked(cycle: list[float]) -> No
 
 
 @given(st.integers(0, 500), st.integers(1, 60), st.floats(1.0, 100.0))
-def test_what_begins_to_pay_is_found_within_nine_steps(before: int, after: int, saved: float) -> None:
+def test_what_begins_to_pay_is_found_within_thirty_three_steps(before: int, after: int, saved: float) -> None:
     pause = Pause()
     asked(pause, [0.0] * before)
-    assert all(asked(pause, [saved] * (8 + after))[8:])
+    assert all(asked(pause, [saved] * (32 + after))[32:])
 
 
 def test_drafts_of_which_nobody_says_what_they_save_are_always_asked_for() -> None:

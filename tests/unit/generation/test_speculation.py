@@ -402,7 +402,7 @@ def test_a_drafter_that_never_pays_is_soon_asked_in_few_steps_and_at_once_when_t
     spec = Speculation([drafter], FixedPlan(WINDOW), VOCAB, Counts())
     for _ in range(200):
         assert spec.drafts(states("a")) == {}
-    assert 20 < drafter.asked < 40
+    assert 10 < drafter.asked < 20
     before = drafter.asked
     while drafter.asked == before:
         spec.drafts(states("a"))
@@ -410,6 +410,22 @@ def test_a_drafter_that_never_pays_is_soon_asked_in_few_steps_and_at_once_when_t
     assert spec.drafts(states("a")) == {}
     spec.adopt(Arrival())
     assert spec.drafts(states("a")) == {"a": [7]}
+
+
+class Measuring(FixedPlan):
+    """A plan that asks for step times."""
+
+    measures = True
+
+
+def test_the_time_of_a_step_is_asked_for_unless_drafters_rest() -> None:
+    drafter = Unwanted()
+    spec = Speculation([drafter], Measuring(WINDOW), VOCAB, Counts())
+    shapes = 0
+    for _ in range(200):
+        shapes += spec.shape(states("a"), spec.drafts(states("a"))) is not None
+    assert shapes == drafter.asked < 200
+    assert spec.shape([], {}) is None
 
 
 @dataclass(frozen=True, slots=True)
