@@ -31,8 +31,8 @@ _prompts = itertools.count(100)
 
 
 def fresh(movers: Movers) -> pb.WorkItem:
-    """A sample of a prompt that no instance has seen, as number 1."""
-    item = asked(next(_prompts), policy_version=movers.version, max_tokens=400)
+    """A sample of a prompt that no instance has seen, as number 1; so long that it runs yet when it is moved."""
+    item = asked(next(_prompts), policy_version=movers.version, max_tokens=900)
     item.handle = 1
     return item
 

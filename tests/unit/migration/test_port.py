@@ -266,13 +266,21 @@ def test_drafters_that_know_more_than_a_frame_holds_wait_for_the_commit(ends: tu
     assert same(donor, [1], receiver, [1])
 
 
-def test_no_thread_is_left(ends: tuple[End, End]) -> None:
-    donor, receiver = ends
+def test_no_thread_is_left() -> None:
+    # Those of other tests of this process may have to wait for a deadline.
+    before = set(threading.enumerate())
+
+    def ours() -> list[str]:
+        threads = set(threading.enumerate()) - before
+        return [each.name for each in threads if each.name in ("kv-link", "kv-listener")]
+
+    donor, receiver = make_end(caches()), make_end(caches())
     receiver.port.expect("m", TOKEN, (1,), 0, WAIT)
     send(donor, receiver, Part(0, SIZE, (1,)))
+    assert sorted(ours()) == ["kv-link", "kv-listener", "kv-listener"]
     donor.port.close()
     receiver.port.close()
-    until(lambda: not [each for each in threading.enumerate() if each.name in ("kv-link", "kv-listener")])
+    until(lambda: not ours())
 
 
 @pytest.mark.parametrize(
