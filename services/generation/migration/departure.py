@@ -279,9 +279,8 @@ class Departure:
             _log.info("cancel_not_heard", migration=self.request.migration_id, code=error.code().name)
 
     async def _give_up(self) -> None:
-        """After a defect: nothing may come of it at the receiver."""
+        """After a defect: nothing may come of it at the receiver. What is frozen is thawed by the clean-up."""
         try:
-            await self._thaw()
             await self._cancel(disown=True)
         except Exception:
             _log.exception("move_not_undone", migration=self.request.migration_id)
@@ -296,9 +295,13 @@ class Departure:
             return
 
     def _restore(self) -> None:
-        """In the engine thread: however the move ended, a sample that is still here decodes on."""
-        self.place.loop.watchers.pop(self.request.key, None)
-        self.place.engine.thaw(self.request.key)
+        """In the engine thread: however the move ended, a sample that is still here decodes on.
+
+        One that another move has is left as it is: thawed, it would decode here while it is on its way.
+        """
+        if self.place.loop.watchers.get(self.request.key) == self._watch:
+            del self.place.loop.watchers[self.request.key]
+            self.place.engine.thaw(self.request.key)
 
     def _watch(self, finished: bool) -> None:
         """In the engine thread: the sample has left the engine."""
