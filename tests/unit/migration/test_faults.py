@@ -230,6 +230,23 @@ async def test_a_sample_that_is_preempted_meanwhile(
     await stays(movers)
 
 
+async def test_a_second_move_that_is_refused_leaves_the_sample_frozen(
+    movers: Movers, relay: Relay, places: list[ScriptedInstance]
+) -> None:
+    refused = []
+
+    async def move_again() -> None:
+        # The sample is frozen, and the receiver is about to run it.
+        refused.append(outcome(await movers.move(1, 1)))
+        for _ in range(5):
+            await places[0].between_steps(lambda: None)
+
+    relay.trouble = Trouble(on_commit=move_again)
+    assert await move(movers, relay) == ("MOVED", "")
+    assert refused == [("REFUSED", "IN_TRANSIT")]
+    await goes(movers)
+
+
 async def test_a_sample_that_outgrows_its_reservation(movers: Movers, relay: Relay) -> None:
     async def grow() -> None:
         await movers.tokens(1500, 1)
