@@ -103,7 +103,9 @@ def work(client: Client, model: Path, folder: Path, counted: Callable[[str], flo
     for step in range(4):
         version = client.versions().policy_version
         before = counted("paceline_generation_pregenerated_tokens_total")
-        run.hint(step + 1, groups(step + 1), SAMPLING, expected_version=version + 1)
+        # The last hint is of more than there is time for, so that the update halts it.
+        ahead = (groups(step + 1), SAMPLING) if step < 3 else (groups(step + 1, samples=16), LONG)
+        run.hint(step + 1, *ahead, expected_version=version + 1)
         rollout = run.rollout(step, groups(step), SAMPLING, exactness=lenient if step >= 2 else None)
         samples = list(rollout)
         rewards = [Reward(sample.prompt_id, sample.slot, 1.0) for sample in samples]

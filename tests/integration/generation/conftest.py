@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
-from tests.support.instances import CALL, InstanceProcess, Outcome, generate, item, stub_of
+from tests.support.instances import CALL, Caller, InstanceProcess, Outcome, calling, generate, item, stub_of
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 # Prompts fill several blocks, so that KV is shared through the prefix cache and could be stale.
 BLOCK = 32
 PROMPT = 100
 NAMESPACE = "generation-tests"
+ATTEMPTS = 20
 
 
 @pytest.fixture(scope="package")
@@ -50,8 +52,8 @@ def instance(models: tuple[Path, Path], start: Callable[..., InstanceProcess]) -
 def replaceable(
     models: tuple[Path, Path], start: Callable[..., InstanceProcess]
 ) -> Iterator[InstanceProcess]:
-    """The process behind `successor`."""
-    process = start(models[1], "successor")
+    """The process behind `successor`: it drafts nothing, so that a long sample lasts."""
+    process = start(models[1], "successor", speculation="off")
     yield process
     process.stop()
 
@@ -127,6 +129,30 @@ class Policy:
     async def resume(self) -> None:
         """Go on stepping."""
         await self.stub.ResumeEngine(pb.ResumeEngineRequest(), timeout=CALL)
+
+    @asynccontextmanager
+    async def midway(
+        self, handles: Sequence[int], streams: int = 1, **fields: Any
+    ) -> AsyncIterator[list[Caller]]:
+        """Callers on so many streams, each with these samples: all are half done and the engine is paused.
+
+        A sample may end before the pause is heard: then all of them are begun again.
+        """
+        for _ in range(ATTEMPTS):
+            async with AsyncExitStack() as stack:
+                callers = [await stack.enter_async_context(calling(self.address)) for _ in range(streams)]
+                for caller in callers:
+                    await caller.send([self.item(handle, **fields) for handle in handles])
+                for caller in callers:
+                    await caller.started(*handles)
+                await self.pause()
+                if (await self.look()).instance.load.running == streams * len(handles):
+                    yield callers
+                    return
+                await self.resume()
+                for caller in callers:
+                    await caller.ended(*handles)
+        pytest.fail(f"samples {list(handles)} always ended before the engine could be paused")
 
 
 def prompt_of(handle: int) -> list[int]:

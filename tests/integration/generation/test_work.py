@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -12,7 +11,7 @@ import pytest
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2, sample_pb2
 from tests.integration.generation.conftest import PROMPT, Policy, prompt_of
-from tests.support.instances import CALL, Caller, InstanceProcess, calling
+from tests.support.instances import CALL, InstanceProcess, calling
 from tests.support.models import END_TOKEN, VOCAB_SIZE
 
 MODEL_LENGTH = 512
@@ -180,10 +179,7 @@ async def test_a_given_draft_changes_the_steps_and_not_the_tokens(policy: Policy
 
 async def test_abort_keeps_the_tokens_so_far(policy: Policy) -> None:
     whole = await policy.tokens([1, 2], **LONG)
-    async with calling(policy.address) as caller:
-        await caller.send([policy.item(1, **LONG), policy.item(2, **LONG)])
-        await caller.started(1, 2)
-        await policy.pause()
+    async with policy.midway([1, 2], **LONG) as (caller,):
         await caller.send(abort=[1, 99])
         await caller.ended(1)
         await policy.resume()
@@ -195,21 +191,10 @@ async def test_abort_keeps_the_tokens_so_far(policy: Policy) -> None:
     assert caller.of(2).tokens == whole[2]
 
 
-async def run_twins(policy: Policy, first: Caller, second: Caller, handles: Sequence[int]) -> None:
-    """Long samples with the same handles on two streams."""
-    await first.send([policy.item(handle, **LONG) for handle in handles])
-    await second.send([policy.item(handle, **LONG) for handle in handles])
-    await first.started(*handles)
-    await second.started(*handles)
-
-
 async def test_a_caller_that_goes_away_takes_only_its_samples_along(policy: Policy) -> None:
     handles = [1, 2, 3]
     whole = await policy.tokens(handles, **LONG)
-    async with calling(policy.address) as gone, calling(policy.address) as stays:
-        await run_twins(policy, gone, stays, handles)
-        await policy.pause()
-        await policy.until_samples(6)
+    async with policy.midway(handles, streams=2, **LONG) as (gone, stays):
         gone.leave()
         await policy.until_samples(3)
         await policy.resume()
@@ -220,10 +205,7 @@ async def test_a_caller_that_goes_away_takes_only_its_samples_along(policy: Poli
 async def test_pause_holds_every_sample_and_resume_changes_no_token(policy: Policy) -> None:
     handles = [1, 2, 3]
     whole = await policy.tokens(handles, **LONG)
-    async with calling(policy.address) as caller:
-        await caller.send([policy.item(handle, **LONG) for handle in handles])
-        await caller.started(*handles)
-        await policy.pause()
+    async with policy.midway(handles, **LONG) as (caller,):
         before = (await policy.look()).instance
         assert before.state == fleet_pb2.INSTANCE_STATE_PAUSED
         # Taken while paused: it waits.
