@@ -1,13 +1,19 @@
-"""Keeps a step-time model true to the steps that are measured: a small affine correction, learned online. Pure.
+"""Keeps a step-time model true to the steps that are measured: a small linear correction, learned online. Pure.
 
-Recursive least squares with forgetting on measured = gain * predicted + offset, in relative terms: every step
-counts the same, long or short. A step that took much longer because of something else is cut down to a bounded
-surprise; several such in a row are no accident, and are believed.
+Recursive least squares with forgetting on
+
+    measured = gain * predicted + verify * verification + offset,
+
+where `verification` is what the model predicts beyond the same step without drafts: the two are other kernels, and
+their predictions are wrong apart from each other. All in relative terms: every step counts the same, long or short.
+A step that took much longer because of something else is cut down to a bounded surprise; several such in a row are
+no accident, and are believed.
 """
 
 from __future__ import annotations
 
 from math import isfinite
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,19 +22,58 @@ from services.policy.step_time import StepTime
 
 # A step's weight after n more steps is FORGETTING ** n: a memory of about two hundred steps.
 _FORGETTING = 0.995
-# Uncertainty at the start, and the most there ever is: forgetting without news would let it grow for ever.
-_DOUBT_GAIN, _DOUBT_OFFSET = 1.0, 0.25
-_MOST_DOUBT = 2.0
 # A measured step counts as at most this many times longer or shorter than was expected.
 _SURPRISE = 1.5
 # With so many in a row on the same side, it is the model that is wrong.
 _BELIEVED = 3
 
 
-class Correction:
-    """An affine correction of predicted step times.
+class _Doubt(NamedTuple):
+    """Covariance of gain (g), offset (o) and verify (v). Plain numbers: a step has no time for small arrays."""
 
-    A corrected time is within 1/limit and limit times the predicted one, and grows with it.
+    gg: float
+    oo: float
+    vv: float
+    go: float = 0.0
+    gv: float = 0.0
+    ov: float = 0.0
+
+    def spread(self, o: float, v: float) -> tuple[float, float, float]:
+        """Its product with (1, o, v)."""
+        return (
+            self.gg + self.go * o + self.gv * v,
+            self.go + self.oo * o + self.ov * v,
+            self.gv + self.ov * o + self.vv * v,
+        )
+
+    def less(self, spread: tuple[float, float, float], scale: float) -> _Doubt:
+        """After a step was seen, and what is older has been forgotten a little."""
+        g, o, v = spread
+        gg = (self.gg - g * g / scale) / _FORGETTING
+        oo = (self.oo - o * o / scale) / _FORGETTING
+        vv = (self.vv - v * v / scale) / _FORGETTING
+        # Forgetting without news would let it grow for ever.
+        bound = min(1.0, _MOST_DOUBT / (gg + oo + vv))
+        rest = bound / _FORGETTING
+        return _Doubt(
+            gg * bound,
+            oo * bound,
+            vv * bound,
+            (self.go - g * o / scale) * rest,
+            (self.gv - g * v / scale) * rest,
+            (self.ov - o * v / scale) * rest,
+        )
+
+
+_AT_FIRST = _Doubt(gg=1.0, oo=0.25, vv=0.5)
+_MOST_DOUBT = 2.5
+
+
+class Correction:
+    """A linear correction of predicted step times.
+
+    A corrected time is within 1/limit and limit times the predicted one, and grows with it and with what of it is
+    verification.
     """
 
     def __init__(self, limit: float = 4.0) -> None:
@@ -36,10 +81,9 @@ class Correction:
         if not (isfinite(limit) and limit > 1):
             raise ValueError(f"the limit of a correction is a factor above 1, not {limit}")
         self._limit = limit
-        self._gain, self._offset = 1.0, 0.0
+        self._gain, self._offset, self._verify = 1.0, 0.0, 0.0
         self._scale: float | None = None
-        # Covariance of the two: variances, and what they share. Plain numbers: a step has no time for small arrays.
-        self._doubt = (_DOUBT_GAIN, 0.0, _DOUBT_OFFSET)
+        self._doubt = _AT_FIRST
         # Surprises in a row: positive when steps took longer, negative when shorter.
         self._surprises = 0
 
@@ -53,36 +97,42 @@ class Correction:
         """Seconds added."""
         return self._offset * (self._scale or 0.0)
 
-    def apply(self, predicted: ArrayLike) -> NDArray[np.float64]:
-        """Corrected seconds, of any shape."""
+    @property
+    def verify(self) -> float:
+        """Added to the factor where it is of verification."""
+        return self._verify
+
+    def apply(self, predicted: ArrayLike, verification: ArrayLike = 0.0) -> NDArray[np.float64]:
+        """Corrected seconds, of any shape; `verification` is what of `predicted` is beyond plain decoding."""
         predicted = np.asarray(predicted, np.float64)
         corrected = self._gain * predicted
+        corrected += self._verify * np.asarray(verification)
         # No step, no time: the offset belongs to steps.
         corrected += self.offset * (predicted > 0)
         # As np.clip, which takes several times as long for the few numbers of a plan.
         return np.minimum(np.maximum(corrected, predicted / self._limit), predicted * self._limit)
 
-    def observe(self, predicted: float, measured: float) -> None:
-        """A step was predicted (uncorrected) and measured, both in seconds; senseless times are passed over."""
+    def applied(self, predicted: float, verification: float = 0.0) -> float:
+        """As `apply`, of one step's time, in a fraction of the time."""
+        corrected = self._gain * predicted + self._verify * verification + self.offset
+        return min(max(corrected, predicted / self._limit), predicted * self._limit)
+
+    def observe(self, predicted: float, measured: float, verification: float = 0.0) -> None:
+        """A step was predicted (uncorrected) and measured, in seconds; senseless times are passed over."""
         if not (isfinite(predicted) and isfinite(measured) and predicted > 0 and measured > 0):
             return
         if self._scale is None:
             self._scale = predicted
-        relative = self._scale / predicted
-        expected = self.applied(predicted) / predicted
-        ratio = self._believed(measured / predicted, expected)
-        gains, shared, offsets = self._doubt
-        spread = (gains + shared * relative, shared + offsets * relative)
-        scale = _FORGETTING + spread[0] + spread[1] * relative
-        error = ratio - (self._gain + self._offset * relative)
-        self._gain = min(max(self._gain + spread[0] / scale * error, 1 / self._limit), self._limit)
-        self._offset = min(max(self._offset + spread[1] / scale * error, -self._limit), self._limit)
-        self._doubt = _less_doubt(self._doubt, spread, scale)
-
-    def applied(self, predicted: float) -> float:
-        """As `apply`, of one time, in a fraction of the time."""
-        corrected = self._gain * predicted + self.offset
-        return min(max(corrected, predicted / self._limit), predicted * self._limit)
+        o, v = self._scale / predicted, verification / predicted
+        ratio = self._believed(measured / predicted, self.applied(predicted, verification) / predicted)
+        spread = self._doubt.spread(o, v)
+        scale = _FORGETTING + spread[0] + spread[1] * o + spread[2] * v
+        step = (ratio - (self._gain + self._offset * o + self._verify * v)) / scale
+        least, most = 1 / self._limit, self._limit
+        self._gain = min(max(self._gain + spread[0] * step, least), most)
+        self._offset = min(max(self._offset + spread[1] * step, -most), most)
+        self._verify = min(max(self._verify + spread[2] * step, least - self._gain), most - self._gain)
+        self._doubt = self._doubt.less(spread, scale)
 
     def _believed(self, ratio: float, expected: float) -> float:
         """What a measured ratio counts as."""
@@ -93,19 +143,8 @@ class Correction:
         self._surprises = self._surprises + side if self._surprises * side > 0 else side
         if abs(self._surprises) < _BELIEVED:
             return expected * _SURPRISE**side
-        self._doubt = (_DOUBT_GAIN, 0.0, _DOUBT_OFFSET)
+        self._doubt = _AT_FIRST
         return ratio
-
-
-def _less_doubt(
-    doubt: tuple[float, float, float], spread: tuple[float, float], scale: float
-) -> tuple[float, float, float]:
-    """The covariance after a step was seen, and what is older has been forgotten a little."""
-    gains = (doubt[0] - spread[0] * spread[0] / scale) / _FORGETTING
-    shared = (doubt[1] - spread[0] * spread[1] / scale) / _FORGETTING
-    offsets = (doubt[2] - spread[1] * spread[1] / scale) / _FORGETTING
-    bound = min(1.0, _MOST_DOUBT / (gains + offsets))
-    return gains * bound, shared * bound, offsets * bound
 
 
 class CorrectedStepTime:
@@ -117,14 +156,18 @@ class CorrectedStepTime:
 
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         """The predicted time, corrected; the arguments broadcast."""
-        return self.correction.apply(self.model.seconds(requests, rows, context))
+        raw = self.model.seconds(requests, rows, context)
+        plain = self.model.seconds(requests, requests, context)
+        return self.correction.apply(raw, (raw - plain) * (raw > 0))
 
     def observe(self, requests: int, rows: int, context: int, seconds: float) -> float:
         """A step was measured. What had been predicted for it, in seconds."""
-        return self.learn(float(self.model.seconds(requests, rows, context)), seconds)
+        raw = float(self.model.seconds(requests, rows, context))
+        plain = float(self.model.seconds(requests, requests, context)) if rows > requests else raw
+        return self.learn(raw, raw - plain, seconds)
 
-    def learn(self, raw: float, seconds: float) -> float:
-        """As `observe`, of a step for which the model predicts `raw` seconds."""
-        predicted = self.correction.applied(raw)
-        self.correction.observe(raw, seconds)
+    def learn(self, raw: float, verification: float, seconds: float) -> float:
+        """As `observe`, of a step for which the model predicts `raw` seconds, so many of them for verification."""
+        predicted = self.correction.applied(raw, verification)
+        self.correction.observe(raw, seconds, verification)
         return predicted

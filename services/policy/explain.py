@@ -12,13 +12,15 @@ from services.policy.steps import StepEnd
 
 KNOBS, SPECULATION, DRAFT_CAP, TOGGLE = "knobs", "speculation", "draft_cap", "toggle"
 """Kinds of decision of this service."""
-DRAFTED = ("drafts", "fixed", "toggled_on", "table")
+DRAFTED = ("drafts", "fixed", "toggled_on", "table", "tried")
 """Reasons of engine steps that verified drafts."""
 WORDS = {
     "drafts": "drafts paid",
     "resting": "drafters were not asked, as nothing had paid for a while",
     "plain_is_best": "no draft would have paid",
     "within_margin": "the gain was within the margin",
+    "tried": "drafts were measured that would not quite have paid",
+    "tried_plain": "a plain step was measured, as drafts paid little",
     "no_offers": "nothing was offered",
     "no_samples": "there was nothing to decode",
     "fixed": "drafts of fixed length",

@@ -34,17 +34,20 @@ from services.generation.drafting.plan import (
 from services.generation.drafting.row_grid import row_counts
 from services.generation.engine.types import SampleState
 from services.policy.correction import CorrectedStepTime
+from services.policy.trial import BAND, Trial
 
 Floats = NDArray[np.float64]
 _MAX_ROUNDS = 6
 # Why a step is planned as it is.
-NO_SAMPLES, NO_OFFERS, RESTING, PLAIN_IS_BEST, WITHIN_MARGIN, DRAFTS = (
+NO_SAMPLES, NO_OFFERS, RESTING, PLAIN_IS_BEST, WITHIN_MARGIN, DRAFTS, TRIED, TRIED_PLAIN = (
     "no_samples",
     "no_offers",
     "resting",
     "plain_is_best",
     "within_margin",
     "drafts",
+    "tried",
+    "tried_plain",
 )
 
 
@@ -88,11 +91,13 @@ class _Times(NamedTuple):
 
 
 class _Selection(NamedTuple):
-    """The best beginning of the line for given picks: its place among the numbers of draft tokens."""
+    """The beginnings of the line for given picks, by their places among the numbers of draft tokens."""
 
     rate: float
     best: int
-    expected: float
+    """The place at which the rate is greatest, and that rate."""
+    rates: Floats
+    expected: Floats
     times: _Times
     picks: NDArray[np.int64]
     """The drafter of each sample, [n]."""
@@ -110,9 +115,12 @@ class PlannedDrafts:
     margin: float = 0.0
     metrics: PlanMetrics | None = None
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
-    # Of the step that was planned last: its samples, draft tokens and context, and its uncorrected time.
+    trial: Trial = field(default_factory=Trial)
+    """Told of steps by whoever decides them all."""
+    # Of the step that was planned last: its samples, draft tokens and context, its uncorrected time, and what of
+    # that is verification.
     _timed: tuple[int, int, int] | None = field(init=False, default=None)
-    _raw: float = field(init=False, default=0.0)
+    _raw: tuple[float, float] = field(init=False, default=(0.0, 0.0))
 
     measures = True
     """Whether `stepped` wants to know."""
@@ -143,7 +151,7 @@ class PlannedDrafts:
         # Told once: a step that was not planned, such as of samples that reuse rollouts, has none of it.
         timed, self._timed = self._timed, None
         if (shape.requests, shape.rows - shape.requests, shape.context) == timed:
-            predicted = self.step_time.learn(self._raw, seconds)
+            predicted = self.step_time.learn(*self._raw, seconds)
         else:
             predicted = self.step_time.observe(shape.requests, shape.rows, shape.context, seconds)
         if self.metrics is not None:
@@ -160,27 +168,44 @@ class PlannedDrafts:
         made = [offers[name] for name in names]
         survival = survivals(made, limits(samples, self.window), self.window)
         context = context_of(samples)
-        rate, best, expected, times, picks, picked, line = self._search(survival, context)
-        count, plain_seconds = int(times.counts[best]), float(times.seconds[0])
-        gain = rate / (len(samples) / plain_seconds)
-        drafted = count > 0 and gain >= 1 + self.margin
-        self._timed = (len(samples), count if drafted else 0, context)
-        self._raw = float(times.raw[best if drafted else 0])
-        if not drafted:
-            reason = WITHIN_MARGIN if count else PLAIN_IS_BEST
-            return Decision(reason, offered=gain, seconds=plain_seconds), Drafts()
-        decision = Decision(DRAFTS, count, expected, gain, gain, float(times.seconds[best]))
-        lengths = _lengths(picked, line, count)
-        made_of = drafts(samples, offers, names, picks, lengths, expected)
+        selection = self._search(survival, context)
+        reason, best, gain = self._weighed(selection)
+        times = selection.times
+        count, seconds = int(times.counts[best]), float(times.seconds[best])
+        raw = float(times.raw[best])
+        self._timed, self._raw = (len(samples), count, context), (raw, raw - float(times.raw[0]))
+        if not count:
+            return Decision(reason, offered=gain, seconds=seconds), Drafts()
+        expected = float(selection.expected[best])
+        decision = Decision(reason, count, expected, gain, gain, seconds)
+        lengths = _lengths(selection.picked, selection.line, count)
+        made_of = drafts(samples, offers, names, selection.picks, lengths, expected)
         made_of.saved = decision.saved
         return decision, made_of
+
+    def _weighed(self, selection: _Selection) -> tuple[str, int, float]:
+        """Why and what is done: the place among numbers of draft tokens, and the speedup that was on offer."""
+        best, rates = selection.best, selection.rates
+        plain = float(rates[0])
+        gain = selection.rate / plain
+        if best and gain >= 1 + self.margin:
+            if self.trial.due(gain, drafted=True):
+                return TRIED_PLAIN, 0, gain
+            return DRAFTS, best, gain
+        if len(rates) > 1:
+            other = best or 1 + int(rates[1:].argmax())
+            if self.trial.due(float(rates[other]) / plain, drafted=False):
+                return TRIED, other, float(rates[other]) / plain
+        return (WITHIN_MARGIN if best else PLAIN_IS_BEST), 0, gain
 
     def _search(self, survival: Floats, context: int) -> _Selection:
         """The best selection over picks at prices that follow the rate."""
         drafters, requests, width = survival.shape
         times = self._times(requests, row_counts(requests, requests * width), context)
-        # No rate is below the plain one, so no token that is worth less than the cheapest row at it is ever taken.
-        price = least = max(requests / float(times.seconds[0]) * float(times.marginal.min()), NOTHING)
+        # No rate is below the plain one, so no token that is worth less than the cheapest row at it is ever taken,
+        # if not for a trial.
+        price = max(requests / float(times.seconds[0]) * float(times.marginal.min()), NOTHING)
+        least = (1 - BAND) * price
         if drafters == 1:
             return self._select(survival[0], np.zeros(requests, np.int64), times, least, context)
         best: _Selection | None = None
@@ -205,7 +230,7 @@ class PlannedDrafts:
 
     def _times(self, requests: int, counts: NDArray[np.int64], context: int) -> _Times:
         raw = self.step_time.model.seconds(requests, requests + counts, context)
-        seconds = self.step_time.correction.apply(raw)
+        seconds = self.step_time.correction.apply(raw, raw - raw[0])
         return _Times(counts, raw, seconds, (seconds[1:] - seconds[:-1]) / (counts[1:] - counts[:-1]))
 
     def _select(
@@ -229,7 +254,7 @@ class PlannedDrafts:
             np.add.reduceat(line[: counts[-1]], counts[:-1]).cumsum(out=expected[1:])
         rates = (expected + requests) / times.seconds[: len(counts)]
         best = int(rates.argmax())
-        return _Selection(float(rates[best]), best, float(expected[best]), times, picks, picked, line)
+        return _Selection(float(rates[best]), best, rates, expected, times, picks, picked, line)
 
 
 def _offers_any(acceptance: Floats) -> bool:

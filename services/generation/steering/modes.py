@@ -11,11 +11,20 @@ from typing import Protocol
 
 from services.generation.drafting.drafter import Offers
 from services.generation.drafting.plan import Drafts, FixedPlan, context_of
-from services.generation.drafting.planner import DRAFTS, NO_OFFERS, NO_SAMPLES, Decision, PlannedDrafts
+from services.generation.drafting.planner import (
+    DRAFTS,
+    NO_OFFERS,
+    NO_SAMPLES,
+    TRIED,
+    TRIED_PLAIN,
+    Decision,
+    PlannedDrafts,
+)
 from services.generation.engine.types import SampleState
 from services.policy.correction import CorrectedStepTime
 from services.policy.solver import BATCHES, Table, measured_acceptance, solve
 from services.policy.toggle import Toggle, speedup
+from services.policy.trial import Trial
 
 FIXED, TOGGLED_ON, TOGGLED_OFF, TABLE, TABLE_PLAIN, OFF = (
     "fixed",
@@ -65,6 +74,7 @@ class ToggledDrafts:
     fixed: FixedPlan
     step_time: CorrectedStepTime
     toggle: Toggle
+    trial: Trial = field(default_factory=Trial)
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
 
     def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
@@ -74,12 +84,15 @@ class ToggledDrafts:
             self.last = Decision(NO_OFFERS)
             return Drafts()
         judged = _judged(samples, drafts, self.step_time)
-        if self.toggle.decide(len(samples), judged.speedup):
-            self.last = replace(judged, reason=TOGGLED_ON)
-            drafts.saved = judged.saved
-            return drafts
-        self.last = Decision(TOGGLED_OFF, offered=judged.speedup)
-        return Drafts()
+        on = self.toggle.decide(len(samples), judged.speedup)
+        tried = self.trial.due(judged.speedup, drafted=on)
+        drafted = on != tried
+        if not drafted:
+            self.last = Decision(TRIED_PLAIN if tried else TOGGLED_OFF, offered=judged.speedup)
+            return Drafts()
+        self.last = replace(judged, reason=TRIED if tried else TOGGLED_ON)
+        drafts.saved = judged.saved
+        return drafts
 
 
 @dataclass(slots=True)

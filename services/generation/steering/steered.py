@@ -29,6 +29,7 @@ from services.policy.correction import CorrectedStepTime, Correction
 from services.policy.knobs import Knobs, Setting, resolved
 from services.policy.step_time import StepTime
 from services.policy.toggle import Toggle
+from services.policy.trial import Trial
 
 _log = structlog.get_logger(__name__)
 _FITTED_LIMIT = 4.0
@@ -87,6 +88,8 @@ class SteeredPlan:
         self._modes: dict[Knobs, Mode] = {}
         self._mode: Mode | None = None
         self._mode_knobs = base
+        # Of all modes: whatever decided a step, it was measured.
+        self._trial = Trial()
         # The samples of the step, and the knobs of each.
         self._asked: Sequence[SampleState] = ()
         self._knobs: list[Knobs] = []
@@ -251,6 +254,7 @@ class SteeredPlan:
     def _decided(self, decision: Decision, knobs: Knobs, requests: int) -> None:
         if decision.reason == NO_SAMPLES:
             return
+        self._trial.stepped(drafted=decision.tokens > 0)
         self.ledger.planned(decision, knobs.mode)
         if decision.reason in (TOGGLED_ON, TOGGLED_OFF):
             on = decision.reason == TOGGLED_ON
@@ -273,10 +277,10 @@ class SteeredPlan:
         if self._step_time is None or knobs.mode == "fixed":
             return FixedDrafts(fixed, self._step_time)
         if knobs.mode == "toggle":
-            return ToggledDrafts(fixed, self._step_time, Toggle(knobs.margin, knobs.latch))
+            return ToggledDrafts(fixed, self._step_time, Toggle(knobs.margin, knobs.latch), self._trial)
         if knobs.mode == "solver":
             return SolvedDrafts(fixed, self._step_time, knobs.margin)
-        planned = PlannedDrafts(knobs.draft_cap, self._step_time, knobs.margin, self)
+        planned = PlannedDrafts(knobs.draft_cap, self._step_time, knobs.margin, self, trial=self._trial)
         return Latched(planned, knobs.margin) if knobs.latch else planned
 
     def _limited(self, samples: Sequence[SampleState]) -> list[SampleState]:

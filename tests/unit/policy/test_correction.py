@@ -13,6 +13,8 @@ from tests.unit.policy.test_step_time import ARCHITECTURE
 
 times = st.floats(1e-5, 10)
 observations = st.lists(st.tuples(times, times), max_size=60)
+shares = st.floats(0, 0.9)
+verifications = st.lists(st.tuples(times, times, shares), max_size=60)
 LIMIT = 4.0
 
 
@@ -20,6 +22,13 @@ def told(observed: list[tuple[float, float]]) -> Correction:
     correction = Correction(LIMIT)
     for predicted, measured in observed:
         correction.observe(predicted, measured)
+    return correction
+
+
+def told_of_verification(observed: list[tuple[float, float, float]]) -> Correction:
+    correction = Correction(LIMIT)
+    for predicted, measured, share in observed:
+        correction.observe(predicted, measured, share * predicted)
     return correction
 
 
@@ -52,6 +61,36 @@ def test_a_longer_step_is_never_predicted_shorter(
 ) -> None:
     short, long = told(observed).apply(sorted((one, other)))
     assert short <= long * (1 + 1e-12)
+
+
+@given(verifications, times, shares)
+def test_verification_stays_within_the_limit_too(
+    observed: list[tuple[float, float, float]], time: float, share: float
+) -> None:
+    correction = told_of_verification(observed)
+    corrected = float(correction.apply(time, share * time))
+    assert time / LIMIT * (1 - 1e-9) <= corrected <= time * LIMIT * (1 + 1e-9)
+    assert correction.applied(time, share * time) == pytest.approx(corrected, rel=1e-12)
+
+
+@given(verifications, times, times, times)
+def test_more_verification_is_never_predicted_shorter(
+    observed: list[tuple[float, float, float]], plain: float, one: float, other: float
+) -> None:
+    extra = np.sort([one, other])
+    short, long = told_of_verification(observed).apply(plain + extra, extra)
+    assert short <= long * (1 + 1e-12)
+
+
+@given(st.floats(0.5, 2.5), st.floats(0.4, 3.0), st.integers(0, 1 << 30))
+def test_verification_is_corrected_apart_from_plain_decoding(gain: float, verify: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    correction = Correction(LIMIT)
+    for plain, extra in random.uniform(4e-3, 20e-3, (300, 2)):
+        for each in (0.0, extra):
+            correction.observe(plain + each, gain * plain + verify * each, each)
+    plain, extra = np.array([5e-3, 12e-3, 18e-3]), np.array([0.0, 6e-3, 18e-3])
+    assert correction.apply(plain + extra, extra) == pytest.approx(gain * plain + verify * extra, rel=0.05)
 
 
 @given(observations)

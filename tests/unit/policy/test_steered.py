@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -297,3 +298,21 @@ def test_the_planner_says_why_it_decodes_plainly() -> None:
     lengths(plan, [sample("r/1/a")])
     ((_, totals),) = plan.ledger.steps()
     assert totals.reasons == {PLAIN_IS_BEST: 1, WITHIN_MARGIN: 1}
+
+
+@pytest.mark.parametrize("mode", ["planner", "toggle"])
+@pytest.mark.parametrize(("factor", "pays"), [(0.3, True), (3.0, False)])
+def test_verification_that_is_priced_wrong_is_found_out(mode: str, factor: float, pays: bool) -> None:
+    # By the model one token that is kept half of the time is not quite, or only just, worth its time.
+    priced = model(per_row=0.55e-3 if pays else 0.45e-3)
+    plan, samples = steered(mode, step_time=priced, draft_cap=1), [sample("r/1/a")]
+    drafted = []
+    for _ in range(400):
+        offers = {"given": Offers.of([offer(0.5)])}
+        rows = 1 + sum(len(draft.tokens) for draft in plan.choose(samples, offers).values())
+        plain, predicted = priced.seconds(1, np.array([1, rows]), 10)
+        plan.stepped(StepShape(1, rows, 10), float(plain + factor * (predicted - plain)))
+        drafted.append(rows > 1)
+    assert drafted[0] != pays
+    late = sum(drafted[200:]) / 200
+    assert late > 0.95 if pays else late < 0.05
