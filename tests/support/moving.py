@@ -127,6 +127,14 @@ class Movers:
             )
         )
 
+    async def pause(self, place: int) -> None:
+        """Stop an instance's steps; all that it is asked it still does."""
+        await self.generation[place].PauseEngine(pb.PauseEngineRequest(), timeout=CALL)
+
+    async def resume_engine(self, place: int) -> None:
+        """Have it go on."""
+        await self.generation[place].ResumeEngine(pb.ResumeEngineRequest(), timeout=CALL)
+
     async def samples(self, place: int) -> migration_pb2.ListSamplesResponse:
         """What an instance has."""
         request = migration_pb2.ListSamplesRequest()

@@ -81,6 +81,8 @@ async def movers(
         await level(caller, model)
         yield caller
     async with moving(*[each.address for each in pair if each.alive]) as caller:
+        for place in range(len(caller.addresses)):
+            await caller.resume_engine(place)
         await until_empty(caller)
 
 

@@ -28,25 +28,33 @@ async def relay(movers: Movers) -> AsyncIterator[Relay]:
 
 # Each test has a prompt of its own: what an instance knows of one it drafts, and the sample ends at once.
 _prompts = itertools.count(100)
+_ATTEMPTS = 20
 
 
-def fresh(movers: Movers) -> pb.WorkItem:
-    """A sample of a prompt that no instance has seen, as number 1; so long that it runs yet when it is moved."""
-    item = asked(next(_prompts), policy_version=movers.version, max_tokens=900)
-    item.handle = 1
-    return item
+async def started(movers: Movers) -> pb.WorkItem:
+    """A sample, number 1, that is half done at the first, which is paused: it cannot end before it is moved."""
+    for _ in range(_ATTEMPTS):
+        item = asked(next(_prompts), policy_version=movers.version, max_tokens=900)
+        item.handle = 1
+        await movers.start(0, item)
+        await movers.tokens(30, 1)
+        await movers.pause(0)
+        if (await movers.samples(0)).samples:
+            return item
+        await movers.resume_engine(0)
+        await movers.ended(1)
+    pytest.fail("a sample of 900 tokens always ended before its engine could be paused")
 
 
 async def start(movers: Movers) -> list[int]:
     """Start a sample at the first; what becomes of it when nothing happens."""
-    item = fresh(movers)
-    stayed = (await generate(movers.addresses[1], [item]))[1]
-    await movers.start(0, item)
-    await movers.tokens(30, 1)
-    return stayed.tokens
+    item = await started(movers)
+    return (await generate(movers.addresses[1], [item]))[1].tokens
 
 
 async def ends(movers: Movers, stayed: list[int], place: int) -> None:
+    if 0 not in movers.gone:
+        await movers.resume_engine(0)
     journey = (await movers.ended(1))[1]
     assert (journey.tokens, journey.place, reason(journey)) == (stayed, place, "LENGTH")
 
@@ -138,9 +146,7 @@ async def test_a_donor_that_is_killed(
     first, second = pair
     async with moving(first.address, second.address) as movers, relaying(second.address) as relay:
         await level(movers, model)
-        item = fresh(movers)
-        await movers.start(0, item)
-        await movers.tokens(30, 1)
+        item = await started(movers)
 
         async def kill() -> None:
             await asyncio.to_thread(first.kill)
