@@ -326,6 +326,9 @@ def _step(engine: Any, measured: Measured, speculation: Speculation | None) -> N
     if speculation is None:
         _record(measured, engine.step(), None)
         return
+    if speculation.rests_on(engine.load.running):
+        _record(measured, engine.step(), speculation)
+        return
     states = engine.decoding()
     drafts: Mapping[str, Sequence[int]] = speculation.drafts(states)
     engine.put_drafts(drafts)

@@ -100,6 +100,8 @@ class SampleDrafts:
         """
         if self.speculation is None and not self.reuse:
             return None
+        if not self.reuse and self.speculation is not None and self.speculation.rests_on(engine.load.running):
+            return None
         states = engine.decoding()
         drafts = self._drafts(states)
         engine.put_drafts(drafts)

@@ -18,8 +18,8 @@ _PATIENCE = 8.0
 _MOST = 32
 # With so much credit below nothing, that many are.
 _LEAST = -6.0
-# Another batch, to which what did not pay may pay: smaller by a quarter.
-_SHRUNK = 0.75
+# Another batch, to which what did not pay may pay: smaller by so much.
+_SHRUNK = 0.5
 
 
 @dataclass(slots=True)

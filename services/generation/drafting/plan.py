@@ -88,6 +88,9 @@ class FixedPlan:
     def rest(self, samples: Sequence[SampleState]) -> None:
         """Nothing: it remembers no steps."""
 
+    def rest_on(self) -> None:
+        """Nothing."""
+
     def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts:
         """The drafts of a step.
 

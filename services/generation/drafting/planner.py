@@ -132,6 +132,10 @@ class PlannedDrafts:
         if self.metrics is not None:
             self.metrics.planned(self.last)
 
+    def rest_on(self) -> None:
+        """Nor is the one after it, of the same samples."""
+        self.rest(())
+
     def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts:
         """The drafts of a step.
 

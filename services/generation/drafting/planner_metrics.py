@@ -44,8 +44,9 @@ class PlannerMetrics:
     def planned(self, decision: Decision) -> None:
         """Count a decision."""
         self.decisions.labels(decision.reason).inc()
-        self.tokens.inc(decision.tokens)
-        self.expected.inc(decision.expected)
+        if decision.tokens:
+            self.tokens.inc(decision.tokens)
+            self.expected.inc(decision.expected)
         self.speedup.set(decision.speedup)
 
     def predicted(self, predicted: float, measured: float) -> None:

@@ -44,6 +44,7 @@ class Plan(Protocol):
     def stepped(self, shape: StepShape, seconds: float) -> None: ...
 
     def rest(self, samples: Sequence[SampleState]) -> None: ...
+    def rest_on(self) -> None: ...
     def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts: ...
 
 
@@ -85,6 +86,8 @@ class Speculation:
     _pause: Pause = field(init=False, default_factory=Pause)
     # Whether drafters rest in the coming step.
     _resting: bool = field(init=False, default=False)
+    # Whether samples have come or gone since they were looked at.
+    _news: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         # Those that ask for the others' offers come last.
@@ -93,6 +96,7 @@ class Speculation:
 
     def begin(self, context: DraftContext) -> None:
         """A sample enters the engine."""
+        self._news = True
         if len(context.given):
             self._pause.interrupt()
         for seat in self._active():
@@ -121,12 +125,24 @@ class Speculation:
 
     def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
         """A sample left the engine, with this response where it is known."""
+        self._news = True
         self._drafts.origins.pop(sample_id, None)
         for seat in self._active():
             self._guard(seat, partial(seat.drafter.end, sample_id, response))
 
+    def rests_on(self, samples: int) -> bool:
+        """Whether the coming step is as plain as the last one, of the same so many samples: drafters rest.
+
+        If not, `drafts` is to be asked. An engine waits for either, and to look at its samples is most of that.
+        """
+        if self._news or not self._resting or self._pause.over(samples):
+            return False
+        self.plan.rest_on()
+        return True
+
     def drafts(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
         """The tokens to verify in the coming step, by sample id."""
+        self._news = False
         if not samples:
             self._drafts = Drafts()
             return {}

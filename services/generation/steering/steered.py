@@ -33,6 +33,7 @@ from services.policy.trial import Trial
 
 _log = structlog.get_logger(__name__)
 _FITTED_LIMIT = 4.0
+_RESTED = Decision(RESTING)
 
 OriginOf = Callable[[str], Origin | None]
 """The origin of a sample by id; None of one that is not of the step that is being rolled out."""
@@ -94,6 +95,8 @@ class SteeredPlan:
         self._asked: Sequence[SampleState] = ()
         self._knobs: list[Knobs] = []
         self._window = base.draft_cap
+        # What the last step in which drafters rested went by.
+        self._rested = base
 
     # Knobs ------------------------------------------------------------------------------------------------
 
@@ -204,7 +207,12 @@ class SteeredPlan:
 
     def rest(self, samples: Sequence[SampleState]) -> None:
         """A step is not planned: drafters rest."""
-        self._decided(Decision(RESTING), self._step_knobs(samples), len(samples))
+        self._rested = self._step_knobs(samples)
+        self.rest_on()
+
+    def rest_on(self) -> None:
+        """Nor is the one after it, of the same samples."""
+        self._decided(_RESTED, self._rested, 0)
 
     def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
         """The drafts of a step.

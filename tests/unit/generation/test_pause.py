@@ -75,8 +75,8 @@ def test_a_batch_that_has_shrunk_is_asked_for() -> None:
     asked(pause, [0.0] * 200, samples=16)
     while pause.over(16):
         pause.asked(16, 0.0)
-    assert not pause.over(13)
-    assert pause.over(11)
+    assert not pause.over(9)
+    assert pause.over(7)
 
 
 def test_news_end_it() -> None:
