@@ -13,6 +13,7 @@ import structlog
 
 from paceline.v1 import fleet_pb2
 from services.generation.config import GenerationConfig
+from services.generation.drafting import alignment
 from services.generation.drafting.drafter import Drafter
 from services.generation.drafting.given import GivenDrafter
 from services.generation.drafting.own_model import OwnModelDrafter
@@ -57,7 +58,7 @@ def _speculation(
     if config.speculation == "off":
         return None
     makers: dict[str, Callable[[], Drafter]] = {
-        "given": GivenDrafter,
+        "given": _given,
         "suffix": lambda: _suffix(config, metrics),
     }
     knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
@@ -93,6 +94,12 @@ def _plan(
         step_time = None
     floors = Floors(config.draft_floor, config.survival_floor)
     return SteeredPlan(knobs, step_time, origin_of, floors=floors, metrics=metrics.planner)
+
+
+def _given() -> Drafter:
+    # Imports numba, which vLLM must come before.
+    alignment.warm_up()
+    return GivenDrafter()
 
 
 def _suffix(config: GenerationConfig, metrics: EngineMetrics) -> Drafter:

@@ -1,0 +1,103 @@
+"""Compiled alignments against the same rules, one sample and token at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.generation.drafting.alignment import Alignments
+from services.generation.drafting.alignment.row import ANCHOR, REACH
+from services.generation.engine.types import SampleState
+from tests.support import plain_given
+from tests.support.plain_given import BUCKETS, LAST, Follower
+
+RAMP = np.array([bisect_right(BUCKETS, matched) - 1 for matched in range(BUCKETS[-1] + 1)])
+WINDOW = 8
+letters = st.lists(st.integers(0, 2), max_size=60)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """A sequence, and a response that is like it in parts."""
+    sequence = draw(letters)
+    response = list(sequence)
+    for _ in range(draw(st.integers(0, 5))):
+        at = draw(st.integers(0, len(response)))
+        cut = draw(st.integers(0, 4))
+        response[at : at + cut] = draw(st.lists(st.integers(0, 3), max_size=4))
+    return sequence, response
+
+
+def test_both_go_by_the_same_numbers() -> None:
+    assert (plain_given.ANCHOR, plain_given.REACH) == (ANCHOR, REACH)
+
+
+@given(st.lists(texts(), min_size=1, max_size=6), st.data())
+def test_compiled_alignments_are_those_of_the_rules(
+    batch: list[tuple[list[int], list[int]]], data: st.DataObject
+) -> None:
+    alignments = Alignments(RAMP)
+    plain: dict[str, Follower] = {}
+    lengths = dict.fromkeys(map(str, range(len(batch))), 0)
+    sources = {name: data.draw(st.integers(0, 1)) for name in lengths}
+    counts, expected = np.zeros((2, 2, LAST + 1), np.int64), np.zeros((2, 2, LAST + 1), np.int64)
+    probabilities = np.arange(2 * (LAST + 1)).reshape(2, -1) / 100 + 0.01
+    for _ in range(data.draw(st.integers(1, 12))):
+        for name, (sequence, _) in zip(lengths, batch, strict=True):
+            event = data.draw(st.sampled_from(["", "", "", "follow", "forget"]))
+            if event == "follow":
+                alignments.follow(name, sequence, sources[name])
+                plain[name] = Follower(sequence)
+            elif event == "forget":
+                alignments.forget(name)
+                plain.pop(name, None)
+        samples = []
+        for name, (_, response) in zip(lengths, batch, strict=True):
+            lengths[name] = min(lengths[name] + data.draw(st.integers(0, 9)), len(response))
+            samples.append(SampleState(name, [], response[: lengths[name]], 9))
+        tokens, acceptance = np.full((len(samples), WINDOW), -1, np.int32), np.zeros((len(samples), WINDOW))
+        followed = alignments.compare(samples, *counts)
+        made = alignments.offer(followed, probabilities, tokens, acceptance)
+        wanted = []
+        for sample in samples:
+            follower = plain.get(sample.sample_id)
+            if follower is not None:
+                for bucket, same in follower.take(sample.response):
+                    expected[:, sources[sample.sample_id], bucket] += (1, same)
+            wanted.append([] if follower is None else follower.ahead(WINDOW))
+        assert made == sum(map(bool, wanted))
+        for i, (sample, ahead) in enumerate(zip(samples, wanted, strict=True)):
+            count = len(ahead)
+            assert tokens[i, :count].tolist() == [token for token, _ in ahead]
+            row = probabilities[sources[sample.sample_id]]
+            assert acceptance[i, :count].tolist() == [row[bucket] for _, bucket in ahead]
+            assert not acceptance[i, count:].any()
+    assert counts.tolist() == expected.tolist()
+    assert len(alignments) == len(plain)
+    for name, follower in plain.items():
+        fresh = Alignments(RAMP)
+        fresh.follow(name, follower.given, 0)
+        fresh.go_on(name, alignments.state(name))
+        assert fresh.state(name) == alignments.state(name)
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=120))
+def test_sequences_keep_their_places_when_others_come_and_go(sizes: list[int]) -> None:
+    alignments, kept = Alignments(RAMP), {}
+    for i, size in enumerate(sizes):
+        name = f"{i % 40}"
+        kept[name] = np.random.default_rng(i).integers(0, 1000, size)
+        alignments.follow(name, kept[name], 0)
+        if i % 3 == 2:
+            alignments.forget(name)
+            del kept[name]
+    samples = [SampleState(name, [], [], 9) for name in kept]
+    counts = np.zeros((2, 1, LAST + 1), np.int64)
+    followed = alignments.compare(samples, *counts)
+    tokens, acceptance = np.zeros((len(samples), WINDOW), np.int32), np.zeros((len(samples), WINDOW))
+    alignments.offer(followed, np.ones((1, LAST + 1)), tokens, acceptance)
+    for row, name in zip(tokens, kept, strict=True):
+        assert row[: len(kept[name][:WINDOW])].tolist() == kept[name][:WINDOW].tolist()
