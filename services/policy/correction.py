@@ -160,6 +160,13 @@ class CorrectedStepTime:
         plain = self.model.seconds(requests, requests, context)
         return self.correction.apply(raw, (raw - plain) * (raw > 0))
 
+    def drafting(
+        self, requests: int, drafted: NDArray[np.int64], context: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Times of a step by its draft tokens, [c], the first number of which is 0: uncorrected, and corrected."""
+        raw = self.model.seconds(requests, requests + drafted, context)
+        return raw, self.correction.apply(raw, raw - raw[0])
+
     def observe(self, requests: int, rows: int, context: int, seconds: float) -> float:
         """A step was measured. What had been predicted for it, in seconds."""
         raw = float(self.model.seconds(requests, rows, context))

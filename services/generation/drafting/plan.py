@@ -128,7 +128,9 @@ def survivals(made: Sequence[Offers], limits: NDArray[np.int64], width: int) -> 
 
 def limits(samples: Sequence[SampleState], window: int) -> NDArray[np.int64]:
     """The most tokens that each sample can verify, [n]."""
-    rooms = np.fromiter([sample.room for sample in samples], np.int64, len(samples))
+    rooms = [sample.room for sample in samples]
+    if min(rooms, default=0) >= window:
+        return np.full(len(rooms), window)
     return np.minimum(rooms, window)
 
 

@@ -233,8 +233,7 @@ class PlannedDrafts:
         return best
 
     def _times(self, requests: int, counts: NDArray[np.int64], context: int) -> _Times:
-        raw = self.step_time.model.seconds(requests, requests + counts, context)
-        seconds = self.step_time.correction.apply(raw, raw - raw[0])
+        raw, seconds = self.step_time.drafting(requests, counts, context)
         return _Times(counts, raw, seconds, (seconds[1:] - seconds[:-1]) / (counts[1:] - counts[:-1]))
 
     def _select(
