@@ -70,7 +70,7 @@ def test_up_leaves_no_process_behind(model: Path, tmp_path: Path, number: signal
     assert len(started) == 7, "an instance, a gateway, a Redis, a draft store, bubbles, policy, reallocator"
     process.send_signal(number)
     process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert not alive
     assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
 

@@ -39,7 +39,7 @@ SHARE = 0.25
 """Of prompts that are held out."""
 # Quick where something is waited for.
 _QUICK: dict[str, Any] = {
-    "lease_seconds": 0.6,
+    "lease_seconds": 1.5,
     "report_seconds": 0.05,
     "settle_seconds": 0.05,
     "reward_wait_seconds": 60.0,

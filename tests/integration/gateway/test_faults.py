@@ -47,6 +47,8 @@ async def test_the_samples_of_a_killed_instance_go_on_elsewhere(cluster: Cluster
     request = make_batch(groups=4, samples=4, ignore_eos=True)
     await gateway.trainer.submit(request)
     await _all_held(fakes, 16, 12)
+    batch = gateway.gateway.leadership.leading().dispatcher.batches["run", request.batch_id].batch
+    await until(lambda: min(len(s.tokens) for s in batch.samples) >= 8, "the gateway has some of each")
     on_first = len(fakes[0].running())
     assert 0 < on_first < 16
     before = len(fakes[1].accepted)
@@ -275,7 +277,7 @@ async def test_redis_may_be_restarted_in_mid_step(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     cluster = Cluster(server.start(), "ns")
     try:
-        gateway = await cluster.gateway(lease_seconds=5.0)
+        gateway = await cluster.gateway(lease_seconds=30.0)
         fakes = [await cluster.instance(name) for name in ("i0", "i1")]
         for fake in fakes:
             fake.hold_at = 10

@@ -245,7 +245,7 @@ async def test_one_that_is_handed_on_is_resumed_where_it_is_to_go(cluster: Clust
 
 
 async def test_one_that_is_handed_on_waits_for_the_link_and_not_for_ever(cluster: Cluster) -> None:
-    gateway, fakes, request = await held(cluster, registry_poll_seconds=0.5, claim_wait_seconds=1.0)
+    gateway, fakes, request = await held(cluster, registry_poll_seconds=0.3, claim_wait_seconds=2.0)
     late = await cluster.instance("i2")
     late.hold_at = 12
     first, second, third = fakes[0].running()[:3]

@@ -136,7 +136,7 @@ async def test_versions_only_go_up_and_one_update_at_a_time(cluster: Cluster) ->
 
 
 async def test_an_abandoned_update_expires(cluster: Cluster) -> None:
-    gateway = await cluster.gateway(update_timeout_seconds=0.2)
+    gateway = await cluster.gateway(update_timeout_seconds=1.5)
     fake = await cluster.instance("i0")
     await cluster.serving(gateway, 1)
     first = await start(gateway.trainer)

@@ -72,9 +72,7 @@ async def test_a_drained_instance_hands_back_takes_nothing_and_can_still_be_aske
     fresh: Policy, successor: InstanceProcess, registry: Registry
 ) -> None:
     whole = await fresh.tokens([1, 2], **LONG)
-    async with calling(fresh.address) as caller:
-        await caller.send([fresh.item(handle, **LONG) for handle in (1, 2)])
-        await caller.started(1, 2)
+    async with fresh.midway([1, 2], **LONG) as (caller,):
         drained = await fresh.stub.DrainEngine(pb.DrainEngineRequest(), timeout=CALL)
         assert drained.handed_over == 2
         outcomes = await caller.ended(1, 2)

@@ -21,7 +21,7 @@ from services.local.child import Child, ChildSpec
 from services.platform.config import ServiceConfig
 from services.platform.registry import InstanceRecord, Registration
 from services.platform.store import Keys, connect
-from tests.integration.generation.conftest import PROMPT, Policy
+from tests.integration.generation.conftest import ATTEMPTS, PROMPT, Policy
 from tests.support.instances import CALL, InstanceProcess, calling, stub_of
 from tests.support.zygote import launch
 
@@ -300,6 +300,26 @@ class Work:
         return {number: outcome.tokens for number, outcome in outcomes.items()}
 
 
+async def midway(
+    policy: Policy, coordinator: Coordinator, ahead: InstanceProcess, work: Work, first: int, count: int
+) -> tuple[list[int], Poll]:
+    """Numbers of items that are half done, from `first` on, and the poll that told of them; the engine is paused,
+    and asks for nothing more.
+
+    An item may end before the pause is heard: then others are begun.
+    """
+    for attempt in range(ATTEMPTS):
+        numbers = [first + 1000 * attempt + n for n in range(count)]
+        await coordinator.give(*map(work.item, numbers))
+        poll = await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
+        await policy.pause()
+        if ahead.metrics()["paceline_generation_background_samples"] == count:
+            return numbers, poll
+        await policy.resume()
+        await coordinator.halt()
+    pytest.fail("items always ended before the engine could be paused")
+
+
 async def test_what_is_pregenerated_is_what_the_real_samples_will_be(
     policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
 ) -> None:
@@ -339,21 +359,20 @@ async def test_real_work_ends_it_at_once_and_it_goes_on_later(
     policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
 ) -> None:
     work, real = Work(policy, LONG), [101, 102, 103]
-    ahead_of_time = [11, 12, 13, 14]
-    await coordinator.give(*map(work.item, ahead_of_time))
-    await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
+    ahead_of_time, _ = await midway(policy, coordinator, ahead, work, 11, 4)
     async with calling(policy.address) as caller:
         await caller.send([work.plain(number) for number in real])
         given_back = await coordinator.next(lambda poll: poll.returned >= set(ahead_of_time))
         assert given_back.request.room == 0
         assert given_back.request.serving
         given_back.answer()
+        await policy.resume()
         outcomes = await caller.ended(*real)
         loads = [response.load.running + response.load.waiting for response in caller.responses]
     truth = await work.truth([*real, *ahead_of_time])
     assert {number: outcome.tokens for number, outcome in outcomes.items()} == {n: truth[n] for n in real}
     assert max(loads) <= len(real)
-    partial = await store.until(work.run, work.prompts, set(ahead_of_time))
+    partial = await store.until(work.run, work.prompts, set(ahead_of_time), POLL_STEPS + 1)
     for number, tokens in partial.items():
         assert POLL_STEPS < len(tokens) < LONG
         assert tokens == truth[number][: len(tokens)]
@@ -363,32 +382,28 @@ async def test_real_work_ends_it_at_once_and_it_goes_on_later(
     poll = await coordinator.next(lambda poll: poll.tokens.keys() >= set(ahead_of_time))
     assert all(poll.tokens[number] >= len(partial[number]) for number in ahead_of_time)
     poll.answer()
-    await coordinator.finished(*ahead_of_time)
+    await coordinator.finished(*set(ahead_of_time) - poll.finished)
     async with asyncio.timeout(CALL):
         while await store.tokens(work.run, work.prompts) != {n: truth[n] for n in ahead_of_time}:
             pass
 
 
 async def test_weights_are_applied_while_it_goes_on(
-    policy: Policy, store: Store, coordinator: Coordinator, models: tuple[Path, Path]
+    policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess, models: tuple[Path, Path]
 ) -> None:
-    work, numbers = Work(policy, LONG), [21, 22, 23]
-    old = await work.truth(numbers)
+    work = Work(policy, LONG)
     await policy.stage(policy.version + 1, models[1])
-    await coordinator.give(*map(work.item, numbers))
-    before = await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
+    numbers, before = await midway(policy, coordinator, ahead, work, 21, 3)
     applied = await policy.apply(policy.version + 1)
     assert 0 < applied.halt_seconds < applied.seconds
     # Stored when the call returns: the next step's samples may be anywhere.
     drafts = await store.tokens(work.run, work.prompts)
     for number in numbers:
         assert len(drafts[number]) >= before.tokens[number]
-        assert drafts[number] == old[number][: len(drafts[number])]
-    before.answer()
+    await policy.resume()
     poll = await coordinator.next(lambda poll: poll.returned >= set(numbers))
     assert poll.request.policy_version == policy.version
     new = await work.truth(numbers)
-    assert new != old
     outcomes = await policy.ask(*[work.real(number) for number in numbers])
     for number in numbers:
         ended = outcomes[number].finished
@@ -398,17 +413,32 @@ async def test_weights_are_applied_while_it_goes_on(
         assert ended.reused_prefix < ended.cached_tokens
     poll.answer()
     await policy.update(models[0])
+    old = await work.truth(numbers)
+    assert new != old
+    assert drafts == {number: old[number][: len(drafts[number])] for number in numbers}
 
 
 async def test_a_halt_leaves_nothing_running(
     policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
 ) -> None:
-    work, numbers = Work(policy, LONG), [31, 32]
-    await coordinator.give(*map(work.item, numbers))
+    work = Work(policy, LONG)
     before = ahead.metrics().get("paceline_generation_halt_delay_seconds_count", 0)
-    poll = await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
-    poll.answer(halt=True, halted_at=time.time())
-    poll = await coordinator.next(lambda poll: poll.returned >= set(numbers))
+    for attempt in range(ATTEMPTS):
+        numbers = {31 + 1000 * attempt, 32 + 1000 * attempt}
+        await coordinator.give(*map(work.item, numbers))
+        poll = await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
+        left = numbers - poll.finished
+        poll.answer(halt=True, halted_at=time.time())
+        if not left:
+            continue
+        poll = await coordinator.next(lambda poll: poll.returned | poll.finished >= left)  # noqa: B023
+        if poll.returned >= numbers:
+            break
+        # Some ended before they were told to: the others were counted.
+        before += bool(poll.returned)
+        poll.answer()
+    else:
+        pytest.fail("items always ended before they could be halted")
     metrics = ahead.metrics()
     assert metrics["paceline_generation_background_samples"] == 0
     assert metrics["paceline_generation_halt_delay_seconds_count"] == before + 1

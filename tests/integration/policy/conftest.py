@@ -27,7 +27,7 @@ CALL = 20.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
 # Quick where something is waited for, and patient with a machine that is busy.
 _QUICK: dict[str, Any] = {
-    "lease_seconds": 0.6,
+    "lease_seconds": 1.5,
     "report_seconds": 0.05,
     "settle_seconds": 0.4,
     "answer_seconds": 10.0,

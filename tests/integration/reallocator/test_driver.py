@@ -67,8 +67,13 @@ async def test_a_claim_that_is_refused_costs_a_prefix(fleet: Fleet, cluster: Clu
 async def test_moves_by_prefix_are_made_where_they_were_wanted(fleet: Fleet, cluster: Cluster) -> None:
     donor, receiver = await pair(fleet, cluster)
     wanted = [Move(f"p{n}/0", "i0", "i1", 24) for n in range(2)]
+    # They are not done before they have gone.
+    donor.hold_at = 40
     async with Driver(addresses(donor, receiver)) as driver:
-        outcome = await driver.run(tasks(), wanted)
+        running = asyncio.create_task(driver.run(tasks(), wanted))
+        await until(lambda: len(receiver.accepted) == 2, "they have gone")
+        donor.hold_at = None
+        outcome = await running
     assert outcome.responses == truth()
     assert sorted(move.key for move in outcome.moves) == ["p0/0", "p1/0"]
     assert all(move.tokens >= 24 for move in outcome.moves)

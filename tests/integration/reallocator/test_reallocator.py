@@ -147,7 +147,7 @@ async def test_what_cannot_be_moved_off_a_drained_instance_goes_by_its_prefix(fl
     fleet.movers["i0"].refuse = lambda r: (
         None if r.key.startswith("p0/") else migration_pb2.MOVE_REASON_REUSING
     )
-    fleet.fakes["i0"].evacuation_seconds = 1.0
+    fleet.fakes["i0"].evacuation_seconds = 2.0
     drained = await gateway.trainer.fleet.Drain(fleet_pb2.DrainRequest(instance_id="i0"), timeout=CALL)
     assert drained.handed_over == 20
     assert reallocator.metric("moves_total", rule="evacuate", by="kv") == 4
@@ -161,9 +161,9 @@ async def test_what_cannot_be_moved_off_a_drained_instance_goes_by_its_prefix(fl
 async def test_a_receiver_that_refuses_is_not_asked_for_every_sample(fleet: Fleet) -> None:
     gateway, request = await crowded(fleet)
     reallocator = fleet.reallocator(decision_steps=10**9, moves_at_once=2)
-    await fleet.join("i1", hold_at=HELD)
     mover = fleet.movers["i0"]
     mover.refuse = lambda request: migration_pb2.MOVE_REASON_NO_SEAT
+    await fleet.join("i1", hold_at=HELD)
     await until(lambda: reallocator.told("migration_outcome"), "it was tried")
     (outcome,) = await reallocator.told("migration_outcome")
     assert outcome.details["moved"] == 0
@@ -176,8 +176,8 @@ async def test_a_receiver_that_refuses_is_not_asked_for_every_sample(fleet: Flee
 async def test_a_receiver_that_cannot_be_reached_is_left_alone_for_a_while(fleet: Fleet) -> None:
     gateway, request = await crowded(fleet)
     reallocator = fleet.reallocator(decision_steps=1, rest=0, moves_at_once=1)
-    await fleet.join("i1", hold_at=HELD)
     fleet.movers["i0"].refuse = lambda request: migration_pb2.MOVE_REASON_RECEIVER_LOST
+    await fleet.join("i1", hold_at=HELD)
     await until(lambda: fleet.moves() == 1, "it was tried")
     steps = fleet.fakes["i0"].steps
     await until(lambda: fleet.fakes["i0"].steps > steps + 100, "many decisions were due")
@@ -193,8 +193,8 @@ async def test_a_donor_that_dies_in_the_middle_of_its_moves_costs_prefixes_only(
     gateway, request = await crowded(fleet)
     reallocator = fleet.reallocator(decision_steps=10**9)
     mover = fleet.movers["i0"]
-    await fleet.join("i1", hold_at=HELD)
     mover.gate.clear()
+    await fleet.join("i1", hold_at=HELD)
     await until(lambda: mover.at_once > 0, "moves are under way")
     await fleet.fakes["i0"].kill()
     await until(lambda: sum(reallocator.metric("failures_total", reason=r) for r in _ENDS), "it is noticed")
@@ -208,8 +208,8 @@ _ENDS = ("unavailable", "cancelled", "closed", "unknown")
 async def test_without_a_reallocator_everything_goes_on(fleet: Fleet) -> None:
     gateway, request = await crowded(fleet)
     reallocator = fleet.reallocator()
-    await fleet.join("i1", hold_at=HELD)
     fleet.movers["i0"].gate.clear()
+    await fleet.join("i1", hold_at=HELD)
     await until(lambda: fleet.movers["i0"].at_once > 0, "moves are under way")
     await reallocator.stop()
     # The moves that were begun are the donor's to finish.
