@@ -38,7 +38,7 @@ async def test_killed_in_an_update_it_learns_from_the_same_samples_again(world: 
     # The training process of the one that was killed is gone as well: it would go on now.
     await process.start()
     await until(lambda: instance.version == 1, "it is published and loaded")
-    assert set(state_of(world)) == names(1)
+    await until(lambda: set(state_of(world)) == names(1), "all are part of the state")
     assert len(state_of(world)) == 6
     assert len(world.did("updated")) == 1
     assert process.stop() == 0
@@ -112,7 +112,7 @@ async def test_the_training_process_dies_and_is_replaced(world: World) -> None:
     os.kill(world.did("begin")[-1]["pid"], signal.SIGKILL)
     world.tell("hold", False)
     await world.publishes(1)
-    assert sorted(state_of(world)) == sorted(names(1))
+    await until(lambda: sorted(state_of(world)) == sorted(names(1)), "all are part of the state")
     assert learner.metric("trainer_restarts_total") == 1
 
 
@@ -127,7 +127,7 @@ async def test_samples_that_it_dies_of_are_given_up(world: World) -> None:
     world.tell("hold", False)
     await world.feed(step(2))
     await world.publishes(1)
-    assert set(state_of(world)) == names(2)
+    await until(lambda: set(state_of(world)) == names(2), "the next step is part of the state")
 
 
 async def test_a_broken_state_is_passed_over_for_the_one_before(world: World) -> None:
