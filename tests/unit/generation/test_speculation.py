@@ -412,6 +412,39 @@ def test_a_drafter_that_never_pays_is_soon_asked_in_few_steps_and_at_once_when_t
     assert spec.drafts(states("a")) == {"a": [7]}
 
 
+def test_samples_are_looked_at_in_few_of_the_steps_in_which_drafters_rest() -> None:
+    """The loop asks first whether drafters rest on; what is drafted, and when, does not depend on that."""
+    looked = {}
+    for ask_first in (False, True):
+        drafter = Unwanted()
+        spec = Speculation([drafter], FixedPlan(WINDOW), VOCAB, Counts())
+        asked, looks = [], 0
+        for step in range(200):
+            if step == 120:
+                spec.begin(DraftContext("b", (1,)))
+            if not (ask_first and spec.rests_on(2)):
+                looks += 1
+                assert spec.drafts(states("ab")) == {}
+            asked.append(drafter.asked)
+        looked[ask_first] = (asked, looks)
+    assert looked[True][0] == looked[False][0]
+    assert (looked[False][1], looked[True][1]) == (200, pytest.approx(2 * drafter.asked, abs=10))
+
+
+def test_drafters_do_not_rest_on_when_samples_have_come_or_gone() -> None:
+    spec = Speculation([Unwanted()], FixedPlan(WINDOW), VOCAB, Counts())
+    for _ in range(100):
+        spec.drafts(states("ab"))
+    while not spec.rests_on(2):
+        spec.drafts(states("ab"))
+    spec.end("b")
+    assert not spec.rests_on(1)
+    spec.drafts(states("a"))
+    assert spec.rests_on(1)
+    spec.begin(DraftContext("c", (1,)))
+    assert not spec.rests_on(2)
+
+
 class Measuring(FixedPlan):
     """A plan that asks for step times."""
 
