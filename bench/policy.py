@@ -49,8 +49,8 @@ _WINDOW, _MARGIN = 16, 0.02
 _LENGTHS = (1, 2, 4, 8, 12, 16)
 # Lengths that the toggle is tried with.
 _TOGGLED = (4, 16)
-# Share of wrong tokens in the drafts: nearly true, as reused rollouts are, and as good as useless.
-_WRONG = (0.02, 0.15, 0.4, 0.95)
+WRONG = (0.02, 0.15, 0.4, 0.95)
+"""Shares of wrong tokens in the drafts: from nearly true, as reused rollouts are, to as good as useless."""
 _PROMPT, _RESPONSE = 24, 160
 # Of a round of small batches: they are over sooner than they can be timed.
 _LEAST_SAMPLES = 32
@@ -94,7 +94,7 @@ class Measured:
         return sum(map(len, self.responses.values())) / self.seconds
 
 
-class _Ignored:
+class Ignored:
     """Draft metrics that nobody reads."""
 
     def verified(self, drafter: str, drafted: int, accepted: int) -> None:
@@ -206,14 +206,13 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
     ]
     truth = _round(engine, requests, samples, None).responses
     drafted = [
-        replace(request, given=_spoilt(truth[request.sample_id], wrong, vocab, random))
-        for request in requests
+        replace(request, given=spoilt(truth[request.sample_id], wrong, vocab, random)) for request in requests
     ]
     ways = {
         name: None
         if plan is None
-        else Speculation([GivenDrafter()], plan, vocab, _Ignored(), time.process_time)
-        for name, plan in _plans(model)
+        else Speculation([GivenDrafter()], plan, vocab, Ignored(), time.process_time)
+        for name, plan in plans(model)
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 + rounds):
@@ -223,9 +222,9 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
                 raise RuntimeError(f"plan {name} changed tokens")
             rates[name].append(found.rate)
     warm = {name: each[1:] for name, each in rates.items()}
-    compared = _Compared({name: max(each) for name, each in warm.items()})
-    medians = _Compared({name: median(each) for name, each in warm.items()})
-    cold = _Compared({name: each[0] for name, each in rates.items()} | {"plain": compared.rates["plain"]})
+    compared = Compared({name: max(each) for name, each in warm.items()})
+    medians = Compared({name: median(each) for name, each in warm.items()})
+    cold = Compared({name: each[0] for name, each in rates.items()} | {"plain": compared.rates["plain"]})
     best, worst = compared.best_fixed, compared.worst_toggle
     return {
         "samples": samples,
@@ -248,7 +247,7 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
+class Compared:
     """Tokens a second by way."""
 
     rates: Mapping[str, float]
@@ -276,7 +275,7 @@ class _Compared:
         return [name for name in self.rates if name.startswith(kind)]
 
 
-def _plans(model: StepTime) -> Iterator[tuple[str, Plan | None]]:
+def plans(model: StepTime) -> Iterator[tuple[str, Plan | None]]:
     """By name."""
     yield "plain", None
     for length in _LENGTHS:
@@ -292,7 +291,7 @@ def _steered(model: StepTime, mode: Any, cap: int) -> SteeredPlan:
     return SteeredPlan(knobs, CorrectedStepTime(model, Correction()), lambda _: None)
 
 
-def _spoilt(tokens: Sequence[int], wrong: float, vocab: int, random: Random) -> tuple[int, ...]:
+def spoilt(tokens: Sequence[int], wrong: float, vocab: int, random: Random) -> tuple[int, ...]:
     """A response with a share of other tokens in it."""
     return tuple(
         (token + random.randrange(1, vocab)) % vocab if random.random() < wrong else token for token in tokens
@@ -380,7 +379,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=45.0, help="of the sweep")
     parser.add_argument("--samples", type=numbers(int), default=[8, 16, 32, 64, _MOST], help="batch sizes")
     parser.add_argument("--w4-steps", type=int, default=8, help="of the run that drafts with the 4-bit twin")
-    parser.add_argument("--wrong", type=numbers(float), default=list(_WRONG), help="shares of wrong tokens")
+    parser.add_argument("--wrong", type=numbers(float), default=list(WRONG), help="shares of wrong tokens")
     arguments = parser.parse_args()
     if arguments.rounds < 2 or max(arguments.samples) > _MOST or min(arguments.samples) < 1:
         parser.error(f"at least two rounds; batches of 1 to {_MOST}")
