@@ -34,7 +34,7 @@ from services.generation.drafting.plan import (
 from services.generation.drafting.row_grid import row_counts
 from services.generation.engine.types import SampleState
 from services.policy.correction import CorrectedStepTime
-from services.policy.trial import BAND, Trial
+from services.policy.trial import LEAST, Trial
 
 Floats = NDArray[np.float64]
 _MAX_ROUNDS = 6
@@ -193,12 +193,12 @@ class PlannedDrafts:
         plain = float(rates[0])
         gain = selection.rate / plain
         if best and gain >= 1 + self.margin:
-            if self.trial.due(gain, drafted=True):
+            if self.trial.made(gain, drafted=True):
                 return TRIED_PLAIN, 0, gain
             return DRAFTS, best, gain
         if len(rates) > 1:
             other = best or 1 + int(rates[1:].argmax())
-            if self.trial.due(float(rates[other]) / plain, drafted=False):
+            if self.trial.made(float(rates[other]) / plain, drafted=False):
                 return TRIED, other, float(rates[other]) / plain
         return (WITHIN_MARGIN if best else PLAIN_IS_BEST), 0, gain
 
@@ -209,7 +209,7 @@ class PlannedDrafts:
         # No rate is below the plain one, so no token that is worth less than the cheapest row at it is ever taken,
         # if not for a trial.
         price = max(requests / float(times.seconds[0]) * float(times.marginal.min()), NOTHING)
-        least = (1 - BAND) * price
+        least = LEAST * price
         if drafters == 1:
             return self._select(survival[0], np.zeros(requests, np.int64), times, least, context)
         best: _Selection | None = None

@@ -12,8 +12,8 @@ MANY = 200
 
 
 def test_nothing_is_tried_at_first() -> None:
-    assert not Trial().due(1.05, drafted=True)
-    assert not Trial().due(0.95, drafted=False)
+    assert not Trial().made(1.05, drafted=True)
+    assert not Trial().made(0.95, drafted=False)
 
 
 def done(trial: Trial, speedup: float) -> list[bool]:
@@ -21,21 +21,29 @@ def done(trial: Trial, speedup: float) -> list[bool]:
     tried = []
     for _ in range(MANY):
         on = speedup > 1
-        other = trial.due(speedup, drafted=on)
+        other = trial.made(speedup, drafted=on)
         trial.stepped(drafted=on != other)
         tried.append(other)
     return tried
 
 
-@given(st.floats(0.91, 1.09))
-def test_where_the_two_are_close_the_slower_one_is_tried_now_and_then(speedup: float) -> None:
+@given(st.floats(0.86, 1.29))
+def test_the_slower_one_is_tried_soon_at_first_and_more_seldom_the_slower_it_is(speedup: float) -> None:
     tried = done(Trial(), speedup)
-    assert MANY / 50 <= sum(tried) <= MANY / 30
-    # What it costs by the model's own account.
-    assert sum(tried) * abs(speedup - 1) <= 0.004 * MANY
+    assert any(tried[:30])
+    assert sum(tried) <= 8
+    # What it costs by the model's own account, after the first trials.
+    assert sum(tried[MANY // 4 :]) * abs(speedup - 1) <= 0.006 * MANY
 
 
-@pytest.mark.parametrize("speedup", [0.5, 0.85, 1.2, 9.0])
+@given(st.floats(0.91, 1.09))
+def test_where_the_two_are_close_the_slower_one_is_tried_again_and_again(speedup: float) -> None:
+    trial = Trial()
+    done(trial, speedup)
+    assert sum(done(trial, speedup)) >= MANY / 40
+
+
+@pytest.mark.parametrize("speedup", [0.5, 0.84, 1.31, 9.0])
 def test_what_is_much_slower_is_never_tried(speedup: float) -> None:
     assert not any(done(Trial(), speedup))
 
@@ -43,6 +51,6 @@ def test_what_is_much_slower_is_never_tried(speedup: float) -> None:
 def test_steps_that_are_mixed_anyway_need_no_trial() -> None:
     trial = Trial()
     for step in range(MANY):
-        on = step % 20 == 0
-        assert not trial.due(1.0, drafted=on)
+        on = step % 7 == 0
+        assert not trial.made(1.0, drafted=on)
         trial.stepped(drafted=on)
