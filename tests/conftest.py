@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from services.platform.embedded_redis import EmbeddedRedis
@@ -20,6 +21,7 @@ FIRST_FOLDERS = ("e2e", "integration")
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the folders known as markers, and the workers quick."""
     _keep_bytecode(config.rootpath / ".pytest_cache" / "bytecode")
+    _log_plainly()
     # There is a worker for each core: threads of torch would wait for each other, and keep the core while they do.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # How long an example takes says how busy the machine is.
@@ -41,6 +43,13 @@ def _keep_bytecode(folder: Path) -> None:
         os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder))
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
         sys.dont_write_bytecode = False
+
+
+def _log_plainly() -> None:
+    """Tracebacks in logs without colours and variables: to draw those takes a thread up to a second."""
+    *others, _ = structlog.get_config()["processors"]
+    renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*others, renderer])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

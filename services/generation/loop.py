@@ -386,11 +386,12 @@ class EngineLoop(threading.Thread):
             stream.put(None)
 
     def _break(self, error: BaseException) -> None:
-        _log.error("engine_broken", error=repr(error), samples=len(self._samples), exc_info=error)
         try:
             self.flush()
         finally:
             for stream in self._streams:
                 stream.put(Unavailable("the engine of this instance failed; resume elsewhere"))
             self._stopping = True
+            # Before the process ends, and after all who wait: a traceback can take a second.
+            _log.error("engine_broken", error=repr(error), samples=len(self._samples), exc_info=error)
             self.broken.set_result(error)
