@@ -113,14 +113,17 @@ class KvReceiver:
         except NotMoved as error:
             incoming.error = error
             _tell(link, error.reason, error.message)
+            link.drain()
         except (OSError, BadFrame) as error:
             incoming.error = NotMoved(Reason.CONNECTION, f"receiving KV failed: {error}")
             if isinstance(error, BadFrame):
                 _tell(link, Reason.CONNECTION, str(error))
+                link.drain()
         except Exception as error:
             _log.exception("kv_receiver_failed", migration=migration_id)
             incoming.error = NotMoved(Reason.INTERNAL, repr(error))
             _tell(link, Reason.INTERNAL, repr(error))
+            link.drain()
 
     def _admit(self, link: Link) -> tuple[_Incoming, str]:
         """The sample that a connection is for. BadFrame: it is for none, and gets no answer."""

@@ -141,6 +141,10 @@ class NixlLink:
         if done.kind is not Kind.DONE:
             raise BadFrame(f"{done.kind.name} where DONE was due")
 
+    def drain(self) -> None:
+        """As `Link`."""
+        self._control.drain()
+
     def close(self) -> None:
         """As `Link`. Memory that is being written to is let go by the thread that uses it."""
         self._control.close()

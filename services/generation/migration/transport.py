@@ -43,6 +43,13 @@ class Link(Protocol):
     def receive_into(self, payload: memoryview) -> None:
         """The payload of the header that was received last, all of it."""
 
+    def drain(self) -> None:
+        """Send nothing more, and read until the peer has ended it, which it does when it has heard the last word.
+
+        Closed before, with bytes on their way here, a connection takes back what was sent. Waits as long as for a
+        peer that stalls; whether the peer did end it does not matter.
+        """
+
     def close(self) -> None:
         """End it, from any thread: whoever waits for it gets an OSError."""
 
@@ -90,6 +97,15 @@ class TcpLink:
             if not count:
                 raise ConnectionError("the peer closed the connection")
             payload = payload[count:]
+
+    def drain(self) -> None:
+        """As `Link`."""
+        self.deadline = min(self.deadline, time.monotonic() + STALL_SECONDS)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._set_timeout()
+            while self._socket.recv(1 << 16):
+                self._set_timeout()
 
     def close(self) -> None:
         """As `Link`."""
