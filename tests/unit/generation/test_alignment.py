@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,3 +103,14 @@ def test_sequences_keep_their_places_when_others_come_and_go(sizes: list[int]) -
     alignments.offer(followed, np.ones((1, LAST + 1)), tokens, acceptance)
     for row, name in zip(tokens, kept, strict=True):
         assert row[: len(kept[name][:WINDOW])].tolist() == kept[name][:WINDOW].tolist()
+
+
+@pytest.mark.parametrize(
+    "state", [(3, 0, -9, 1), (3, 1 << 62, 2, 1), (3, -5, 2, 1), (3, 0, 2, -7), (4, 0, 2, 1)]
+)
+def test_an_impossible_state_from_elsewhere_is_passed_over(state: tuple[int, ...]) -> None:
+    alignments = Alignments(RAMP)
+    alignments.follow("s", [1, 2, 3], 0)
+    before = alignments.state("s")
+    alignments.go_on("s", struct.pack("<4q", *state))
+    assert alignments.state("s") == before

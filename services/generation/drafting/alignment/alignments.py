@@ -94,10 +94,13 @@ class Alignments:
         return _STATE.pack(*self._table[row, [LENGTH, OFFSET, SEEN, MATCHED]].tolist())
 
     def go_on(self, sample_id: str, state: bytes) -> None:
-        """Reads `state`; that of another sequence says nothing here. struct.error when it is none."""
+        """Reads `state`; that of another sequence, or an impossible one, says nothing here. struct.error for none.
+
+        It comes from another process, and compiled code looks up memory by it.
+        """
         length, offset, seen, matched = _STATE.unpack(state)
         row = self._table[self._rows[sample_id]]
-        if length == row[LENGTH]:
+        if length == row[LENGTH] and seen >= 0 and matched >= 0 and -seen <= offset <= length:
             row[OFFSET], row[SEEN], row[MATCHED] = offset, seen, matched
 
     def compare(
