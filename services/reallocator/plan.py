@@ -23,6 +23,10 @@ from services.reallocator.records import Candidate, Move, Rule, Rules, Standing,
 from services.reallocator.space import Space
 
 
+# Of a gain: times are sums over samples, and equal ones need not come out as the same number.
+_ROUNDING = 1e-9
+
+
 def plan(fleet: Iterable[Standing], rules: Rules) -> list[Transfer]:
     """One decision."""
     groups: dict[Hashable, list[Standing]] = defaultdict(list)
@@ -119,7 +123,7 @@ def _levelled(group: Sequence[Standing], rules: Rules) -> list[Transfer]:
             continue
         chosen = _chosen(donor, receiver, count, rules)
         part, gain = _best(chosen, partial(_time_gain, donor, receiver, rules))
-        if part and gain >= rules.least_level_gain:
+        if part and gain >= rules.least_level_gain - _ROUNDING:
             reason = (
                 f"{donor.samples} samples beside {receiver.samples}: all are done sooner when it is level"
             )
@@ -190,9 +194,9 @@ def _chosen(donor: Standing, receiver: Standing, count: int, rules: Rules) -> li
 
 
 def _pays(candidate: Candidate, price: Price, donor: Standing, there: float, rules: Rules) -> bool:
-    """Whether a sample saves more time until it is done than its move costs it; steps take `there` seconds then."""
+    """Whether a sample saves what its move costs it until it is done; steps take `there` seconds then."""
     saved = _steps(candidate) * (donor.curve.step_seconds(donor.samples) - there)
-    return saved > rules.payback * price.stall
+    return saved >= rules.payback * price.stall
 
 
 def _steps(candidate: Candidate) -> float:

@@ -47,6 +47,7 @@ EAGER = (
     "--least-gain=0",
     "--least-level-gain=0",
     "--payback=0",
+    "--no-count-costs",
 )
 """The reallocator moves whatever makes a step a little more even."""
 LEARNING = (

@@ -62,6 +62,8 @@ class Movers:
         self.gone: set[int] = set()
         # Of moves that were reported and not claimed: by handle.
         self.unclaimed: dict[int, pb.Moved] = {}
+        # A stream takes one message after the other.
+        self._writing = [asyncio.Lock() for _ in self.addresses]
         self._news = asyncio.Event()
         self._readers: list[asyncio.Task[None]] = []
         # Addresses of relays, by which an instance goes as well.
@@ -93,11 +95,11 @@ class Movers:
         """Start items at an instance."""
         for item in items:
             self.journeys[item.handle] = Journey(item, place)
-        await self.streams[place].write(pb.WorkRequest(start=items))
+        await self._write(place, pb.WorkRequest(start=items))
 
     async def abort(self, handle: int) -> None:
         """Abort a sample where it is."""
-        await self.streams[self.journeys[handle].place].write(pb.WorkRequest(abort=[handle]))
+        await self._write(self.journeys[handle].place, pb.WorkRequest(abort=[handle]))
 
     async def abort_when_here(self, handle: int) -> None:
         """Abort a sample as soon as it is somewhere, and wait for its end."""
@@ -165,7 +167,7 @@ class Movers:
         claim = pb.Claim(handle=handle, migration_id=moved.migration_id)
         where = self._place_of(moved.address) if place is None else place
         self.journeys[handle].place = where
-        await self.streams[where].write(pb.WorkRequest(claim=[claim]))
+        await self._write(where, pb.WorkRequest(claim=[claim]))
 
     async def resume(self, handle: int, place: int) -> None:
         """Go on with a sample by its prefix."""
@@ -176,10 +178,14 @@ class Movers:
         item.prefix_token_ids.extend([*journey.item.prefix_token_ids, *journey.tokens])
         journey.place, journey.finished, journey.refused = place, None, None
         journey.resubmissions += 1
-        await self.streams[place].write(pb.WorkRequest(start=[item]))
+        await self._write(place, pb.WorkRequest(start=[item]))
 
     def _place_of(self, address: str) -> int:
         return self.aliases[address] if address in self.aliases else self.addresses.index(address)
+
+    async def _write(self, place: int, request: pb.WorkRequest) -> None:
+        async with self._writing[place]:
+            await self.streams[place].write(request)
 
     # -- inside -------------------------------------------------------------------------------------------
 

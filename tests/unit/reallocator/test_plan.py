@@ -115,6 +115,14 @@ def test_nothing_moves_where_samples_cost_nothing() -> None:
     )
 
 
+def test_where_moves_are_only_tried_out_a_pair_is_levelled_though_it_gains_nothing() -> None:
+    """Measured step times may come out flat: whoever wants moves for their own sake gets them all the same."""
+    fleet = [standing("a", 24, curve=FLAT, threshold=64), standing("b", 1, curve=FLAT, threshold=64)]
+    (transfer,) = plan(fleet, replace(EAGER, least_level_gain=0.0))
+    assert (transfer.rule, len(transfer.keys)) == (Rule.LEVEL, 11)
+    assert transfer.predicted_gain == pytest.approx(0.0, abs=1e-9)
+
+
 def test_few_long_samples_are_not_slowed_by_many_short_ones() -> None:
     short = [candidate(f"a{n}", remaining=100.0) for n in range(40)]
     long = [candidate(f"b{n}", remaining=5000.0) for n in range(20)]
