@@ -6,8 +6,8 @@ toggle says so, and as planned. All ways take turns in one process on one core, 
 is that process's own processor time, so that others on the machine take little part in it.
 
 A plan and its drafters go through all rounds of a cell, as an instance goes through the steps of a run. In the
-first one they know nothing: that is told apart. Of the others the best rate counts: what disturbs a round makes it
-slower, never faster. How well that repeats is a figure too.
+first one they know nothing: that is told apart. Of the others each step counts at the time that steps of its kind
+take (see bench/accounting.py); what was measured as it stands is told beside it, and how well both repeat.
 Writes runs/bench/policy.json, and the toggle's boundary over the measured steps as policy.svg.
 
     python -m bench.policy [--rounds 7] [--samples 8,32,128] [--w4-steps 8] [--model DIR]
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from bench import boundary, w4
+from bench.accounting import Round, Step, accounted, step_times
 from bench.report import Figures, cores, format_value, show, show_rows, write
 from services.generation.drafting.drafter import DraftContext, Offers
 from services.generation.drafting.given import GivenDrafter
@@ -62,20 +63,22 @@ _GOALS = {
     "planner_us_256": "<= 200",
     "worst_ratio_vs_plain": ">= 0.98",
     "planner_worst_vs_plain": "",
-    "planner_vs_best_fixed_by_medians": "",
-    "worst_ratio_vs_plain_by_medians": "",
+    "planner_vs_best_fixed_as_measured": "",
+    "worst_ratio_vs_plain_as_measured": "",
     "planner_vs_best_fixed_cold": "",
     "worst_ratio_vs_plain_cold": "",
     "repeatability_p90": "",
+    "repeatability_p90_as_measured": "",
     "boundary_agreement": "",
     "self_w4_acceptance": ">= 0.96",
 }
 _NOTE = (
     "planner_us_256 is a whole decision for 256 samples, 2 drafters and 16 tokens, from offers to lists of tokens."
     " worst_ratio_vs_plain is the toggle's, over all batch sizes, draft lengths and drafters. A plan's rate is"
-    " tokens a second of its best round, drafters and planning included; of ..._by_medians the median is, and of"
-    " ..._cold the first round, in which plans and drafters know nothing. repeatability_p90: 9 of 10 rates differ"
-    " by less between the even and the odd rounds. Of the boundary's figures see bench/boundary.py."
+    " tokens a second, drafters and planning included, each step at the median time of its kind; of ..._as_measured"
+    " it is the median of its rounds, and of ..._cold that of the first round, in which plans and drafters know"
+    " nothing. repeatability_p90...: 9 of 10 rates over the plain one differ by less between the even and the odd"
+    " rounds. Of the boundary's figures see bench/boundary.py."
 )
 
 
@@ -85,13 +88,12 @@ class Measured:
 
     responses: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
-    steps: int = 0
-    drafted: int = 0
+    steps: list[Step] = field(default_factory=list)
 
     @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return sum(map(len, self.responses.values())) / self.seconds
+    def round(self) -> Round:
+        """For the account."""
+        return Round(self.steps, self.seconds - sum(step.seconds for step in self.steps))
 
 
 class Ignored:
@@ -141,15 +143,16 @@ def main() -> None:
         "planner_us_256": _decision_microseconds(fit.step_time),
         "worst_ratio_vs_plain": min(cell["toggle_vs_plain"] for cell in cells),
         "planner_worst_vs_plain": min(cell["planner_vs_plain"] for cell in cells),
-        "planner_vs_best_fixed_by_medians": min(cell["planner_by_medians"] for cell in cells),
-        "worst_ratio_vs_plain_by_medians": min(cell["toggle_by_medians"] for cell in cells),
+        "planner_vs_best_fixed_as_measured": min(cell["planner_as_measured"] for cell in cells),
+        "worst_ratio_vs_plain_as_measured": min(cell["toggle_as_measured"] for cell in cells),
         "planner_vs_best_fixed_cold": min(cell["planner_cold"] for cell in cells),
         "worst_ratio_vs_plain_cold": min(cell["toggle_cold"] for cell in cells),
-        "repeatability_p90": float(np.quantile([each for cell in cells for each in cell["repeats"]], 0.9)),
+        "repeatability_p90": _p90(each for cell in cells for each in cell["repeats"]),
+        "repeatability_p90_as_measured": _p90(each for cell in cells for each in cell["repeats_as_measured"]),
         "self_w4_acceptance": self_w4.get("self_w4_acceptance"),
         **boundary.figures(found, _MARGIN),
     }
-    columns = tuple(name for name in cells[0] if name != "repeats")
+    columns = tuple(name for name, value in cells[0].items() if not isinstance(value, list | dict))
     show_rows("policy: cells", columns, [[format_value(cell[each]) for each in columns] for cell in cells])
     goals = [(name, format_value(figures[name]), goal) for name, goal in _GOALS.items()]
     show_rows("policy", ("figure", "value", "goal"), goals)
@@ -166,6 +169,10 @@ def main() -> None:
             "rounds": arguments.rounds,
         },
     )
+
+
+def _p90(values: Iterable[float]) -> float:
+    return float(np.quantile(list(values), 0.9))
 
 
 def _self_w4(steps: int, model: Path) -> tuple[Figures, str]:
@@ -214,17 +221,20 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
         else Speculation([GivenDrafter()], plan, vocab, Ignored(), time.process_time)
         for name, plan in plans(model)
     }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+    made: dict[str, list[Round]] = {name: [] for name in ways}
     for _ in range(1 + rounds):
         for name in random.sample(list(ways), len(ways)):
             found = _round(engine, drafted, samples, ways[name])
             if found.responses != truth:
                 raise RuntimeError(f"plan {name} changed tokens")
-            rates[name].append(found.rate)
-    warm = {name: each[1:] for name, each in rates.items()}
-    compared = Compared({name: max(each) for name, each in warm.items()})
-    medians = Compared({name: median(each) for name, each in warm.items()})
-    cold = Compared({name: each[0] for name, each in rates.items()} | {"plain": compared.rates["plain"]})
+            made[name].append(found.round)
+    tokens = sum(map(len, truth.values()))
+    warm = {name: each[1:] for name, each in made.items()}
+    compared, measured = Compared.by_kind(tokens, warm), Compared.as_measured(tokens, warm)
+    # Plans of fixed length have nothing to learn.
+    first = {name: made[name][:1] if name in _learners(ways) else warm[name] for name in ways}
+    cold = Compared.by_kind(tokens, first)
+    halves = [{name: each[half::2] for name, each in warm.items()} for half in (0, 1)]
     best, worst = compared.best_fixed, compared.worst_toggle
     return {
         "samples": samples,
@@ -237,13 +247,25 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
         "toggle_worst": worst,
         "toggle_vs_plain": compared.ratio(worst, "plain"),
         "planner_vs_best_fixed": compared.planner,
-        "planner_by_medians": medians.planner,
-        "toggle_by_medians": medians.ratio(medians.worst_toggle, "plain"),
-        # Plans of fixed length have nothing to learn.
-        "planner_cold": cold.rates["planner"] / max(compared.rates[best], compared.rates["plain"]),
+        "planner_as_measured": measured.planner,
+        "toggle_as_measured": measured.ratio(measured.worst_toggle, "plain"),
+        "planner_cold": cold.planner,
         "toggle_cold": cold.ratio(cold.worst_toggle, "plain"),
-        "repeats": [abs(max(each[::2]) / max(each[1::2]) - 1) for each in warm.values()],
+        "repeats": _differences(*(Compared.by_kind(tokens, half) for half in halves)),
+        "repeats_as_measured": _differences(*(Compared.as_measured(tokens, half) for half in halves)),
+        "rates": compared.rates,
+        "beside_ms": {name: 1e3 * median(each.beside for each in found) for name, found in warm.items()},
     }
+
+
+def _learners(ways: Iterable[str]) -> set[str]:
+    return {name for name in ways if name == "planner" or name.startswith("toggle")}
+
+
+def _differences(one: Compared, other: Compared) -> list[float]:
+    """By how much rates over the plain one differ, as shares."""
+    names = [name for name in one.rates if name != "plain"]
+    return [abs(one.ratio(name, "plain") / other.ratio(name, "plain") - 1) for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +273,17 @@ class Compared:
     """Tokens a second by way."""
 
     rates: Mapping[str, float]
+
+    @classmethod
+    def by_kind(cls, tokens: int, rounds: Mapping[str, Sequence[Round]]) -> Compared:
+        """Of rounds that all give so many tokens, each step at the time of its kind."""
+        times = step_times(each for made in rounds.values() for each in made)
+        return cls({name: tokens / accounted(made, times) for name, made in rounds.items()})
+
+    @classmethod
+    def as_measured(cls, tokens: int, rounds: Mapping[str, Sequence[Round]]) -> Compared:
+        """The median of rounds that all give so many tokens."""
+        return cls({name: tokens / median(each.seconds for each in made) for name, made in rounds.items()})
 
     def ratio(self, name: str, other: str) -> float:
         """Of two ways' rates."""
@@ -322,28 +355,26 @@ def _round(
 
 
 def _step(engine: Any, measured: Measured, speculation: Speculation | None) -> None:
-    if speculation is None:
-        _record(measured, engine.step(), None)
-        return
-    if speculation.rests_on(engine.load.running):
-        _record(measured, engine.step(), speculation)
-        return
-    states = engine.decoding()
-    drafts: Mapping[str, Sequence[int]] = speculation.drafts(states)
-    engine.put_drafts(drafts)
-    shape = speculation.shape(states, drafts)
+    """A step of the loop, and what it took the engine."""
+    samples, shape, tokens = engine.load.running, None, 0
+    if speculation is not None and not speculation.rests_on(samples):
+        states = engine.decoding()
+        drafts: Mapping[str, Sequence[int]] = speculation.drafts(states)
+        engine.put_drafts(drafts)
+        shape = speculation.shape(states, drafts)
+        tokens = sum(map(len, drafts.values()))
     began = time.process_time()
     steps = engine.step()
-    if shape is not None:
-        speculation.plan.stepped(shape, time.process_time() - began)
+    seconds = time.process_time() - began
+    if speculation is not None and shape is not None:
+        speculation.plan.stepped(shape, seconds)
+    measured.steps.append(Step(samples, tokens, seconds))
     _record(measured, steps, speculation)
 
 
 def _record(measured: Measured, steps: Sequence[Any], speculation: Speculation | None) -> None:
-    measured.steps += 1
     for step in steps:
         measured.responses[step.sample_id] += step.token_ids
-        measured.drafted += step.drafted
         if speculation is not None:
             speculation.learn(step)
             if step.finish is not None:

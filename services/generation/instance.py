@@ -13,7 +13,7 @@ import structlog
 
 from paceline.v1 import fleet_pb2
 from services.generation.config import GenerationConfig
-from services.generation.drafting import alignment
+from services.generation.drafting import acceptance, alignment, selection
 from services.generation.drafting.drafter import Drafter
 from services.generation.drafting.given import GivenDrafter
 from services.generation.drafting.own_model import OwnModelDrafter
@@ -61,6 +61,9 @@ def _speculation(
         "given": _given,
         "suffix": lambda: _suffix(config, metrics),
     }
+    # These import numba, which vLLM must come before.
+    acceptance.warm_up()
+    selection.warm_up()
     knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
     plan = _plan(config, knobs, engine.dtype, metrics, origin_of)
     drafters: list[Drafter] = [Gated(makers[name](), plan.wanted) for name in config.drafters]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from services.policy.step_time import StepTime
+from services.policy.step_time import Drafting, StepTime
 
 # A step's weight after n more steps is FORGETTING ** n: a memory of about two hundred steps.
 _FORGETTING = 0.995
@@ -69,6 +69,28 @@ _AT_FIRST = _Doubt(gg=1.0, oo=0.25, vv=0.5)
 _MOST_DOUBT = 2.5
 
 
+class Curve(NamedTuple):
+    """The corrected time of steps of the same samples by their draft tokens; see `Drafting`."""
+
+    requests: float
+    memory: float
+    row: float
+    rest: float
+    token: float
+    verifying: float
+    factor: float
+    offset: float
+    """Seconds."""
+    limit: float
+    """How far the correction may go, as a factor."""
+
+    def seconds(self, drafted: int) -> float:
+        """Of a step with so many draft tokens."""
+        predicted = Drafting(*self[:6]).seconds(drafted)
+        corrected = self.factor * predicted + self.offset
+        return min(max(corrected, predicted / self.limit), predicted * self.limit)
+
+
 class Correction:
     """A linear correction of predicted step times.
 
@@ -112,6 +134,11 @@ class Correction:
         # As np.clip, which takes several times as long for the few numbers of a plan.
         return np.minimum(np.maximum(corrected, predicted / self._limit), predicted * self._limit)
 
+    def curve(self, drafting: Drafting) -> Curve:
+        """As `apply`, of steps that differ by their draft tokens."""
+        plain = drafting.seconds(0)
+        return Curve(*drafting, self._gain + self._verify, self.offset - self._verify * plain, self._limit)
+
     def applied(self, predicted: float, verification: float = 0.0) -> float:
         """As `apply`, of one step's time, in a fraction of the time."""
         corrected = self._gain * predicted + self._verify * verification + self.offset
@@ -153,6 +180,7 @@ class CorrectedStepTime:
     def __init__(self, model: StepTime, correction: Correction) -> None:
         self.model = model
         self.correction = correction
+        self._asked, self._found = (1, 1), model.drafting(1, 1)
 
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         """The predicted time, corrected; the arguments broadcast."""
@@ -160,21 +188,21 @@ class CorrectedStepTime:
         plain = self.model.seconds(requests, requests, context)
         return self.correction.apply(raw, (raw - plain) * (raw > 0))
 
-    def drafting(
-        self, requests: int, drafted: NDArray[np.int64], context: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Times of a step by its draft tokens, [c], the first number of which is 0: uncorrected, and corrected."""
-        raw = self.model.seconds(requests, requests + drafted, context)
-        return raw, self.correction.apply(raw, raw - raw[0])
+    def curve(self, requests: int, context: int) -> Curve:
+        """Of steps of so many samples, at least one, by their draft tokens."""
+        return self.correction.curve(self._drafting(requests, context))
 
     def observe(self, requests: int, rows: int, context: int, seconds: float) -> float:
         """A step was measured. What had been predicted for it, in seconds."""
-        raw = float(self.model.seconds(requests, rows, context))
-        plain = float(self.model.seconds(requests, requests, context)) if rows > requests else raw
-        return self.learn(raw, raw - plain, seconds)
-
-    def learn(self, raw: float, verification: float, seconds: float) -> float:
-        """As `observe`, of a step for which the model predicts `raw` seconds, so many of them for verification."""
+        drafting = self._drafting(requests, context)
+        raw = drafting.seconds(rows - requests)
+        verification = raw - drafting.seconds(0)
         predicted = self.correction.applied(raw, verification)
         self.correction.observe(raw, seconds, verification)
         return predicted
+
+    def _drafting(self, requests: int, context: int) -> Drafting:
+        """A step is decided, and then measured."""
+        if self._asked != (requests, context):
+            self._asked, self._found = (requests, context), self.model.drafting(requests, context)
+        return self._found

@@ -7,7 +7,7 @@ draft token; whichever takes longer is its time. What is left over grows with th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -66,6 +66,26 @@ class Architecture(BaseModel):
         )
 
 
+class Drafting(NamedTuple):
+    """Steps of the same samples, told apart by their draft tokens. What does not depend on those, in seconds."""
+
+    requests: float
+    memory: float
+    row: float
+    """To compute it."""
+    rest: float
+    """Of any step, beyond the roofline."""
+    token: float
+    """Of each draft token, beyond the roofline."""
+    verifying: float
+    """Of a step with any draft token."""
+
+    def seconds(self, drafted: int) -> float:
+        """The predicted time of a step with so many draft tokens: `StepTime.seconds`, sooner."""
+        roofline = max((self.requests + drafted) * self.row, self.memory)
+        return roofline + self.rest + (drafted * self.token + self.verifying if drafted else 0.0)
+
+
 class StepTime(BaseModel):
     """The time of a step, in seconds, by requests, rows and context.
 
@@ -113,10 +133,27 @@ class StepTime(BaseModel):
         roofline = np.maximum(self.memory_seconds(c), self.compute_seconds(n, r, c))
         return np.asarray((roofline + rest) * (r > 0))
 
+    def drafting(self, requests: int, context: int) -> Drafting:
+        """Of steps of so many samples, at least one."""
+        n, c = float(requests), float(context)
+        return Drafting(
+            n,
+            self.memory_seconds(c),
+            self.compute_seconds(n, 1.0, c),
+            self.base + self.per_request * n,
+            self.token_seconds(n, c),
+            self.verify_per_request * n,
+        )
+
     def verification_seconds(self, requests: Number, drafted: Number, context: Number) -> Number:
         """Time beyond the roofline that verifying so many draft tokens takes."""
-        rows = drafted * (self.per_row + self.per_attending_row * _mean(context, requests))
-        return rows + (drafted > 0) * (self.verify_per_request * requests)
+        return drafted * self.token_seconds(requests, context) + (drafted > 0) * (
+            self.verify_per_request * requests
+        )
+
+    def token_seconds(self, requests: Number, context: Number) -> Number:
+        """Time beyond the roofline of each draft token."""
+        return self.per_row + self.per_attending_row * _mean(context, requests)
 
     def memory_seconds(self, context: Number) -> Number:
         """Time to move weights and KV."""

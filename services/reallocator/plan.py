@@ -22,7 +22,6 @@ from services.reallocator.price import Price, cheapest, lost
 from services.reallocator.records import Candidate, Move, Rule, Rules, Standing, Transfer
 from services.reallocator.space import Space
 
-
 # Of a gain: times are sums over samples, and equal ones need not come out as the same number.
 _ROUNDING = 1e-9
 

@@ -73,10 +73,8 @@ class GivenDrafter:
         counts = np.zeros((2, len(self._tables), len(_BUCKETS)), np.int64)
         followed = self._alignments.compare(samples, *counts)
         # What all samples' tokens say of the tables comes first: to ask these takes longer than to tell them.
-        for table, tried, kept in zip(self._tables, *counts.tolist(), strict=True):
-            for bucket, times in enumerate(tried):
-                if times:
-                    table.observe(bucket, times, kept[bucket])
+        for table, tried, kept in zip(self._tables, *counts, strict=True):
+            table.observe_all(tried, kept)
         tokens = np.zeros((len(samples), window), np.int32)
         acceptance = np.zeros((len(samples), window))
         probabilities = np.array([table.probabilities for table in self._tables])

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from services.generation.drafting.drafter import Offers
-from services.generation.drafting.plan import NOTHING, limits, survivals
+from services.generation.drafting.plan import NOTHING, limits
+from services.generation.drafting.selection import survivals
 from services.generation.engine.types import SampleState
 
 Floats = NDArray[np.float64]

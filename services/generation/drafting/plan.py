@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.generation.drafting.drafter import Offers
+from services.generation.drafting.selection import longest, survivals
 from services.generation.engine.types import SampleState
 
 # Tokens that never survive stand for none.
@@ -101,37 +101,13 @@ class FixedPlan:
         if not (samples and offers):
             return Drafts()
         survival = survivals(list(offers.values()), limits(samples, self.window), self.window)
-        survival[survival[:, :, 0] < self.floor] = 0.0
-        survival[survival < self.survival_floor] = 0.0
-        picks = survival.sum(2).argmax(0)
-        picked = survival[picks, np.arange(len(samples))]
-        lengths = np.count_nonzero(picked, axis=1)
-        return drafts(samples, offers, list(offers), picks, lengths, float(picked.sum()))
-
-
-def survivals(made: Sequence[Offers], limits: NDArray[np.int64], width: int) -> NDArray[np.float64]:
-    """For each drafter, sample and position the probability to be reached and kept, [d, n, width]; 0: no token.
-
-    `limits`, [n], are the most tokens that a sample can verify.
-    """
-    # Positions first, so that what is multiplied lies side by side.
-    survival = np.zeros((width, len(made), len(limits)))
-    for i, offers in enumerate(made):
-        offered = min(width, offers.acceptance.shape[1])
-        survival[:offered, i] = offers.acceptance[:, :offered].T
-    for before, reached in pairwise(survival):
-        reached *= before
-    if limits.min() < width:
-        survival *= (np.arange(width)[:, None] < limits)[:, None]
-    return np.ascontiguousarray(survival.transpose(1, 2, 0))
+        chosen = longest(survival, self.floor, self.survival_floor)
+        return drafts(samples, offers, list(offers), *chosen)
 
 
 def limits(samples: Sequence[SampleState], window: int) -> NDArray[np.int64]:
     """The most tokens that each sample can verify, [n]."""
-    rooms = [sample.room for sample in samples]
-    if min(rooms, default=0) >= window:
-        return np.full(len(rooms), window)
-    return np.minimum(rooms, window)
+    return np.minimum(np.array([sample.room for sample in samples], np.int64), window)
 
 
 def drafts(
@@ -146,8 +122,11 @@ def drafts(
     width = int(lengths.max(initial=0))
     if not width:
         return Drafts()
-    offered = np.concatenate([_padded(offers[name].tokens, width) for name in names])
-    offered = offered.take(picks * len(samples) + np.arange(len(samples)), axis=0)
+    if len(names) == 1:
+        offered = offers[names[0]].tokens[:, :width]
+    else:
+        offered = np.concatenate([_padded(offers[name].tokens, width) for name in names])
+        offered = offered.take(picks * len(samples) + np.arange(len(samples)), axis=0)
     # All at once: a number taken from an array by itself takes as long as a dozen from a list.
     tokens, counts, drafters = offered.tolist(), lengths.tolist(), picks.tolist()
     places: Sequence[int] = range(len(samples))

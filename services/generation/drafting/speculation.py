@@ -26,6 +26,7 @@ from services.generation.drafting.drafter import (
 )
 from services.generation.drafting.pause import Pause
 from services.generation.drafting.plan import Drafts, StepShape, context_of
+from services.generation.drafting.selection import flaw
 from services.generation.engine.types import SampleState, SampleStep
 
 MAX_FAULTS = 3
@@ -82,6 +83,7 @@ class Speculation:
     clock: Callable[[], float] = time.perf_counter
     """Seconds."""
     _seats: list[_Seat] = field(init=False)
+    _by_name: dict[str, _Seat] = field(init=False)
     _drafts: Drafts = field(init=False, default_factory=Drafts)
     _pause: Pause = field(init=False, default_factory=Pause)
     # Whether drafters rest in the coming step.
@@ -93,6 +95,7 @@ class Speculation:
         # Those that ask for the others' offers come last.
         seats = [_Seat(drafter) for drafter in self.drafters]
         self._seats = sorted(seats, key=lambda seat: seat.sequential is not None)
+        self._by_name = {seat.drafter.name: seat for seat in self._seats}
 
     def begin(self, context: DraftContext) -> None:
         """A sample enters the engine."""
@@ -184,10 +187,14 @@ class Speculation:
             return
         drafter, source = origin
         self.metrics.verified(source, step.drafted, step.accepted)
-        for seat in self._active():
-            if seat.drafter.name == drafter:
-                learn = partial(seat.drafter.learn, step.sample_id, step.drafted, step.accepted)
-                self._guard(seat, learn)
+        seat = self._by_name[drafter]
+        if not seat.on:
+            return
+        # Not by `_guard`: this is for every sample of every step.
+        try:
+            seat.drafter.learn(step.sample_id, step.drafted, step.accepted)
+        except Exception as error:
+            self._fault(seat, repr(error))
 
     def _active(self) -> list[_Seat]:
         return [seat for seat in self._seats if seat.on]
@@ -239,11 +246,8 @@ def _complaint(made: Offers, samples: int, window: int, vocab_size: int) -> str:
         return f"offers of shape {tokens.shape} for {samples} samples of 1 to {window} tokens"
     if acceptance.shape != tokens.shape:
         return f"predictions of shape {acceptance.shape} for tokens of shape {tokens.shape}"
-    if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab_size:
-        return f"a token outside the vocabulary of {vocab_size}"
-    # Asked so that a NaN fails, too.
-    if acceptance.dtype.kind != "f" or not (acceptance.min() >= 0.0 and acceptance.max() <= 1.0):
-        return "a prediction that is no probability"
-    if len(made.sources) not in (0, samples) or any(type(each) is not str for each in made.sources):
+    if wrong := flaw(made, vocab_size):
+        return wrong
+    if len(made.sources) not in (0, samples) or set(map(type, made.sources)) - {str}:
         return "sources that are no names"
     return ""

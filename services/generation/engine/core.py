@@ -163,17 +163,15 @@ class Engine:
 
     def decoding(self) -> list[SampleState]:
         """Running samples that can verify a draft in the next step."""
-        limit = self.limits.max_model_len
-        return [
-            SampleState(
-                request.request_id,
-                request.prompt_token_ids,
-                request._output_token_ids,
-                min(request.max_tokens - request.num_output_tokens, limit - request.num_tokens) - 1,
-            )
-            for request in self._scheduler.running
-            if request.num_computed_tokens == request.num_tokens - 1
-        ]
+        most, states = self.limits.max_model_len, []
+        # Not by the requests' properties: this is for every sample of every step.
+        for request in self._scheduler.running:
+            length = len(request._all_token_ids)
+            if request.num_computed_tokens == length - 1:
+                response = request._output_token_ids
+                room = min(request.max_tokens - len(response), most - length) - 1
+                states.append(SampleState(request.request_id, request.prompt_token_ids, response, room))
+        return states
 
     def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
         """Set the draft tokens that the next step verifies. Ids must be in the vocabulary."""

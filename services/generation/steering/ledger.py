@@ -38,11 +38,14 @@ class Ledger:
         self._serial = 0
         self._key: StepKey | None = None
         self._on: bool | None = None
+        # Verifications, tokens drafted and accepted, by source, that are not booked yet.
+        self._verified: dict[str, list[int]] = {}
 
     def begin(self, key: StepKey | None) -> bool:
         """The coming engine step is of this step of a run, or of none; whether that is another than before."""
         if key == self._key:
             return False
+        self._settle()
         self._key = key
         self._on = None
         return True
@@ -78,18 +81,29 @@ class Ledger:
 
     def verified(self, source: str, drafted: int, accepted: int) -> None:
         """A draft was verified."""
-        totals = self._totals()
-        if totals is not None:
-            before = totals.drafts.get(source, Acceptance(0, 0, 0))
-            totals.drafts[source] = before + Acceptance(1, drafted, accepted)
+        counted = self._verified.get(source)
+        if counted is None:
+            counted = self._verified[source] = [0, 0, 0]
+        counted[0] += 1
+        counted[1] += drafted
+        counted[2] += accepted
 
     def steps(self) -> Iterable[tuple[StepKey, StepTotals]]:
         """The latest steps, oldest first."""
+        self._settle()
         return self._steps.items()
 
     def switches(self, after: int) -> list[Switched]:
         """Switches with a serial number above `after`."""
         return [each for each in self._switches if each.serial > after]
+
+    def _settle(self) -> None:
+        """Book what was verified: between two steps there is no time to do so for each draft."""
+        totals = self._totals() if self._verified else None
+        if totals is not None:
+            for source, counted in self._verified.items():
+                totals.drafts[source] = totals.drafts.get(source, Acceptance(0, 0, 0)) + Acceptance(*counted)
+        self._verified.clear()
 
     def _totals(self) -> StepTotals | None:
         if self._key is None:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
-
 from services.generation.drafting.drafter import Offers
 from services.generation.drafting.plan import Drafts, FixedPlan, context_of
 from services.generation.drafting.planner import (
@@ -185,6 +183,7 @@ def _judged(samples: Sequence[SampleState], drafts: Drafts, step_time: Corrected
     if step_time is None:
         return Decision(FIXED, tokens, expected)
     requests, context = len(samples), context_of(samples)
-    plain, drafted = step_time.drafting(requests, np.array([0, tokens]), context)[1].tolist()
+    curve = step_time.curve(requests, context)
+    plain, drafted = curve.seconds(0), curve.seconds(tokens)
     gain = speedup(requests, expected, plain, drafted)
     return Decision(FIXED, tokens, expected, gain, gain, drafted)

@@ -153,3 +153,19 @@ def test_a_model_and_its_correction_work_together() -> None:
     for rows in (4, 12, 400, 1000) * 30:
         corrected.observe(4, rows, 2000, 1.3 * float(model.seconds(4, rows, 2000)))
     assert corrected.seconds(4, 12, 2000) == pytest.approx(1.3 * raw, rel=0.02)
+
+
+@given(
+    st.integers(1, 256),
+    st.integers(0, 4096),
+    st.integers(1, 10**6),
+    st.lists(st.tuples(st.integers(0, 64), st.floats(1e-4, 1.0)), max_size=20),
+)
+def test_a_curve_is_the_corrected_time_by_draft_tokens(
+    requests: int, drafted: int, context: int, measured: list[tuple[int, float]]
+) -> None:
+    corrected = CorrectedStepTime(StepTime.prior(ARCHITECTURE), Correction())
+    for each, seconds in measured:
+        corrected.observe(requests, requests + each, context, seconds)
+    found = corrected.curve(requests, context).seconds(drafted)
+    assert found == pytest.approx(float(corrected.seconds(requests, requests + drafted, context)))

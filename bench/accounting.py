@@ -1,0 +1,69 @@
+"""Rounds of engine steps, each step at the time that steps of its kind take. Pure.
+
+On a busy machine the same round takes a tenth longer the next time, and the best of several plans is the luckiest
+one. But plans make the same kinds of steps over and over: so many samples that verify about so many draft tokens.
+So each step counts at the median time of its kind, over all plans and rounds, and what a plan does beside the
+engine at the median of its rounds. What a plan decides, its mistakes and trials included, counts in full.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log2
+from statistics import fmean, median
+
+# Numbers of rows that differ by less than one of so many parts of an octave are of a kind.
+_IN_OCTAVE = 16
+
+Kind = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An engine step: samples, draft tokens, and seconds of the engine alone."""
+
+    samples: int
+    drafted: int
+    seconds: float
+
+    @property
+    def kind(self) -> Kind:
+        """Steps of a kind take about as long."""
+        if not self.drafted:
+            return self.samples, 0
+        return self.samples, 1 + round(_IN_OCTAVE * log2(1 + self.drafted / self.samples))
+
+
+@dataclass(slots=True)
+class Round:
+    """A plan's steps, and its seconds beside the engine: drafters, decisions, what is learned."""
+
+    steps: list[Step] = field(default_factory=list)
+    beside: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """As measured."""
+        return sum(step.seconds for step in self.steps) + self.beside
+
+
+def step_times(rounds: Iterable[Round]) -> dict[Kind, float]:
+    """The median time of each kind of step, in seconds."""
+    times: dict[Kind, list[float]] = defaultdict(list)
+    for each in rounds:
+        for step in each.steps:
+            times[step.kind].append(step.seconds)
+    return {kind: median(found) for kind, found in times.items()}
+
+
+def accounted(rounds: Sequence[Round], times: Mapping[Kind, float]) -> float:
+    """Seconds of a plan's round, the mean of its rounds, each step at the time of its kind.
+
+    KeyError for a kind that is not in `times`; ValueError without a round.
+    """
+    if not rounds:
+        raise ValueError("a plan without a round takes no time")
+    stepping = fmean(sum(times[step.kind] for step in each.steps) for each in rounds)
+    return stepping + median(each.beside for each in rounds)

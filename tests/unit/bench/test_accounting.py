@@ -1,0 +1,69 @@
+"""Steps at the time of their kind: what is the same counts the same, and what is decided counts."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.accounting import Round, Step, accounted, step_times
+
+steps = st.builds(Step, st.integers(1, 64), st.integers(0, 200), st.floats(1e-4, 1e-1))
+rounds = st.lists(
+    st.builds(Round, st.lists(steps, min_size=1, max_size=20), st.floats(0, 1)), min_size=1, max_size=5
+)
+
+
+@given(rounds)
+def test_where_every_step_takes_the_time_of_its_kind_the_account_is_what_was_measured(
+    made: list[Round],
+) -> None:
+    times = step_times(made)
+    exact = [
+        Round([Step(s.samples, s.drafted, times[s.kind]) for s in each.steps], each.beside) for each in made
+    ]
+    assert accounted(exact[:1], times) == pytest.approx(exact[0].seconds)
+
+
+@given(rounds, rounds)
+def test_the_order_of_steps_and_rounds_does_not_matter(one: list[Round], other: list[Round]) -> None:
+    times = step_times([*one, *other])
+    turned = [Round(each.steps[::-1], each.beside) for each in reversed(one)]
+    assert accounted(turned, times) == pytest.approx(accounted(one, times))
+
+
+def test_two_plans_that_do_the_same_differ_by_what_they_do_beside_the_engine() -> None:
+    """Each round is disturbed by another factor, and some steps much more."""
+    random = Random(0)
+
+    def disturbed(beside: float) -> Round:
+        speed = random.uniform(1.0, 1.6)
+        made = [Step(n, 4 * n, 1e-3 * n * speed * random.choice((1, 1, 1, 5))) for n in range(20, 0, -1)]
+        return Round(made, beside)
+
+    plans = {beside: [disturbed(beside) for _ in range(9)] for beside in (0.0, 0.1)}
+    times = step_times([each for made in plans.values() for each in made])
+    assert accounted(plans[0.1], times) - accounted(plans[0.0], times) == pytest.approx(0.1)
+
+
+def test_a_step_more_costs_its_time_even_where_only_one_round_makes_it() -> None:
+    plain = [Round([Step(4, 0, 2e-3)] * 10) for _ in range(3)]
+    tried = [*plain[:2], Round([*plain[0].steps, Step(4, 8, 5e-3)])]
+    times = step_times([*plain, *tried])
+    assert accounted(tried, times) - accounted(plain, times) == pytest.approx(5e-3 / 3)
+
+
+def test_plain_steps_are_of_a_kind_of_their_own_and_close_numbers_of_rows_are_of_one() -> None:
+    assert Step(8, 0, 1.0).kind != Step(8, 1, 1.0).kind
+    assert Step(64, 640, 1.0).kind == Step(64, 642, 1.0).kind
+    assert Step(64, 640, 1.0).kind != Step(64, 720, 1.0).kind
+    assert Step(64, 640, 1.0).kind != Step(63, 640, 1.0).kind
+
+
+def test_what_cannot_be_accounted_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="without a round"):
+        accounted([], {})
+    with pytest.raises(KeyError):
+        accounted([Round([Step(1, 0, 1.0)])], {})
