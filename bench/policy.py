@@ -33,6 +33,7 @@ from bench.report import Figures, cores, format_value, show, show_rows, write
 from services.generation.drafting.drafter import DraftContext, Offers
 from services.generation.drafting.given import GivenDrafter
 from services.generation.drafting.plan import FixedPlan
+from services.generation.drafting.row_grid import rows_up_to
 from services.generation.drafting.speculation import Plan, Speculation
 from services.generation.engine.types import EngineOptions, SampleRequest, SampleState
 from services.generation.steering.steered import SteeredPlan
@@ -53,6 +54,8 @@ _TOGGLED = (4, 16)
 WRONG = (0.02, 0.15, 0.4, 0.95)
 """Shares of wrong tokens in the drafts: from nearly true, as reused rollouts are, to as good as useless."""
 _PROMPT, _RESPONSE = 24, 160
+# Samples that verify as many rows together as a large batch.
+_SHARED = 4
 # Of a round of small batches: they are over sooner than they can be timed.
 _LEAST_SAMPLES = 32
 _TIMED = 256
@@ -71,6 +74,22 @@ _GOALS = {
     "repeatability_p90_as_measured": "",
     "boundary_agreement": "",
     "self_w4_acceptance": ">= 0.96",
+}
+# Heads of the table, short enough for a terminal; "x": over plain decoding.
+_COLUMNS = {
+    "samples": "samples",
+    "wrong": "wrong",
+    "plain_rate": "plain/s",
+    "best_fixed": "best",
+    "best_fixed_vs_plain": "best x",
+    "planner_vs_plain": "planner x",
+    "planner_vs_best_fixed": "of best",
+    "planner_as_measured": "measured",
+    "planner_cold": "cold",
+    "toggle_worst": "worst toggle",
+    "toggle_vs_plain": "toggle x",
+    "toggle_as_measured": "measured",
+    "toggle_cold": "cold",
 }
 _NOTE = (
     "planner_us_256 is a whole decision for 256 samples, 2 drafters and 16 tokens, from offers to lists of tokens."
@@ -125,6 +144,7 @@ def main() -> None:
     )
     engine = Engine(options)
     warm_up(engine)
+    _make_kernels(engine)
     swept, fit = _fit(engine, arguments.model, arguments.seconds)
     cells = [
         _cell(engine, fit.step_time, samples, wrong, arguments.rounds)
@@ -152,8 +172,8 @@ def main() -> None:
         "self_w4_acceptance": self_w4.get("self_w4_acceptance"),
         **boundary.figures(found, _MARGIN),
     }
-    columns = tuple(name for name, value in cells[0].items() if not isinstance(value, list | dict))
-    show_rows("policy: cells", columns, [[format_value(cell[each]) for each in columns] for cell in cells])
+    rows = [[format_value(cell[name]) for name in _COLUMNS] for cell in cells]
+    show_rows("policy: cells", tuple(_COLUMNS.values()), rows)
     goals = [(name, format_value(figures[name]), goal) for name, goal in _GOALS.items()]
     show_rows("policy", ("figure", "value", "goal"), goals)
     show("policy: the fit", fit.step_time.model_dump(exclude={"architecture"}))
@@ -184,6 +204,29 @@ def _self_w4(steps: int, model: Path) -> tuple[Figures, str]:
     except Exception as error:
         # The other figures took minutes; they are worth keeping without it.
         return {}, f"not measured: {error!r}"
+
+
+def _make_kernels(engine: Any) -> None:
+    """A step of each number of rows that plans use.
+
+    A CPU's kernels are made for a number of rows when it first comes, which takes as long as some steps. That is of
+    the process, once, and says nothing of plans.
+    """
+    sampling = Sampling(max_tokens=engine.limits.max_model_len - 1, ignore_eos=True)
+    samples = [SampleRequest(f"rows-{i}", (i,), (), sampling, i) for i in range(_SHARED)]
+    for sample in samples:
+        engine.add(sample)
+    while len(engine.decoding()) < len(samples):
+        engine.step()
+    for rows in rows_up_to(min(engine.row_capacity, _MOST * (1 + _WINDOW))):
+        each, more = divmod(max(0, rows - len(samples)), len(samples))
+        engine.put_drafts(
+            {f"rows-{i}": [0] * (each + (i < more)) for i in range(len(samples)) if each or i < more}
+        )
+        engine.step()
+    engine.abort(sample.sample_id for sample in samples)
+    while engine.has_work:
+        engine.step()
 
 
 def _fit(engine: Any, model: Path, seconds: float) -> tuple[Sweep, Fit]:
@@ -232,7 +275,7 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
     warm = {name: each[1:] for name, each in made.items()}
     compared, measured = Compared.by_kind(tokens, warm), Compared.as_measured(tokens, warm)
     # Plans of fixed length have nothing to learn.
-    first = {name: made[name][:1] if name in _learners(ways) else warm[name] for name in ways}
+    first = {name: each[:1] if name in _learners(ways) else warm[name] for name, each in made.items()}
     cold = Compared.by_kind(tokens, first)
     halves = [{name: each[half::2] for name, each in warm.items()} for half in (0, 1)]
     best, worst = compared.best_fixed, compared.worst_toggle

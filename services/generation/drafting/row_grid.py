@@ -29,6 +29,11 @@ _GRID = np.concatenate(
 )
 
 
+def rows_up_to(most: int) -> list[int]:
+    """The numbers of the grid, rising."""
+    return _GRID[: np.searchsorted(_GRID, most, side="right")].tolist()
+
+
 @lru_cache(maxsize=1024)
 def row_counts(requests: int, most: int) -> NDArray[np.int64]:
     """Numbers of draft tokens that a step of so many samples may have, from 0 to at most `most`, rising.

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.drafting.row_grid import row_counts
+from services.generation.drafting.row_grid import row_counts, rows_up_to
 
 SIZES = st.integers(1, 256), st.integers(0, 4096)
 
@@ -32,3 +32,12 @@ def test_few_numbers_come_again_and_again() -> None:
     assert seen >= set(range(2, 33))
     # Up to 16, seven octaves, and the 17 rows of each of 128 samples.
     assert len(seen) == 15 + 16 * 7 + 1
+
+
+@given(st.integers(0, 5000))
+def test_the_grid_up_to_a_number_is_what_one_sample_may_have(most: int) -> None:
+    rows = rows_up_to(most)
+    assert rows == sorted(set(rows))
+    assert all(0 < each <= most for each in rows)
+    if most > 1:
+        assert rows == [1 + each for each in row_counts(1, most - 1).tolist()]
