@@ -32,7 +32,7 @@ from bench.accounting import Round, Step, accounted, step_times
 from bench.report import Figures, cores, format_value, show, show_rows, write
 from services.generation.drafting.drafter import DraftContext, Offers
 from services.generation.drafting.given import GivenDrafter
-from services.generation.drafting.plan import FixedPlan
+from services.generation.drafting.plan import UNBOUNDED, FixedPlan
 from services.generation.drafting.row_grid import rows_up_to
 from services.generation.drafting.speculation import Plan, Speculation
 from services.generation.engine.types import EngineOptions, SampleRequest, SampleState
@@ -262,7 +262,7 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
         name: None
         if plan is None
         else Speculation([GivenDrafter()], plan, vocab, Ignored(), time.process_time)
-        for name, plan in plans(model)
+        for name, plan in plans(model, engine.row_capacity)
     }
     made: dict[str, list[Round]] = {name: [] for name in ways}
     for _ in range(1 + rounds):
@@ -351,20 +351,21 @@ class Compared:
         return [name for name in self.rates if name.startswith(kind)]
 
 
-def plans(model: StepTime) -> Iterator[tuple[str, Plan | None]]:
-    """By name."""
+def plans(model: StepTime, row_capacity: int = UNBOUNDED) -> Iterator[tuple[str, Plan | None]]:
+    """By name, for steps of at most so many rows."""
     yield "plain", None
     for length in _LENGTHS:
-        yield f"fixed {length}", FixedPlan(length)
+        yield f"fixed {length}", FixedPlan(length, row_capacity=row_capacity)
     for length in _TOGGLED:
-        yield f"toggle {length}", _steered(model, "toggle", length)
-    yield "planner", _steered(model, "planner", _WINDOW)
+        yield f"toggle {length}", _steered(model, "toggle", length, row_capacity)
+    yield "planner", _steered(model, "planner", _WINDOW, row_capacity)
 
 
-def _steered(model: StepTime, mode: Any, cap: int) -> SteeredPlan:
+def _steered(model: StepTime, mode: Any, cap: int, row_capacity: int = UNBOUNDED) -> SteeredPlan:
     """The plan of an instance whose knobs say so."""
     knobs = Knobs(mode=mode, draft_cap=cap, margin=_MARGIN)
-    return SteeredPlan(knobs, CorrectedStepTime(model, Correction()), lambda _: None)
+    step_time = CorrectedStepTime(model, Correction())
+    return SteeredPlan(knobs, step_time, lambda _: None, row_capacity=row_capacity)
 
 
 def spoilt(tokens: Sequence[int], wrong: float, vocab: int, random: Random) -> tuple[int, ...]:

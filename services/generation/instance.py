@@ -65,7 +65,7 @@ def _speculation(
     acceptance.warm_up()
     selection.warm_up()
     knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
-    plan = _plan(config, knobs, engine.dtype, metrics, origin_of)
+    plan = _plan(config, knobs, engine, metrics, origin_of)
     drafters: list[Drafter] = [Gated(makers[name](), plan.wanted) for name in config.drafters]
     drafters += [
         _own_model(each, config, engine.dtype, plan, metrics) for each in engine.model_drafts.values()
@@ -87,16 +87,23 @@ def _own_model(
 
 
 def _plan(
-    config: GenerationConfig, knobs: Knobs, dtype: str, metrics: EngineMetrics, origin_of: OriginOf
+    config: GenerationConfig, knobs: Knobs, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
 ) -> SteeredPlan:
     try:
-        step_time = step_time_for(Path(config.model), dtype, config.calibration)
+        step_time = step_time_for(Path(config.model), engine.dtype, config.calibration)
     except UnsupportedArchitecture as error:
         # No reason not to serve the model.
         _log.warning("no_step_time_model", reason=str(error), speculation="fixed")
         step_time = None
     floors = Floors(config.draft_floor, config.survival_floor)
-    return SteeredPlan(knobs, step_time, origin_of, floors=floors, metrics=metrics.planner)
+    return SteeredPlan(
+        knobs,
+        step_time,
+        origin_of,
+        floors=floors,
+        row_capacity=engine.row_capacity,
+        metrics=metrics.planner,
+    )
 
 
 def _given() -> Drafter:

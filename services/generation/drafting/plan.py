@@ -19,6 +19,8 @@ from services.generation.drafting.drafter import Offers
 from services.generation.drafting.selection import longest, survivals
 from services.generation.engine.types import SampleState
 
+UNBOUNDED = 1 << 30
+"""Rows that no step has."""
 # Tokens that never survive stand for none.
 NOTHING = float(np.finfo(np.float64).tiny)
 
@@ -73,11 +75,14 @@ class FixedPlan:
     """At most `window` tokens a sample and step; none where the best offer starts below `floor`.
 
     Tokens are left out from the first one that is reached and kept with a probability below `survival_floor`.
+    Drafts are cut to equal lengths where the step would have more rows, samples and draft tokens, than
+    `row_capacity`.
     """
 
     window: int
     floor: float = 0.0
     survival_floor: float = 0.0
+    row_capacity: int = UNBOUNDED
 
     measures = False
     """Whether `stepped` wants to know."""
@@ -102,6 +107,12 @@ class FixedPlan:
             return Drafts()
         survival = survivals(list(offers.values()), limits(samples, self.window), self.window)
         chosen = longest(survival, self.floor, self.survival_floor)
+        width, room = int(chosen.lengths.max()), max(0, self.row_capacity - len(samples))
+        while chosen.lengths.sum() > room:
+            width -= 1
+            if not width:
+                return Drafts()
+            chosen = longest(np.ascontiguousarray(survival[:, :, :width]), self.floor, self.survival_floor)
         return drafts(samples, offers, list(offers), *chosen)
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from services.generation.drafting.drafter import Offers
 from services.generation.drafting.plan import (
     NOTHING,
+    UNBOUNDED,
     Drafts,
     StepShape,
     context_of,
@@ -91,7 +92,10 @@ class _Selection(NamedTuple):
 
 @dataclass(slots=True)
 class PlannedDrafts:
-    """At most `window` tokens a sample and step, as many in all as pay; none for a gain below `margin`."""
+    """At most `window` tokens a sample and step, as many in all as pay; none for a gain below `margin`.
+
+    A step has at most `row_capacity` rows: samples and draft tokens.
+    """
 
     window: int
     step_time: CorrectedStepTime
@@ -100,6 +104,7 @@ class PlannedDrafts:
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
     trial: Trial = field(default_factory=Trial)
     """Told of steps by whoever decides them all."""
+    row_capacity: int = UNBOUNDED
 
     measures = True
     """Whether `stepped` wants to know."""
@@ -168,7 +173,7 @@ class PlannedDrafts:
     def _search(self, survival: Floats, context: int) -> _Selection:
         """The best selection over picks at prices that follow the rate."""
         drafters, requests, width = survival.shape
-        counts = row_counts(requests, requests * width)
+        counts = row_counts(requests, max(0, min(requests * width, self.row_capacity - requests)))
         curve = self.step_time.curve(requests, context)
         # No rate is below the plain one, so no token that is worth less than the cheapest row at it is ever taken,
         # if not for a trial.

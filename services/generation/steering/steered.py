@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from services.generation.drafting.plan import Drafts, FixedPlan, StepShape
+from services.generation.drafting.plan import UNBOUNDED, Drafts, FixedPlan, StepShape
 from services.generation.drafting.planner import NO_SAMPLES, RESTING, Decision, PlanMetrics, PlannedDrafts
 from services.generation.drafting.speculation import DraftMetrics
 from services.generation.engine.types import SampleState
@@ -71,10 +71,14 @@ class SteeredPlan:
         origin_of: OriginOf,
         *,
         floors: Floors = Floors(),
+        row_capacity: int = UNBOUNDED,
         metrics: PlanMetrics | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`base` is the instance's own configuration. Without a step-time model every mode is `fixed`."""
+        """`base` is the instance's own configuration. Without a step-time model every mode is `fixed`.
+
+        No step has more rows, samples and draft tokens together, than `row_capacity`.
+        """
         self.ledger = Ledger()
         self.revision = 0
         self._base = base
@@ -82,6 +86,7 @@ class SteeredPlan:
         self._fitted = ""
         self._origin_of = origin_of
         self._floors = floors
+        self._row_capacity = row_capacity
         self._metrics = metrics
         self._clock = clock
         self._shared = base
@@ -281,14 +286,21 @@ class SteeredPlan:
         return mode
 
     def _made(self, knobs: Knobs) -> Mode:
-        fixed = FixedPlan(knobs.draft_cap, self._floors.first, self._floors.survival)
+        fixed = FixedPlan(knobs.draft_cap, self._floors.first, self._floors.survival, self._row_capacity)
         if self._step_time is None or knobs.mode == "fixed":
             return FixedDrafts(fixed, self._step_time)
         if knobs.mode == "toggle":
             return ToggledDrafts(fixed, self._step_time, Toggle(knobs.margin, knobs.latch), self._trial)
         if knobs.mode == "solver":
             return SolvedDrafts(fixed, self._step_time, knobs.margin)
-        planned = PlannedDrafts(knobs.draft_cap, self._step_time, knobs.margin, self, trial=self._trial)
+        planned = PlannedDrafts(
+            knobs.draft_cap,
+            self._step_time,
+            knobs.margin,
+            self,
+            trial=self._trial,
+            row_capacity=self._row_capacity,
+        )
         return Latched(planned, knobs.margin) if knobs.latch else planned
 
     def _limited(self, samples: Sequence[SampleState]) -> list[SampleState]:

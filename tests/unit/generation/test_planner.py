@@ -127,6 +127,26 @@ def test_with_one_drafter_the_best_plan_of_all_is_found(
 
 
 @settings(max_examples=200)
+@given(batches(1), any_time, st.integers(0, 12))
+def test_of_plans_within_the_engines_rows_the_best_is_found(
+    batch: tuple[list[SampleState], Offers], fields: dict[str, float], capacity: int
+) -> None:
+    samples, offers = batch
+    planner = PlannedDrafts(WINDOW, step_time(**fields), row_capacity=capacity)
+    drafts = planner.choose(samples, batched(offers))
+    assert drafts.count <= max(0, capacity - len(samples))
+    found = promised(planner.step_time, samples, offers, as_lengths(samples, drafts))
+    fitting = [
+        each
+        for each in all_plans(samples, offers)
+        if sum(length for _, length in each) <= max(0, capacity - len(samples))
+    ]
+    assert found == pytest.approx(
+        max(promised(planner.step_time, samples, offers, each) for each in fitting), rel=1e-9
+    )
+
+
+@settings(max_examples=200)
 @given(batches(2), st.floats(1e-6, 1e-2), st.floats(0, 1e-2))
 def test_where_time_grows_with_the_rows_the_best_choice_of_drafters_is_found(
     batch: tuple[list[SampleState], Offers], per_row: float, base: float

@@ -114,6 +114,23 @@ def test_a_draft_of_fixed_length_ends_where_it_will_hardly_be_reached(
         assert left < floor or left == 0
 
 
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(0, 60))
+def test_drafts_are_cut_to_equal_lengths_where_the_engine_has_no_rows_for_them(
+    offered: list[int], capacity: int
+) -> None:
+    batch = states(*[f"s{i}" for i in range(len(offered))])
+    made = batched({"d": [offer(*[1] * length) if length else None for length in offered]})
+    chosen = FixedPlan(WINDOW, row_capacity=capacity).choose(batch, made)
+    whole = FixedPlan(WINDOW).choose(batch, made)
+    room = max(0, capacity - len(batch))
+    assert chosen.count <= room
+    longest = max((len(tokens) for tokens in chosen.tokens.values()), default=0)
+    for sample_id, tokens in whole.tokens.items():
+        assert len(chosen.tokens.get(sample_id, [])) == min(len(tokens), longest)
+    # One token more would not fit.
+    assert chosen.count == whole.count or sum(min(len(t), longest + 1) for t in whole.tokens.values()) > room
+
+
 @pytest.mark.parametrize("made", [{}, {"d": [None, None]}])
 def test_nothing_offered_is_nothing_verified(made: dict[str, Any]) -> None:
     assert FixedPlan(WINDOW).choose(states("a", "b"), batched(made)) == {}
