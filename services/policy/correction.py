@@ -70,23 +70,23 @@ _MOST_DOUBT = 2.5
 
 
 class Curve(NamedTuple):
-    """The corrected time of steps of the same samples by their draft tokens; see `Drafting`."""
+    """The corrected time of steps of the same samples by their draft tokens."""
 
-    requests: float
-    memory: float
-    row: float
-    rest: float
-    token: float
-    verifying: float
+    drafting: Drafting
     factor: float
     offset: float
     """Seconds."""
     limit: float
     """How far the correction may go, as a factor."""
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All of it side by side, for compiled code."""
+        return (*self.drafting, self.factor, self.offset, self.limit)
+
     def seconds(self, drafted: int) -> float:
         """Of a step with so many draft tokens."""
-        predicted = Drafting(*self[:6]).seconds(drafted)
+        predicted = self.drafting.seconds(drafted)
         corrected = self.factor * predicted + self.offset
         return min(max(corrected, predicted / self.limit), predicted * self.limit)
 
@@ -137,7 +137,7 @@ class Correction:
     def curve(self, drafting: Drafting) -> Curve:
         """As `apply`, of steps that differ by their draft tokens."""
         plain = drafting.seconds(0)
-        return Curve(*drafting, self._gain + self._verify, self.offset - self._verify * plain, self._limit)
+        return Curve(drafting, self._gain + self._verify, self.offset - self._verify * plain, self._limit)
 
     def applied(self, predicted: float, verification: float = 0.0) -> float:
         """As `apply`, of one step's time, in a fraction of the time."""

@@ -96,4 +96,4 @@ def warm_up() -> None:
     """Compile, or load what was compiled, so that the first step does not pay for it."""
     table = AcceptanceTable((0.5,))
     table.observe(0, 1, 1)
-    assert len(table.probabilities) == 1
+    len(table.probabilities)

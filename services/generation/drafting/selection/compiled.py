@@ -100,7 +100,7 @@ def pick(survival, price, least, picks, line):
 
 @jit.kernel
 def seconds_of(curve, drafted):
-    """`services.policy.correction.Curve.seconds`, of the numbers of a curve."""
+    """`services.policy.correction.Curve.seconds`, of `Curve.numbers`."""
     requests, memory, row, rest, token, verifying, factor, offset, limit = curve
     predicted = max((requests + drafted) * row, memory) + rest
     if drafted > 0:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from services.generation.drafting.drafter import Offers
 from services.generation.drafting.row_grid import row_counts
 from services.policy.correction import Curve
+from services.policy.step_time import Drafting
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -58,7 +59,7 @@ def warm_up() -> None:
     longest(survival, 0.0, 0.0)
     line = Line(survival, 0.0, 0.5)
     # Of a grid, and not to be written to.
-    counts, curve = row_counts(1, 1), Curve(*[1.0] * len(Curve._fields))
+    counts, curve = row_counts(1, 1), Curve(Drafting(*[1.0] * len(Drafting._fields)), 1.0, 0.0, 2.0)
     least_row(counts, curve)
     line.evaluate(counts, curve)
     line.cut(1)
@@ -80,7 +81,7 @@ def flaw(offers: Offers, vocab_size: int) -> str:
 
 def least_row(counts: Ints, curve: Curve) -> float:
     """Seconds of a row where rows take least: of steps with so many tokens, [c], which rise from 0 on."""
-    return float(_compiled().least_row(counts, tuple(curve)))
+    return float(_compiled().least_row(counts, curve.numbers))
 
 
 def survivals(made: Sequence[Offers], limits: Ints, width: int) -> Floats:
@@ -134,7 +135,7 @@ class Line:
 
         They rise from 0. Those beyond the line are left out; where none is left, all of the line is one.
         """
-        best, other = _compiled().evaluate(self._tokens, counts, tuple(curve))
+        best, other = _compiled().evaluate(self._tokens, counts, curve.numbers)
         return Rated(*best), Rated(*other)
 
     def cut(self, count: int) -> Ints:
