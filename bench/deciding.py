@@ -31,14 +31,14 @@ from services.policy.models import architecture_of
 from services.policy.step_time import StepTime
 
 _FIT = {
-    "throughput": 3.8e11,
-    "bandwidth": 2.2e10,
-    "kv_scale": 1.8,
-    "base": 1.9e-3,
-    "per_request": 4.0e-5,
-    "per_row": 9.4e-6,
-    "per_attending_row": 5.4e-8,
-    "verify_per_request": 3.9e-5,
+    "throughput": 3.9e11,
+    "bandwidth": 1.3e10,
+    "kv_scale": 1.0,
+    "base": 2.1e-3,
+    "per_request": 5.1e-5,
+    "per_row": 1.4e-5,
+    "per_attended_token": 2.0e-7,
+    "verify_per_request": 1.0e-5,
 }
 # What verification really takes, as a multiple of what the fit says.
 _PRICES = (0.6, 1.0, 1.6)

@@ -192,7 +192,7 @@ def _run(engine: Any, order: Round, serial: int, clock: _NoiseClock) -> Measured
         step_began = time.perf_counter()
         if speculation is not None:
             states: list[SampleState] = engine.decoding()
-            drafts: Mapping[str, Sequence[int]] = speculation.drafts(states)
+            drafts: Mapping[str, Sequence[int]] = speculation.drafts(states, engine.row_capacity)
             engine.put_drafts(drafts)
         steps: list[SampleStep] = engine.step()
         took = time.perf_counter() - step_began

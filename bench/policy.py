@@ -32,7 +32,7 @@ from bench.accounting import Round, Step, accounted, step_times
 from bench.report import Figures, cores, format_value, show, show_rows, write
 from services.generation.drafting.drafter import DraftContext, Offers
 from services.generation.drafting.given import GivenDrafter
-from services.generation.drafting.plan import UNBOUNDED, FixedPlan
+from services.generation.drafting.plan import FixedPlan
 from services.generation.drafting.row_grid import rows_up_to
 from services.generation.drafting.speculation import Plan, Speculation
 from services.generation.engine.types import EngineOptions, SampleRequest, SampleState
@@ -230,7 +230,8 @@ def _make_kernels(engine: Any) -> None:
 
 
 def _fit(engine: Any, model: Path, seconds: float) -> tuple[Sweep, Fit]:
-    grid = Grid(seconds=seconds).within(_MOST, engine.limits.max_model_len, engine.row_capacity)
+    limits = (_MOST, engine.limits.max_model_len, engine.row_capacity, engine.kv_capacity)
+    grid = Grid(seconds=seconds).within(*limits)
     throughput, bandwidth = measure_throughput(engine.dtype), measure_bandwidth()
     swept = sweep(engine, grid, clock=time.process_time)
     return swept, calibrate(architecture_of(model, engine.dtype), throughput, bandwidth, swept)
@@ -262,7 +263,7 @@ def _cell(engine: Any, model: StepTime, samples: int, wrong: float, rounds: int)
         name: None
         if plan is None
         else Speculation([GivenDrafter()], plan, vocab, Ignored(), time.process_time)
-        for name, plan in plans(model, engine.row_capacity)
+        for name, plan in plans(model)
     }
     made: dict[str, list[Round]] = {name: [] for name in ways}
     for _ in range(1 + rounds):
@@ -351,21 +352,21 @@ class Compared:
         return [name for name in self.rates if name.startswith(kind)]
 
 
-def plans(model: StepTime, row_capacity: int = UNBOUNDED) -> Iterator[tuple[str, Plan | None]]:
-    """By name, for steps of at most so many rows."""
+def plans(model: StepTime) -> Iterator[tuple[str, Plan | None]]:
+    """By name."""
     yield "plain", None
     for length in _LENGTHS:
-        yield f"fixed {length}", FixedPlan(length, row_capacity=row_capacity)
+        yield f"fixed {length}", FixedPlan(length)
     for length in _TOGGLED:
-        yield f"toggle {length}", _steered(model, "toggle", length, row_capacity)
-    yield "planner", _steered(model, "planner", _WINDOW, row_capacity)
+        yield f"toggle {length}", _steered(model, "toggle", length)
+    yield "planner", _steered(model, "planner", _WINDOW)
 
 
-def _steered(model: StepTime, mode: Any, cap: int, row_capacity: int = UNBOUNDED) -> SteeredPlan:
+def _steered(model: StepTime, mode: Any, cap: int) -> SteeredPlan:
     """The plan of an instance whose knobs say so."""
     knobs = Knobs(mode=mode, draft_cap=cap, margin=_MARGIN)
     step_time = CorrectedStepTime(model, Correction())
-    return SteeredPlan(knobs, step_time, lambda _: None, row_capacity=row_capacity)
+    return SteeredPlan(knobs, step_time, lambda _: None)
 
 
 def spoilt(tokens: Sequence[int], wrong: float, vocab: int, random: Random) -> tuple[int, ...]:
@@ -403,7 +404,7 @@ def _step(engine: Any, measured: Measured, speculation: Speculation | None) -> N
     samples, shape, tokens = engine.load.running, None, 0
     if speculation is not None and not speculation.rests_on(samples):
         states = engine.decoding()
-        drafts: Mapping[str, Sequence[int]] = speculation.drafts(states)
+        drafts: Mapping[str, Sequence[int]] = speculation.drafts(states, engine.row_capacity)
         engine.put_drafts(drafts)
         shape = speculation.shape(states, drafts)
         tokens = sum(map(len, drafts.values()))

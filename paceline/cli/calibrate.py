@@ -84,7 +84,8 @@ def _measure(
         architecture = architecture_of(model, engine.dtype)
         machine = machine_name() if on_cpu else engine.device
         subject = Subject.of(model.resolve().name, architecture, machine, engine.dtype)
-        grid = Grid(seconds=seconds).within(max_num_seqs, engine.limits.max_model_len, engine.row_capacity)
+        limits = (max_num_seqs, engine.limits.max_model_len, engine.row_capacity, engine.kv_capacity)
+        grid = Grid(seconds=seconds).within(*limits)
         throughput, bandwidth = measure_throughput(engine.dtype), measure_bandwidth()
         with console.status("measuring") as status:
             swept = sweep(engine, grid, lambda done, of: status.update(f"measured {done} of {of} batches"))
@@ -125,7 +126,10 @@ def _parameters_table(fit: Fit) -> Table:
         ("base", f"{model.base * 1e3:.4g} ms"),
         ("per sample", f"{model.per_request * 1e6:.4g} µs"),
         ("per draft token", f"{model.per_row * 1e6:.4g} µs"),
-        ("per draft token and 100 tokens of context", f"{model.per_attending_row * 1e8:.4g} µs"),
+        (
+            "per 100 tokens of context and √(draft tokens a sample)",
+            f"{model.per_attended_token * 1e8:.4g} µs",
+        ),
         ("per sample when verifying", f"{model.verify_per_request * 1e6:.4g} µs"),
         ("error, fitted points", str(fit.fitted)),
         ("error, held-out points", str(fit.held_out)),

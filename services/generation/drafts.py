@@ -102,23 +102,25 @@ class SampleDrafts:
             return None
         if not self.reuse and self.speculation is not None and self.speculation.rests_on(engine.load.running):
             return None
-        states = engine.decoding()
-        drafts = self._drafts(states)
+        states, load = engine.decoding(), engine.load
+        decodes = load.running == len(states) and not load.waiting
+        drafts = self._drafts(states, engine.row_capacity - (0 if decodes else engine.prompt_rows))
         engine.put_drafts(drafts)
-        shape = None if self.speculation is None else self.speculation.shape(states, drafts)
-        if shape is None:
-            return None
-        load = engine.load
-        return shape if load.running == shape.requests and not load.waiting else None
+        return self.speculation.shape(states, drafts) if decodes and self.speculation is not None else None
 
-    def _drafts(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
-        """Those of cached rollouts for the samples that follow one, else as speculated."""
+    def _drafts(self, samples: Sequence[SampleState], rows: int) -> dict[str, list[int]]:
+        """Those of cached rollouts for the samples that follow one, else as speculated.
+
+        `rows`: that the samples and their draft tokens may have together, at most.
+        """
         made: dict[str, list[int]] = {}
-        if self.speculation is not None:
-            free = [s for s in samples if s.sample_id not in self.reuse] if self.reuse else samples
-            made = self.speculation.drafts(free)
+        free = samples
         if self.reuse:
-            made |= self.reuse.drafts(samples, len(samples) + sum(map(len, made.values())))
+            made = self.reuse.drafts(samples, rows - len(samples))
+            free = [sample for sample in samples if sample.sample_id not in self.reuse]
+        if self.speculation is not None:
+            taken = len(samples) - len(free) + sum(map(len, made.values()))
+            made |= self.speculation.drafts(free, rows - taken)
         return made
 
     def stepped(self, shape: StepShape, seconds: float) -> None:

@@ -101,7 +101,6 @@ def _plan(
         step_time,
         origin_of,
         floors=floors,
-        row_capacity=engine.row_capacity,
         metrics=metrics.planner,
     )
 
@@ -163,7 +162,7 @@ class Instance:
         loop.background.threshold = config.background_threshold
         # None: nothing is pre-generated.
         self.pregenerator: Pregenerator | None = None
-        loop.drafts.reuse = Reuse(config.reuse_chunk, self._engine.row_capacity)
+        loop.drafts.reuse = Reuse(config.reuse_chunk)
         # Ends the samples that were moved here and that no gateway has claimed; in the engine thread.
         self.leave_unclaimed: Callable[[], None] = lambda: None
         # Whether there is anybody who would move samples away.

@@ -18,8 +18,6 @@ from services.generation.config import GenerationConfig
 from services.generation.instance import Instance
 from services.generation.steering.ledger import Switched
 from services.generation.steering.steered import SteeredPlan
-from services.platform.errors import InvalidArgument
-from services.platform.violations import Violation
 from services.policy.convert import from_struct, tally_message
 from services.policy.knobs import check
 from services.policy.machine import machine_name
@@ -116,13 +114,18 @@ def _switch(switched: Switched) -> pb.Switch:
 
 
 def _step_time(text: str) -> StepTime | None:
+    """The model that came with knobs; None where there is none, or one of another version of Paceline.
+
+    Knobs do not depend on it, and a kill switch must reach old and new instances alike while a fleet is upgraded.
+    """
     if not text:
         return None
     try:
         return StepTime.model_validate_json(text)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise InvalidArgument([Violation("step_time", problems)]) from error
+        _log.warning("step_time_unreadable", problems=problems)
+        return None
 
 
 def _calibration(config: GenerationConfig, dtype: str, device: str) -> str:

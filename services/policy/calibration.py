@@ -29,7 +29,7 @@ _BANDWIDTH_OCTAVES, _KV_OCTAVES = 4.0, 12.0
 _PULL = 1e-6
 _LEAST_PLAIN, _LEAST_VERIFY, _LEAST_HELD_OUT = 4, 3, 2
 _MULTIPLES, _CLEARLY = (1.5, 2.0, 3.0, 4.0), 0.9
-_VERIFICATION = ("per_row", "per_attending_row", "verify_per_request")
+_VERIFICATION = ("per_row", "per_attended_token", "verify_per_request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +156,19 @@ def _fit_plain(start: StepTime, sweep: Sweep, chosen: np.ndarray) -> StepTime:
     """Stage 2: bandwidth and KV scale by search, base and seconds per request in closed form."""
     measured, requests = sweep.column("seconds")[chosen], sweep.column("requests")[chosen]
     context = sweep.column("context")[chosen]
-    compute = start.compute_seconds(requests, requests, context)
-    design = np.stack([1 / measured, requests / measured])
     of = start.architecture
+    dense = requests * of.dense_flops / start.throughput
+    attention = context * of.attention_flops / start.throughput
+    design = np.stack([1 / measured, requests / measured])
     octaves, half = np.zeros(2), np.array([_BANDWIDTH_OCTAVES, _KV_OCTAVES])
     best = np.zeros(2)
     for _ in range(_ROUNDS):
         bandwidths, scales = (np.linspace(-each, each, _GRID) for each in half)
         away_b, away_s = np.meshgrid(octaves[0] + bandwidths, octaves[1] + scales, indexing="ij")
         per_byte = 2.0 ** -away_b[..., None] / start.bandwidth
-        memory = per_byte * (of.weight_bytes + 2.0 ** away_s[..., None] * of.kv_bytes * context)
-        target = 1 - np.maximum(memory, compute) / measured
+        weights = np.maximum(per_byte * of.weight_bytes, dense)
+        kv = np.maximum(per_byte * 2.0 ** away_s[..., None] * of.kv_bytes * context, attention)
+        target = 1 - (weights + kv) / measured
         solved, loss = _two_non_negative(design, target)
         loss = loss / len(measured) + _PULL * (away_b**2 + away_s**2)
         place = np.unravel_index(int(np.argmin(loss)), loss.shape)

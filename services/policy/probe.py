@@ -46,6 +46,8 @@ class SteppedEngine(Protocol):
 class Grid:
     """Cells of a sweep: batch sizes, prompt lengths and draft lengths; `seconds` for all of it, prefill apart.
 
+    A cell has at most `max_rows` rows, samples and draft tokens together: large batches have shorter drafts. Its
+    samples have at most `max_tokens` tokens together: large batches have shorter prompts.
     Every cell is measured in `passes` at different times, and the quickest counts: whatever else the machine does
     only ever makes a step longer.
     """
@@ -55,15 +57,32 @@ class Grid:
     drafts: Sequence[int] = (0, 1, 2, 4, 8, 16)
     seconds: float = 45.0
     passes: int = 2
+    max_rows: int = 1 << 30
+    max_tokens: int = 1 << 60
 
-    def within(self, max_batch: int, max_length: int, max_rows: int) -> Grid:
+    def within(self, max_batch: int, max_length: int, max_rows: int, max_tokens: int) -> Grid:
         """The part of it that an engine can run. ValueError when there is too little of it."""
-        room = max(self.drafts) + 1
-        batches = [each for each in self.batches if each <= min(max_batch, max_rows // room)]
+        batches = [each for each in self.batches if each <= min(max_batch, max_rows)]
         lengths = [each for each in self.lengths if each + _margin(self.drafts) <= max_length]
-        if len(batches) * len(lengths) < 2:
+        found = replace(self, batches=batches, lengths=lengths, max_rows=max_rows, max_tokens=max_tokens)
+        if len(found.places) < 2:
             raise ValueError("the engine's limits leave fewer than two cells to measure")
-        return replace(self, batches=batches, lengths=lengths)
+        return found
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The batches and prompt lengths that are measured together, by their numbers."""
+        margin = _margin(self.drafts)
+        return [
+            (i, j)
+            for i, batch in enumerate(self.batches)
+            for j, length in enumerate(self.lengths)
+            if batch * (length + margin) <= self.max_tokens
+        ]
+
+    def drafts_of(self, batch: int) -> list[int]:
+        """The draft lengths that a batch is measured with."""
+        return [each for each in self.drafts if batch * (1 + each) <= self.max_rows]
 
 
 def _margin(drafts: Sequence[int]) -> int:
@@ -125,8 +144,7 @@ def sweep(
         EngineStalled: a cell does not fit into the engine.
     """
     random = Random(0)
-    places = [(i, j) for i in range(len(grid.batches)) for j in range(len(grid.lengths))]
-    turns = []
+    places, turns = grid.places, []
     for _ in range(grid.passes):
         # In no order, so that a machine that becomes slower meanwhile does not look like a long context.
         random.shuffle(places)
@@ -134,7 +152,8 @@ def sweep(
     slot = grid.seconds / (len(turns) * len(grid.drafts))
     found: dict[tuple[int, int, int], Point] = {}
     for done, (i, j) in enumerate(turns):
-        cells = _batch(engine, grid.batches[i], grid.lengths[j], grid.drafts, slot, random, clock)
+        batch = grid.batches[i]
+        cells = _batch(engine, batch, grid.lengths[j], grid.drafts_of(batch), slot, random, clock)
         for k, cell in enumerate(cells):
             held_out = (i + 2 * j + k) % _HELD_OUT == _HELD_OUT - 1
             before = found.get((i, j, k))

@@ -1,12 +1,14 @@
-"""How long an engine step takes: a roofline with residuals, after EfficientRollout (section 4.2, appendix D). Pure.
+"""How long an engine step takes: rooflines with residuals, after EfficientRollout (section 4.2, appendix D). Pure.
 
-A step moves the weights and the KV of all tokens before it, and computes with one row for each sample and each
-draft token; whichever takes longer is its time. What is left over grows with the samples and with the draft tokens.
+A step has a row for each sample and each draft token. Its dense layers move the weights and compute with each row;
+then its attention moves the KV of all tokens before it and computes with each row and those. Each of the two takes
+as long as the longer of its parts. What is left over grows with the samples and with the draft tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import sqrt
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -70,20 +72,32 @@ class Drafting(NamedTuple):
     """Steps of the same samples, told apart by their draft tokens. What does not depend on those, in seconds."""
 
     requests: float
-    memory: float
-    row: float
-    """To compute it."""
+    weights: float
+    """To move them."""
+    dense_row: float
+    """To compute it, in dense layers."""
+    kv: float
+    """To move it."""
+    attention_row: float
+    """To compute it, in attention."""
     rest: float
-    """Of any step, beyond the roofline."""
+    """Of any step, beyond the rooflines."""
     token: float
-    """Of each draft token, beyond the roofline."""
+    """Of each draft token, beyond the rooflines."""
+    attending: float
+    """Times the root of the draft tokens, beyond the rooflines."""
     verifying: float
     """Of a step with any draft token."""
 
     def seconds(self, drafted: int) -> float:
         """The predicted time of a step with so many draft tokens: `StepTime.seconds`, sooner."""
-        roofline = max((self.requests + drafted) * self.row, self.memory)
-        return roofline + self.rest + (drafted * self.token + self.verifying if drafted else 0.0)
+        rows = self.requests + drafted
+        seconds = (
+            max(rows * self.dense_row, self.weights) + max(rows * self.attention_row, self.kv) + self.rest
+        )
+        if drafted:
+            seconds += drafted * self.token + sqrt(drafted) * self.attending + self.verifying
+        return seconds
 
 
 class StepTime(BaseModel):
@@ -108,9 +122,9 @@ class StepTime(BaseModel):
     """Seconds for each sample."""
     per_row: float = Field(default=0.0, ge=0)
     """Seconds for each draft token."""
-    per_attending_row: float = Field(default=0.0, ge=0)
-    """Seconds for each draft token and token of its sample's context: attention is further from its roofline with
-    several rows a sample than with one."""
+    per_attended_token: float = Field(default=0.0, ge=0)
+    """Seconds for each token of context, times the root of the draft tokens a sample: attention is further from its
+    roofline with several rows a sample than with one, and each row adds less to that than the one before it."""
     verify_per_request: float = Field(default=0.0, ge=0)
     """Seconds for each sample of a step with any draft token: other kernels run then."""
 
@@ -130,40 +144,45 @@ class StepTime(BaseModel):
         """The predicted time; the arguments broadcast. A step without rows is none, and takes no time."""
         n, r, c = (_number(each) for each in (requests, rows, context))
         rest = self.base + self.per_request * n + self.verification_seconds(n, r - n, c)
-        roofline = np.maximum(self.memory_seconds(c), self.compute_seconds(n, r, c))
-        return np.asarray((roofline + rest) * (r > 0))
+        return np.asarray((self.dense_seconds(r) + self.attention_seconds(n, r, c) + rest) * (r > 0))
 
     def drafting(self, requests: int, context: int) -> Drafting:
         """Of steps of so many samples, at least one."""
         n, c = float(requests), float(context)
         return Drafting(
             n,
-            self.memory_seconds(c),
-            self.compute_seconds(n, 1.0, c),
+            self.weight_seconds,
+            self.architecture.dense_flops / self.throughput,
+            self.kv_seconds(c),
+            self.architecture.attention_flops * c / n / self.throughput,
             self.base + self.per_request * n,
-            self.token_seconds(n, c),
+            self.per_row,
+            self.per_attended_token * c / sqrt(n),
             self.verify_per_request * n,
         )
 
     def verification_seconds(self, requests: Number, drafted: Number, context: Number) -> Number:
-        """Time beyond the roofline that verifying so many draft tokens takes."""
-        return drafted * self.token_seconds(requests, context) + (drafted > 0) * (
-            self.verify_per_request * requests
-        )
+        """Time beyond the rooflines that verifying so many draft tokens takes."""
+        attending = self.per_attended_token * context * np.sqrt(_mean(drafted, requests))
+        return drafted * self.per_row + attending + (drafted > 0) * (self.verify_per_request * requests)
 
-    def token_seconds(self, requests: Number, context: Number) -> Number:
-        """Time beyond the roofline of each draft token."""
-        return self.per_row + self.per_attending_row * _mean(context, requests)
+    @property
+    def weight_seconds(self) -> float:
+        """Time to move the weights."""
+        return self.architecture.weight_bytes / self.bandwidth
 
-    def memory_seconds(self, context: Number) -> Number:
-        """Time to move weights and KV."""
-        of = self.architecture
-        return (of.weight_bytes + self.kv_scale * of.kv_bytes * context) / self.bandwidth
+    def kv_seconds(self, context: Number) -> Number:
+        """Time to move the KV of so many tokens."""
+        return self.kv_scale * self.architecture.kv_bytes * context / self.bandwidth
 
-    def compute_seconds(self, requests: Number, rows: Number, context: Number) -> Number:
-        """Time to compute; a row attends to the mean length of the samples."""
-        of = self.architecture
-        return rows * ((of.dense_flops + of.attention_flops * _mean(context, requests)) / self.throughput)
+    def dense_seconds(self, rows: Number) -> Number:
+        """The roofline of the dense layers."""
+        return np.maximum(self.weight_seconds, rows * (self.architecture.dense_flops / self.throughput))
+
+    def attention_seconds(self, requests: Number, rows: Number, context: Number) -> Number:
+        """The roofline of attention; a row attends to the mean length of the samples."""
+        row = self.architecture.attention_flops * _mean(context, requests) / self.throughput
+        return np.maximum(self.kv_seconds(context), rows * row)
 
 
 def _number(given: ArrayLike) -> Number:
@@ -171,9 +190,9 @@ def _number(given: ArrayLike) -> Number:
     return float(given) if isinstance(given, (int, float)) else np.asarray(given, np.float64)
 
 
-def _mean(context: Number, requests: Number) -> Number:
-    """Tokens in the context of a sample."""
-    return context / (max(requests, 1.0) if isinstance(requests, float) else np.maximum(requests, 1.0))
+def _mean(tokens: Number, requests: Number) -> Number:
+    """Of a sample, where all together have so many."""
+    return tokens / (max(requests, 1.0) if isinstance(requests, float) else np.maximum(requests, 1.0))
 
 
 def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:

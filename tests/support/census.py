@@ -76,7 +76,8 @@ def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequenc
                 }
             )
         elif reuse:
-            engine.put_drafts(reuse.drafts(engine.decoding(), 0))
+            states = engine.decoding()
+            engine.put_drafts(reuse.drafts(states, engine.row_capacity - len(states)))
         for step in engine.step():
             sample = int(step.sample_id.partition("/")[2])
             found[sample] += step.token_ids

@@ -16,8 +16,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
+from services.generation.drafting.drafter import DraftContext
+from services.generation.drafting.plan import FixedPlan
 from services.generation.drafting.reuse import Reuse
+from services.generation.drafting.speculation import Speculation
+from services.generation.drafts import SampleDrafts
 from services.generation.engine.types import EngineOptions, Finish, SampleRequest, SampleState
+from services.generation.metrics import EngineMetrics
 from tests.support.census import Census, Sequences, take_census
 from tests.support.draft_policies import Drafting, Drafts
 from tests.support.forkserver import engine_context
@@ -33,6 +40,7 @@ class Scenario:
 
     `cold` drops all KV beforehand, so that nothing is found in the prefix cache. Samples that follow a cached
     rollout verify `chunk` tokens of it a step, if `budget` rows a step allow that; 0: one token a step, undrafted.
+    `served`: drafts as in an instance's loop, whose drafter is given the truth, under a plan of fixed length.
     """
 
     requests: tuple[SampleRequest, ...]
@@ -41,13 +49,14 @@ class Scenario:
     cold: bool = True
     chunk: int = 0
     budget: int = 1 << 20
+    served: bool = False
 
 
 @dataclass(slots=True)
 class Outcome:
     """What came out, by sample id; a prefix is not repeated in the tokens. `scheduled` counts rows of the model.
 
-    `outputs` counts pairs of a step and a sample that it gave tokens to.
+    `outputs` counts pairs of a step and a sample that it gave tokens to; `began` is the step of its first ones.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -62,6 +71,7 @@ class Outcome:
     most_running: int = 0
     scheduled: int = 0
     outputs: int = 0
+    began: dict[str, int] = field(default_factory=dict)
 
 
 class EngineHost:
@@ -140,6 +150,18 @@ def _serve(pipe: Connection, options: EngineOptions) -> None:
         pipe.send(_Failure(traceback.format_exc()))
 
 
+def _served(engine: Any, scenario: Scenario) -> SampleDrafts:
+    """The drafts of an instance's loop."""
+    # Imports numba, which vLLM must come before.
+    from services.generation.drafting.given import GivenDrafter
+
+    metrics = EngineMetrics(CollectorRegistry())
+    drafts = SampleDrafts(metrics)
+    plan = FixedPlan(scenario.drafts.window)
+    drafts.speculation = Speculation([GivenDrafter()], plan, engine.limits.vocab_size, metrics)
+    return drafts
+
+
 def _followed_samples(worker: Any) -> int:
     return len(getattr(worker.model_runner, "_followed", ()))
 
@@ -164,9 +186,10 @@ class _Run:
         self._scenario = scenario
         self._prefix = f"{serial}/"
         self._drafting = Drafting(scenario.drafts, engine.limits.vocab_size)
-        self._reuse = Reuse(scenario.chunk, scenario.budget)
+        self._reuse = Reuse(scenario.chunk)
         self._preempted: dict[str, int] = {}
         self._found = Outcome()
+        self._served = _served(engine, scenario) if scenario.served else None
 
     def outcome(self) -> Outcome:
         """Run it."""
@@ -181,7 +204,9 @@ class _Run:
         while waiting or engine.has_work:
             while waiting and (waiting[0][0] <= found.steps or not engine.has_work):
                 self._add(scenario.requests[waiting.pop(0)[1]])
-            if scenario.drafts.policy != "none" or self._reuse:
+            if self._served is not None:
+                self._served.put(engine)
+            elif scenario.drafts.policy != "none" or self._reuse:
                 engine.put_drafts(self._drafts())
             self._step()
         found.preemptions = sum(self._preempted.values())
@@ -198,6 +223,9 @@ class _Run:
         own = {name: getattr(request, name) for name in SampleRequest.__slots__}
         known = SampleRequest(**own | {"sample_id": self._prefix + request.sample_id})
         self._engine.add(known)
+        if self._served is not None and self._served.speculation is not None:
+            truth = self._scenario.drafts.truth[request.sample_id]
+            self._served.speculation.begin(DraftContext(known.sample_id, known.prompt, truth))
         if self._scenario.chunk:
             self._reuse.begin(known)
 
@@ -209,7 +237,8 @@ class _Run:
             if state.sample_id not in self._reuse
         ]
         drafts = {self._prefix + sample_id: tokens for sample_id, tokens in self._drafting(states).items()}
-        return drafts | self._reuse.drafts(decoding, len(decoding) + sum(map(len, drafts.values())))
+        room = self._scenario.budget - len(decoding) - sum(map(len, drafts.values()))
+        return drafts | self._reuse.drafts(decoding, room)
 
     def _step(self) -> None:
         found, requests = self._found, self._engine._scheduler.requests
@@ -225,6 +254,7 @@ class _Run:
             found.verified[sample_id] += step.verified_logprobs
             found.outputs += 1
             self._reuse.learn(step)
+            found.began.setdefault(sample_id, found.steps)
             found.tokens[sample_id] += step.token_ids
             found.logprobs[sample_id] += step.logprobs
             found.drafted += step.drafted

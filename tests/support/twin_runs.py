@@ -133,7 +133,7 @@ def speculate(engine: Any, requests: Sequence[SampleRequest], window: int) -> Ro
         _add(engine, request, prefix, found)
         speculation.begin(DraftContext(prefix + request.sample_id, request.prompt, request.given))
     while engine.has_work:
-        engine.put_drafts(speculation.drafts(engine.decoding()))
+        engine.put_drafts(speculation.drafts(engine.decoding(), engine.row_capacity))
         for step in engine.step():
             sample_id = step.sample_id.removeprefix(prefix)
             source = speculation.drafter_of(step.sample_id)

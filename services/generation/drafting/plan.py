@@ -75,14 +75,12 @@ class FixedPlan:
     """At most `window` tokens a sample and step; none where the best offer starts below `floor`.
 
     Tokens are left out from the first one that is reached and kept with a probability below `survival_floor`.
-    Drafts are cut to equal lengths where the step would have more rows, samples and draft tokens, than
-    `row_capacity`.
+    Drafts are cut to equal lengths where the step would have more rows than it may.
     """
 
     window: int
     floor: float = 0.0
     survival_floor: float = 0.0
-    row_capacity: int = UNBOUNDED
 
     measures = False
     """Whether `stepped` wants to know."""
@@ -96,18 +94,21 @@ class FixedPlan:
     def rest_on(self) -> None:
         """Nothing."""
 
-    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts:
+    def choose(
+        self, samples: Sequence[SampleState], offers: Mapping[str, Offers], rows: int = UNBOUNDED
+    ) -> Drafts:
         """The drafts of a step.
 
         Args:
             samples: the samples that can verify a draft.
             offers: of each drafter that makes any.
+            rows: that these samples and their draft tokens may have together, at most.
         """
         if not (samples and offers):
             return Drafts()
         survival = survivals(list(offers.values()), limits(samples, self.window), self.window)
         chosen = longest(survival, self.floor, self.survival_floor)
-        width, room = int(chosen.lengths.max()), max(0, self.row_capacity - len(samples))
+        width, room = int(chosen.lengths.max()), max(0, rows - len(samples))
         while chosen.lengths.sum() > room:
             width -= 1
             if not width:

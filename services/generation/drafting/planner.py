@@ -92,10 +92,7 @@ class _Selection(NamedTuple):
 
 @dataclass(slots=True)
 class PlannedDrafts:
-    """At most `window` tokens a sample and step, as many in all as pay; none for a gain below `margin`.
-
-    A step has at most `row_capacity` rows: samples and draft tokens.
-    """
+    """At most `window` tokens a sample and step, as many in all as pay; none for a gain below `margin`."""
 
     window: int
     step_time: CorrectedStepTime
@@ -104,7 +101,6 @@ class PlannedDrafts:
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
     trial: Trial = field(default_factory=Trial)
     """Told of steps by whoever decides them all."""
-    row_capacity: int = UNBOUNDED
 
     measures = True
     """Whether `stepped` wants to know."""
@@ -119,14 +115,17 @@ class PlannedDrafts:
         """Nor is the one after it, of the same samples."""
         self.rest(())
 
-    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts:
+    def choose(
+        self, samples: Sequence[SampleState], offers: Mapping[str, Offers], rows: int = UNBOUNDED
+    ) -> Drafts:
         """The drafts of a step.
 
         Args:
             samples: the samples that can verify a draft.
             offers: of each drafter that makes any.
+            rows: that these samples and their draft tokens may have together, at most.
         """
-        self.last, drafts = self._decide(samples, offers)
+        self.last, drafts = self._decide(samples, offers, rows)
         if self.metrics is not None:
             self.metrics.planned(self.last)
         return drafts
@@ -138,7 +137,7 @@ class PlannedDrafts:
             self.metrics.predicted(predicted, seconds)
 
     def _decide(
-        self, samples: Sequence[SampleState], offers: Mapping[str, Offers]
+        self, samples: Sequence[SampleState], offers: Mapping[str, Offers], rows: int
     ) -> tuple[Decision, Drafts]:
         if not samples:
             return Decision(NO_SAMPLES), Drafts()
@@ -147,7 +146,7 @@ class PlannedDrafts:
             return Decision(NO_OFFERS), Drafts()
         made = [offers[name] for name in names]
         survival = survivals(made, limits(samples, self.window), self.window)
-        selection = self._search(survival, context_of(samples))
+        selection = self._search(survival, context_of(samples), rows)
         reason, chosen, gain = self._weighed(selection)
         count, seconds = chosen.tokens, chosen.seconds
         if not count:
@@ -170,10 +169,10 @@ class PlannedDrafts:
             return TRIED, other, tried
         return (WITHIN_MARGIN if best.tokens else PLAIN_IS_BEST), nothing, gain
 
-    def _search(self, survival: Floats, context: int) -> _Selection:
+    def _search(self, survival: Floats, context: int, rows: int) -> _Selection:
         """The best selection over picks at prices that follow the rate."""
         drafters, requests, width = survival.shape
-        counts = row_counts(requests, max(0, min(requests * width, self.row_capacity - requests)))
+        counts = row_counts(requests, max(0, min(requests * width, rows - requests)))
         curve = self.step_time.curve(requests, context)
         # No rate is below the plain one, so no token that is worth less than the cheapest row at it is ever taken,
         # if not for a trial.

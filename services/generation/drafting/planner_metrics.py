@@ -27,7 +27,9 @@ class PlannerMetrics:
             registry=registry,
         )
         self.predicted_seconds = Counter(
-            f"{prefix}predicted_step_seconds_total", "Step time, predicted.", registry=registry
+            f"{prefix}predicted_step_seconds_total",
+            "Step time of the steps that were measured, predicted.",
+            registry=registry,
         )
         self.measured_seconds = Counter(
             f"{prefix}measured_step_seconds_total",

@@ -38,11 +38,10 @@ class Reused:
 class Reuse:
     """The samples that follow a cached rollout. Used by the engine thread only.
 
-    At most `chunk` draft tokens a sample and step; at most `capacity` rows a step, samples and drafts together.
+    At most `chunk` draft tokens a sample and step.
     """
 
     chunk: int = 128
-    capacity: int = 8192
     # The tokens of its rollout that a sample has not come to; at least one.
     _ahead: dict[str, Sequence[int]] = field(init=False, default_factory=dict)
 
@@ -61,15 +60,15 @@ class Reuse:
         """A sample left the engine."""
         self._ahead.pop(sample_id, None)
 
-    def drafts(self, samples: Sequence[SampleState], rows: int) -> dict[str, list[int]]:
+    def drafts(self, samples: Sequence[SampleState], room: int) -> dict[str, list[int]]:
         """The tokens to verify in the coming step, by sample id.
 
         Args:
             samples: the samples that can verify a draft; those that follow no rollout are passed over.
-            rows: of the step that are spoken for, one of each sample included.
+            room: for draft tokens, of all samples together.
         """
         wanted = {sample.sample_id: self._wanted(sample) for sample in samples if sample.sample_id in self}
-        given = share(wanted, max(self.capacity - rows, 0))
+        given = share(wanted, max(room, 0))
         return {
             sample_id: list(self._ahead[sample_id][:count]) for sample_id, count in given.items() if count
         }

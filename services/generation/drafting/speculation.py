@@ -25,7 +25,7 @@ from services.generation.drafting.drafter import (
     SequentialDrafter,
 )
 from services.generation.drafting.pause import Pause
-from services.generation.drafting.plan import Drafts, StepShape, context_of
+from services.generation.drafting.plan import UNBOUNDED, Drafts, StepShape, context_of
 from services.generation.drafting.selection import flaw
 from services.generation.engine.types import SampleState, SampleStep
 
@@ -46,7 +46,7 @@ class Plan(Protocol):
 
     def rest(self, samples: Sequence[SampleState]) -> None: ...
     def rest_on(self) -> None: ...
-    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts: ...
+    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers], rows: int) -> Drafts: ...
 
 
 class DraftMetrics(Protocol):
@@ -143,8 +143,11 @@ class Speculation:
         self.plan.rest_on()
         return True
 
-    def drafts(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
-        """The tokens to verify in the coming step, by sample id."""
+    def drafts(self, samples: Sequence[SampleState], rows: int = UNBOUNDED) -> dict[str, list[int]]:
+        """The tokens to verify in the coming step, by sample id.
+
+        `rows`: that these samples and their draft tokens may have together, at most.
+        """
         self._news = False
         if not samples:
             self._drafts = Drafts()
@@ -160,7 +163,7 @@ class Speculation:
             made = self._offers(seat, samples, offers)
             if made is not None:
                 offers[seat.drafter.name] = made
-        self._drafts = self.plan.choose(samples, offers)
+        self._drafts = self.plan.choose(samples, offers, rows)
         saved = self._drafts.saved if self._drafts.tokens else 0.0
         self._pause.asked(len(samples), saved, self.clock() - began)
         return dict(self._drafts.tokens)

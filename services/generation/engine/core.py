@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain, islice
 from math import isnan
 from typing import Any
 
@@ -197,6 +198,29 @@ class Engine:
         vLLM schedules no more tokens than its budget, and cuts drafts that are beyond it.
         """
         return min(self._scheduler.max_num_scheduled_tokens, _LOGITS_BYTES // (4 * self.limits.vocab_size))
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens whose KV there is room for."""
+        space = self.migration.space
+        return space.total_blocks * space.block_size
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of the next step that drafts should leave to prompts: at most half of them.
+
+        vLLM gives rows to samples in the order in which they came, and then to those that wait for a place it has.
+        Drafts that take all of them would keep prompts from being read for as long as those samples run.
+        """
+        scheduler, most = self._scheduler, self.row_capacity // 2
+        places = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
+        rows = 0
+        for request in chain(scheduler.running, islice(scheduler.waiting, places)):
+            # Of its own a sample that decodes has one.
+            rows += request.num_tokens - request.num_computed_tokens - 1
+            if rows >= most:
+                return most
+        return rows
 
     # -- weights ------------------------------------------------------------------------------------------
 

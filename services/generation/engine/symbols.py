@@ -577,7 +577,7 @@ _MIGRATION = (
         "vllm.v1.core.sched.scheduler",
         "Scheduler",
         "kv_holding_waiting max_num_running_reqs block_size needs_kv_cache_zeroing vllm_config",
-        "seats, and whether KV can be moved block by block",
+        "seats, rows for prompts, and whether KV can be moved block by block",
     ),
     Symbol(
         "vllm.v1.core.sched.scheduler",

@@ -49,7 +49,7 @@ class Mode(Protocol):
     @property
     def last(self) -> Decision: ...
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts: ...
+    def choose(self, samples: Sequence[SampleState], offers: Made, rows: int) -> Drafts: ...
 
 
 @dataclass(slots=True)
@@ -60,9 +60,9 @@ class FixedDrafts:
     step_time: CorrectedStepTime | None = None
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
+    def choose(self, samples: Sequence[SampleState], offers: Made, rows: int) -> Drafts:
         """See `Mode`."""
-        drafts = self.fixed.choose(samples, offers)
+        drafts = self.fixed.choose(samples, offers, rows)
         self.last = _judged(samples, drafts, self.step_time) if drafts else Decision(NO_OFFERS)
         return drafts
 
@@ -77,9 +77,9 @@ class ToggledDrafts:
     trial: Trial = field(default_factory=Trial)
     last: Decision = field(default_factory=lambda: Decision(NO_SAMPLES))
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
+    def choose(self, samples: Sequence[SampleState], offers: Made, rows: int) -> Drafts:
         """See `Mode`."""
-        drafts = self.fixed.choose(samples, offers)
+        drafts = self.fixed.choose(samples, offers, rows)
         if not drafts:
             self.last = Decision(NO_OFFERS)
             return Drafts()
@@ -116,7 +116,7 @@ class SolvedDrafts:
         self._reached = [0.0] * self.fixed.window
         self._kept = [0.0] * self.fixed.window
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
+    def choose(self, samples: Sequence[SampleState], offers: Made, rows: int) -> Drafts:
         """See `Mode`."""
         table = self.table if self._age else None
         if table is None:
@@ -126,7 +126,7 @@ class SolvedDrafts:
         if not row.best.n:
             self.last = Decision(TABLE_PLAIN)
             return Drafts()
-        drafts = replace(self.fixed, window=row.best.n).choose(samples, offers)
+        drafts = replace(self.fixed, window=row.best.n).choose(samples, offers, rows)
         if not drafts:
             self.last = Decision(NO_OFFERS)
             return Drafts()
@@ -166,12 +166,12 @@ class Latched:
         """See `Mode`."""
         return self.planner.last
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
+    def choose(self, samples: Sequence[SampleState], offers: Made, rows: int) -> Drafts:
         """See `Mode`."""
         if len(samples) > self._batch:
             self._batch = 0
         self.planner.margin = 0.0 if self._batch else self.margin
-        drafts = self.planner.choose(samples, offers)
+        drafts = self.planner.choose(samples, offers, rows)
         if self.planner.last.reason == DRAFTS:
             self._batch = len(samples)
         return drafts

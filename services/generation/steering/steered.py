@@ -28,6 +28,7 @@ from services.generation.steering.modes import (
 from services.policy.correction import CorrectedStepTime, Correction
 from services.policy.knobs import Knobs, Setting, resolved
 from services.policy.step_time import StepTime
+from services.policy.timing import Timing
 from services.policy.toggle import Toggle
 from services.policy.trial import Trial
 
@@ -71,14 +72,10 @@ class SteeredPlan:
         origin_of: OriginOf,
         *,
         floors: Floors = Floors(),
-        row_capacity: int = UNBOUNDED,
         metrics: PlanMetrics | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`base` is the instance's own configuration. Without a step-time model every mode is `fixed`.
-
-        No step has more rows, samples and draft tokens together, than `row_capacity`.
-        """
+        """`base` is the instance's own configuration. Without a step-time model every mode is `fixed`."""
         self.ledger = Ledger()
         self.revision = 0
         self._base = base
@@ -86,7 +83,6 @@ class SteeredPlan:
         self._fitted = ""
         self._origin_of = origin_of
         self._floors = floors
-        self._row_capacity = row_capacity
         self._metrics = metrics
         self._clock = clock
         self._shared = base
@@ -96,6 +92,9 @@ class SteeredPlan:
         self._mode_knobs = base
         # Of all modes: whatever decided a step, it was measured.
         self._trial = Trial()
+        self._timing = Timing()
+        # Whether the step that was chosen last is to be measured.
+        self._due = True
         # The samples of the step, and the knobs of each.
         self._asked: Sequence[SampleState] = ()
         self._knobs: list[Knobs] = []
@@ -176,8 +175,8 @@ class SteeredPlan:
 
     @property
     def measures(self) -> bool:
-        """Whether `stepped` wants to know."""
-        return self._step_time is not None and self._shared.speculation
+        """Whether `stepped` wants to know of the step that was chosen last."""
+        return self._step_time is not None and self._shared.speculation and self._due
 
     def wanted(self, drafter: str, samples: Sequence[SampleState]) -> Sequence[bool] | bool:
         """Whether a drafter is to make offers (see `Gated`)."""
@@ -219,12 +218,13 @@ class SteeredPlan:
         """Nor is the one after it, of the same samples."""
         self._decided(_RESTED, self._rested, 0)
 
-    def choose(self, samples: Sequence[SampleState], offers: Made) -> Drafts:
+    def choose(self, samples: Sequence[SampleState], offers: Made, rows: int = UNBOUNDED) -> Drafts:
         """The drafts of a step.
 
         Args:
             samples: the samples that can verify a draft.
             offers: of each drafter that makes any.
+            rows: that these samples and their draft tokens may have together, at most.
         """
         if not samples:
             return Drafts()
@@ -234,8 +234,9 @@ class SteeredPlan:
             return Drafts()
         mode = self._mode_for(knobs)
         states = samples if not self._runs else self._limited(samples)
-        drafts = mode.choose(states, offers)
+        drafts = mode.choose(states, offers, rows)
         self._decided(mode.last, knobs, len(samples))
+        self._due = self._timing.due(mode.last.seconds, drafted=mode.last.tokens > 0)
         return drafts
 
     def verified(self, source: str, drafted: int, accepted: int) -> None:
@@ -286,21 +287,14 @@ class SteeredPlan:
         return mode
 
     def _made(self, knobs: Knobs) -> Mode:
-        fixed = FixedPlan(knobs.draft_cap, self._floors.first, self._floors.survival, self._row_capacity)
+        fixed = FixedPlan(knobs.draft_cap, self._floors.first, self._floors.survival)
         if self._step_time is None or knobs.mode == "fixed":
             return FixedDrafts(fixed, self._step_time)
         if knobs.mode == "toggle":
             return ToggledDrafts(fixed, self._step_time, Toggle(knobs.margin, knobs.latch), self._trial)
         if knobs.mode == "solver":
             return SolvedDrafts(fixed, self._step_time, knobs.margin)
-        planned = PlannedDrafts(
-            knobs.draft_cap,
-            self._step_time,
-            knobs.margin,
-            self,
-            trial=self._trial,
-            row_capacity=self._row_capacity,
-        )
+        planned = PlannedDrafts(knobs.draft_cap, self._step_time, knobs.margin, self, trial=self._trial)
         return Latched(planned, knobs.margin) if knobs.latch else planned
 
     def _limited(self, samples: Sequence[SampleState]) -> list[SampleState]:

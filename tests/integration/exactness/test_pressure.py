@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from services.platform.sampling import Sampling
@@ -35,3 +38,22 @@ def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_in_one_piece(qwen2: Ben
     found = run(qwen2, requests, arrivals=arrivals, drafts=Drafts("true", truth=plain.tokens))
     assert found.tokens == plain.tokens
     qwen2.check(requests, found)
+
+
+def test_drafts_that_would_fill_a_step_leave_half_of_it_to_prompts(qwen2: Bench) -> None:
+    """Four samples want 17 rows each of a step that has 64, when a prompt of 60 tokens comes."""
+    sampling = Sampling(max_tokens=100, ignore_eos=True)
+    running = requests_of(qwen2.host.vocab_size, sampling, count=4, lengths=(5, 10))
+    late = replace(
+        requests_of(qwen2.host.vocab_size, sampling, count=1, lengths=(60, 61), seed=3)[0], sample_id="late"
+    )
+    requests, arrival = (*running, late), 3
+    arrivals = (0, 0, 0, 0, arrival)
+    plain = run(qwen2, requests, arrivals=arrivals)
+    found = run(qwen2, requests, arrivals=arrivals, drafts=Drafts(window=16, truth=plain.tokens), served=True)
+    assert found.tokens == plain.tokens
+    assert plain.preemptions == found.preemptions == 0
+    assert found.accepted == found.drafted > 300
+    assert found.began["late"] == arrival + math.ceil(60 / 32) - 1
+    # The others went on meanwhile, and were not done.
+    assert all(len(plain.tokens[each.sample_id]) > 17 * (found.began["late"] + 1) for each in running)

@@ -360,7 +360,7 @@ async def test_a_report_comes_every_so_many_steps_and_with_every_end(rigs: Calla
 
 async def test_a_report_says_when_the_engine_is_free_and_when_not(rigs: Callable[..., Any]) -> None:
     rig = await rigs()
-    await rig.call(lambda: None)
+    await rig.call(rig.loop.flush)
     await rig.start(9, real=True, max_tokens=8)
     await rig.step(8)
     await rig.read()

@@ -522,12 +522,12 @@ async def test_load_and_metrics_tell_what_was_done(rigs: Callable[..., Rig]) -> 
     load = rig.loop.load
     assert (load.running, load.waiting, load.kv_usage) == (2, 1, 1.0)
     assert (load.steps, load.generated_tokens, load.step_seconds) == (2, 4, 10.0)
-    await rig.call(lambda: None)
+    await rig.call(rig.loop.flush)
     assert rig.value("paceline_generation_tokens_total") == 4
     assert rig.value("paceline_generation_running_samples") == 2
     assert rig.value("paceline_generation_waiting_samples") == 1
     await rig.step(6)
-    await rig.call(lambda: None)
+    await rig.call(rig.loop.flush)
     assert rig.value("paceline_generation_tokens_total") == 12
     assert rig.value("paceline_generation_step_seconds_count") == 8
     assert rig.value("paceline_generation_running_samples") == 0
@@ -585,7 +585,7 @@ async def test_drafts_are_verified_and_accounted_for_beside_a_faulty_drafter(
     assert not caller.finished[2].draft_sources
     assert caller.finished[2].verify_steps == 0
     assert (rig.value("paceline_speculation_drafter_faults_total", drafter="wrong") or 0) > 0
-    await rig.call(lambda: None)
+    await rig.call(rig.loop.flush)
     assert rig.value("paceline_speculation_verify_steps_total", drafter="given") == 3
 
 

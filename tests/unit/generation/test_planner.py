@@ -99,6 +99,7 @@ any_time = st.fixed_dictionaries(
         "base": st.floats(0, 1e-2),
         "per_request": st.floats(0, 1e-3),
         "per_row": st.floats(0, 1e-3),
+        "per_attended_token": st.floats(0, 1e-4),
         "verify_per_request": st.floats(0, 1e-3),
     }
 )
@@ -132,8 +133,8 @@ def test_of_plans_within_the_engines_rows_the_best_is_found(
     batch: tuple[list[SampleState], Offers], fields: dict[str, float], capacity: int
 ) -> None:
     samples, offers = batch
-    planner = PlannedDrafts(WINDOW, step_time(**fields), row_capacity=capacity)
-    drafts = planner.choose(samples, batched(offers))
+    planner = PlannedDrafts(WINDOW, step_time(**fields))
+    drafts = planner.choose(samples, batched(offers), capacity)
     assert drafts.count <= max(0, capacity - len(samples))
     found = promised(planner.step_time, samples, offers, as_lengths(samples, drafts))
     fitting = [

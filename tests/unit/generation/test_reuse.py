@@ -53,7 +53,7 @@ def test_a_rollout_is_offered_in_order_until_a_token_of_it_is_refused(
     most = min(refused, len(rollout))
     while "a" in reuse:
         here = len(response)
-        offered = reuse.drafts([state("a", response)], 1).get("a", []) if here else []
+        offered = reuse.drafts([state("a", response)], BUDGET).get("a", []) if here else []
         assert offered == rollout[here : here + len(offered)]
         # The last token of the rollout needs no draft of its own.
         assert len(offered) == (min(chunk, len(rollout) - 1 - here) if here else 0)
@@ -67,7 +67,7 @@ def test_a_rollout_is_offered_in_order_until_a_token_of_it_is_refused(
     assert response[:most] == rollout[:most]
     assert len(response) == most + (most < len(rollout))
     assert reuse.learn(step("a", [1, 2], 0, 1)) is None
-    assert reuse.drafts([state("a", response)], 1) == {}
+    assert reuse.drafts([state("a", response)], BUDGET) == {}
     assert not reuse
 
 
@@ -78,7 +78,7 @@ def test_a_rollout_that_is_kept_takes_a_step_for_each_chunk_and_its_last_row(chu
     reuse.learn(step("a", rollout[:1], 1))
     position, steps = 1, 1
     while "a" in reuse:
-        count = len(reuse.drafts([state("a", rollout[:position])], 1).get("a", [])) + 1
+        count = len(reuse.drafts([state("a", rollout[:position])], BUDGET).get("a", [])) + 1
         reuse.learn(step("a", rollout[position : position + count], count, count - 1))
         position, steps = position + count, steps + 1
     assert (position, steps) == (100, 1 + math.ceil(99 / (chunk + 1)))
@@ -88,9 +88,9 @@ def test_the_length_limit_of_a_sample_bounds_its_chunk() -> None:
     reuse = Reuse(8)
     reuse.begin(request("a", list(range(30))))
     reuse.learn(step("a", [0], 1))
-    assert reuse.drafts([state("a", [0], room=3)], 1) == {"a": [1, 2, 3]}
-    assert reuse.drafts([state("a", [0], room=0)], 1) == {}
-    assert reuse.drafts([state("a", [0], room=-1)], 1) == {}
+    assert reuse.drafts([state("a", [0], room=3)], BUDGET) == {"a": [1, 2, 3]}
+    assert reuse.drafts([state("a", [0], room=0)], BUDGET) == {}
+    assert reuse.drafts([state("a", [0], room=-1)], BUDGET) == {}
 
 
 def test_only_lenient_samples_that_start_afresh_with_a_rollout_follow_one() -> None:
@@ -114,19 +114,19 @@ def test_samples_that_follow_nothing_get_nothing() -> None:
     reuse = Reuse(4)
     reuse.begin(request("a", list(range(9))))
     reuse.learn(step("a", [0], 1))
-    assert reuse.drafts([state("b", [3]), state("a", [0])], 2) == {"a": [1, 2, 3, 4]}
+    assert reuse.drafts([state("b", [3]), state("a", [0])], BUDGET) == {"a": [1, 2, 3, 4]}
 
 
 def test_chunks_share_what_the_step_has_left() -> None:
-    reuse = Reuse(chunk=128, capacity=64)
+    reuse = Reuse(chunk=128)
     states = []
     for i in range(4):
         reuse.begin(request(f"s{i}", list(range(10 if i == 0 else 200))))
         reuse.learn(step(f"s{i}", [0], 1))
         states.append(state(f"s{i}", [0]))
-    lengths = {name: len(tokens) for name, tokens in reuse.drafts(states, 14).items()}
+    lengths = {name: len(tokens) for name, tokens in reuse.drafts(states, 50).items()}
     assert lengths == {"s0": 8, "s1": 14, "s2": 14, "s3": 14}
-    assert reuse.drafts(states, 64) == reuse.drafts(states, 99) == {}
+    assert reuse.drafts(states, 0) == reuse.drafts(states, -35) == {}
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 200), max_size=20), st.integers(0, 2000))

@@ -19,9 +19,7 @@ one_offer = st.lists(st.lists(probabilities, min_size=3, max_size=3), min_size=N
 several = st.lists(one_offer, min_size=1, max_size=3)
 rooms = st.lists(st.integers(-1, WIDTH), min_size=N, max_size=N)
 seconds = st.floats(1e-5, 1e-2)
-draftings = st.builds(
-    Drafting, st.just(float(N)), seconds, seconds, seconds, st.floats(0, 1e-3), st.floats(0, 1e-3)
-)
+draftings = st.builds(Drafting, st.just(float(N)), *[seconds] * 5, *[st.floats(0, 1e-3)] * 3)
 curves = st.builds(Curve, draftings, st.floats(0.3, 3.0), st.floats(-1e-3, 1e-3), st.just(4.0))
 
 
@@ -104,7 +102,7 @@ def test_a_line_that_is_shorter_than_the_first_step_of_the_grid_is_tried_whole()
     line = Line(survival, 0.0, 0.1)
     counts = row_counts(200, 400)
     assert counts[1] > 3
-    curve = Curve(Drafting(200.0, 1e-3, 0.0, 0.0, 0.0, 0.0), 1.0, 0.0, 4.0)
+    curve = Curve(Drafting(200.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, 0.0, 4.0)
     best, other = line.evaluate(counts, curve)
     assert best == other
     assert (best.tokens, best.expected) == (3, pytest.approx(2.7))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hypothesis_numpy
 
 from services.generation.drafting.drafter import Arrival, DraftContext, Offer, Offers
-from services.generation.drafting.plan import Drafts, FixedPlan
+from services.generation.drafting.plan import UNBOUNDED, Drafts, FixedPlan
 from services.generation.drafting.speculation import MAX_FAULTS, Speculation
 from services.generation.engine.types import SampleState, SampleStep
 from tests.support.offers import batched
@@ -120,7 +120,7 @@ def test_drafts_are_cut_to_equal_lengths_where_the_engine_has_no_rows_for_them(
 ) -> None:
     batch = states(*[f"s{i}" for i in range(len(offered))])
     made = batched({"d": [offer(*[1] * length) if length else None for length in offered]})
-    chosen = FixedPlan(WINDOW, row_capacity=capacity).choose(batch, made)
+    chosen = FixedPlan(WINDOW).choose(batch, made, capacity)
     whole = FixedPlan(WINDOW).choose(batch, made)
     room = max(0, capacity - len(batch))
     assert chosen.count <= room
@@ -484,9 +484,11 @@ class Promising(FixedPlan):
 
     saved: float = 0.0
 
-    def choose(self, samples: Sequence[SampleState], offers: Mapping[str, Offers]) -> Drafts:
+    def choose(
+        self, samples: Sequence[SampleState], offers: Mapping[str, Offers], rows: int = UNBOUNDED
+    ) -> Drafts:
         # Named, because a dataclass with slots is another class than the one that `super` knows.
-        drafts = FixedPlan.choose(self, samples, offers)
+        drafts = FixedPlan.choose(self, samples, offers, rows)
         drafts.saved = self.saved
         return drafts
 

@@ -24,7 +24,7 @@ TRUTH = StepTime(
     base=8e-4,
     per_request=6e-6,
     per_row=2e-6,
-    per_attending_row=1e-9,
+    per_attended_token=4e-9,
     verify_per_request=4e-6,
 )
 CELLS = [

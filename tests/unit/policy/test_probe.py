@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from tests.unit.generation.scripted import Clock, ScriptedEngine
 from tests.unit.policy.test_calibration import BANDWIDTH, THROUGHPUT, TRUTH
 from tests.unit.policy.test_step_time import ARCHITECTURE
 
+MANY = 1 << 40
 GRID = Grid(batches=(1, 4, 16), lengths=(64, 512), drafts=(0, 1, 4), seconds=0.2)
 
 
@@ -73,12 +74,32 @@ def test_a_sweep_leaves_nothing_in_the_engine() -> None:
 
 def test_a_grid_is_cut_to_what_an_engine_can_run() -> None:
     grid = Grid(batches=(1, 8, 64), lengths=(32, 2048), drafts=(0, 16))
-    assert grid.within(32, 1024, 1 << 20).batches == [1, 8]
-    assert grid.within(32, 1024, 1 << 20).lengths == [32]
+    assert grid.within(32, 1024, 1 << 20, MANY).batches == [1, 8]
+    assert grid.within(32, 1024, 1 << 20, MANY).lengths == [32]
     # 17 rows a sample: of 64 samples 1088.
-    assert grid.within(64, 4096, 1087).batches == [1, 8]
+    few = grid.within(64, 4096, 1087, MANY)
+    assert few.batches == grid.within(64, 4096, 1088, MANY).batches == [1, 8, 64]
+    assert [few.drafts_of(each) for each in few.batches] == [[0, 16], [0, 16], [0]]
+    assert grid.within(64, 4096, 1088, MANY).drafts_of(64) == [0, 16]
+    assert grid.within(64, 4096, 63, MANY).batches == [1, 8]
     with pytest.raises(ValueError, match="fewer than two"):
-        grid.within(1, 512, 1 << 20)
+        grid.within(1, 512, 1 << 20, MANY)
+
+
+def test_batches_that_have_no_room_for_their_kv_are_left_out() -> None:
+    # 16 steps of 17 tokens may come to each prompt: 304 and 2320 tokens a sample.
+    grid = Grid(batches=(1, 8, 64), lengths=(32, 2048), drafts=(0, 16)).within(64, 4096, 1 << 20, 19456)
+    assert grid.places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert replace(grid, max_tokens=19455).places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    with pytest.raises(ValueError, match="fewer than two"):
+        grid.within(64, 4096, 1 << 20, 2319)
+    clock = Clock()
+    small = replace(GRID, max_tokens=16 * (64 + 80))
+    found = sweep(engine(clock=clock), small, clock=clock)
+    assert {(p.requests, p.rows // p.requests - 1) for p in found.points} == {
+        (batch, width) for batch in GRID.batches for width in GRID.drafts
+    }
+    assert len(found.points) == 4 * 3
 
 
 def test_an_engine_that_ends_samples_of_the_sweep_is_reported() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,21 @@ def lengths(plan: SteeredPlan, samples: Sequence[SampleState], tokens: int = 8) 
     """Draft tokens of each sample, when every one is offered as many sure ones."""
     drafts = plan.choose(samples, {"given": Offers.of([offer(*[0.95] * tokens) for _ in samples])})
     return {name: len(draft.tokens) for name, draft in drafts.items()}
+
+
+@pytest.mark.parametrize("mode", ["planner", "toggle", "fixed"])
+def test_of_many_short_steps_some_are_measured(mode: str) -> None:
+    plan, samples = steered(mode), [sample("r/1/a")]
+    seen = []
+    for _ in range(200):
+        assert lengths(plan, samples)
+        seen.append(plan.measures)
+    assert all(seen[:64])
+    # No time is known to have passed but what is predicted; one measurement for each hundredth of a second of it.
+    seconds = plan._mode.last.seconds if plan._mode is not None else 0.0
+    assert 0 < seconds < 0.01
+    between = math.ceil(0.01 / seconds)
+    assert seen[64:] == [i % between == between - 1 for i in range(136)]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -33,7 +33,7 @@ models = st.builds(
     base=seconds,
     per_request=seconds,
     per_row=seconds,
-    per_attending_row=st.floats(0, 1e-6),
+    per_attended_token=st.floats(0, 1e-6),
     verify_per_request=seconds,
 )
 requests = st.integers(1, 512)

@@ -22,6 +22,7 @@ models = st.builds(
     base=st.floats(0, 1e-2),
     per_request=st.floats(0, 1e-3),
     per_row=st.floats(0, 1e-3),
+    per_attended_token=st.floats(0, 1e-4),
     verify_per_request=st.floats(0, 1e-3),
 )
 batches = st.lists(st.tuples(st.integers(1, 512), st.floats(0, 16), st.integers(1, 16)), max_size=20)

@@ -7,6 +7,7 @@ stands for no token.
 # mypy: disable-error-code="no-untyped-def"
 # Compiled functions carry numba types, which annotations cannot say.
 
+from math import sqrt
 from pathlib import Path
 
 import numpy as np
@@ -101,10 +102,12 @@ def pick(survival, price, least, picks, line):
 @jit.kernel
 def seconds_of(curve, drafted):
     """`services.policy.correction.Curve.seconds`, of `Curve.numbers`."""
-    requests, memory, row, rest, token, verifying, factor, offset, limit = curve
-    predicted = max((requests + drafted) * row, memory) + rest
+    requests, weights, dense_row, kv, attention_row, rest, token, attending, verifying = curve[:9]
+    factor, offset, limit = curve[9:]
+    rows = requests + drafted
+    predicted = max(rows * dense_row, weights) + max(rows * attention_row, kv) + rest
     if drafted > 0:
-        predicted += drafted * token + verifying
+        predicted += drafted * token + sqrt(drafted) * attending + verifying
     return min(max(factor * predicted + offset, predicted / limit), predicted * limit)
 
 
