@@ -30,7 +30,7 @@ from services.generation.engine.types import Finish, SampleState, SampleStep
 from services.policy.models import architecture_of
 from services.policy.step_time import StepTime
 
-_FIT = {
+_FIT: dict[str, Any] = {
     "throughput": 3.9e11,
     "bandwidth": 1.3e10,
     "kv_scale": 1.0,

@@ -176,7 +176,7 @@ def main() -> None:
     show_rows("policy: cells", tuple(_COLUMNS.values()), rows)
     goals = [(name, format_value(figures[name]), goal) for name, goal in _GOALS.items()]
     show_rows("policy", ("figure", "value", "goal"), goals)
-    show("policy: the fit", fit.step_time.model_dump(exclude={"architecture"}))
+    show("policy: the fit", fit.step_time.model_dump(exclude={"architecture", "residual"}))
     print(_NOTE, f"self_w4: {why}" if why else "", f"picture: {picture}" if drawn else "no picture")
     write(
         "policy",

@@ -13,6 +13,7 @@ from services.policy.calibration import BadFit, Errors, Fit, calibrate, require_
 from services.policy.machine import machine_name
 from services.policy.models import VALUE_BYTES, architecture_of
 from services.policy.probe import EngineStalled, Grid, measure_bandwidth, measure_throughput, sweep
+from services.policy.residual import Residual
 from services.policy.stored import Calibration, Subject
 from services.policy.sweep import Sweep
 
@@ -131,11 +132,19 @@ def _parameters_table(fit: Fit) -> Table:
             f"{model.per_attended_token * 1e8:.4g} µs",
         ),
         ("per sample when verifying", f"{model.verify_per_request * 1e6:.4g} µs"),
+        ("left over, of the predicted time", _span(model.residual)),
         ("error, fitted points", str(fit.fitted)),
         ("error, held-out points", str(fit.held_out)),
     ):
         table.add_row(name, value)
     return table
+
+
+def _span(residual: Residual | None) -> str:
+    if residual is None:
+        return "nothing that was not noise"
+    shares = [share for plane in residual.shares for row in plane for share in row]
+    return f"{min(shares):+.1%} to {max(shares):+.1%}"
 
 
 def _draw(swept: Sweep, fit: Fit, path: Path) -> bool:

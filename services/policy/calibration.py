@@ -5,6 +5,8 @@
 2. Bandwidth, KV scale, base and time per request are fitted together to plain decoding.
 3. With these fixed, what draft tokens take is fitted to verification.
 
+Then what is left over is learned (see `residual`), where that describes steps better that it was not learned from.
+
 All errors are relative. With bandwidth and KV scale given, the rest of stage 2 is least squares of two
 non-negative numbers, in closed form; so the two are searched for on a grid that closes in on the best.
 """
@@ -16,6 +18,7 @@ from itertools import product
 
 import numpy as np
 
+from services.policy.residual import Residual
 from services.policy.step_time import Architecture, StepTime
 from services.policy.sweep import Sweep
 
@@ -104,6 +107,7 @@ def calibrate(architecture: Architecture, throughput: float, bandwidth: float, s
         tried, error = fitted(multiple)
         if error < _CLEARLY * least:
             model, least = tried, error
+    model = _with_residual(model, sweep, seen)
     predicted = _predict(model, sweep)
     return Fit(
         model,
@@ -135,6 +139,17 @@ def _fit_rows(model: StepTime, sweep: Sweep, chosen: np.ndarray) -> StepTime:
     missing = 1 - _predict(model, sweep)[chosen] / measured
     solved = _non_negative(np.stack(terms), missing)
     return model.model_copy(update=dict(zip(_VERIFICATION, solved, strict=True)))
+
+
+def _with_residual(model: StepTime, sweep: Sweep, chosen: np.ndarray) -> StepTime:
+    seconds, requests, rows, context = (
+        sweep.column(name)[chosen] for name in ("seconds", "requests", "rows", "context")
+    )
+    shares = seconds / _predict(model, sweep)[chosen] - 1
+    # No sample is shorter than a token.
+    lengths = np.maximum(context / requests, 1.0)
+    residual = Residual.learned(requests, lengths, rows / requests - 1, shares)
+    return model.model_copy(update={"residual": residual})
 
 
 def _non_negative(design: np.ndarray, target: np.ndarray) -> list[float]:

@@ -12,6 +12,7 @@ no accident, and are believed.
 
 from __future__ import annotations
 
+from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
@@ -80,9 +81,11 @@ class Curve(NamedTuple):
     """How far the correction may go, as a factor."""
 
     @property
-    def numbers(self) -> tuple[float, ...]:
+    def numbers(self) -> NDArray[np.float64]:
         """All of it side by side, for compiled code."""
-        return (*self.drafting, self.factor, self.offset, self.limit)
+        drafting = self.drafting
+        own = (*drafting.numbers, self.factor, self.offset, self.limit)
+        return np.array([*own, *chain.from_iterable(drafting.pieces)])
 
     def seconds(self, drafted: int) -> float:
         """Of a step with so many draft tokens."""

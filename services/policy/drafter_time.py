@@ -129,5 +129,7 @@ class DrafterTime:
     def _model(self, target: CorrectedStepTime) -> StepTime:
         if self._own is None or self._made_from is not target.model:
             self._made_from = target.model
-            self._own = target.model.model_copy(update={"architecture": self._architecture})
+            # What is left over of the target's steps is of its own kernels.
+            changed = {"architecture": self._architecture, "residual": None}
+            self._own = target.model.model_copy(update=changed)
         return self._own

@@ -2,7 +2,8 @@
 
 A step has a row for each sample and each draft token. Its dense layers move the weights and compute with each row;
 then its attention moves the KV of all tokens before it and computes with each row and those. Each of the two takes
-as long as the longer of its parts. What is left over grows with the samples and with the draft tokens.
+as long as the longer of its parts. What is left over grows with the samples and with the draft tokens. What that
+leaves over is looked up (see `residual`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field
+
+from services.policy.residual import DRAFTS, IDENTITY, Piece, Residual, corrected, pieces
 
 # Before anything is measured: an engine step on a modest machine with a CPU's or a small GPU's memory.
 _PRIOR_THROUGHPUT = 1e12
@@ -88,9 +91,24 @@ class Drafting(NamedTuple):
     """Times the root of the draft tokens, beyond the rooflines."""
     verifying: float
     """Of a step with any draft token."""
+    pieces: tuple[Piece, ...] = IDENTITY
+    """The time by what all this adds up to, the last piece first."""
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All but the pieces."""
+        return self[:-1]
 
     def seconds(self, drafted: int) -> float:
         """The predicted time of a step with so many draft tokens: `StepTime.seconds`, sooner."""
+        predicted = self.rough_seconds(drafted)
+        for piece in self.pieces:
+            if predicted >= piece.start:
+                break
+        return piece.at(predicted)
+
+    def rough_seconds(self, drafted: float) -> float:
+        """Without the residual."""
         rows = self.requests + drafted
         seconds = (
             max(rows * self.dense_row, self.weights) + max(rows * self.attention_row, self.kv) + self.rest
@@ -127,6 +145,8 @@ class StepTime(BaseModel):
     roofline with several rows a sample than with one, and each row adds less to that than the one before it."""
     verify_per_request: float = Field(default=0.0, ge=0)
     """Seconds for each sample of a step with any draft token: other kernels run then."""
+    residual: Residual | None = None
+    """What all of this leaves over. Times rise with the draft tokens, whatever it says."""
 
     @classmethod
     def prior(cls, architecture: Architecture) -> Self:
@@ -143,13 +163,26 @@ class StepTime(BaseModel):
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         """The predicted time; the arguments broadcast. A step without rows is none, and takes no time."""
         n, r, c = (_number(each) for each in (requests, rows, context))
-        rest = self.base + self.per_request * n + self.verification_seconds(n, r - n, c)
-        return np.asarray((self.dense_seconds(r) + self.attention_seconds(n, r, c) + rest) * (r > 0))
+        predicted = self.rough_seconds(n, r, c)
+        if self.residual is not None:
+            n, r, c = np.broadcast_arrays(n, r, c)
+            drafts = n[..., None] * (1 + np.array(DRAFTS))
+            at_drafts = self.rough_seconds(n[..., None], drafts, c[..., None])
+            predicted = corrected(np.asarray(predicted), at_drafts, self.residual.of(n, _mean(c, n)))
+        return np.asarray(predicted * (r > 0))
+
+    def rough_seconds(self, requests: Number, rows: Number, context: Number) -> Number:
+        """Without the residual, as if there were no empty steps."""
+        rest = self.base + self.per_request * requests
+        verification = self.verification_seconds(requests, rows - requests, context)
+        return (
+            self.dense_seconds(rows) + self.attention_seconds(requests, rows, context) + rest + verification
+        )
 
     def drafting(self, requests: int, context: int) -> Drafting:
         """Of steps of so many samples, at least one."""
         n, c = float(requests), float(context)
-        return Drafting(
+        rough = Drafting(
             n,
             self.weight_seconds,
             self.architecture.dense_flops / self.throughput,
@@ -160,6 +193,10 @@ class StepTime(BaseModel):
             self.per_attended_token * c / sqrt(n),
             self.verify_per_request * n,
         )
+        if self.residual is None:
+            return rough
+        predicted = [rough.rough_seconds(n * each) for each in DRAFTS]
+        return rough._replace(pieces=pieces(predicted, self.residual.at(n, c / n)))
 
     def verification_seconds(self, requests: Number, drafted: Number, context: Number) -> Number:
         """Time beyond the rooflines that verifying so many draft tokens takes."""

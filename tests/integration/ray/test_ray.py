@@ -43,7 +43,7 @@ def platform(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         redis_url=redis_url,
         namespace="on-ray",
         token="the token of the tests",
-        start_seconds=150,
+        start_seconds=240,
         stop_seconds=15,
         instance_flags=[
             "--dtype=float32",

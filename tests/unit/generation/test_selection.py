@@ -11,6 +11,7 @@ from services.generation.drafting.drafter import Offers
 from services.generation.drafting.row_grid import row_counts
 from services.generation.drafting.selection import Line, flaw, least_row, longest, survivals
 from services.policy.correction import Curve
+from services.policy.residual import DRAFTS, IDENTITY, pieces
 from services.policy.step_time import Drafting
 
 N, WIDTH = 5, 4
@@ -19,7 +20,17 @@ one_offer = st.lists(st.lists(probabilities, min_size=3, max_size=3), min_size=N
 several = st.lists(one_offer, min_size=1, max_size=3)
 rooms = st.lists(st.integers(-1, WIDTH), min_size=N, max_size=N)
 seconds = st.floats(1e-5, 1e-2)
-draftings = st.builds(Drafting, st.just(float(N)), *[seconds] * 5, *[st.floats(0, 1e-3)] * 3)
+rough = st.builds(
+    Drafting, st.just(float(N)), *[seconds] * 5, *[st.floats(0, 1e-3)] * 3, pieces=st.just(IDENTITY)
+)
+shares = st.lists(st.floats(-0.5, 0.5), min_size=len(DRAFTS), max_size=len(DRAFTS))
+draftings = st.builds(
+    lambda made, shares: made._replace(
+        pieces=pieces([made.rough_seconds(N * each) for each in DRAFTS], shares)
+    ),
+    rough,
+    shares,
+)
 curves = st.builds(Curve, draftings, st.floats(0.3, 3.0), st.floats(-1e-3, 1e-3), st.just(4.0))
 
 

@@ -14,6 +14,9 @@ import numpy as np
 
 from kernels.coupled_sampler import jit
 
+# Where in `Curve.numbers` the pieces begin.
+_PIECES = 12
+
 _entry = jit.entry(jit.source_fingerprint(Path(__file__).parent, Path(jit.__file__).parent))
 
 
@@ -102,12 +105,17 @@ def pick(survival, price, least, picks, line):
 @jit.kernel
 def seconds_of(curve, drafted):
     """`services.policy.correction.Curve.seconds`, of `Curve.numbers`."""
-    requests, weights, dense_row, kv, attention_row, rest, token, attending, verifying = curve[:9]
-    factor, offset, limit = curve[9:]
+    requests, weights, dense_row, kv, attention_row = curve[0], curve[1], curve[2], curve[3], curve[4]
+    rest, token, attending, verifying = curve[5], curve[6], curve[7], curve[8]
+    factor, offset, limit = curve[9], curve[10], curve[11]
     rows = requests + drafted
     predicted = max(rows * dense_row, weights) + max(rows * attention_row, kv) + rest
     if drafted > 0:
         predicted += drafted * token + sqrt(drafted) * attending + verifying
+    piece = _PIECES
+    while predicted < curve[piece] and piece + 3 < len(curve):
+        piece += 3
+    predicted = curve[piece + 1] + curve[piece + 2] * (predicted - curve[piece])
     return min(max(factor * predicted + offset, predicted / limit), predicted * limit)
 
 

@@ -59,7 +59,7 @@ def warm_up() -> None:
     longest(survival, 0.0, 0.0)
     line = Line(survival, 0.0, 0.5)
     # Of a grid, and not to be written to.
-    counts, curve = row_counts(1, 1), Curve(Drafting(*[1.0] * len(Drafting._fields)), 1.0, 0.0, 2.0)
+    counts, curve = row_counts(1, 1), Curve(Drafting(1, 1, 1, 1, 1, 1, 1, 1, 1), 1.0, 0.0, 2.0)
     least_row(counts, curve)
     line.evaluate(counts, curve)
     line.cut(1)

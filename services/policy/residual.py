@@ -1,0 +1,186 @@
+"""What a step-time model leaves over of measured times: by batch, length and draft length. Pure.
+
+Rooflines and a few terms say how a step's time goes on the whole. How long kernels really take goes up and down
+around that with the shape of a step, by several per cent, and comes out the same each time it is measured: so it
+can be learned, and looked up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise, starmap
+from math import log2
+from typing import Annotated, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Floats = NDArray[np.float64]
+DRAFTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Draft tokens a sample for which a share is kept."""
+# Most that is believed to be left over, as a share.
+_MOST = 0.5
+# How far apart steps are that have little to do with each other: in octaves of samples, of their length, and of
+# rows a sample. Other kernels run in a step with drafts than in a plain one, which counts for half as much.
+_SCALES = (1.0, 1.5, 1.0, 2.0)
+# Variances of the measurement that are tried, as multiples of that of what is left over; each has to describe steps
+# better than the last by so much.
+_NOISES, _CLEARLY = (3.0, 1.0, 0.3, 0.1, 0.03), 0.95
+_LENGTHS = 4
+
+Axis = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+Share = Annotated[float, Field(gt=-1)]
+
+
+class Piece(NamedTuple):
+    """Of a function made of straight ones: its value from `start` on."""
+
+    start: float
+    value: float
+    slope: float
+
+    def at(self, x: float) -> float:
+        """Its value, or what it would be before its start."""
+        return self.value + self.slope * (x - self.start)
+
+
+IDENTITY = (Piece(0.0, 0.0, 1.0),)
+
+
+class Residual(BaseModel):
+    """Shares of the predicted time that measured steps take beyond it.
+
+    Between batches and lengths it is interpolated along their logarithms, and beyond the outermost it is as there.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    requests: Axis
+    """Samples, rising."""
+    lengths: Axis
+    """Mean length of a sample, in tokens, rising."""
+    shares: tuple[tuple[tuple[Share, ...], ...], ...]
+    """By samples, length, and `DRAFTS`."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for axis in (self.requests, self.lengths):
+            if any(after <= before for before, after in pairwise(axis)):
+                raise ValueError("the axes of a residual have to rise")
+        shape = (len(self.requests), len(self.lengths), len(DRAFTS))
+        rows = [row for plane in self.shares for row in plane]
+        found = (len(self.shares), {len(plane) for plane in self.shares}, {len(row) for row in rows})
+        if found != (shape[0], {shape[1]}, {shape[2]}):
+            raise ValueError(f"the shares of a residual have to be {shape[0]} x {shape[1]} x {shape[2]}")
+        return self
+
+    @classmethod
+    def learned(cls, requests: Floats, lengths: Floats, drafts: Floats, shares: Floats) -> Self | None:
+        """From points, [n] each: `shares` of the predicted time were measured beyond it.
+
+        Ridge regression on a Gaussian kernel. How much of it is noise is found by leaving each point out once;
+        None where all of it is.
+        """
+        inputs = _features(requests, lengths, drafts)
+        kernel = _kernel(inputs, inputs)
+        best, least = None, float(np.square(shares).mean())
+        for noise in _NOISES:
+            inverse = np.linalg.inv(kernel + noise * np.eye(len(shares)))
+            weights = inverse @ shares
+            # What each point is missed by when it is left out.
+            error = float(np.square(weights / np.diag(inverse)).mean())
+            if error < _CLEARLY * least:
+                best, least = weights, error
+        if best is None:
+            return None
+        batches = np.unique(requests)
+        spread = np.unique(np.geomspace(lengths.min(), lengths.max(), _LENGTHS))
+        grid = np.meshgrid(batches, spread, np.array(DRAFTS), indexing="ij")
+        found = _kernel(_features(*map(np.ravel, grid)), inputs) @ best
+        table = np.clip(found, -_MOST, _MOST).round(4).reshape(grid[0].shape)
+        return cls.model_validate(
+            {"requests": batches.tolist(), "lengths": spread.tolist(), "shares": table.tolist()}
+        )
+
+    def at(self, requests: float, length: float) -> Sequence[float]:
+        """The shares, by `DRAFTS`."""
+        i, across = _place(self.requests, requests)
+        j, along = _place(self.lengths, length)
+        low, high = self.shares[i], self.shares[min(i + 1, len(self.shares) - 1)]
+        next_j = min(j + 1, len(self.lengths) - 1)
+        a, b = (1 - across) * (1 - along), (1 - across) * along
+        c, d = across * (1 - along), across * along
+        return [
+            a * w + b * x + c * y + d * z
+            for w, x, y, z in zip(low[j], low[next_j], high[j], high[next_j], strict=True)
+        ]
+
+    def of(self, requests: ArrayLike, lengths: ArrayLike) -> Floats:
+        """The shares by `DRAFTS` in a last dimension; the arguments broadcast."""
+        table = np.array(self.shares)
+        (i, across), (j, along) = starmap(_places, ((self.requests, requests), (self.lengths, lengths)))
+        across, along = across[..., None], along[..., None]
+        next_i, next_j = np.minimum(i + 1, len(table) - 1), np.minimum(j + 1, table.shape[1] - 1)
+        low = (1 - along) * table[i, j] + along * table[i, next_j]
+        high = (1 - along) * table[next_i, j] + along * table[next_i, next_j]
+        return (1 - across) * low + across * high
+
+
+def pieces(predicted: Sequence[float], shares: Sequence[float]) -> tuple[Piece, ...]:
+    """Times of steps by what is predicted for them, the last piece first.
+
+    Straight lines between `predicted`, rising, where `shares` go beyond them as far as the times rise, too.
+    """
+    times, most = [], 0.0
+    for seconds, share in zip(predicted, shares, strict=True):
+        most = max(most, seconds * (1 + share))
+        times.append(most)
+    slopes = [
+        (times[k + 1] - times[k]) / (predicted[k + 1] - predicted[k])
+        if predicted[k + 1] > predicted[k]
+        else 0.0
+        for k in range(len(times) - 1)
+    ]
+    slopes.append(times[-1] / predicted[-1])
+    return tuple(map(Piece, reversed(predicted), reversed(times), reversed(slopes)))
+
+
+def corrected(predicted: Floats, at_drafts: Floats, shares: Floats) -> Floats:
+    """As `pieces`, of many at once: `predicted`, and in a last dimension what is at `DRAFTS`, and its shares."""
+    times = np.maximum.accumulate(at_drafts * (1 + shares), axis=-1)
+    width = np.diff(at_drafts, axis=-1)
+    beyond = predicted[..., None] - at_drafts
+    flat = width <= 0
+    part = np.where(flat, beyond[..., :-1] >= 0, beyond[..., :-1] / np.where(flat, 1.0, width))
+    rise = (np.diff(times, axis=-1) * np.clip(part, 0.0, 1.0)).sum(-1)
+    tail = np.maximum(beyond[..., -1], 0.0) * times[..., -1] / at_drafts[..., -1]
+    return np.asarray(times[..., 0] + rise + tail)
+
+
+def _features(requests: Floats, lengths: Floats, drafts: Floats) -> Floats:
+    columns = (np.log2(requests), np.log2(lengths), np.log2(1 + drafts), drafts > 0)
+    return np.stack([column / scale for column, scale in zip(columns, _SCALES, strict=True)], axis=1)
+
+
+def _kernel(left: Floats, right: Floats) -> Floats:
+    return np.asarray(np.exp(-0.5 * np.square(left[:, None] - right[None]).sum(-1)))
+
+
+def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
+    """The last of an axis that is not above a value, and how far it is from there to the next."""
+    if value <= axis[0]:
+        return 0, 0.0
+    if value >= axis[-1]:
+        return len(axis) - 1, 0.0
+    i = bisect_right(axis, value) - 1
+    return i, log2(value / axis[i]) / log2(axis[i + 1] / axis[i])
+
+
+def _places(axis: Sequence[float], values: ArrayLike) -> tuple[NDArray[np.int64], Floats]:
+    """As `_place`, of many."""
+    inside = np.clip(np.asarray(values, np.float64), axis[0], axis[-1])
+    place = np.interp(np.log2(inside), np.log2(axis), np.arange(len(axis)))
+    i = np.floor(place).astype(np.int64)
+    return i, place - i
