@@ -95,6 +95,22 @@ def test_noise_of_a_few_percent_is_told_from_the_model() -> None:
     assert fit.fitted.median > 0.005
 
 
+def test_what_the_rooflines_leave_over_is_learned() -> None:
+    sweep = swept(TRUTH, noise=0.005)
+    points = [
+        # Kernels for few rows, and others for many.
+        point.model_copy(update={"seconds": point.seconds * (0.9 if 8 < point.rows < 300 else 1.1)})
+        for point in sweep.points
+    ]
+    fit = calibrate(ARCHITECTURE, THROUGHPUT, BANDWIDTH, replace(sweep, points=tuple(points)))
+    assert fit.step_time.residual is not None
+    rough = fit.step_time.model_copy(update={"residual": None})
+    measured = np.array([point.seconds for point in points])
+    predicted = rough.seconds(*(sweep.column(name) for name in ("requests", "rows", "context")))
+    without = Errors.of(predicted[sweep.held_out], measured[sweep.held_out])
+    assert fit.held_out.median < 0.7 * without.median
+
+
 def test_held_out_points_have_no_say_in_the_fit() -> None:
     sweep = swept(TRUTH)
     points = [

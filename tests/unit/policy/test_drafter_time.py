@@ -16,6 +16,7 @@ from services.policy.drafter_time import (
     self_w4_time,
     w4_architecture,
 )
+from services.policy.residual import DRAFTS, Residual
 from services.policy.step_time import Architecture, StepTime
 
 # Qwen3-8B.
@@ -102,6 +103,19 @@ def test_the_time_of_a_head_is_made_from_its_folder(tmp_path: Path) -> None:
     assert time is not None
     assert float(time.seconds(1, 1, 100)) < 0.1 * float(target.seconds(1, 1, 100))
     assert eagle3_time(tmp_path, "bfloat16", lambda: None) is None
+
+
+def test_what_the_targets_kernels_leave_over_is_not_the_drafters() -> None:
+    shares = [[[0.5] * len(DRAFTS)]]
+    residual = Residual.model_validate({"requests": [1], "lengths": [100], "shares": shares})
+    target, slower = _target(), _target()
+    slower.model = slower.model.model_copy(update={"residual": residual})
+    architecture = Architecture.of(CONFIG, 2)
+    times = [
+        DrafterTime(lambda each=each: each, architecture).seconds(4, 4, 400) for each in (target, slower)
+    ]
+    assert slower.seconds(4, 4, 400) == pytest.approx(1.5 * target.seconds(4, 4, 400))
+    assert times[0] == times[1]
 
 
 def test_a_target_that_is_lost_is_an_error_not_a_guess() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policy.step_time import Architecture, StepTime, UnsupportedArchitecture
+from tests.unit.policy.test_residual import residuals
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -24,7 +25,8 @@ ARCHITECTURE = Architecture.of(QWEN3_8B, 2)
 
 positive = st.floats(1e3, 1e16)
 seconds = st.floats(0, 1e-2)
-models = st.builds(
+# Without a residual times rise with contexts, too.
+smooth_models = st.builds(
     StepTime,
     architecture=st.just(ARCHITECTURE),
     throughput=positive,
@@ -35,6 +37,11 @@ models = st.builds(
     per_row=seconds,
     per_attended_token=st.floats(0, 1e-6),
     verify_per_request=seconds,
+)
+models = st.builds(
+    lambda model, residual: model.model_copy(update={"residual": residual}),
+    smooth_models,
+    st.none() | residuals,
 )
 requests = st.integers(1, 512)
 drafted = st.integers(0, 4096)
@@ -81,12 +88,11 @@ def test_more_draft_tokens_never_take_less_time(
     model: StepTime, requests: int, few: int, more: int, context: int
 ) -> None:
     few, more = sorted((few, more))
-    assert model.seconds(requests, requests + few, context) <= model.seconds(
-        requests, requests + more, context
-    )
+    sooner, later = model.seconds(requests, requests + np.array([few, more]), context)
+    assert sooner <= later * (1 + 1e-12)
 
 
-@given(models, requests, drafted, contexts, contexts)
+@given(smooth_models, requests, drafted, contexts, contexts)
 def test_more_context_never_takes_less_time(
     model: StepTime, requests: int, drafted: int, short: int, long: int
 ) -> None:
@@ -102,6 +108,14 @@ def test_times_are_finite_and_those_of_real_steps_positive(
     found = float(model.seconds(requests, requests + drafted, context))
     assert np.isfinite(found)
     assert found > 0
+
+
+@given(models, requests, drafted, contexts)
+def test_steps_of_the_same_samples_are_predicted_alike(
+    model: StepTime, requests: int, drafted: int, context: int
+) -> None:
+    found = model.drafting(requests, context).seconds(drafted)
+    assert found == pytest.approx(float(model.seconds(requests, requests + drafted, context)))
 
 
 @given(models, contexts)
