@@ -12,6 +12,8 @@ no accident, and are believed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from math import isfinite
 from typing import NamedTuple
@@ -70,7 +72,8 @@ _AT_FIRST = _Doubt(gg=1.0, oo=0.25, vv=0.5)
 _MOST_DOUBT = 2.5
 
 
-class Curve(NamedTuple):
+@dataclass(eq=False)
+class Curve:
     """The corrected time of steps of the same samples by their draft tokens."""
 
     drafting: Drafting
@@ -80,7 +83,7 @@ class Curve(NamedTuple):
     limit: float
     """How far the correction may go, as a factor."""
 
-    @property
+    @cached_property
     def numbers(self) -> NDArray[np.float64]:
         """All of it side by side, for compiled code."""
         drafting = self.drafting

@@ -81,8 +81,9 @@ class Grid:
         ]
 
     def drafts_of(self, batch: int) -> list[int]:
-        """The draft lengths that a batch is measured with."""
-        return [each for each in self.drafts if batch * (1 + each) <= self.max_rows]
+        """The draft lengths that a batch is measured with; the longest that there is room for stands for longer ones."""
+        most = self.max_rows // batch - 1
+        return sorted({min(each, most) for each in self.drafts})
 
 
 def _margin(drafts: Sequence[int]) -> int:

@@ -105,17 +105,14 @@ class Residual(BaseModel):
         )
 
     def at(self, requests: float, length: float) -> Sequence[float]:
-        """The shares, by `DRAFTS`."""
+        """The shares, by `DRAFTS`. Numbers, not arrays: a step has no time for small arrays."""
         i, across = _place(self.requests, requests)
         j, along = _place(self.lengths, length)
-        low, high = self.shares[i], self.shares[min(i + 1, len(self.shares) - 1)]
-        next_j = min(j + 1, len(self.lengths) - 1)
-        a, b = (1 - across) * (1 - along), (1 - across) * along
-        c, d = across * (1 - along), across * along
-        return [
-            a * w + b * x + c * y + d * z
-            for w, x, y, z in zip(low[j], low[next_j], high[j], high[next_j], strict=True)
-        ]
+        low = _between(self.shares[i], j, along)
+        if not across:
+            return low
+        high = _between(self.shares[i + 1], j, along)
+        return [x + across * (y - x) for x, y in zip(low, high, strict=True)]
 
     def of(self, requests: ArrayLike, lengths: ArrayLike) -> Floats:
         """The shares by `DRAFTS` in a last dimension; the arguments broadcast."""
@@ -133,18 +130,15 @@ def pieces(predicted: Sequence[float], shares: Sequence[float]) -> tuple[Piece, 
 
     Straight lines between `predicted`, rising, where `shares` go beyond them as far as the times rise, too.
     """
-    times, most = [], 0.0
+    made, before = [], Piece(0.0, 0.0, 0.0)
     for seconds, share in zip(predicted, shares, strict=True):
-        most = max(most, seconds * (1 + share))
-        times.append(most)
-    slopes = [
-        (times[k + 1] - times[k]) / (predicted[k + 1] - predicted[k])
-        if predicted[k + 1] > predicted[k]
-        else 0.0
-        for k in range(len(times) - 1)
-    ]
-    slopes.append(times[-1] / predicted[-1])
-    return tuple(map(Piece, reversed(predicted), reversed(times), reversed(slopes)))
+        time = max(before.value, seconds * (1 + share))
+        if made:
+            width = seconds - before.start
+            made[-1] = Piece(before.start, before.value, (time - before.value) / width if width > 0 else 0.0)
+        before = Piece(seconds, time, time / seconds)
+        made.append(before)
+    return tuple(reversed(made))
 
 
 def corrected(predicted: Floats, at_drafts: Floats, shares: Floats) -> Floats:
@@ -166,6 +160,13 @@ def _features(requests: Floats, lengths: Floats, drafts: Floats) -> Floats:
 
 def _kernel(left: Floats, right: Floats) -> Floats:
     return np.asarray(np.exp(-0.5 * np.square(left[:, None] - right[None]).sum(-1)))
+
+
+def _between(rows: Sequence[Sequence[float]], j: int, part: float) -> Sequence[float]:
+    """A row, or what is so far from there to the next."""
+    if not part:
+        return rows[j]
+    return [x + part * (y - x) for x, y in zip(rows[j], rows[j + 1], strict=True)]
 
 
 def _place(axis: Sequence[float], value: float) -> tuple[int, float]:

@@ -76,10 +76,11 @@ def test_a_grid_is_cut_to_what_an_engine_can_run() -> None:
     grid = Grid(batches=(1, 8, 64), lengths=(32, 2048), drafts=(0, 16))
     assert grid.within(32, 1024, 1 << 20, MANY).batches == [1, 8]
     assert grid.within(32, 1024, 1 << 20, MANY).lengths == [32]
-    # 17 rows a sample: of 64 samples 1088.
+    # 17 rows a sample: of 64 samples 1088. The longest drafts that there is room for are measured.
     few = grid.within(64, 4096, 1087, MANY)
     assert few.batches == grid.within(64, 4096, 1088, MANY).batches == [1, 8, 64]
-    assert [few.drafts_of(each) for each in few.batches] == [[0, 16], [0, 16], [0]]
+    assert [few.drafts_of(each) for each in few.batches] == [[0, 16], [0, 16], [0, 15]]
+    assert grid.within(64, 4096, 64, MANY).drafts_of(64) == [0]
     assert grid.within(64, 4096, 1088, MANY).drafts_of(64) == [0, 16]
     assert grid.within(64, 4096, 63, MANY).batches == [1, 8]
     with pytest.raises(ValueError, match="fewer than two"):
