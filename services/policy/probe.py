@@ -81,7 +81,7 @@ class Grid:
         ]
 
     def drafts_of(self, batch: int) -> list[int]:
-        """The draft lengths that a batch is measured with; the longest that there is room for stands for longer ones."""
+        """The draft lengths that a batch is measured with; the longest there is room for stands for longer ones."""
         most = self.max_rows // batch - 1
         return sorted({min(each, most) for each in self.drafts})
 

@@ -130,7 +130,8 @@ def pieces(predicted: Sequence[float], shares: Sequence[float]) -> tuple[Piece, 
 
     Straight lines between `predicted`, rising, where `shares` go beyond them as far as the times rise, too.
     """
-    made, before = [], Piece(0.0, 0.0, 0.0)
+    made: list[Piece] = []
+    before = Piece(0.0, 0.0, 0.0)
     for seconds, share in zip(predicted, shares, strict=True):
         time = max(before.value, seconds * (1 + share))
         if made:
