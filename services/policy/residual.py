@@ -128,7 +128,8 @@ class Residual(BaseModel):
 def pieces(predicted: Sequence[float], shares: Sequence[float]) -> tuple[Piece, ...]:
     """Times of steps by what is predicted for them, the last piece first.
 
-    Straight lines between `predicted`, rising, where `shares` go beyond them as far as the times rise, too.
+    At each of `predicted`, which rise, a time is longer by its share, but never shorter than the one before; between
+    them are straight lines, and the last one goes on.
     """
     made: list[Piece] = []
     before = Piece(0.0, 0.0, 0.0)
