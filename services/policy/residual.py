@@ -128,7 +128,7 @@ class Residual(BaseModel):
 def pieces(predicted: Sequence[float], shares: Sequence[float]) -> tuple[Piece, ...]:
     """Times of steps by what is predicted for them, the last piece first.
 
-    At each of `predicted`, which rise, a time is longer by its share, but never shorter than the one before; between
+    At each of `predicted`, which rise, a time is longer by its share, but not shorter than the one before. Between
     them are straight lines, and the last one goes on.
     """
     made: list[Piece] = []
