@@ -27,8 +27,6 @@ from services.policy.step_time import Drafting, StepTime
 _FORGETTING = 0.995
 # A measured step counts as at most this many times longer or shorter than was expected.
 _SURPRISE = 1.5
-# The residual of steps of the same samples is looked up again when their context has grown by this.
-_LIKE = 1.03
 # With so many in a row on the same side, it is the model that is wrong.
 _BELIEVED = 3
 
@@ -189,8 +187,6 @@ class CorrectedStepTime:
         self.model = model
         self.correction = correction
         self._asked, self._found = (1, 1), model.drafting(1, 1)
-        # What the residual was looked up for last.
-        self._looked_up = (1, 1)
 
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         """The predicted time, corrected; the arguments broadcast."""
@@ -213,14 +209,6 @@ class CorrectedStepTime:
 
     def _drafting(self, requests: int, context: int) -> Drafting:
         """A step is decided, and then measured."""
-        if self._asked == (requests, context):
-            return self._found
-        n, length = self._looked_up
-        if requests == n and length <= context <= length * _LIKE:
-            # To look it up takes longer than all the rest.
-            self._found = self.model.rough_drafting(requests, context)._replace(pieces=self._found.pieces)
-        else:
-            self._found = self.model.drafting(requests, context)
-            self._looked_up = requests, context
-        self._asked = requests, context
+        if self._asked != (requests, context):
+            self._asked, self._found = (requests, context), self.model.drafting(requests, context)
         return self._found

@@ -181,16 +181,8 @@ class StepTime(BaseModel):
 
     def drafting(self, requests: int, context: int) -> Drafting:
         """Of steps of so many samples, at least one."""
-        rough = self.rough_drafting(requests, context)
-        if self.residual is None:
-            return rough
-        predicted = [rough.rough_seconds(requests * each) for each in DRAFTS]
-        return rough._replace(pieces=pieces(predicted, self.residual.at(requests, context / requests)))
-
-    def rough_drafting(self, requests: int, context: int) -> Drafting:
-        """Without the residual."""
         n, c = float(requests), float(context)
-        return Drafting(
+        rough = Drafting(
             n,
             self.weight_seconds,
             self.architecture.dense_flops / self.throughput,
@@ -201,6 +193,10 @@ class StepTime(BaseModel):
             self.per_attended_token * c / sqrt(n),
             self.verify_per_request * n,
         )
+        if self.residual is None:
+            return rough
+        predicted = [rough.rough_seconds(n * each) for each in DRAFTS]
+        return rough._replace(pieces=pieces(predicted, self.residual.at(n, c / n)))
 
     def verification_seconds(self, requests: Number, drafted: Number, context: Number) -> Number:
         """Time beyond the rooflines that verifying so many draft tokens takes."""

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policy.correction import CorrectedStepTime, Correction
-from services.policy.residual import Residual
 from services.policy.step_time import StepTime
-from tests.unit.policy.test_residual import residuals
 from tests.unit.policy.test_step_time import ARCHITECTURE
 
 times = st.floats(1e-5, 10)
@@ -171,18 +169,3 @@ def test_a_curve_is_the_corrected_time_by_draft_tokens(
         corrected.observe(requests, requests + each, context, seconds)
     found = corrected.curve(requests, context).seconds(drafted)
     assert found == pytest.approx(float(corrected.seconds(requests, requests + drafted, context)))
-
-
-@given(residuals, st.integers(1, 128), st.integers(20, 2000), st.lists(st.integers(0, 40), max_size=8))
-def test_a_residual_that_was_just_looked_up_will_do(
-    residual: Residual, requests: int, length: int, grown: list[int]
-) -> None:
-    model = StepTime.prior(ARCHITECTURE).model_copy(update={"residual": residual})
-    corrected = CorrectedStepTime(model, Correction())
-    context = requests * length
-    for more in grown:
-        context += more
-        for drafted in (0, requests, 9 * requests):
-            exact = float(model.seconds(requests, requests + drafted, context))
-            # Shares change by as much as 1 over three octaves here, and a context by 3 %.
-            assert corrected.curve(requests, context).seconds(drafted) == pytest.approx(exact, rel=0.06)
