@@ -29,6 +29,8 @@ _SCALES = (1.0, 1.5, 1.0, 2.0)
 # better than the last by so much.
 _NOISES, _CLEARLY = (3.0, 1.0, 0.3, 0.1, 0.03), 0.95
 _LENGTHS = 4
+# Predictions that differ by no more than this share are the same.
+_SAME = 1e-9
 
 Axis = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
 Share = Annotated[float, Field(gt=-1)]
@@ -129,30 +131,33 @@ def pieces(predicted: Sequence[float], shares: Sequence[float]) -> tuple[Piece, 
     """Times of steps by what is predicted for them, the last piece first.
 
     At each of `predicted`, which rise, a time is longer by its share, but not shorter than the one before. Between
-    them are straight lines, and the last one goes on.
+    them are straight lines, and the last one goes on. Of predictions that are the same the first counts.
     """
+    start, time = predicted[0], predicted[0] * (1 + shares[0])
     made: list[Piece] = []
-    before = Piece(0.0, 0.0, 0.0)
-    for seconds, share in zip(predicted, shares, strict=True):
-        time = max(before.value, seconds * (1 + share))
-        if made:
-            width = seconds - before.start
-            made[-1] = Piece(before.start, before.value, (time - before.value) / width if width > 0 else 0.0)
-        before = Piece(seconds, time, time / seconds)
-        made.append(before)
+    for seconds, share in zip(predicted[1:], shares[1:], strict=True):
+        width = seconds - start
+        if width > _SAME * seconds:
+            later = max(time, seconds * (1 + share))
+            made.append(Piece(start, time, (later - time) / width))
+            start, time = seconds, later
+    made.append(Piece(start, time, time / start))
     return tuple(reversed(made))
 
 
 def corrected(predicted: Floats, at_drafts: Floats, shares: Floats) -> Floats:
     """As `pieces`, of many at once: `predicted`, and in a last dimension what is at `DRAFTS`, and its shares."""
-    times = np.maximum.accumulate(at_drafts * (1 + shares), axis=-1)
-    width = np.diff(at_drafts, axis=-1)
-    beyond = predicted[..., None] - at_drafts
-    flat = width <= 0
-    part = np.where(flat, beyond[..., :-1] >= 0, beyond[..., :-1] / np.where(flat, 1.0, width))
-    rise = (np.diff(times, axis=-1) * np.clip(part, 0.0, 1.0)).sum(-1)
-    tail = np.maximum(beyond[..., -1], 0.0) * times[..., -1] / at_drafts[..., -1]
-    return np.asarray(times[..., 0] + rise + tail)
+    start, time = at_drafts[..., 0], at_drafts[..., 0] * (1 + shares[..., 0])
+    found = time
+    for k in range(1, len(DRAFTS)):
+        seconds = at_drafts[..., k]
+        width = seconds - start
+        apart = width > _SAME * seconds
+        later = np.where(apart, np.maximum(time, seconds * (1 + shares[..., k])), time)
+        part = np.clip((predicted - start) / np.where(apart, width, 1.0), 0.0, 1.0)
+        found = found + (later - time) * part
+        start, time = np.where(apart, seconds, start), later
+    return np.asarray(found + np.maximum(predicted - start, 0.0) * time / start)
 
 
 def _features(requests: Floats, lengths: Floats, drafts: Floats) -> Floats:

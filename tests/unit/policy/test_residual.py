@@ -103,13 +103,23 @@ def test_times_rise_with_what_is_predicted_whatever_is_left_over(
     predicted: list[float], shares: list[float], at: list[float]
 ) -> None:
     made = pieces(predicted, shares)
-    assert [piece.start for piece in made] == predicted[::-1]
+    starts = [piece.start for piece in made]
+    assert starts[-1] == predicted[0]
+    assert starts == sorted(set(starts) & set(predicted), reverse=True)
     inside = np.sort([max(each, predicted[0]) for each in at])
     found = corrected(inside, np.array(predicted), np.array(shares))
     assert (np.diff(found) >= -1e-9).all()
     one = [next(piece for piece in made if each >= piece.start).at(each) for each in inside]
     assert found == pytest.approx(np.array(one))
     assert found[0] >= 0.5 * predicted[0] - 1e-12
+
+
+def test_plain_decoding_has_its_own_share_where_drafts_are_predicted_to_cost_nothing() -> None:
+    flat, shares = np.full(len(DRAFTS), 2.0), np.linspace(-0.2, 0.3, len(DRAFTS))
+    assert [tuple(piece) for piece in pieces(flat.tolist(), shares.tolist())] == [(2.0, 1.6, 0.8)]
+    assert corrected(np.array(2.0), flat, shares) == pytest.approx(1.6)
+    nearly = flat * (1 + 1e-15 * np.arange(len(DRAFTS)))
+    assert corrected(nearly, nearly, shares) == pytest.approx(1.6)
 
 
 def test_without_a_residual_times_are_as_predicted() -> None:
