@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise, starmap
+from itertools import pairwise
 from math import log2
 from typing import Annotated, NamedTuple, Self
 
@@ -71,11 +71,10 @@ class Residual(BaseModel):
         for axis in (self.requests, self.lengths):
             if any(after <= before for before, after in pairwise(axis)):
                 raise ValueError("the axes of a residual have to rise")
-        shape = (len(self.requests), len(self.lengths), len(DRAFTS))
-        rows = [row for plane in self.shares for row in plane]
-        found = (len(self.shares), {len(plane) for plane in self.shares}, {len(row) for row in rows})
-        if found != (shape[0], {shape[1]}, {shape[2]}):
-            raise ValueError(f"the shares of a residual have to be {shape[0]} x {shape[1]} x {shape[2]}")
+        wanted = [[len(DRAFTS)] * len(self.lengths)] * len(self.requests)
+        if [[len(row) for row in plane] for plane in self.shares] != wanted:
+            shape = f"{len(self.requests)} x {len(self.lengths)} x {len(DRAFTS)}"
+            raise ValueError(f"the shares of a residual have to be {shape}")
         return self
 
     @classmethod
@@ -119,7 +118,8 @@ class Residual(BaseModel):
     def of(self, requests: ArrayLike, lengths: ArrayLike) -> Floats:
         """The shares by `DRAFTS` in a last dimension; the arguments broadcast."""
         table = np.array(self.shares)
-        (i, across), (j, along) = starmap(_places, ((self.requests, requests), (self.lengths, lengths)))
+        i, across = _places(self.requests, requests)
+        j, along = _places(self.lengths, lengths)
         across, along = across[..., None], along[..., None]
         next_i, next_j = np.minimum(i + 1, len(table) - 1), np.minimum(j + 1, table.shape[1] - 1)
         low = (1 - along) * table[i, j] + along * table[i, next_j]
