@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ANCHOR, REACH = 4, 64
+ANCHOR, REACH, LATEST = 4, 64, 8
 BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 LAST = len(BUCKETS)
 
@@ -46,16 +46,30 @@ class Follower:
             self.matched = None if same and self.matched is None else (self.matched or 0) + 1 if same else 0
         self.length = len(response)
         if self.matched == 0 and self.length >= ANCHOR:
-            self._realign(list(response[-ANCHOR:]))
+            self._realign(list(response))
         return compared
 
-    def _realign(self, anchor: list[int]) -> None:
+    def _realign(self, response: list[int]) -> None:
         here = self.length + self.offset
+        near = self._near(here, response[-ANCHOR:])
+        most = self._agreeing(here, response) if here < len(self.given) else -1
+        if self.offset and self.length < len(self.given) and self._agreeing(self.length, response) > most:
+            self.offset, most = 0, self._agreeing(self.length, response)
+        if near is not None and self._agreeing(near, response) >= most:
+            self.offset, self.matched = near - self.length, ANCHOR
+
+    def _near(self, here: int, anchor: list[int]) -> int | None:
+        """The nearest other place that these tokens come before."""
         for distance in range(1, REACH):
             for end in (here + distance, here - distance):
                 if ANCHOR <= end <= len(self.given) and list(self.given[end - ANCHOR : end]) == anchor:
-                    self.offset, self.matched = end - self.length, ANCHOR
-                    return
+                    return end
+        return None
+
+    def _agreeing(self, place: int, response: list[int]) -> int:
+        """How many of the latest tokens come before a place, each at its distance."""
+        latest = list(enumerate(reversed(response[-LATEST:]), 1))
+        return sum(0 <= place - i < len(self.given) and self.given[place - i] == token for i, token in latest)
 
     def ahead(self, window: int) -> list[tuple[int, int]]:
         """The next tokens, and the bucket of each."""

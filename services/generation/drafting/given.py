@@ -1,9 +1,10 @@
 """The `given` drafter: a guess of a whole response, such as the pre-generated rollout of the sample's own seed.
 
 The sequence is position-aligned: with shared noise, its token at a position is what the target samples there
-too, most of the time. After a mismatch it is not thrown away: it is realigned where the latest tokens of the
-sample occur in it near the current place, and else followed at the same offset, where the noise is still
-coupled, with a lower prediction until tokens match again.
+too, most of the time. After a mismatch it is not thrown away: it is followed at the same offset, with a lower
+prediction until tokens match again, or realigned: to where the latest tokens of the sample occur in it near the
+current place, unless only they look alike and more of those before them matched where it was; or back to the same
+positions, where the noise is coupled, when more of the latest tokens match there.
 
 How likely its next token is depends on how long ago the last one mismatched; that is learned by comparing every
 token of every response with its sequence, whether it was offered or not, for each source apart.

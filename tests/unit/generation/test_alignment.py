@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.drafting.alignment import Alignments
-from services.generation.drafting.alignment.row import ANCHOR, REACH
+from services.generation.drafting.alignment.row import ANCHOR, LATEST, REACH
 from services.generation.engine.types import SampleState
 from tests.support import plain_given
 from tests.support.plain_given import BUCKETS, LAST, Follower
@@ -34,7 +34,7 @@ def texts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 def test_both_go_by_the_same_numbers() -> None:
-    assert (plain_given.ANCHOR, plain_given.REACH) == (ANCHOR, REACH)
+    assert (plain_given.ANCHOR, plain_given.REACH, plain_given.LATEST) == (ANCHOR, REACH, LATEST)
 
 
 @given(st.lists(texts(), min_size=1, max_size=6), st.data())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.drafts.rollout import Kind
@@ -207,7 +207,7 @@ def test_a_late_sequence_is_named_by_its_kind_and_takes_the_place_of_a_shorter_o
 
 # -- realignment ----------------------------------------------------------------------------------------------
 
-ANCHOR, REACH = 4, 64
+ANCHOR, REACH, LATEST = 4, 64, 8
 
 
 def nearest(sequence: list[int], response: list[int]) -> int | None:
@@ -220,17 +220,49 @@ def nearest(sequence: list[int], response: list[int]) -> int | None:
     return None
 
 
+def agreeing(sequence: list[int], response: list[int], place: int) -> int:
+    """How many of the latest tokens lie before a place of the sequence as they do in the response."""
+    latest = [(place - i, response[-i]) for i in range(1, min(LATEST, len(response)) + 1)]
+    return sum(0 <= at < len(sequence) and sequence[at] == token for at, token in latest)
+
+
 @given(
     st.lists(st.integers(0, 1), min_size=1, max_size=160),
     st.lists(st.integers(0, 1), min_size=4, max_size=120),
 )
-def test_realigns_to_the_nearest_place_that_looks_alike(sequence: list[int], response: list[int]) -> None:
-    if len(response) <= len(sequence) and sequence[len(response) - 1] == response[-1]:
+@example([0] * 12 + [1] * 4 + [0, 0, 0, 1], [0] * 7 + [1])
+def test_realigns_to_the_nearest_place_that_looks_more_alike(
+    sequence: list[int], response: list[int]
+) -> None:
+    here = len(response)
+    if here <= len(sequence) and sequence[here - 1] == response[-1]:
         response[-1] = 1 - response[-1]
     offer = offered(drafter_with(sequence), response)
     place = nearest(sequence, response)
-    expected = sequence[len(response) if place is None else place :][:WINDOW]
-    assert (list(offer.tokens) if offer is not None else []) == expected
+    if place is None or (
+        here < len(sequence) and agreeing(sequence, response, place) < agreeing(sequence, response, here)
+    ):
+        place = here
+    assert (list(offer.tokens) if offer is not None else []) == sequence[place:][:WINDOW]
+
+
+def test_a_place_that_only_looks_alike_is_no_way_back() -> None:
+    # A token differs, and what the sample has instead is in the sequence, too, some tokens further.
+    phrase = [1, 2, 3, 9]
+    sequence = [*range(100, 120), 1, 2, 3, 4, *range(120, 130), *phrase, *range(130, 150)]
+    response = [*sequence[:23], 9]
+    assert tokens_after(drafter_with(sequence), response) == sequence[24 : 24 + WINDOW]
+
+
+def test_a_sequence_that_was_left_at_its_end_is_followed_at_the_same_positions() -> None:
+    end = [1, 2, 3, 4]
+    sequence = [*range(100, 160), *end]
+    drafter = drafter_with(sequence)
+    # The sample has what looks like the end of the sequence, and then goes on as that does in its middle.
+    response = [*sequence[:8], *[900] * 8, *end]
+    assert offered(drafter, response) is None
+    response += [*sequence[len(response) : len(response) + 2], 901]
+    assert tokens_after(drafter, response) == sequence[len(response) : len(response) + WINDOW]
 
 
 def test_samples_do_not_mix_and_an_ended_one_is_forgotten() -> None:

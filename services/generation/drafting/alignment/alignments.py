@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from services.generation.drafting.alignment.row import (
-    ANCHOR,
     BEGIN,
     FIELDS,
+    LATEST,
     LENGTH,
     MATCHED,
     OFFSET,
@@ -122,7 +122,7 @@ class Alignments:
             response = sample.response
             length = len(response)
             if length != seen:
-                tokens += response[max(min(seen, length - ANCHOR), 0) :]
+                tokens += response[max(min(seen, length - LATEST), 0) :]
             lengths.append(length)
             ends.append(len(tokens))
         self._compiled.compare(

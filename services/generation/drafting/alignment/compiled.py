@@ -14,6 +14,7 @@ from kernels.coupled_sampler import jit
 from services.generation.drafting.alignment.row import (
     ANCHOR,
     BEGIN,
+    LATEST,
     LENGTH,
     MATCHED,
     OFFSET,
@@ -54,12 +55,21 @@ def nearest(given, begin, length, here, anchor):
     return np.int64(-1)
 
 
+@jit.kernel
+def agreeing(given, begin, length, end, latest):
+    """How many of the latest tokens lie at the end of the sequence's beginning of length `end`."""
+    count = 0
+    for i in range(1, min(len(latest), end) + 1):
+        count += end - i < length and given[begin + end - i] == latest[-i]
+    return count
+
+
 @_entry
 def compare(rows, lengths, tokens, cu, given, alignments, ramp, tried, kept):
     """Compare what is new in responses, and realign those whose latest token mismatched.
 
     rows [n] int64: of `alignments`. lengths [n] int64: of the responses. tokens [cu[n]] int32: the ends of them,
-    one after the other, of each at least what is new and the last ANCHOR. tried, kept [sources, buckets] int64:
+    one after the other, of each at least what is new and the last LATEST. tried, kept [sources, buckets] int64:
     added to.
     """
     last = tried.shape[1] - 1
@@ -84,8 +94,15 @@ def compare(rows, lengths, tokens, cu, given, alignments, ramp, tried, kept):
         if end + offset > length:
             matched = np.int64(0)
         if matched == 0 and end >= ANCHOR:
-            place = nearest(given, begin, length, end + offset, tokens[cu[i + 1] - ANCHOR : cu[i + 1]])
-            if place >= 0:
+            latest, here = tokens[cu[i + 1] - min(end, LATEST) : cu[i + 1]], end + offset
+            # Outside of the sequence there is nothing to offer.
+            most = agreeing(given, begin, length, here, latest) if here < length else -1
+            if offset != 0 and end < length:
+                aligned = agreeing(given, begin, length, end, latest)
+                if aligned > most:
+                    offset, most = np.int64(0), aligned
+            place = nearest(given, begin, length, here, latest[-ANCHOR:])
+            if place >= 0 and agreeing(given, begin, length, place, latest) >= most:
                 offset, matched = place - end, np.int64(ANCHOR)
         row[SEEN], row[OFFSET], row[MATCHED] = end, offset, matched
 

@@ -10,5 +10,7 @@ BEGIN, LENGTH, OFFSET, SEEN, MATCHED, SOURCE, FIELDS = range(7)
 # find places that only look alike; further away the text is about something else.
 ANCHOR = 4
 REACH = 64
+# Of so many of the latest tokens it is counted at which place more of them matched.
+LATEST = 8
 # Matches in a row of a sequence that has never mismatched; a bucket of its own, and above all counts.
 UNBROKEN = 1 << 40
