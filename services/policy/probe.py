@@ -1,7 +1,8 @@
 """Measures a live engine: matrix products, copies, and a sweep of steps.
 
 Drafts of a sweep are tokens at random: a step takes as long whether they are kept or not, and as hardly one is,
-contexts stay the size that they are meant to be.
+contexts stay the size that they are meant to be. They grow by a token a step all the same, so draft lengths take
+turns: each is measured at about the same contexts as the others.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from services.policy.sweep import Point, Sweep
 _MATRIX = 1024
 _COPY_BYTES = 64 << 20
 _BENCHMARK_REPEATS = 25
-# Timed steps of a cell: fewer say too little, and with more its samples outgrow their length.
-_LEAST_STEPS, _MOST_STEPS = 5, 15
-# Steps of a cell before the timed ones: the first of a shape may allocate.
-_UNTIMED_STEPS = 2
+# Turns of each draft length, as time allows: with more, samples outgrow their length.
+_LEAST_TURNS, _MOST_TURNS = 2, 4
+# Steps of a turn, and those before them: the first of a shape may allocate.
+_STEPS, _UNTIMED_STEPS = 3, 1
+# Most tokens of prompts in a cell, unless the grid says less: reading them takes time that nobody asked for.
+_MOST_TOKENS = 1 << 16
 # One cell in so many is kept from the fit.
 _HELD_OUT = 4
 
@@ -53,7 +56,7 @@ class Grid:
     """
 
     batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128)
-    lengths: Sequence[int] = (32, 128, 384)
+    lengths: Sequence[int] = (16, 128, 384, 2048, 8192)
     drafts: Sequence[int] = (0, 1, 2, 4, 8, 16)
     seconds: float = 45.0
     passes: int = 2
@@ -63,7 +66,7 @@ class Grid:
     def within(self, max_batch: int, max_length: int, max_rows: int, max_tokens: int) -> Grid:
         """The part of it that an engine can run. ValueError when there is too little of it."""
         batches = [each for each in self.batches if each <= min(max_batch, max_rows)]
-        lengths = [each for each in self.lengths if each + _margin(self.drafts) <= max_length]
+        lengths = [each for each in self.lengths if each + self._margin <= max_length]
         found = replace(self, batches=batches, lengths=lengths, max_rows=max_rows, max_tokens=max_tokens)
         if len(found.places) < 2:
             raise ValueError("the engine's limits leave fewer than two cells to measure")
@@ -72,12 +75,11 @@ class Grid:
     @property
     def places(self) -> list[tuple[int, int]]:
         """The batches and prompt lengths that are measured together, by their numbers."""
-        margin = _margin(self.drafts)
         return [
             (i, j)
             for i, batch in enumerate(self.batches)
             for j, length in enumerate(self.lengths)
-            if batch * (length + margin) <= self.max_tokens
+            if batch * (length + self._margin) <= self.max_tokens and batch * length <= _MOST_TOKENS
         ]
 
     def drafts_of(self, batch: int) -> list[int]:
@@ -85,10 +87,11 @@ class Grid:
         most = self.max_rows // batch - 1
         return sorted({min(each, most) for each in self.drafts})
 
-
-def _margin(drafts: Sequence[int]) -> int:
-    """Tokens beyond the prompt that the samples of a cell may need, many more than they will."""
-    return 16 * (max(drafts) + 1)
+    @property
+    def _margin(self) -> int:
+        """Tokens beyond the prompt that the samples of a cell may need, many more than they will."""
+        steps = _MOST_TURNS * (_UNTIMED_STEPS + _STEPS) * len(self.drafts)
+        return 2 * steps + max(self.drafts)
 
 
 class EngineStalled(RuntimeError):
@@ -150,16 +153,17 @@ def sweep(
         # In no order, so that a machine that becomes slower meanwhile does not look like a long context.
         random.shuffle(places)
         turns += places
-    slot = grid.seconds / (len(turns) * len(grid.drafts))
-    found: dict[tuple[int, int, int], Point] = {}
+    slot = grid.seconds / len(turns)
+    found: dict[tuple[int, int, int, int], Point] = {}
     for done, (i, j) in enumerate(turns):
         batch = grid.batches[i]
         cells = _batch(engine, batch, grid.lengths[j], grid.drafts_of(batch), slot, random, clock)
-        for k, cell in enumerate(cells):
+        for (turn, k), cell in cells.items():
+            # All turns of a cell, or none: they are much the same.
             held_out = (i + 2 * j + k) % _HELD_OUT == _HELD_OUT - 1
-            before = found.get((i, j, k))
+            before = found.get((i, j, k, turn))
             if before is None or cell.seconds < before.seconds:
-                found[i, j, k] = cell.model_copy(update={"held_out": held_out})
+                found[i, j, k, turn] = cell.model_copy(update={"held_out": held_out})
         progress(done + 1, len(turns))
     return Sweep(tuple(found[key] for key in sorted(found)))
 
@@ -172,8 +176,8 @@ def _batch(
     slot: float,
     random: Random,
     clock: Callable[[], float],
-) -> list[Point]:
-    """The cells of one batch and context length, a point for each draft length."""
+) -> dict[tuple[int, int], Point]:
+    """The cells of one batch and context length, by turn and number of the draft length."""
     vocab = engine.limits.vocab_size
     names = [f"sweep-{batch}-{length}-{i}" for i in range(batch)]
     sampling = Sampling(ignore_eos=True)
@@ -183,7 +187,14 @@ def _batch(
     while len(engine.decoding()) < batch:
         if any(step.finish is not None for step in engine.step()):
             raise EngineStalled(f"{batch} samples of {length} tokens do not stay in the engine")
-    points = [_cell(engine, batch, length, width, slot, random, clock) for width in drafts]
+    points: dict[tuple[int, int], Point] = {}
+    began = clock()
+    for turn in range(_MOST_TURNS):
+        if turn >= _LEAST_TURNS and clock() - began >= slot:
+            break
+        # To and fro, so that contexts grow for all draft lengths alike.
+        for k in range(len(drafts)) if turn % 2 == 0 else reversed(range(len(drafts))):
+            points[turn, k] = _cell(engine, batch, length, drafts[k], random, clock)
     engine.abort(names)
     while engine.has_work:
         # The worker has yet to be told.
@@ -192,26 +203,17 @@ def _batch(
 
 
 def _cell(
-    engine: SteppedEngine,
-    batch: int,
-    length: int,
-    width: int,
-    slot: float,
-    random: Random,
-    clock: Callable[[], float],
+    engine: SteppedEngine, batch: int, length: int, width: int, random: Random, clock: Callable[[], float]
 ) -> Point:
     taken: list[float] = []
     contexts: list[int] = []
-    spent = 0.0
-    for turn in range(_UNTIMED_STEPS + _MOST_STEPS):
-        if len(taken) >= _LEAST_STEPS and spent >= slot:
-            break
+    vocab = engine.limits.vocab_size
+    for step in range(_UNTIMED_STEPS + _STEPS):
         states = engine.decoding()
         if len(states) < batch:
             raise EngineStalled(f"{batch} samples of {length} tokens do not stay in the engine")
-        if min(state.room for state in states) <= width:
-            break
-        vocab = engine.limits.vocab_size
+        if min(state.room for state in states) < width:
+            raise EngineStalled(f"samples of {length} tokens have no room left for drafts of {width}")
         if width:
             drafts = {each.sample_id: [random.randrange(vocab) for _ in range(width)] for each in states}
             engine.put_drafts(drafts)
@@ -219,11 +221,8 @@ def _cell(
         began = clock()
         engine.step()
         took = clock() - began
-        if turn >= _UNTIMED_STEPS:
+        if step >= _UNTIMED_STEPS:
             taken.append(took)
             contexts.append(context)
-            spent += took
-    if len(taken) < _LEAST_STEPS:
-        raise EngineStalled(f"samples of {length} tokens ended after {len(taken)} steps of drafts of {width}")
     rows = batch * (1 + width)
     return Point(requests=batch, rows=rows, context=round(median(contexts)), seconds=median(taken))
