@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Steps until the first trial, and between later ones, of ways that are this close, as a share.
-_FIRST, _STEPS = 8, 32
+_FIRST, _STEPS = 8, 64
 _CLOSE = 0.1
 LEAST, MOST = 0.85, 1.3
 """Predicted speedups of drafts between which trials are made: beyond there is no doubt."""

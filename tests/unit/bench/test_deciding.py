@@ -12,10 +12,10 @@ MODEL = Path("examples/tinymath/model")
 
 
 @pytest.mark.parametrize("price", [0.6, 1.0, 1.6])
-@pytest.mark.parametrize("wrong", [0.02, 0.4, 0.95])
+@pytest.mark.parametrize(("samples", "wrong"), [(32, 0.02), (32, 0.4), (32, 0.95), (128, 0.4)])
 def test_the_planner_is_as_good_as_the_best_fixed_length_and_the_toggle_as_plain_decoding(
-    price: float, wrong: float
+    price: float, samples: int, wrong: float
 ) -> None:
-    found = cell(fitted(MODEL), price, samples=32, wrong=wrong, rounds=1)
+    found = cell(fitted(MODEL), price, samples, wrong, rounds=1)
     assert found["planner_vs_best_fixed"] >= 0.97
     assert found["toggle_vs_plain"] >= 0.98

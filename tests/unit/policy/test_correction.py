@@ -93,6 +93,18 @@ def test_verification_is_corrected_apart_from_plain_decoding(gain: float, verify
     assert correction.apply(plain + extra, extra) == pytest.approx(gain * plain + verify * extra, rel=0.05)
 
 
+def test_one_plain_step_tells_what_of_a_time_is_verification() -> None:
+    plain, verification, price = 10e-3, 6e-3, 1.6
+    correction = Correction(LIMIT)
+    for _ in range(12):
+        correction.observe(plain + verification, plain + price * verification, verification)
+    assert correction.applied(plain) > 1.1 * plain
+    correction.observe(plain, plain)
+    assert correction.applied(plain) == pytest.approx(plain, rel=0.06)
+    whole = correction.applied(plain + verification, verification)
+    assert whole == pytest.approx(plain + price * verification, rel=0.05)
+
+
 @given(observations)
 def test_a_step_that_is_none_takes_no_time(observed: list[tuple[float, float]]) -> None:
     assert told(observed).apply(0.0) == 0
