@@ -12,16 +12,14 @@ no accident, and are believed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from services.policy.step_time import Drafting, StepTime
+from services.policy.curve import Curve, Curves
+from services.policy.step_time import StepTime
 
 # A step's weight after n more steps is FORGETTING ** n: a memory of about two hundred steps.
 _FORGETTING = 0.995
@@ -68,35 +66,11 @@ class _Doubt(NamedTuple):
         )
 
 
-# In units of how uncertain a measured step is, some 5 %: a gain is known to a tenth at first, and what verification
-# takes to a fifth. With less doubt a plain step after many with drafts says too little of which of the two is wrong.
+# In units of how uncertain a measured step is, some 5 %: a gain is known to a tenth at first, and what
+# verification takes to a fifth. With less doubt a plain step after many with drafts says too little of which of the
+# two is wrong.
 _AT_FIRST = _Doubt(gg=4.0, oo=1.0, vv=16.0)
 _MOST_DOUBT = 24.0
-
-
-@dataclass(eq=False)
-class Curve:
-    """The corrected time of steps of the same samples by their draft tokens."""
-
-    drafting: Drafting
-    factor: float
-    offset: float
-    """Seconds."""
-    limit: float
-    """How far the correction may go, as a factor."""
-
-    @cached_property
-    def numbers(self) -> NDArray[np.float64]:
-        """All of it side by side, for compiled code."""
-        drafting = self.drafting
-        own = (*drafting.numbers, self.factor, self.offset, self.limit)
-        return np.array([*own, *chain.from_iterable(drafting.pieces)])
-
-    def seconds(self, drafted: int) -> float:
-        """Of a step with so many draft tokens."""
-        predicted = self.drafting.seconds(drafted)
-        corrected = self.factor * predicted + self.offset
-        return min(max(corrected, predicted / self.limit), predicted * self.limit)
 
 
 class Correction:
@@ -142,10 +116,9 @@ class Correction:
         # As np.clip, which takes several times as long for the few numbers of a plan.
         return np.minimum(np.maximum(corrected, predicted / self._limit), predicted * self._limit)
 
-    def curve(self, drafting: Drafting) -> Curve:
+    def curve(self, raw: Curve) -> Curve:
         """As `apply`, of steps that differ by their draft tokens."""
-        plain = drafting.seconds(0)
-        return Curve(drafting, self._gain + self._verify, self.offset - self._verify * plain, self._limit)
+        return raw.corrected(self._gain + self._verify, self.offset - self._verify * raw.plain, self._limit)
 
     def applied(self, predicted: float, verification: float = 0.0) -> float:
         """As `apply`, of one step's time, in a fraction of the time."""
@@ -188,7 +161,9 @@ class CorrectedStepTime:
     def __init__(self, model: StepTime, correction: Correction) -> None:
         self.model = model
         self.correction = correction
-        self._asked, self._found = (1, 1), model.drafting(1, 1)
+        self._curves = Curves(model)
+        self._asked = (0, 0)
+        self._found: Curve | None = None
 
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         """The predicted time, corrected; the arguments broadcast."""
@@ -198,19 +173,19 @@ class CorrectedStepTime:
 
     def curve(self, requests: int, context: int) -> Curve:
         """Of steps of so many samples, at least one, by their draft tokens."""
-        return self.correction.curve(self._drafting(requests, context))
+        return self.correction.curve(self._raw(requests, context))
 
     def observe(self, requests: int, rows: int, context: int, seconds: float) -> float:
         """A step was measured. What had been predicted for it, in seconds."""
-        drafting = self._drafting(requests, context)
-        raw = drafting.seconds(rows - requests)
-        verification = raw - drafting.seconds(0)
+        curve = self._raw(requests, context)
+        raw = curve.raw_seconds(rows - requests)
+        verification = raw - curve.plain
         predicted = self.correction.applied(raw, verification)
         self.correction.observe(raw, seconds, verification)
         return predicted
 
-    def _drafting(self, requests: int, context: int) -> Drafting:
+    def _raw(self, requests: int, context: int) -> Curve:
         """A step is decided, and then measured."""
-        if self._asked != (requests, context):
-            self._asked, self._found = (requests, context), self.model.drafting(requests, context)
+        if self._found is None or self._asked != (requests, context):
+            self._asked, self._found = (requests, context), self._curves.of(requests, context)
         return self._found

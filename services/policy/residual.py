@@ -7,11 +7,9 @@ can be learned, and looked up.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from math import log2
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Floats = NDArray[np.float64]
 DRAFTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Draft tokens a sample for which a share is kept."""
+SAME = 1e-9
+"""Predictions that differ by no more than this share are the same."""
 # Most that is believed to be left over, as a share.
 _MOST = 0.5
 # How far apart steps are that have little to do with each other: in octaves of samples, of their length, and of
@@ -29,26 +29,9 @@ _SCALES = (1.0, 1.5, 1.0, 2.0)
 # better than the last by so much.
 _NOISES, _CLEARLY = (3.0, 1.0, 0.3, 0.1, 0.03), 0.95
 _LENGTHS = 4
-# Predictions that differ by no more than this share are the same.
-_SAME = 1e-9
 
 Axis = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
 Share = Annotated[float, Field(gt=-1)]
-
-
-class Piece(NamedTuple):
-    """Of a function made of straight ones: its value from `start` on."""
-
-    start: float
-    value: float
-    slope: float
-
-    def at(self, x: float) -> float:
-        """Its value, or what it would be before its start."""
-        return self.value + self.slope * (x - self.start)
-
-
-IDENTITY = (Piece(0.0, 0.0, 1.0),)
 
 
 class Residual(BaseModel):
@@ -105,16 +88,6 @@ class Residual(BaseModel):
             {"requests": batches.tolist(), "lengths": spread.tolist(), "shares": table.tolist()}
         )
 
-    def at(self, requests: float, length: float) -> Sequence[float]:
-        """The shares, by `DRAFTS`. Numbers, not arrays: a step has no time for small arrays."""
-        i, across = _place(self.requests, requests)
-        j, along = _place(self.lengths, length)
-        low = _between(self.shares[i], j, along)
-        if not across:
-            return low
-        high = _between(self.shares[i + 1], j, along)
-        return [x + across * (y - x) for x, y in zip(low, high, strict=True)]
-
     def of(self, requests: ArrayLike, lengths: ArrayLike) -> Floats:
         """The shares by `DRAFTS` in a last dimension; the arguments broadcast."""
         table = np.array(self.shares)
@@ -127,32 +100,18 @@ class Residual(BaseModel):
         return (1 - across) * low + across * high
 
 
-def pieces(predicted: Sequence[float], shares: Sequence[float]) -> tuple[Piece, ...]:
-    """Times of steps by what is predicted for them, the last piece first.
+def corrected(predicted: Floats, at_drafts: Floats, shares: Floats) -> Floats:
+    """Times of steps by what is predicted for them; what is at `DRAFTS`, and its shares, in a last dimension.
 
-    At each of `predicted`, which rise, a time is longer by its share, but not shorter than the one before. Between
+    At each of `at_drafts`, which rise, a time is longer by its share, but not shorter than the one before. Between
     them are straight lines, and the last one goes on. Of predictions that are the same the first counts.
     """
-    start, time = predicted[0], predicted[0] * (1 + shares[0])
-    made: list[Piece] = []
-    for seconds, share in zip(predicted[1:], shares[1:], strict=True):
-        width = seconds - start
-        if width > _SAME * seconds:
-            later = max(time, seconds * (1 + share))
-            made.append(Piece(start, time, (later - time) / width))
-            start, time = seconds, later
-    made.append(Piece(start, time, time / start))
-    return tuple(reversed(made))
-
-
-def corrected(predicted: Floats, at_drafts: Floats, shares: Floats) -> Floats:
-    """As `pieces`, of many at once: `predicted`, and in a last dimension what is at `DRAFTS`, and its shares."""
     start, time = at_drafts[..., 0], at_drafts[..., 0] * (1 + shares[..., 0])
     found = time
     for k in range(1, len(DRAFTS)):
         seconds = at_drafts[..., k]
         width = seconds - start
-        apart = width > _SAME * seconds
+        apart = width > SAME * seconds
         later = np.where(apart, np.maximum(time, seconds * (1 + shares[..., k])), time)
         part = np.clip((predicted - start) / np.where(apart, width, 1.0), 0.0, 1.0)
         found = found + (later - time) * part
@@ -169,25 +128,8 @@ def _kernel(left: Floats, right: Floats) -> Floats:
     return np.asarray(np.exp(-0.5 * np.square(left[:, None] - right[None]).sum(-1)))
 
 
-def _between(rows: Sequence[Sequence[float]], j: int, part: float) -> Sequence[float]:
-    """A row, or what is so far from there to the next."""
-    if not part:
-        return rows[j]
-    return [x + part * (y - x) for x, y in zip(rows[j], rows[j + 1], strict=True)]
-
-
-def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
-    """The last of an axis that is not above a value, and how far it is from there to the next."""
-    if value <= axis[0]:
-        return 0, 0.0
-    if value >= axis[-1]:
-        return len(axis) - 1, 0.0
-    i = bisect_right(axis, value) - 1
-    return i, log2(value / axis[i]) / log2(axis[i + 1] / axis[i])
-
-
 def _places(axis: Sequence[float], values: ArrayLike) -> tuple[NDArray[np.int64], Floats]:
-    """As `_place`, of many."""
+    """Of each the last of an axis that is not above it, and how far it is from there to the next."""
     inside = np.clip(np.asarray(values, np.float64), axis[0], axis[-1])
     place = np.interp(np.log2(inside), np.log2(axis), np.arange(len(axis)))
     i = np.floor(place).astype(np.int64)

@@ -9,14 +9,13 @@ leaves over is looked up (see `residual`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import sqrt
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.policy.residual import DRAFTS, IDENTITY, Piece, Residual, corrected, pieces
+from services.policy.residual import DRAFTS, Residual, corrected
 
 # Before anything is measured: an engine step on a modest machine with a CPU's or a small GPU's memory.
 _PRIOR_THROUGHPUT = 1e12
@@ -69,53 +68,6 @@ class Architecture(BaseModel):
             dense_flops=2 * weights,
             attention_flops=4 * layers * heads * width,
         )
-
-
-class Drafting(NamedTuple):
-    """Steps of the same samples, told apart by their draft tokens. What does not depend on those, in seconds."""
-
-    requests: float
-    weights: float
-    """To move them."""
-    dense_row: float
-    """To compute it, in dense layers."""
-    kv: float
-    """To move it."""
-    attention_row: float
-    """To compute it, in attention."""
-    rest: float
-    """Of any step, beyond the rooflines."""
-    token: float
-    """Of each draft token, beyond the rooflines."""
-    attending: float
-    """Times the root of the draft tokens, beyond the rooflines."""
-    verifying: float
-    """Of a step with any draft token."""
-    pieces: tuple[Piece, ...] = IDENTITY
-    """The time by what all this adds up to, the last piece first."""
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """All but the pieces."""
-        return self[:-1]
-
-    def seconds(self, drafted: int) -> float:
-        """The predicted time of a step with so many draft tokens: `StepTime.seconds`, sooner."""
-        predicted = self.rough_seconds(drafted)
-        for piece in self.pieces:
-            if predicted >= piece.start:
-                break
-        return piece.at(predicted)
-
-    def rough_seconds(self, drafted: float) -> float:
-        """Without the residual."""
-        rows = self.requests + drafted
-        seconds = (
-            max(rows * self.dense_row, self.weights) + max(rows * self.attention_row, self.kv) + self.rest
-        )
-        if drafted:
-            seconds += drafted * self.token + sqrt(drafted) * self.attending + self.verifying
-        return seconds
 
 
 class StepTime(BaseModel):
@@ -178,25 +130,6 @@ class StepTime(BaseModel):
         return (
             self.dense_seconds(rows) + self.attention_seconds(requests, rows, context) + rest + verification
         )
-
-    def drafting(self, requests: int, context: int) -> Drafting:
-        """Of steps of so many samples, at least one."""
-        n, c = float(requests), float(context)
-        rough = Drafting(
-            n,
-            self.weight_seconds,
-            self.architecture.dense_flops / self.throughput,
-            self.kv_seconds(c),
-            self.architecture.attention_flops * c / n / self.throughput,
-            self.base + self.per_request * n,
-            self.per_row,
-            self.per_attended_token * c / sqrt(n),
-            self.verify_per_request * n,
-        )
-        if self.residual is None:
-            return rough
-        predicted = [rough.rough_seconds(n * each) for each in DRAFTS]
-        return rough._replace(pieces=pieces(predicted, self.residual.at(n, c / n)))
 
     def verification_seconds(self, requests: Number, drafted: Number, context: Number) -> Number:
         """Time beyond the rooflines that verifying so many draft tokens takes."""

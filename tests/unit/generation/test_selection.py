@@ -10,28 +10,22 @@ from hypothesis import strategies as st
 from services.generation.drafting.drafter import Offers
 from services.generation.drafting.row_grid import row_counts
 from services.generation.drafting.selection import Line, flaw, least_row, longest, survivals
-from services.policy.correction import Curve
-from services.policy.residual import DRAFTS, IDENTITY, pieces
-from services.policy.step_time import Drafting
+from services.policy.curve import Curve, Curves
+from services.policy.step_time import StepTime
+from tests.unit.policy.test_step_time import ARCHITECTURE, models
 
 N, WIDTH = 5, 4
 probabilities = st.sampled_from((0.0, 0.1, 0.5, 0.8, 0.95, 1.0)) | st.floats(0, 1)
 one_offer = st.lists(st.lists(probabilities, min_size=3, max_size=3), min_size=N, max_size=N)
 several = st.lists(one_offer, min_size=1, max_size=3)
 rooms = st.lists(st.integers(-1, WIDTH), min_size=N, max_size=N)
-seconds = st.floats(1e-5, 1e-2)
-rough = st.builds(
-    Drafting, st.just(float(N)), *[seconds] * 5, *[st.floats(0, 1e-3)] * 3, pieces=st.just(IDENTITY)
+curves = st.builds(
+    lambda model, context, factor, offset: Curves(model).of(N, context).corrected(factor, offset, 4.0),
+    models,
+    st.integers(N, 10**6),
+    st.floats(0.3, 3.0),
+    st.floats(-1e-3, 1e-3),
 )
-shares = st.lists(st.floats(-0.5, 0.5), min_size=len(DRAFTS), max_size=len(DRAFTS))
-draftings = st.builds(
-    lambda made, shares: made._replace(
-        pieces=pieces([made.rough_seconds(N * each) for each in DRAFTS], shares)
-    ),
-    rough,
-    shares,
-)
-curves = st.builds(Curve, draftings, st.floats(0.3, 3.0), st.floats(-1e-3, 1e-3), st.just(4.0))
 
 
 def offers_of(acceptance: list[list[float]]) -> Offers:
@@ -113,7 +107,9 @@ def test_a_line_that_is_shorter_than_the_first_step_of_the_grid_is_tried_whole()
     line = Line(survival, 0.0, 0.1)
     counts = row_counts(200, 400)
     assert counts[1] > 3
-    curve = Curve(Drafting(200.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, 0.0, 4.0)
+    # A step takes as long with a few tokens as without.
+    slow = StepTime(architecture=ARCHITECTURE, throughput=1e30, bandwidth=1e9)
+    curve = Curves(slow).of(200, 200)
     best, other = line.evaluate(counts, curve)
     assert best == other
     assert (best.tokens, best.expected) == (3, pytest.approx(2.7))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.policy.correction import CorrectedStepTime, Correction
 from services.policy.step_time import StepTime
-from tests.unit.policy.test_step_time import ARCHITECTURE
+from tests.unit.policy.test_step_time import ARCHITECTURE, models
 
 times = st.floats(1e-5, 10)
 observations = st.lists(st.tuples(times, times), max_size=60)
@@ -167,16 +167,18 @@ def test_a_model_and_its_correction_work_together() -> None:
     assert corrected.seconds(4, 12, 2000) == pytest.approx(1.3 * raw, rel=0.02)
 
 
+@settings(deadline=None)
 @given(
+    models,
     st.integers(1, 256),
     st.integers(0, 4096),
-    st.integers(1, 10**6),
+    st.integers(0, 10**6),
     st.lists(st.tuples(st.integers(0, 64), st.floats(1e-4, 1.0)), max_size=20),
 )
 def test_a_curve_is_the_corrected_time_by_draft_tokens(
-    requests: int, drafted: int, context: int, measured: list[tuple[int, float]]
+    model: StepTime, requests: int, drafted: int, context: int, measured: list[tuple[int, float]]
 ) -> None:
-    corrected = CorrectedStepTime(StepTime.prior(ARCHITECTURE), Correction())
+    corrected = CorrectedStepTime(model, Correction())
     for each, seconds in measured:
         corrected.observe(requests, requests + each, context, seconds)
     found = corrected.curve(requests, context).seconds(drafted)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.policy.residual import DRAFTS, IDENTITY, Residual, corrected, pieces
+from services.policy.residual import DRAFTS, Residual, corrected
 
 BATCHES, LENGTHS = (1.0, 8.0, 64.0), (64.0, 1024.0)
 share = st.floats(-0.5, 0.5)
@@ -46,7 +46,7 @@ def ripple(requests: np.ndarray, lengths: np.ndarray, drafts: np.ndarray) -> np.
 
 
 def looked_up(residual: Residual, cells: list[tuple[float, float, float]]) -> np.ndarray:
-    return np.array([residual.at(n, length)[DRAFTS.index(drafts)] for n, length, drafts in cells])
+    return np.array([residual.of(n, length)[DRAFTS.index(drafts)] for n, length, drafts in cells])
 
 
 def test_what_comes_again_is_learned_where_it_was_not_measured() -> None:
@@ -82,7 +82,7 @@ def test_what_cannot_be_believed_is_cut() -> None:
 
 @given(residuals, st.floats(1, 512), st.floats(1, 1e5))
 def test_one_place_and_many_are_looked_up_alike(residual: Residual, requests: float, length: float) -> None:
-    one = residual.at(requests, length)
+    one = residual.of(requests, length)
     assert residual.of([requests, 1.0], length)[0] == pytest.approx(one)
     flat = [each for plane in residual.shares for row in plane for each in row]
     assert min(flat) - 1e-12 <= min(one)
@@ -93,8 +93,8 @@ def test_one_place_and_many_are_looked_up_alike(residual: Residual, requests: fl
 def test_at_its_places_it_is_what_is_kept_and_beyond_them_the_nearest(residual: Residual) -> None:
     for i, requests in enumerate(BATCHES):
         for j, length in enumerate(LENGTHS):
-            assert residual.at(requests, length) == pytest.approx(residual.shares[i][j])
-    assert residual.at(4096, 9) == pytest.approx(residual.shares[-1][0])
+            assert residual.of(requests, length) == pytest.approx(residual.shares[i][j])
+    assert residual.of(4096, 9) == pytest.approx(residual.shares[-1][0])
     assert residual.of(0.5, 1e6) == pytest.approx(residual.shares[0][-1])
 
 
@@ -102,28 +102,17 @@ def test_at_its_places_it_is_what_is_kept_and_beyond_them_the_nearest(residual: 
 def test_times_rise_with_what_is_predicted_whatever_is_left_over(
     predicted: list[float], shares: list[float], at: list[float]
 ) -> None:
-    made = pieces(predicted, shares)
-    starts = [piece.start for piece in made]
-    assert starts[-1] == predicted[0]
-    assert starts == sorted(set(starts) & set(predicted), reverse=True)
     inside = np.sort([max(each, predicted[0]) for each in at])
     found = corrected(inside, np.array(predicted), np.array(shares))
     assert (np.diff(found) >= -1e-9).all()
-    one = [next(piece for piece in made if each >= piece.start).at(each) for each in inside]
-    assert found == pytest.approx(np.array(one))
     assert found[0] >= 0.5 * predicted[0] - 1e-12
 
 
 def test_plain_decoding_has_its_own_share_where_drafts_are_predicted_to_cost_nothing() -> None:
     flat, shares = np.full(len(DRAFTS), 2.0), np.linspace(-0.2, 0.3, len(DRAFTS))
-    assert [tuple(piece) for piece in pieces(flat.tolist(), shares.tolist())] == [(2.0, 1.6, 0.8)]
     assert corrected(np.array(2.0), flat, shares) == pytest.approx(1.6)
     nearly = flat * (1 + 1e-15 * np.arange(len(DRAFTS)))
     assert corrected(nearly, nearly, shares) == pytest.approx(1.6)
-
-
-def test_without_a_residual_times_are_as_predicted() -> None:
-    assert [IDENTITY[0].at(each) for each in (0.0, 0.5, 7.0)] == [0.0, 0.5, 7.0]
 
 
 @pytest.mark.parametrize(

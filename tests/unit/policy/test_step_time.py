@@ -110,14 +110,6 @@ def test_times_are_finite_and_those_of_real_steps_positive(
     assert found > 0
 
 
-@given(models, requests, drafted, contexts)
-def test_steps_of_the_same_samples_are_predicted_alike(
-    model: StepTime, requests: int, drafted: int, context: int
-) -> None:
-    found = model.drafting(requests, context).seconds(drafted)
-    assert found == pytest.approx(float(model.seconds(requests, requests + drafted, context)))
-
-
 @given(models, contexts)
 def test_an_empty_step_takes_no_time_and_one_sample_some(model: StepTime, context: int) -> None:
     assert model.seconds(0, 0, 0) == 0

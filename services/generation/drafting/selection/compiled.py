@@ -7,17 +7,17 @@ stands for no token.
 # mypy: disable-error-code="no-untyped-def"
 # Compiled functions carry numba types, which annotations cannot say.
 
-from math import sqrt
 from pathlib import Path
 
 import numpy as np
 
 from kernels.coupled_sampler import jit
+from services.policy.curve import compiled as curves
+from services.policy.curve.compiled import REQUESTS, seconds_of
 
-# Where in `Curve.numbers` the pieces begin.
-_PIECES = 12
-
-_entry = jit.entry(jit.source_fingerprint(Path(__file__).parent, Path(jit.__file__).parent))
+_entry = jit.entry(
+    jit.source_fingerprint(*(Path(each).parent for each in (__file__, curves.__file__, jit.__file__)))
+)
 
 
 @_entry
@@ -102,23 +102,6 @@ def pick(survival, price, least, picks, line):
     return tokens
 
 
-@jit.kernel
-def seconds_of(curve, drafted):
-    """`services.policy.correction.Curve.seconds`, of `Curve.numbers`."""
-    requests, weights, dense_row, kv, attention_row = curve[0], curve[1], curve[2], curve[3], curve[4]
-    rest, token, attending, verifying = curve[5], curve[6], curve[7], curve[8]
-    factor, offset, limit = curve[9], curve[10], curve[11]
-    rows = requests + drafted
-    predicted = max(rows * dense_row, weights) + max(rows * attention_row, kv) + rest
-    if drafted > 0:
-        predicted += drafted * token + sqrt(drafted) * attending + verifying
-    piece = _PIECES
-    while predicted < curve[piece] and piece + 3 < len(curve):
-        piece += 3
-    predicted = curve[piece + 1] + curve[piece + 2] * (predicted - curve[piece])
-    return min(max(factor * predicted + offset, predicted / limit), predicted * limit)
-
-
 @_entry
 def least_row(counts, curve):
     """Seconds of a row where rows take least: counts [c] rise from 0, c > 1."""
@@ -141,7 +124,8 @@ def evaluate(line, counts, curve):
     t = len(line)
     plain = seconds_of(curve, 0)
     taken, expected, before = 0, 0.0, plain
-    best = (0, curve[0] / plain, 0.0, plain, 0.0)
+    requests = curve[REQUESTS]
+    best = (0, requests / plain, 0.0, plain, 0.0)
     other = (0, 0.0, 0.0, 0.0, 0.0)
     for i in range(1, len(counts)):
         count = t if i == 1 and counts[1] > t else counts[i]
@@ -152,7 +136,7 @@ def evaluate(line, counts, curve):
             taken += 1
             expected += line[t - taken]
         seconds = seconds_of(curve, count)
-        rate = (curve[0] + expected) / seconds
+        rate = (requests + expected) / seconds
         if rate > other[1]:
             other = (taken, rate, expected, seconds, (seconds - before) / (count - start))
         before = seconds

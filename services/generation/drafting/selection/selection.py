@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from services.generation.drafting.drafter import Offers
 from services.generation.drafting.row_grid import row_counts
-from services.policy.correction import Curve
-from services.policy.step_time import Drafting
+from services.policy import curve
+from services.policy.curve import Curve
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -59,9 +59,9 @@ def warm_up() -> None:
     longest(survival, 0.0, 0.0)
     line = Line(survival, 0.0, 0.5)
     # Of a grid, and not to be written to.
-    counts, curve = row_counts(1, 1), Curve(Drafting(1, 1, 1, 1, 1, 1, 1, 1, 1), 1.0, 0.0, 2.0)
-    least_row(counts, curve)
-    line.evaluate(counts, curve)
+    counts, some = row_counts(1, 1), curve.warm_up()
+    least_row(counts, some)
+    line.evaluate(counts, some)
     line.cut(1)
 
 
