@@ -69,7 +69,7 @@ class _Doubt(NamedTuple):
 # In units of how uncertain a measured step is, some 5 %: a gain is known to a tenth at first, and what
 # verification takes to a fifth. With less doubt a plain step after many with drafts says too little of which of the
 # two is wrong.
-_AT_FIRST = _Doubt(gg=4.0, oo=1.0, vv=16.0)
+_AT_FIRST = _Doubt(gg=4.0, oo=0.25, vv=16.0)
 _MOST_DOUBT = 24.0
 
 
@@ -105,6 +105,13 @@ class Correction:
     def verify(self) -> float:
         """Added to the factor where it is of verification."""
         return self._verify
+
+    def doubted(self) -> Correction:
+        """One that begins like this one, and is as uncertain as one that begins with nothing."""
+        begun = Correction(self._limit)
+        begun._gain, begun._offset, begun._verify = self._gain, self._offset, self._verify
+        begun._scale = self._scale
+        return begun
 
     def apply(self, predicted: ArrayLike, verification: ArrayLike = 0.0) -> NDArray[np.float64]:
         """Corrected seconds, of any shape; `verification` is what of `predicted` is beyond plain decoding."""
@@ -156,11 +163,18 @@ class Correction:
 
 
 class CorrectedStepTime:
-    """A step-time model and its correction by what is measured."""
+    """A step-time model and its correction by what is measured.
+
+    What a model gets wrong differs with the size of a batch, and batches shrink from hundreds of samples to one and
+    begin anew: so each octave of sizes has a correction of its own. It begins as that of the nearest octave.
+    """
 
     def __init__(self, model: StepTime, correction: Correction) -> None:
+        """`correction` is the one for all sizes until anything is measured."""
         self.model = model
         self.correction = correction
+        """Of the size that was measured last."""
+        self._corrections: dict[int, Correction] = {}
         self._curves = Curves(model)
         self._asked = (0, 0)
         self._found: Curve | None = None
@@ -169,20 +183,39 @@ class CorrectedStepTime:
         """The predicted time, corrected; the arguments broadcast."""
         raw = self.model.seconds(requests, rows, context)
         plain = self.model.seconds(requests, requests, context)
-        return self.correction.apply(raw, (raw - plain) * (raw > 0))
+        verification = (raw - plain) * (raw > 0)
+        # As `int.bit_length`.
+        octaves = np.broadcast_to(np.frexp(requests)[1], raw.shape)
+        found = np.empty_like(raw)
+        for octave in np.unique(octaves):
+            at = octaves == octave
+            found[at] = self._nearest(int(octave)).apply(raw[at], verification[at])
+        return found
 
     def curve(self, requests: int, context: int) -> Curve:
         """Of steps of so many samples, at least one, by their draft tokens."""
-        return self.correction.curve(self._raw(requests, context))
+        return self._nearest(requests.bit_length()).curve(self._raw(requests, context))
 
     def observe(self, requests: int, rows: int, context: int, seconds: float) -> float:
         """A step was measured. What had been predicted for it, in seconds."""
-        curve = self._raw(requests, context)
+        curve, octave = self._raw(requests, context), requests.bit_length()
         raw = curve.raw_seconds(rows - requests)
         verification = raw - curve.plain
+        self.correction = self._nearest(octave)
+        if octave not in self._corrections:
+            self._corrections[octave] = self.correction = self.correction.doubted()
         predicted = self.correction.applied(raw, verification)
         self.correction.observe(raw, seconds, verification)
         return predicted
+
+    def _nearest(self, octave: int) -> Correction:
+        """The correction of these sizes, or of the nearest that were measured."""
+        found = self._corrections.get(octave)
+        if found is not None:
+            return found
+        if not self._corrections:
+            return self.correction
+        return self._corrections[min(self._corrections, key=lambda each: abs(each - octave))]
 
     def _raw(self, requests: int, context: int) -> Curve:
         """A step is decided, and then measured."""

@@ -2,6 +2,10 @@
 
 Steps of a few milliseconds take about as long as the ones before them, and an engine waits while it is noted how
 long. So short ones are measured now and then, and all of those that could tell something new.
+
+A plain step after many with drafts takes longer than the plain steps after it, and the other way round: other
+kernels, other memory. The first of a run is therefore not measured, or plain decoding would seem slow to whoever
+only tries it now and then; but where runs are a single step long, that is what steps take.
 """
 
 from __future__ import annotations
@@ -19,8 +23,17 @@ class Timing:
     """Is told of each step before it is done."""
 
     _measured: int = 0
-    _drafted: bool = False
     _seconds: float = 0.0
+    # Of the last step, and of how many such in a row it was the last.
+    _drafted: bool = False
+    _run: int = 0
+    # Whether the first of this run was left out.
+    _left_out: bool = False
+
+    def passed(self, *, drafted: bool) -> None:
+        """A step that nobody measures."""
+        self._run = self._run + 1 if drafted == self._drafted else 1
+        self._drafted, self._left_out = drafted, False
 
     def due(self, seconds: float, *, drafted: bool) -> bool:
         """Whether a step is to be measured.
@@ -30,13 +43,19 @@ class Timing:
             drafted: whether it verifies drafts.
         """
         self._seconds += seconds
+        before, left_out = self._run, self._left_out
+        self.passed(drafted=drafted)
+        if self._run == 1 and before > 1:
+            self._left_out = True
+            return False
         if (
             seconds > 0
             and self._seconds < _BETWEEN
-            and drafted == self._drafted
+            and not left_out
+            and self._run > 1
             and self._measured >= _AT_FIRST
         ):
             return False
         self._measured += 1
-        self._drafted, self._seconds = drafted, 0.0
+        self._seconds = 0.0
         return True

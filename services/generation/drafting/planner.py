@@ -159,13 +159,18 @@ class PlannedDrafts:
 
     def _weighed(self, selection: _Selection) -> tuple[str, Rated, float]:
         """Why and what is done, and the speedup that was on offer."""
-        best, other, plain = selection.best, selection.other, selection.plain
-        gain, nothing = best.rate / plain, Rated(0, plain, 0.0, len(selection.line.picks) / plain, 0.0)
+        best, other, plain, requests = (
+            selection.best,
+            selection.other,
+            selection.plain,
+            len(selection.line.picks),
+        )
+        gain, nothing = best.rate / plain, Rated(0, plain, 0.0, requests / plain, 0.0)
         if best.tokens and gain >= 1 + self.margin:
-            if self.trial.made(gain, drafted=True):
+            if self.trial.made(requests, gain, drafted=True):
                 return TRIED_PLAIN, nothing, gain
             return DRAFTS, best, gain
-        if other.tokens and self.trial.made(tried := other.rate / plain, drafted=False):
+        if other.tokens and self.trial.made(requests, tried := other.rate / plain, drafted=False):
             return TRIED, other, tried
         return (WITHIN_MARGIN if best.tokens else PLAIN_IS_BEST), nothing, gain
 

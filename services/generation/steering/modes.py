@@ -85,7 +85,7 @@ class ToggledDrafts:
             return Drafts()
         judged = _judged(samples, drafts, self.step_time)
         on = self.toggle.decide(len(samples), judged.speedup)
-        tried = self.trial.made(judged.speedup, drafted=on)
+        tried = self.trial.made(len(samples), judged.speedup, drafted=on)
         drafted = on != tried
         if not drafted:
             self.last = Decision(TRIED_PLAIN if tried else TOGGLED_OFF, offered=judged.speedup)

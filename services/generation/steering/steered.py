@@ -99,8 +99,8 @@ class SteeredPlan:
         self._asked: Sequence[SampleState] = ()
         self._knobs: list[Knobs] = []
         self._window = base.draft_cap
-        # What the last step in which drafters rested went by.
-        self._rested = base
+        # What the last step in which drafters rested went by, and its samples.
+        self._rested, self._resting = base, 0
 
     # Knobs ------------------------------------------------------------------------------------------------
 
@@ -211,12 +211,13 @@ class SteeredPlan:
 
     def rest(self, samples: Sequence[SampleState]) -> None:
         """A step is not planned: drafters rest."""
-        self._rested = self._step_knobs(samples)
+        self._rested, self._resting = self._step_knobs(samples), len(samples)
         self.rest_on()
 
     def rest_on(self) -> None:
         """Nor is the one after it, of the same samples."""
-        self._decided(_RESTED, self._rested, 0)
+        self._decided(_RESTED, self._rested, self._resting)
+        self._timing.passed(drafted=False)
 
     def choose(self, samples: Sequence[SampleState], offers: Made, rows: int = UNBOUNDED) -> Drafts:
         """The drafts of a step.
@@ -268,7 +269,7 @@ class SteeredPlan:
     def _decided(self, decision: Decision, knobs: Knobs, requests: int) -> None:
         if decision.reason == NO_SAMPLES:
             return
-        self._trial.stepped(drafted=decision.tokens > 0)
+        self._trial.stepped(requests, drafted=decision.tokens > 0)
         self.ledger.planned(decision, knobs.mode)
         if decision.reason in (TOGGLED_ON, TOGGLED_OFF):
             on = decision.reason == TOGGLED_ON

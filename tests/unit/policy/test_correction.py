@@ -167,6 +167,31 @@ def test_a_model_and_its_correction_work_together() -> None:
     assert corrected.seconds(4, 12, 2000) == pytest.approx(1.3 * raw, rel=0.02)
 
 
+def test_batches_of_other_sizes_are_corrected_by_themselves() -> None:
+    model = StepTime(architecture=ARCHITECTURE, throughput=1e14, bandwidth=1e12, base=1e-3, per_request=1e-4)
+    corrected = CorrectedStepTime(model, Correction())
+
+    def seen(requests: int, factor: float, times: int) -> None:
+        for rows in (requests, 3 * requests) * times:
+            raw = float(model.seconds(requests, rows, 50 * requests))
+            corrected.observe(requests, rows, 50 * requests, factor * raw)
+
+    def factor(requests: int) -> float:
+        asked = requests, 2 * requests, 50 * requests
+        return float(corrected.seconds(*asked) / model.seconds(*asked))
+
+    seen(100, 1.5, 60)
+    # Nothing is known of others yet: they are as the nearest.
+    assert factor(100) == pytest.approx(1.5, rel=0.05)
+    assert factor(3) == pytest.approx(1.5, rel=0.05)
+    seen(3, 0.8, 60)
+    assert [factor(2), factor(3), factor(100)] == pytest.approx([0.8, 0.8, 1.5], rel=0.05)
+    # Between them as the nearer one.
+    assert [factor(5), factor(40)] == pytest.approx([0.8, 1.5], rel=0.05)
+    together = corrected.seconds([3, 100], [6, 200], [150, 5000])
+    assert together.tolist() == [float(corrected.seconds(n, 2 * n, 50 * n)) for n in (3, 100)]
+
+
 @settings(deadline=None)
 @given(
     models,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,17 +27,46 @@ def test_short_steps_of_a_kind_are_measured_once_in_a_while() -> None:
 
 
 @given(steps)
-def test_no_time_passes_unmeasured_and_no_other_kind_of_step(done: list[tuple[float, bool]]) -> None:
-    timing, before, passed = settled(), True, 0.0
+def test_no_time_passes_unmeasured_but_in_the_first_step_of_a_run(done: list[tuple[float, bool]]) -> None:
+    timing, kinds, passed = settled(), [True] * FIRST, 0.0
     for seconds, drafted in done:
         passed += seconds
         due = timing.due(seconds, drafted=drafted)
-        assert due == (drafted != before or passed >= BETWEEN)
+        kinds.append(drafted)
+        run = next((i for i, kind in enumerate(reversed(kinds)) if kind != drafted), len(kinds))
+        alone = run == 1 and kinds[-2] != kinds[-3]
+        if run == 1:
+            # After a run of several the first one takes longer; after one alone it is as they are.
+            assert due == alone
+        elif passed >= BETWEEN or (run == 2 and kinds[-3] == kinds[-4]):
+            assert due
         if due:
-            before, passed = drafted, 0.0
+            passed = 0.0
+
+
+def test_a_trial_of_two_steps_is_measured_in_its_second() -> None:
+    timing = settled()
+    assert [timing.due(1e-3, drafted=drafted) for drafted in (False, False, True, True)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_steps_that_nobody_measures_count_as_plain_ones() -> None:
+    timing = settled()
+    for _ in range(3):
+        timing.passed(drafted=False)
+    assert not timing.due(1.0, drafted=True)
+    assert timing.due(1e-3, drafted=True)
 
 
 @given(st.lists(st.booleans(), max_size=20))
 def test_a_step_of_which_nobody_knows_how_long_it_takes_is_measured(kinds: list[bool]) -> None:
     timing = settled()
-    assert all(timing.due(0.0, drafted=drafted) for drafted in kinds)
+    for before, drafted in pairwise([True, *kinds]):
+        if drafted == before:
+            assert timing.due(0.0, drafted=drafted)
+        else:
+            timing.due(0.0, drafted=drafted)

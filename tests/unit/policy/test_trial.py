@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from services.policy.trial import Trial
 
-MANY = 200
+MANY, SAMPLES = 200, 20
 
 
 def test_nothing_is_tried_at_first() -> None:
-    assert not Trial().made(1.05, drafted=True)
-    assert not Trial().made(0.95, drafted=False)
+    assert not Trial().made(SAMPLES, 1.05, drafted=True)
+    assert not Trial().made(SAMPLES, 0.95, drafted=False)
 
 
 def done(trial: Trial, speedup: float) -> list[bool]:
@@ -21,8 +21,8 @@ def done(trial: Trial, speedup: float) -> list[bool]:
     tried = []
     for _ in range(MANY):
         on = speedup > 1
-        other = trial.made(speedup, drafted=on)
-        trial.stepped(drafted=on != other)
+        other = trial.made(SAMPLES, speedup, drafted=on)
+        trial.stepped(SAMPLES, drafted=on != other)
         tried.append(other)
     return tried
 
@@ -31,7 +31,8 @@ def done(trial: Trial, speedup: float) -> list[bool]:
 def test_the_slower_one_is_tried_soon_at_first_and_more_seldom_the_slower_it_is(speedup: float) -> None:
     tried = done(Trial(), speedup)
     assert any(tried[:30])
-    assert sum(tried) <= 8
+    # Each trial is of two steps.
+    assert sum(tried) <= 10
     # What it costs by the model's own account, after the first trials.
     assert sum(tried[MANY // 4 :]) * abs(speedup - 1) <= 0.006 * MANY
 
@@ -52,5 +53,18 @@ def test_steps_that_are_mixed_anyway_need_no_trial() -> None:
     trial = Trial()
     for step in range(MANY):
         on = step % 7 == 0
-        assert not trial.made(1.0, drafted=on)
-        trial.stepped(drafted=on)
+        assert not trial.made(SAMPLES, 1.0, drafted=on)
+        trial.stepped(SAMPLES, drafted=on)
+
+
+def test_each_octave_of_batch_sizes_has_its_own_trials() -> None:
+    trial = Trial()
+    tried = {5: 0, 40: 0}
+    for step in range(2 * MANY):
+        # Large batches shrink, and small ones are never without drafts.
+        requests = 40 if step % 2 else 5
+        on = requests == 5
+        other = trial.made(requests, 1.05 if on else 0.95, drafted=on)
+        trial.stepped(requests, drafted=on != other)
+        tried[requests] += other
+    assert min(tried.values()) >= MANY // 65
