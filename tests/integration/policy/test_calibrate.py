@@ -32,10 +32,12 @@ def test_a_model_is_measured_and_its_fit_kept(tmp_path: Path) -> None:
     calibration = Calibration.load(kept)
     cells = {(p.requests, p.rows // p.requests - 1) for p in calibration.points}
     assert cells == {(batch, draft) for batch in BATCHES for draft in DRAFTS}
-    assert len(calibration.points) == len(calibration.predicted) == len(BATCHES) * len(DRAFTS) * LENGTHS
+    assert len(calibration.points) == len(calibration.predicted)
+    # Of each cell one for each turn, as there is time.
+    assert len(calibration.points) >= 2 * len(BATCHES) * len(DRAFTS) * LENGTHS
     assert calibration.step_time.architecture == architecture_of(model, "float32")
     assert calibration.subject.dtype == "float32"
     times = [p.seconds for p in calibration.points]
     assert 0 < min(times) < max(times) < 10
-    # A line of the table for each cell, with how far off its prediction is.
-    assert done.stdout.count("%") >= len(times)
+    # A line of the table for each point that the fit has not seen, with how far off its prediction is.
+    assert done.stdout.count("%") >= sum(p.held_out for p in calibration.points) > 0
