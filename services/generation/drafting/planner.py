@@ -159,12 +159,8 @@ class PlannedDrafts:
 
     def _weighed(self, selection: _Selection) -> tuple[str, Rated, float]:
         """Why and what is done, and the speedup that was on offer."""
-        best, other, plain, requests = (
-            selection.best,
-            selection.other,
-            selection.plain,
-            len(selection.line.picks),
-        )
+        best, other, plain = selection.best, selection.other, selection.plain
+        requests = len(selection.line.picks)
         gain, nothing = best.rate / plain, Rated(0, plain, 0.0, requests / plain, 0.0)
         if best.tokens and gain >= 1 + self.margin:
             if self.trial.made(requests, gain, drafted=True):

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from services.generation.drafting.drafter import Offers
 from services.generation.drafting.row_grid import row_counts
-from services.policy import curve
 from services.policy.curve import Curve
+from services.policy.curve import warm_up as warm_up_curve
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -59,9 +59,9 @@ def warm_up() -> None:
     longest(survival, 0.0, 0.0)
     line = Line(survival, 0.0, 0.5)
     # Of a grid, and not to be written to.
-    counts, some = row_counts(1, 1), curve.warm_up()
-    least_row(counts, some)
-    line.evaluate(counts, some)
+    counts, curve = row_counts(1, 1), warm_up_curve()
+    least_row(counts, curve)
+    line.evaluate(counts, curve)
     line.cut(1)
 
 
