@@ -85,6 +85,13 @@ class Rig:
             while stream.samples[handle].rollout is None:
                 await self.call(lambda: None)
 
+    async def stepped(self, steps: int) -> None:
+        """Let the engine step so often, and wait until it has."""
+        await self.call(lambda: self.engine.allow(steps))
+        async with asyncio.timeout(WAIT):
+            while await self.call(lambda: self.engine.permits):
+                pass
+
     async def over(self, stream: WorkStream, *handles: int) -> dict[int, pb.Finished | pb.Refused]:
         """The ends of these, and of whatever else has ended until then, once the engine steps."""
         await self.call(lambda: self.engine.allow(1000))
@@ -321,8 +328,9 @@ async def test_each_prompt_is_waited_for_by_itself(rig: Rig) -> None:
 async def test_a_running_sample_follows_a_rollout_that_arrives_and_counts_what_agrees(rig: Rig) -> None:
     stream = await rig.open()
     rig.intake.take(stream, starts(named(1), named(2)))
-    await rig.call(lambda: rig.engine.allow(3))
     await rig.started(stream, 1, 2)
+    # A rollout that came between these steps would let the sample end before it is seen to follow.
+    await rig.stepped(3)
     # Tokens of a scripted response are their positions.
     true = list(range(TOKENS))
     ahead = rollout([*true[:8], 99, *true[9:]], seed=101, kind=Kind.PREGENERATED, step=3)
