@@ -3,7 +3,9 @@
 On a busy machine the same round takes a tenth longer the next time, and the best of several plans is the luckiest
 one. But plans make the same kinds of steps over and over: so many samples that verify about so many draft tokens.
 So each step counts at the median time of its kind, over all plans and rounds, and what a plan does beside the
-engine at the median of its rounds. What a plan decides, its mistakes and trials included, counts in full.
+engine at the median of its rounds. A kind of few steps borrows from kinds that are nearly it: what is common would
+else count at a calm machine's time, and what is rare at whatever the machine did just then. What a plan decides, its
+mistakes and trials included, counts in full.
 """
 
 from __future__ import annotations
@@ -14,8 +16,15 @@ from dataclasses import dataclass, field
 from math import log2
 from statistics import fmean, median
 
+import numpy as np
+from numpy.typing import NDArray
+
 # Numbers of rows that differ by less than one of so many parts of an octave are of a kind.
 _IN_OCTAVE = 16
+# Steps that a median is taken over, where there are so many that are alike.
+_ENOUGH = 15
+# How far a kind borrows, in octaves of samples plus octaves of rows a sample.
+_REACH = 0.5
 
 Kind = tuple[int, int]
 
@@ -50,12 +59,38 @@ class Round:
 
 
 def step_times(rounds: Iterable[Round]) -> dict[Kind, float]:
-    """The median time of each kind of step, in seconds."""
+    """The median time of each kind of step, in seconds.
+
+    A kind with less than 15 steps takes in the nearest kinds until there are as many, up to half an octave away.
+    Plain steps and steps with drafts never count as alike.
+    """
     times: dict[Kind, list[float]] = defaultdict(list)
     for each in rounds:
         for step in each.steps:
             times[step.kind].append(step.seconds)
-    return {kind: median(found) for kind, found in times.items()}
+    kinds = list(times)
+    places = np.array([(_IN_OCTAVE * log2(samples), rows) for samples, rows in kinds]).reshape(-1, 2)
+    return {kind: median(_alike(kind, times, kinds, places)) for kind in kinds}
+
+
+def _alike(
+    kind: Kind, times: Mapping[Kind, list[float]], kinds: Sequence[Kind], places: NDArray[np.float64]
+) -> list[float]:
+    """A kind's times, with those of the nearest kinds if it has few; kinds that are equally far come together."""
+    if len(times[kind]) >= _ENOUGH:
+        return times[kind]
+    here = (_IN_OCTAVE * log2(kind[0]), kind[1])
+    away = np.abs(places - here).sum(axis=1)
+    away[(places[:, 1] > 0) != (kind[1] > 0)] = np.inf
+    found: list[float] = []
+    reached = 0.0
+    for index in np.argsort(away, kind="stable"):
+        further = away[index] > reached
+        if away[index] > _REACH * _IN_OCTAVE or (further and len(found) >= _ENOUGH):
+            break
+        reached = away[index]
+        found += times[kinds[index]]
+    return found
 
 
 def accounted(rounds: Sequence[Round], times: Mapping[Kind, float]) -> float:

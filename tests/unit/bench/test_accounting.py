@@ -62,6 +62,26 @@ def test_plain_steps_are_of_a_kind_of_their_own_and_close_numbers_of_rows_are_of
     assert Step(64, 640, 1.0).kind != Step(63, 640, 1.0).kind
 
 
+def test_a_kind_of_few_steps_borrows_from_those_that_are_nearly_it() -> None:
+    common = [Step(32, 32 * drafts, 1e-2) for drafts in (4, 5) for _ in range(10)]
+    rare, disturbed = Step(32, 146, 1e-2), Step(31, 140, 9e-1)
+    times = step_times([Round([*common, rare]), Round([disturbed])])
+    assert times[rare.kind] == times[disturbed.kind] == 1e-2
+
+
+def test_a_kind_of_many_steps_borrows_nothing() -> None:
+    times = step_times([Round([Step(32, 128, 1e-2)] * 15 + [Step(32, 136, 2e-2)] * 40)])
+    assert times[Step(32, 128, 0.0).kind] == 1e-2
+
+
+@pytest.mark.parametrize("other", [Step(32, 0, 1e-2), Step(16, 64, 1e-2), Step(32, 320, 1e-2)])
+def test_a_kind_borrows_nothing_from_what_is_not_alike(other: Step) -> None:
+    """Plain steps, half as many samples, twice as many rows."""
+    rare = Step(32, 128, 2e-2)
+    times = step_times([Round([other] * 50), Round([rare])])
+    assert times[rare.kind] == 2e-2
+
+
 def test_what_cannot_be_accounted_for_is_refused() -> None:
     with pytest.raises(ValueError, match="without a round"):
         accounted([], {})
