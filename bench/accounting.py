@@ -4,8 +4,8 @@ On a busy machine the same round takes a tenth longer the next time, and the bes
 one. But plans make the same kinds of steps over and over: so many samples that verify about so many draft tokens.
 So each step counts at the median time of its kind, over all plans and rounds, and what a plan does beside the
 engine at the median of its rounds. A kind of few steps borrows from kinds that are nearly it: what is common would
-else count at a calm machine's time, and what is rare at whatever the machine did just then. What a plan decides, its
-mistakes and trials included, counts in full.
+else count at a calm machine's time, and what is rare at whatever the machine did just then. What a plan decides,
+its mistakes and trials included, counts in full.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from services.generation.drafting.drafter import Offers
-from services.generation.drafting.plan import NOTHING, limits
+from services.generation.drafting.plan import NOTHING, rooms
 from services.generation.drafting.selection import survivals
 from services.generation.engine.types import SampleState
 
@@ -62,7 +62,7 @@ def standing(
     nothing = np.zeros(len(samples))
     if not made:
         return nothing, nothing
-    survival = survivals(made, limits(samples, window), window)
+    survival = survivals(made, rooms(samples), window)
     survival[survival < max(price, NOTHING)] = 0.0
     expected = survival.sum(2)
     best = expected.argmax(0), np.arange(len(samples))

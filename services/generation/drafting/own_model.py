@@ -21,7 +21,7 @@ import numpy as np
 from services.generation.drafting.acceptance import AcceptanceTable
 from services.generation.drafting.drafter import Arrival, DraftContext, Offer, Offers
 from services.generation.drafting.lengths import Batch, Lengths, choose_lengths, row_price, standing
-from services.generation.drafting.plan import context_of, limits
+from services.generation.drafting.plan import context_of, rooms
 from services.generation.engine.types import Drafted, Proposal, SampleState
 from services.policy.correction import CorrectedStepTime
 from services.policy.drafter_time import DrafterTime
@@ -229,7 +229,7 @@ class OwnModelDrafter:
     def _decide(self, samples: Sequence[SampleState], window: int, others: Sequence[Offers]) -> Lengths:
         """How many tokens to draft for each sample."""
         most = min(window, self._engine.most_tokens)
-        room = limits(samples, most)
+        room = np.minimum(rooms(samples), most)
         acceptance = self._by_place.probabilities[:most]
         step_time = self._terms.step_time
         knobs = self._terms.knobs

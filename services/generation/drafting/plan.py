@@ -106,7 +106,7 @@ class FixedPlan:
         """
         if not (samples and offers):
             return Drafts()
-        survival = survivals(list(offers.values()), limits(samples, self.window), self.window)
+        survival = survivals(list(offers.values()), rooms(samples), self.window)
         chosen = longest(survival, self.floor, self.survival_floor)
         width, room = int(chosen.lengths.max()), max(0, rows - len(samples))
         while chosen.lengths.sum() > room:
@@ -117,9 +117,9 @@ class FixedPlan:
         return drafts(samples, offers, list(offers), *chosen)
 
 
-def limits(samples: Sequence[SampleState], window: int) -> NDArray[np.int64]:
+def rooms(samples: Sequence[SampleState]) -> NDArray[np.int64]:
     """The most tokens that each sample can verify, [n]."""
-    return np.minimum(np.array([sample.room for sample in samples], np.int64), window)
+    return np.array([sample.room for sample in samples], np.int64)
 
 
 def drafts(

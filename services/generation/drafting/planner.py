@@ -29,10 +29,10 @@ from services.generation.drafting.plan import (
     StepShape,
     context_of,
     drafts,
-    limits,
+    rooms,
 )
 from services.generation.drafting.row_grid import row_counts
-from services.generation.drafting.selection import Line, Rated, least_row, survivals
+from services.generation.drafting.selection import Line, Rated, best_picks, least_row, survivals
 from services.generation.engine.types import SampleState
 from services.policy.correction import CorrectedStepTime
 from services.policy.trial import LEAST, Trial
@@ -145,7 +145,7 @@ class PlannedDrafts:
         if not names:
             return Decision(NO_OFFERS), Drafts()
         made = [offers[name] for name in names]
-        survival = survivals(made, limits(samples, self.window), self.window)
+        survival = survivals(made, rooms(samples), self.window)
         selection = self._search(survival, context_of(samples), rows)
         reason, chosen, gain = self._weighed(selection)
         count, seconds = chosen.tokens, chosen.seconds
@@ -183,9 +183,10 @@ class PlannedDrafts:
         best: _Selection | None = None
         tried = b""
         for _ in range(_MAX_ROUNDS if drafters > 1 else 1):
-            line = Line(survival, price, least)
-            if (key := line.picks.tobytes()) == tried:
+            picks = best_picks(survival, price)
+            if (key := picks.tobytes()) == tried:
                 break
+            line = Line(survival, picks, least)
             selection = _Selection(line, plain, *line.evaluate(counts, curve))
             if best is None or selection.best.rate > best.best.rate:
                 best = selection

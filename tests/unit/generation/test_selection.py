@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.generation.drafting.drafter import Offers
 from services.generation.drafting.row_grid import row_counts
-from services.generation.drafting.selection import Line, flaw, least_row, longest, survivals
+from services.generation.drafting.selection import Line, best_picks, flaw, least_row, longest, survivals
 from services.policy.curve import Curve, Curves
 from services.policy.step_time import StepTime
 from tests.unit.policy.test_step_time import ARCHITECTURE, models
@@ -67,7 +67,7 @@ def test_a_line_is_evaluated_by_its_best_tokens_and_the_curve(
     made: list[list[list[float]]], room: list[int], price: float, least: float, curve: Curve
 ) -> None:
     survival = survival_of(made, room)
-    line, counts = Line(survival, price, least), row_counts(N, N * WIDTH)
+    line, counts = Line(survival, best_picks(survival, price), least), row_counts(N, N * WIDTH)
     picked = survival[line.picks, np.arange(N)]
     above = np.maximum(survival - price, 0.0).sum(2)
     assert above[line.picks, np.arange(N)] == pytest.approx(above.max(0))
@@ -104,7 +104,7 @@ def test_the_least_row_is_the_flattest_piece_of_the_curve(curve: Curve) -> None:
 def test_a_line_that_is_shorter_than_the_first_step_of_the_grid_is_tried_whole() -> None:
     survival = np.zeros((1, 200, 2))
     survival[0, :3, 0] = 0.9
-    line = Line(survival, 0.0, 0.1)
+    line = Line(survival, best_picks(survival, 0.0), 0.1)
     counts = row_counts(200, 400)
     assert counts[1] > 3
     # A step takes as long with a few tokens as without.

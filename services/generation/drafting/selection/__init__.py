@@ -4,6 +4,7 @@ from services.generation.drafting.selection.selection import (
     Chosen,
     Line,
     Rated,
+    best_picks,
     flaw,
     least_row,
     longest,
@@ -11,4 +12,4 @@ from services.generation.drafting.selection.selection import (
     warm_up,
 )
 
-__all__ = ["Chosen", "Line", "Rated", "flaw", "least_row", "longest", "survivals", "warm_up"]
+__all__ = ["Chosen", "Line", "Rated", "best_picks", "flaw", "least_row", "longest", "survivals", "warm_up"]

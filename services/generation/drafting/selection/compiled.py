@@ -37,13 +37,13 @@ def flaw(tokens, acceptance, vocab_size):
 
 
 @_entry
-def survive(acceptance, limits, survival):
-    """Fill survival [n, width], which is 0, from acceptance [n, w] with at most limits [n] tokens each."""
+def survive(acceptance, room, survival):
+    """Fill survival [n, width], which is 0, from acceptance [n, w] with at most room [n] tokens each."""
     n, width = survival.shape
     width = min(width, acceptance.shape[1])
     for i in range(n):
         reached = 1.0
-        for j in range(min(width, limits[i])):
+        for j in range(min(width, room[i])):
             reached *= acceptance[i, j]
             survival[i, j] = reached
 
@@ -75,17 +75,12 @@ def longest(survival, floor, survival_floor, picks, lengths):
 
 
 @_entry
-def pick(survival, price, least, picks, line):
-    """For each sample the drafter [n] whose tokens bring most above `price`, the first of equals.
-
-    The survival of their tokens, where it is `least` or more, goes to the beginning of line [n * width]; how many
-    those are.
-    """
+def pick(survival, price, picks):
+    """For each sample the drafter [n] whose tokens bring most above `price`, the first of equals."""
     drafters, n, width = survival.shape
-    tokens = 0
     for i in range(n):
         best, most = 0, -1.0
-        for d in range(drafters if drafters > 1 else 0):
+        for d in range(drafters):
             brought = 0.0
             for j in range(width):
                 if survival[d, i, j] <= price:
@@ -94,10 +89,19 @@ def pick(survival, price, least, picks, line):
             if brought > most:
                 best, most = d, brought
         picks[i] = best
+
+
+@_entry
+def gather(survival, picks, least, line):
+    """The survival of the picked tokens where it is `least` or more, to line [n * width]; how many those are."""
+    n, width = survival.shape[1:]
+    tokens = 0
+    for i in range(n):
         for j in range(width):
-            if survival[best, i, j] < least:
+            reached = survival[picks[i], i, j]
+            if reached < least:
                 break
-            line[tokens] = survival[best, i, j]
+            line[tokens] = reached
             tokens += 1
     return tokens
 

@@ -57,7 +57,7 @@ def warm_up() -> None:
         flaw(Offers(np.zeros((1, 1), kind), np.ones((1, 1))), 1)
     survival = survivals([Offers(np.zeros((1, 1), np.int32), np.ones((1, 1)))], np.ones(1, np.int64), 1)
     longest(survival, 0.0, 0.0)
-    line = Line(survival, 0.0, 0.5)
+    line = Line(survival, best_picks(survival, 0.0), 0.5)
     # Of a grid, and not to be written to.
     counts, curve = row_counts(1, 1), warm_up_curve()
     least_row(counts, curve)
@@ -84,14 +84,14 @@ def least_row(counts: Ints, curve: Curve) -> float:
     return float(_compiled().least_row(counts, curve.numbers))
 
 
-def survivals(made: Sequence[Offers], limits: Ints, width: int) -> Floats:
+def survivals(made: Sequence[Offers], room: Ints, width: int) -> Floats:
     """For each drafter, sample and position the probability to be reached and kept, [d, n, width]; 0: no token.
 
-    `limits`, [n], are the most tokens that a sample can verify.
+    `room`, [n], is how many tokens a sample can verify.
     """
-    survival = np.zeros((len(made), len(limits), width))
+    survival = np.zeros((len(made), len(room), width))
     for offers, found in zip(made, survival, strict=True):
-        _compiled().survive(_doubles(offers.acceptance), limits, found)
+        _compiled().survive(_doubles(offers.acceptance), room, found)
     return survival
 
 
@@ -104,27 +104,33 @@ def longest(survival: Floats, floor: float, survival_floor: float) -> Chosen:
     return Chosen(picks, lengths, _compiled().longest(survival, floor, survival_floor, picks, lengths))
 
 
+def best_picks(survival: Floats, price: float) -> Ints:
+    """For each sample the drafter whose tokens bring most above a price a token, in accepted tokens, [n]."""
+    picks = np.zeros(survival.shape[1], np.int64)
+    if len(survival) > 1:
+        _compiled().pick(survival, price, picks)
+    return picks
+
+
 class Line:
     """Tokens of all samples, best first.
 
     Survival falls along an offer, so what comes first are beginnings of offers.
     """
 
-    def __init__(self, survival: Floats, price: float, least: float) -> None:
-        """Of each sample the tokens of the drafter that brings most above a price a token.
+    def __init__(self, survival: Floats, picks: Ints, least: float) -> None:
+        """Of each sample the tokens of one drafter.
 
         Args:
             survival: of `survivals`.
-            price: in accepted tokens, at least 0.
+            picks: the drafter of each sample, [n].
             least: tokens that survive with a lower probability are left out; above 0.
         """
-        n = survival.shape[1]
-        self.picks = np.empty(n, np.int64)
-        """The drafter of each sample, [n]."""
+        self.picks = picks
         self._survival = survival
         # Rising.
         self._tokens = np.empty(survival[0].size)
-        self._tokens = self._tokens[: _compiled().pick(survival, price, least, self.picks, self._tokens)]
+        self._tokens = self._tokens[: _compiled().gather(survival, picks, least, self._tokens)]
         self._tokens.sort()
 
     def __len__(self) -> int:
