@@ -69,8 +69,14 @@ def step_times(rounds: Iterable[Round]) -> dict[Kind, float]:
         for step in each.steps:
             times[step.kind].append(step.seconds)
     kinds = list(times)
-    places = np.array([(_IN_OCTAVE * log2(samples), rows) for samples, rows in kinds]).reshape(-1, 2)
+    places = np.array([_place(kind) for kind in kinds]).reshape(-1, 2)
     return {kind: median(_alike(kind, times, kinds, places)) for kind in kinds}
+
+
+def _place(kind: Kind) -> tuple[float, float]:
+    samples, rows = kind
+    # An engine that only clears up has no samples, and is an octave from all that have any.
+    return (_IN_OCTAVE * log2(samples) if samples else -float(_IN_OCTAVE)), rows
 
 
 def _alike(
@@ -79,8 +85,7 @@ def _alike(
     """A kind's times, with those of the nearest kinds if it has few; kinds that are equally far come together."""
     if len(times[kind]) >= _ENOUGH:
         return times[kind]
-    here = (_IN_OCTAVE * log2(kind[0]), kind[1])
-    away = np.abs(places - here).sum(axis=1)
+    away = np.abs(places - _place(kind)).sum(axis=1)
     away[(places[:, 1] > 0) != (kind[1] > 0)] = np.inf
     found: list[float] = []
     reached = 0.0

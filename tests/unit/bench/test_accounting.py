@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from bench.accounting import Round, Step, accounted, step_times
 
-steps = st.builds(Step, st.integers(1, 64), st.integers(0, 200), st.floats(1e-4, 1e-1))
+seconds = st.floats(1e-4, 1e-1)
+empty = st.builds(Step, st.just(0), st.just(0), seconds)
+steps = st.builds(Step, st.integers(1, 64), st.integers(0, 200), seconds) | empty
 rounds = st.lists(
     st.builds(Round, st.lists(steps, min_size=1, max_size=20), st.floats(0, 1)), min_size=1, max_size=5
 )
@@ -74,10 +76,18 @@ def test_a_kind_of_many_steps_borrows_nothing() -> None:
     assert times[Step(32, 128, 0.0).kind] == 1e-2
 
 
-@pytest.mark.parametrize("other", [Step(32, 0, 1e-2), Step(16, 64, 1e-2), Step(32, 320, 1e-2)])
-def test_a_kind_borrows_nothing_from_what_is_not_alike(other: Step) -> None:
-    """Plain steps, half as many samples, twice as many rows."""
-    rare = Step(32, 128, 2e-2)
+@pytest.mark.parametrize(
+    ("rare", "other"),
+    [
+        (Step(32, 128, 2e-2), Step(32, 0, 1e-2)),
+        (Step(32, 128, 2e-2), Step(16, 64, 1e-2)),
+        (Step(32, 128, 2e-2), Step(32, 320, 1e-2)),
+        (Step(1, 0, 2e-2), Step(0, 0, 1e-2)),
+        (Step(0, 0, 2e-2), Step(1, 0, 1e-2)),
+    ],
+)
+def test_a_kind_borrows_nothing_from_what_is_not_alike(rare: Step, other: Step) -> None:
+    """Plain steps, half as many samples, twice as many rows, none at all."""
     times = step_times([Round([other] * 50), Round([rare])])
     assert times[rare.kind] == 2e-2
 
