@@ -37,6 +37,7 @@ from services.generation.drafting.row_grid import rows_up_to
 from services.generation.drafting.speculation import Plan, Speculation
 from services.generation.engine.types import EngineOptions, SampleRequest, SampleState
 from services.generation.steering.steered import SteeredPlan
+from services.platform.heap import keep_freed_memory
 from services.platform.sampling import Sampling
 from services.policy.calibration import Fit, calibrate
 from services.policy.correction import CorrectedStepTime, Correction
@@ -130,6 +131,8 @@ def main() -> None:
     """Measure, show and write."""
     arguments = _arguments()
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(cores()[-1])}
+    # As instances do.
+    keep_freed_memory()
     from services.generation.engine.core import Engine
     from services.generation.engine.warmup import warm_up
 

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.platform.heap import keep_freed_memory
 from services.policy.calibration import BadFit, Errors, Fit, calibrate, require_good
-from services.policy.machine import machine_name
+from services.policy.machine import machine_name, on_cpu
 from services.policy.models import VALUE_BYTES, architecture_of
 from services.policy.probe import EngineStalled, Grid, measure_bandwidth, measure_throughput, sweep
 from services.policy.residual import Residual
@@ -69,21 +70,24 @@ def _measure(
     from services.generation.engine.types import EngineOptions
     from services.generation.engine.warmup import warm_up
 
-    on_cpu = not os.path.exists("/dev/nvidiactl")
+    cpu = on_cpu()
+    if cpu:
+        # As instances do.
+        keep_freed_memory()
     engine = Engine(
         EngineOptions(
             str(model),
             dtype=dtype,
             max_num_seqs=max_num_seqs,
             # On a GPU vLLM takes what is free.
-            kv_cache_memory_bytes=_KV_BYTES if on_cpu else None,
+            kv_cache_memory_bytes=_KV_BYTES if cpu else None,
             enable_prefix_caching=False,
         )
     )
     try:
         warm_up(engine)
         architecture = architecture_of(model, engine.dtype)
-        machine = machine_name() if on_cpu else engine.device
+        machine = machine_name() if cpu else engine.device
         subject = Subject.of(model.resolve().name, architecture, machine, engine.dtype)
         limits = (max_num_seqs, engine.limits.max_model_len, engine.row_capacity, engine.kv_capacity)
         grid = Grid(seconds=seconds).within(*limits)

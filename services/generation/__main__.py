@@ -32,11 +32,13 @@ from services.generation.pregeneration.metrics import PregenerationMetrics
 from services.generation.rollouts.stores import watched_stores
 from services.generation.service import GenerationService
 from services.platform.errors import Unavailable
+from services.platform.heap import keep_freed_memory
 from services.platform.process import Shutdown, run
 from services.platform.registry import Registration, Registry
 from services.platform.server import GrpcServer
 from services.platform.store import OUTAGES, Keys, connect
 from services.platform.tasks import end, is_cancelled
+from services.policy.machine import on_cpu
 
 _log = structlog.get_logger(__name__)
 _HEARTBEAT_SECONDS = 1.0
@@ -48,6 +50,8 @@ _SWITCH_SECONDS = 0.0005
 async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
     """Load the model, then serve until told to stop or the engine breaks."""
     sys.setswitchinterval(_SWITCH_SECONDS)
+    if on_cpu():
+        keep_freed_memory()
     metrics = EngineMetrics(REGISTRY)
     loop = EngineLoop(
         lambda: _build_engine(config),

@@ -1,10 +1,15 @@
-"""What this machine is called in calibrations."""
+"""What engines of this machine compute on, and what it is called in calibrations."""
 
 from __future__ import annotations
 
 import os
 import platform
 from pathlib import Path
+
+
+def on_cpu() -> bool:
+    """Whether engines compute on the processor: no GPU is to be seen. CUDA is not started."""
+    return not Path("/dev/nvidiactl").exists()
 
 
 def machine_name() -> str:
