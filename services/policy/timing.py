@@ -5,12 +5,13 @@ long. So short ones are measured now and then, and all of those that could tell 
 
 A plain step after many with drafts takes longer than the plain steps after it, and the other way round: other
 kernels, other memory. The first of a run is therefore not measured, or plain decoding would seem slow to whoever
-only tries it now and then; but where runs are a single step long, that is what steps take.
+only tries it now and then; but where runs are a single step long, that is what steps take. To measure none of them
+would be worse: drafts that are priced too high are followed by rests each time, and would stay priced too high.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # All of the first steps are measured.
 _AT_FIRST = 64
@@ -29,10 +30,18 @@ class Timing:
     _run: int = 0
     # Whether the first of this run was left out.
     _left_out: bool = False
+    # Kinds, drafted or not, whose last run was a single step.
+    _single: set[bool] = field(default_factory=set)
 
     def passed(self, *, drafted: bool) -> None:
         """A step that nobody measures."""
-        self._run = self._run + 1 if drafted == self._drafted else 1
+        if drafted != self._drafted:
+            if self._run == 1:
+                self._single.add(self._drafted)
+            else:
+                self._single.discard(self._drafted)
+            self._run = 0
+        self._run += 1
         self._drafted, self._left_out = drafted, False
 
     def due(self, seconds: float, *, drafted: bool) -> bool:
@@ -45,7 +54,7 @@ class Timing:
         self._seconds += seconds
         before, left_out = self._run, self._left_out
         self.passed(drafted=drafted)
-        if self._run == 1 and before > 1:
+        if self._run == 1 and before > 1 and drafted not in self._single:
             self._left_out = True
             return False
         if (

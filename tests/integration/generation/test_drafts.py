@@ -104,7 +104,13 @@ def drafting(
     models: tuple[Path, Path], start: Callable[..., InstanceProcess], store: Store
 ) -> Iterator[InstanceProcess]:
     """The instance of this module."""
-    settings = {"draft_window": WINDOW, "draft_fetch_seconds": CALL, "draft_wait_seconds": 1}
+    # A planner on a busy machine may find, rightly or not, that drafts do not pay.
+    settings = {
+        "draft_window": WINDOW,
+        "draft_fetch_seconds": CALL,
+        "draft_wait_seconds": 1,
+        "speculation": "fixed",
+    }
     with start(models[0], "drafting", namespace=SPACE, **settings) as process:
         yield process
 

@@ -15,7 +15,14 @@ from uuid import uuid4
 import grpc
 import pytest
 
-from paceline.internal.v1 import bubble_pb2, bubble_pb2_grpc, draft_pb2, draft_pb2_grpc
+from paceline.internal.v1 import (
+    bubble_pb2,
+    bubble_pb2_grpc,
+    draft_pb2,
+    draft_pb2_grpc,
+    policy_pb2,
+    policy_pb2_grpc,
+)
 from paceline.internal.v1 import generation_pb2 as pb
 from services.local.child import Child, ChildSpec
 from services.platform.config import ServiceConfig
@@ -258,6 +265,16 @@ async def coordinator(redis_url: str, policy: Policy) -> AsyncIterator[Coordinat
         await made.halt()
 
 
+async def draft_always(ahead: InstanceProcess, run_id: str) -> None:
+    """Drafts of fixed length in a run: a planner on a busy machine may find, rightly or not, that none pay."""
+    async with grpc.aio.insecure_channel(ahead.address) as channel:
+        knobs = policy_pb2_grpc.KnobServiceStub(channel)
+        report = await knobs.GetPolicyReport(policy_pb2.GetPolicyReportRequest(), timeout=CALL)
+        request = policy_pb2.ApplyKnobsRequest(revision=report.revision + 1)
+        request.runs[run_id].update({"mode": "fixed"})
+        await knobs.ApplyKnobs(request, timeout=CALL)
+
+
 class Work:
     """Samples of one run, to pre-generate and for real: handle, lease and slot are the same number."""
 
@@ -324,6 +341,7 @@ async def test_what_is_pregenerated_is_what_the_real_samples_will_be(
     policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
 ) -> None:
     work, numbers = Work(policy), [1, 2, 3, 4, 5, 6]
+    await draft_always(ahead, work.run)
     await coordinator.give(*map(work.item, numbers))
     poll = await coordinator.finished(*numbers)
     assert poll.request.instance_id == "ahead"
@@ -496,9 +514,10 @@ async def test_without_a_coordinator_it_ends_what_it_has(
 
 
 async def test_without_a_store_the_instance_has_its_own_drafts(
-    policy: Policy, store: Store, coordinator: Coordinator
+    policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
 ) -> None:
     work, numbers = Work(policy), [61, 62, 63]
+    await draft_always(ahead, work.run)
     truth = await work.truth(numbers)
     store.stop()
     await coordinator.give(*map(work.item, numbers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,18 +28,20 @@ def test_short_steps_of_a_kind_are_measured_once_in_a_while() -> None:
 
 @given(steps)
 def test_no_time_passes_unmeasured_but_in_the_first_step_of_a_run(done: list[tuple[float, bool]]) -> None:
-    timing, kinds, passed = settled(), [True] * FIRST, 0.0
+    timing, kinds, passed, left_out = settled(), [True] * FIRST, 0.0, False
     for seconds, drafted in done:
         passed += seconds
         due = timing.due(seconds, drafted=drafted)
         kinds.append(drafted)
-        run = next((i for i, kind in enumerate(reversed(kinds)) if kind != drafted), len(kinds))
-        alone = run == 1 and kinds[-2] != kinds[-3]
+        runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
+        run = runs[-1][1]
         if run == 1:
-            # After a run of several the first one takes longer; after one alone it is as they are.
-            assert due == alone
-        elif passed >= BETWEEN or (run == 2 and kinds[-3] == kinds[-4]):
+            # After a run of several the first one takes longer; after one alone it is as they are, and so is one
+            # whose last run was no longer.
+            assert due == (runs[-2][1] == 1 or runs[-3:-2] == [(drafted, 1)])
+        elif passed >= BETWEEN or (run == 2 and left_out):
             assert due
+        left_out = not due
         if due:
             passed = 0.0
 
@@ -52,6 +54,15 @@ def test_a_trial_of_two_steps_is_measured_in_its_second() -> None:
         False,
         True,
     ]
+
+
+def test_single_steps_between_long_rests_are_measured_but_the_first() -> None:
+    timing, found = settled(), []
+    for _ in range(3):
+        for _ in range(32):
+            timing.passed(drafted=False)
+        found.append(timing.due(1e-3, drafted=True))
+    assert found == [False, True, True]
 
 
 def test_steps_that_nobody_measures_count_as_plain_ones() -> None:
