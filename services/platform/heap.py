@@ -1,8 +1,8 @@
 """Freed memory that stays with the process.
 
 glibc gives blocks above 32 MiB back to the kernel when they are freed, and a step with many rows takes and frees
-several of them. The next step finds them empty again: thousands of page faults, which take up to a quarter of it,
-in one process and not in the next.
+several of them. The next step finds them empty again, and waits for the page faults: in one process, and not in
+the next, so that the same step has two speeds.
 """
 
 from __future__ import annotations
