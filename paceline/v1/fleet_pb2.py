@@ -22,63 +22,65 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from paceline.v1 import knobs_pb2 as paceline_dot_v1_dot_knobs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/fleet.proto\x12\x0bpaceline.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x81\x01\n\x0cInstanceLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08kv_usage\x18\x03 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x04 \x01(\x01\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\"\xd6\x02\n\x08Instance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.paceline.v1.InstanceState\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12\'\n\x04load\x18\x06 \x01(\x0b\x32\x19.paceline.v1.InstanceLoad\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\r\n\x05model\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x31\n\rregistered_at\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0fmetrics_address\x18\r \x01(\t\"\x16\n\x14ListInstancesRequest\"A\n\x15ListInstancesResponse\x12(\n\tinstances\x18\x01 \x03(\x0b\x32\x15.paceline.v1.Instance\"\x13\n\x11WatchFleetRequest\">\n\x12WatchFleetResponse\x12(\n\tinstances\x18\x01 \x03(\x0b\x32\x15.paceline.v1.Instance\"$\n\x0cPauseRequest\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"%\n\rPauseResponse\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"%\n\rResumeRequest\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"&\n\x0eResumeResponse\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"#\n\x0c\x44rainRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"$\n\rDrainResponse\x12\x13\n\x0bhanded_over\x18\x01 \x01(\r\"?\n\x10GetPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\"M\n\x11GetPolicyResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12&\n\x05knobs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"y\n\x10SetPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12&\n\x05knobs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0c\n\x04pool\x18\x05 \x01(\t\"a\n\x11SetPolicyResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x1c\n\x14\x61pplied_instance_ids\x18\x02 \x03(\t\x12\x1c\n\x14pending_instance_ids\x18\x03 \x03(\t\"R\n\x15WatchDecisionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12)\n\x05since\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb2\x01\n\x16WatchDecisionsResponse\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x16\n\x0epredicted_gain\x18\x04 \x01(\x01\x12(\n\x07\x64\x65tails\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0e\n\x06run_id\x18\x06 \x01(\t\"\x13\n\x11GetDrafterRequest\"\x92\x02\n\x12GetDrafterResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12-\n\tpublished\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0f\n\x07updates\x18\x04 \x01(\x04\x12\x14\n\x0csamples_used\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12#\n\x1b\x63\x61ndidate_acceptance_length\x18\x07 \x01(\x01\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x08 \x01(\x01\x12\x1b\n\x13rejected_candidates\x18\t \x01(\x04\x12\x12\n\nroll_backs\x18\n \x01(\x04\"9\n\x16RollBackDrafterRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"*\n\x17RollBackDrafterResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04*\xb6\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14INSTANCE_STATE_STALE\x10\x01\x12\x1a\n\x16INSTANCE_STATE_SERVING\x10\x02\x12\x19\n\x15INSTANCE_STATE_PAUSED\x10\x03\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x04\x12\x17\n\x13INSTANCE_STATE_DEAD\x10\x05\x32\x9c\x06\n\x0c\x46leetService\x12V\n\rListInstances\x12!.paceline.v1.ListInstancesRequest\x1a\".paceline.v1.ListInstancesResponse\x12O\n\nWatchFleet\x12\x1e.paceline.v1.WatchFleetRequest\x1a\x1f.paceline.v1.WatchFleetResponse0\x01\x12>\n\x05Pause\x12\x19.paceline.v1.PauseRequest\x1a\x1a.paceline.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.paceline.v1.ResumeRequest\x1a\x1b.paceline.v1.ResumeResponse\x12>\n\x05\x44rain\x12\x19.paceline.v1.DrainRequest\x1a\x1a.paceline.v1.DrainResponse\x12J\n\tGetPolicy\x12\x1d.paceline.v1.GetPolicyRequest\x1a\x1e.paceline.v1.GetPolicyResponse\x12J\n\tSetPolicy\x12\x1d.paceline.v1.SetPolicyRequest\x1a\x1e.paceline.v1.SetPolicyResponse\x12[\n\x0eWatchDecisions\x12\".paceline.v1.WatchDecisionsRequest\x1a#.paceline.v1.WatchDecisionsResponse0\x01\x12M\n\nGetDrafter\x12\x1e.paceline.v1.GetDrafterRequest\x1a\x1f.paceline.v1.GetDrafterResponse\x12\\\n\x0fRollBackDrafter\x12#.paceline.v1.RollBackDrafterRequest\x1a$.paceline.v1.RollBackDrafterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/fleet.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17paceline/v1/knobs.proto\"\x99\x01\n\x0cInstanceLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08kv_usage\x18\x03 \x01(\x01\x12,\n\tstep_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\"\xd6\x02\n\x08Instance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.paceline.v1.InstanceState\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12\'\n\x04load\x18\x06 \x01(\x0b\x32\x19.paceline.v1.InstanceLoad\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\r\n\x05model\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x31\n\rregistered_at\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0fmetrics_address\x18\r \x01(\t\"\x16\n\x14ListInstancesRequest\"A\n\x15ListInstancesResponse\x12(\n\tinstances\x18\x01 \x03(\x0b\x32\x15.paceline.v1.Instance\"\x13\n\x11WatchFleetRequest\">\n\x12WatchFleetResponse\x12(\n\tinstances\x18\x01 \x03(\x0b\x32\x15.paceline.v1.Instance\"$\n\x0cPauseRequest\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"%\n\rPauseResponse\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"%\n\rResumeRequest\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"&\n\x0eResumeResponse\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"#\n\x0c\x44rainRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"$\n\rDrainResponse\x12\x13\n\x0bhanded_over\x18\x01 \x01(\r\">\n\x0fGetKnobsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\"G\n\x10GetKnobsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12!\n\x05knobs\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Knobs\"s\n\x0fSetKnobsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\x04\x12!\n\x05knobs\x18\x05 \x01(\x0b\x32\x12.paceline.v1.Knobs\"`\n\x10SetKnobsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x1c\n\x14\x61pplied_instance_ids\x18\x02 \x03(\t\x12\x1c\n\x14pending_instance_ids\x18\x03 \x03(\t\"R\n\x15WatchDecisionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12)\n\x05since\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb2\x01\n\x16WatchDecisionsResponse\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x16\n\x0epredicted_gain\x18\x04 \x01(\x01\x12(\n\x07\x64\x65tails\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0e\n\x06run_id\x18\x06 \x01(\t\"\x13\n\x11GetDrafterRequest\"\x9c\x02\n\x12GetDrafterResponse\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x30\n\x0cpublished_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0f\n\x07updates\x18\x04 \x01(\x04\x12\x14\n\x0csamples_used\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12#\n\x1b\x63\x61ndidate_acceptance_length\x18\x07 \x01(\x01\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x08 \x01(\x01\x12\x1b\n\x13rejected_candidates\x18\t \x01(\x04\x12\x11\n\trollbacks\x18\n \x01(\x04\"A\n\x16RollBackDrafterRequest\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"2\n\x17RollBackDrafterResponse\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04*\xb6\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14INSTANCE_STATE_STALE\x10\x01\x12\x1a\n\x16INSTANCE_STATE_SERVING\x10\x02\x12\x19\n\x15INSTANCE_STATE_PAUSED\x10\x03\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x04\x12\x17\n\x13INSTANCE_STATE_DEAD\x10\x05\x32\x96\x06\n\x0c\x46leetService\x12V\n\rListInstances\x12!.paceline.v1.ListInstancesRequest\x1a\".paceline.v1.ListInstancesResponse\x12O\n\nWatchFleet\x12\x1e.paceline.v1.WatchFleetRequest\x1a\x1f.paceline.v1.WatchFleetResponse0\x01\x12>\n\x05Pause\x12\x19.paceline.v1.PauseRequest\x1a\x1a.paceline.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.paceline.v1.ResumeRequest\x1a\x1b.paceline.v1.ResumeResponse\x12>\n\x05\x44rain\x12\x19.paceline.v1.DrainRequest\x1a\x1a.paceline.v1.DrainResponse\x12G\n\x08GetKnobs\x12\x1c.paceline.v1.GetKnobsRequest\x1a\x1d.paceline.v1.GetKnobsResponse\x12G\n\x08SetKnobs\x12\x1c.paceline.v1.SetKnobsRequest\x1a\x1d.paceline.v1.SetKnobsResponse\x12[\n\x0eWatchDecisions\x12\".paceline.v1.WatchDecisionsRequest\x1a#.paceline.v1.WatchDecisionsResponse0\x01\x12M\n\nGetDrafter\x12\x1e.paceline.v1.GetDrafterRequest\x1a\x1f.paceline.v1.GetDrafterResponse\x12\\\n\x0fRollBackDrafter\x12#.paceline.v1.RollBackDrafterRequest\x1a$.paceline.v1.RollBackDrafterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INSTANCESTATE']._serialized_start=2020
-  _globals['_INSTANCESTATE']._serialized_end=2202
-  _globals['_INSTANCELOAD']._serialized_start=104
-  _globals['_INSTANCELOAD']._serialized_end=233
-  _globals['_INSTANCE']._serialized_start=236
-  _globals['_INSTANCE']._serialized_end=578
-  _globals['_LISTINSTANCESREQUEST']._serialized_start=580
-  _globals['_LISTINSTANCESREQUEST']._serialized_end=602
-  _globals['_LISTINSTANCESRESPONSE']._serialized_start=604
-  _globals['_LISTINSTANCESRESPONSE']._serialized_end=669
-  _globals['_WATCHFLEETREQUEST']._serialized_start=671
-  _globals['_WATCHFLEETREQUEST']._serialized_end=690
-  _globals['_WATCHFLEETRESPONSE']._serialized_start=692
-  _globals['_WATCHFLEETRESPONSE']._serialized_end=754
-  _globals['_PAUSEREQUEST']._serialized_start=756
-  _globals['_PAUSEREQUEST']._serialized_end=792
-  _globals['_PAUSERESPONSE']._serialized_start=794
-  _globals['_PAUSERESPONSE']._serialized_end=831
-  _globals['_RESUMEREQUEST']._serialized_start=833
-  _globals['_RESUMEREQUEST']._serialized_end=870
-  _globals['_RESUMERESPONSE']._serialized_start=872
-  _globals['_RESUMERESPONSE']._serialized_end=910
-  _globals['_DRAINREQUEST']._serialized_start=912
-  _globals['_DRAINREQUEST']._serialized_end=947
-  _globals['_DRAINRESPONSE']._serialized_start=949
-  _globals['_DRAINRESPONSE']._serialized_end=985
-  _globals['_GETPOLICYREQUEST']._serialized_start=987
-  _globals['_GETPOLICYREQUEST']._serialized_end=1050
-  _globals['_GETPOLICYRESPONSE']._serialized_start=1052
-  _globals['_GETPOLICYRESPONSE']._serialized_end=1129
-  _globals['_SETPOLICYREQUEST']._serialized_start=1131
-  _globals['_SETPOLICYREQUEST']._serialized_end=1252
-  _globals['_SETPOLICYRESPONSE']._serialized_start=1254
-  _globals['_SETPOLICYRESPONSE']._serialized_end=1351
-  _globals['_WATCHDECISIONSREQUEST']._serialized_start=1353
-  _globals['_WATCHDECISIONSREQUEST']._serialized_end=1435
-  _globals['_WATCHDECISIONSRESPONSE']._serialized_start=1438
-  _globals['_WATCHDECISIONSRESPONSE']._serialized_end=1616
-  _globals['_GETDRAFTERREQUEST']._serialized_start=1618
-  _globals['_GETDRAFTERREQUEST']._serialized_end=1637
-  _globals['_GETDRAFTERRESPONSE']._serialized_start=1640
-  _globals['_GETDRAFTERRESPONSE']._serialized_end=1914
-  _globals['_ROLLBACKDRAFTERREQUEST']._serialized_start=1916
-  _globals['_ROLLBACKDRAFTERREQUEST']._serialized_end=1973
-  _globals['_ROLLBACKDRAFTERRESPONSE']._serialized_start=1975
-  _globals['_ROLLBACKDRAFTERRESPONSE']._serialized_end=2017
-  _globals['_FLEETSERVICE']._serialized_start=2205
-  _globals['_FLEETSERVICE']._serialized_end=3001
+  _globals['_INSTANCESTATE']._serialized_start=2113
+  _globals['_INSTANCESTATE']._serialized_end=2295
+  _globals['_INSTANCELOAD']._serialized_start=161
+  _globals['_INSTANCELOAD']._serialized_end=314
+  _globals['_INSTANCE']._serialized_start=317
+  _globals['_INSTANCE']._serialized_end=659
+  _globals['_LISTINSTANCESREQUEST']._serialized_start=661
+  _globals['_LISTINSTANCESREQUEST']._serialized_end=683
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=685
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=750
+  _globals['_WATCHFLEETREQUEST']._serialized_start=752
+  _globals['_WATCHFLEETREQUEST']._serialized_end=771
+  _globals['_WATCHFLEETRESPONSE']._serialized_start=773
+  _globals['_WATCHFLEETRESPONSE']._serialized_end=835
+  _globals['_PAUSEREQUEST']._serialized_start=837
+  _globals['_PAUSEREQUEST']._serialized_end=873
+  _globals['_PAUSERESPONSE']._serialized_start=875
+  _globals['_PAUSERESPONSE']._serialized_end=912
+  _globals['_RESUMEREQUEST']._serialized_start=914
+  _globals['_RESUMEREQUEST']._serialized_end=951
+  _globals['_RESUMERESPONSE']._serialized_start=953
+  _globals['_RESUMERESPONSE']._serialized_end=991
+  _globals['_DRAINREQUEST']._serialized_start=993
+  _globals['_DRAINREQUEST']._serialized_end=1028
+  _globals['_DRAINRESPONSE']._serialized_start=1030
+  _globals['_DRAINRESPONSE']._serialized_end=1066
+  _globals['_GETKNOBSREQUEST']._serialized_start=1068
+  _globals['_GETKNOBSREQUEST']._serialized_end=1130
+  _globals['_GETKNOBSRESPONSE']._serialized_start=1132
+  _globals['_GETKNOBSRESPONSE']._serialized_end=1203
+  _globals['_SETKNOBSREQUEST']._serialized_start=1205
+  _globals['_SETKNOBSREQUEST']._serialized_end=1320
+  _globals['_SETKNOBSRESPONSE']._serialized_start=1322
+  _globals['_SETKNOBSRESPONSE']._serialized_end=1418
+  _globals['_WATCHDECISIONSREQUEST']._serialized_start=1420
+  _globals['_WATCHDECISIONSREQUEST']._serialized_end=1502
+  _globals['_WATCHDECISIONSRESPONSE']._serialized_start=1505
+  _globals['_WATCHDECISIONSRESPONSE']._serialized_end=1683
+  _globals['_GETDRAFTERREQUEST']._serialized_start=1685
+  _globals['_GETDRAFTERREQUEST']._serialized_end=1704
+  _globals['_GETDRAFTERRESPONSE']._serialized_start=1707
+  _globals['_GETDRAFTERRESPONSE']._serialized_end=1991
+  _globals['_ROLLBACKDRAFTERREQUEST']._serialized_start=1993
+  _globals['_ROLLBACKDRAFTERREQUEST']._serialized_end=2058
+  _globals['_ROLLBACKDRAFTERRESPONSE']._serialized_start=2060
+  _globals['_ROLLBACKDRAFTERRESPONSE']._serialized_end=2110
+  _globals['_FLEETSERVICE']._serialized_start=2298
+  _globals['_FLEETSERVICE']._serialized_end=3088
 # @@protoc_insertion_point(module_scope)

@@ -1,7 +1,9 @@
 import datetime
 
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from paceline.v1 import knobs_pb2 as _knobs_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -27,20 +29,20 @@ INSTANCE_STATE_DRAINING: InstanceState
 INSTANCE_STATE_DEAD: InstanceState
 
 class InstanceLoad(_message.Message):
-    __slots__ = ("running", "waiting", "kv_usage", "step_seconds", "generated_tokens", "steps")
+    __slots__ = ("running", "waiting", "kv_usage", "step_time", "generated_tokens", "steps")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
-    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_usage: float
-    step_seconds: float
+    step_time: _duration_pb2.Duration
     generated_tokens: int
     steps: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., step_seconds: _Optional[float] = ..., generated_tokens: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generated_tokens: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Instance(_message.Message):
     __slots__ = ("instance_id", "epoch", "address", "state", "policy_version", "load", "max_running", "max_model_len", "vocab_size", "model", "device", "registered_at", "metrics_address")
@@ -128,7 +130,7 @@ class DrainResponse(_message.Message):
     handed_over: int
     def __init__(self, handed_over: _Optional[int] = ...) -> None: ...
 
-class GetPolicyRequest(_message.Message):
+class GetKnobsRequest(_message.Message):
     __slots__ = ("run_id", "model", "pool")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -138,29 +140,29 @@ class GetPolicyRequest(_message.Message):
     pool: str
     def __init__(self, run_id: _Optional[str] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
-class GetPolicyResponse(_message.Message):
+class GetKnobsResponse(_message.Message):
     __slots__ = ("revision", "knobs")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     KNOBS_FIELD_NUMBER: _ClassVar[int]
     revision: int
-    knobs: _struct_pb2.Struct
-    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    knobs: _knobs_pb2.Knobs
+    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ...) -> None: ...
 
-class SetPolicyRequest(_message.Message):
-    __slots__ = ("run_id", "revision", "knobs", "model", "pool")
+class SetKnobsRequest(_message.Message):
+    __slots__ = ("run_id", "model", "pool", "revision", "knobs")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    REVISION_FIELD_NUMBER: _ClassVar[int]
-    KNOBS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    KNOBS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    revision: int
-    knobs: _struct_pb2.Struct
     model: str
     pool: str
-    def __init__(self, run_id: _Optional[str] = ..., revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
+    revision: int
+    knobs: _knobs_pb2.Knobs
+    def __init__(self, run_id: _Optional[str] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ..., revision: _Optional[int] = ..., knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ...) -> None: ...
 
-class SetPolicyResponse(_message.Message):
+class SetKnobsResponse(_message.Message):
     __slots__ = ("revision", "applied_instance_ids", "pending_instance_ids")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     APPLIED_INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -199,9 +201,9 @@ class GetDrafterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDrafterResponse(_message.Message):
-    __slots__ = ("version", "published", "path", "updates", "samples_used", "policy_version", "candidate_acceptance_length", "acceptance_length", "rejected_candidates", "roll_backs")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("drafter_version", "published_at", "path", "updates", "samples_used", "policy_version", "candidate_acceptance_length", "acceptance_length", "rejected_candidates", "rollbacks")
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_AT_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -209,9 +211,9 @@ class GetDrafterResponse(_message.Message):
     CANDIDATE_ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     REJECTED_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
-    ROLL_BACKS_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    published: _timestamp_pb2.Timestamp
+    ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    drafter_version: int
+    published_at: _timestamp_pb2.Timestamp
     path: str
     updates: int
     samples_used: int
@@ -219,19 +221,19 @@ class GetDrafterResponse(_message.Message):
     candidate_acceptance_length: float
     acceptance_length: float
     rejected_candidates: int
-    roll_backs: int
-    def __init__(self, version: _Optional[int] = ..., published: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., path: _Optional[str] = ..., updates: _Optional[int] = ..., samples_used: _Optional[int] = ..., policy_version: _Optional[int] = ..., candidate_acceptance_length: _Optional[float] = ..., acceptance_length: _Optional[float] = ..., rejected_candidates: _Optional[int] = ..., roll_backs: _Optional[int] = ...) -> None: ...
+    rollbacks: int
+    def __init__(self, drafter_version: _Optional[int] = ..., published_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., path: _Optional[str] = ..., updates: _Optional[int] = ..., samples_used: _Optional[int] = ..., policy_version: _Optional[int] = ..., candidate_acceptance_length: _Optional[float] = ..., acceptance_length: _Optional[float] = ..., rejected_candidates: _Optional[int] = ..., rollbacks: _Optional[int] = ...) -> None: ...
 
 class RollBackDrafterRequest(_message.Message):
-    __slots__ = ("version", "reason")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("drafter_version", "reason")
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    version: int
+    drafter_version: int
     reason: str
-    def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, drafter_version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RollBackDrafterResponse(_message.Message):
-    __slots__ = ("version",)
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    __slots__ = ("drafter_version",)
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    drafter_version: int
+    def __init__(self, drafter_version: _Optional[int] = ...) -> None: ...

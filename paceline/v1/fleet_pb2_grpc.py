@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class FleetServiceStub(object):
-    """The instances and the rules they work by.
+    """The instances, their knobs, and the log of decisions.
     """
 
     def __init__(self, channel):
@@ -60,15 +60,15 @@ class FleetServiceStub(object):
                 request_serializer=paceline_dot_v1_dot_fleet__pb2.DrainRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_fleet__pb2.DrainResponse.FromString,
                 _registered_method=True)
-        self.GetPolicy = channel.unary_unary(
-                '/paceline.v1.FleetService/GetPolicy',
-                request_serializer=paceline_dot_v1_dot_fleet__pb2.GetPolicyRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_fleet__pb2.GetPolicyResponse.FromString,
+        self.GetKnobs = channel.unary_unary(
+                '/paceline.v1.FleetService/GetKnobs',
+                request_serializer=paceline_dot_v1_dot_fleet__pb2.GetKnobsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_fleet__pb2.GetKnobsResponse.FromString,
                 _registered_method=True)
-        self.SetPolicy = channel.unary_unary(
-                '/paceline.v1.FleetService/SetPolicy',
-                request_serializer=paceline_dot_v1_dot_fleet__pb2.SetPolicyRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_fleet__pb2.SetPolicyResponse.FromString,
+        self.SetKnobs = channel.unary_unary(
+                '/paceline.v1.FleetService/SetKnobs',
+                request_serializer=paceline_dot_v1_dot_fleet__pb2.SetKnobsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_fleet__pb2.SetKnobsResponse.FromString,
                 _registered_method=True)
         self.WatchDecisions = channel.unary_stream(
                 '/paceline.v1.FleetService/WatchDecisions',
@@ -88,7 +88,7 @@ class FleetServiceStub(object):
 
 
 class FleetServiceServicer(object):
-    """The instances and the rules they work by.
+    """The instances, their knobs, and the log of decisions.
     """
 
     def ListInstances(self, request, context):
@@ -105,7 +105,7 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops engine steps; nothing is lost.
+        """Stops engine steps; nothing is lost, and Resume goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,20 +124,23 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetPolicy(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+    def GetKnobs(self, request, context):
+        """The knobs that are set for the fleet, a model, a pool or a run.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SetPolicy(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+    def SetKnobs(self, request, context):
+        """Replaces them. INVALID_ARGUMENT names the knob (`knobs.mode`); ABORTED: they were changed since `revision`.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchDecisions(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The decision log, entry by entry, without end.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -151,7 +154,7 @@ class FleetServiceServicer(object):
 
     def RollBackDrafter(self, request, context):
         """Goes back to the drafter that was published before. FAILED_PRECONDITION: there is none; ABORTED: another than
-        `version` is published.
+        `drafter_version` is published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,15 +188,15 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_v1_dot_fleet__pb2.DrainRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_fleet__pb2.DrainResponse.SerializeToString,
             ),
-            'GetPolicy': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetPolicy,
-                    request_deserializer=paceline_dot_v1_dot_fleet__pb2.GetPolicyRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_fleet__pb2.GetPolicyResponse.SerializeToString,
+            'GetKnobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetKnobs,
+                    request_deserializer=paceline_dot_v1_dot_fleet__pb2.GetKnobsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_fleet__pb2.GetKnobsResponse.SerializeToString,
             ),
-            'SetPolicy': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetPolicy,
-                    request_deserializer=paceline_dot_v1_dot_fleet__pb2.SetPolicyRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_fleet__pb2.SetPolicyResponse.SerializeToString,
+            'SetKnobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetKnobs,
+                    request_deserializer=paceline_dot_v1_dot_fleet__pb2.SetKnobsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_fleet__pb2.SetKnobsResponse.SerializeToString,
             ),
             'WatchDecisions': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchDecisions,
@@ -219,7 +222,7 @@ def add_FleetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FleetService(object):
-    """The instances and the rules they work by.
+    """The instances, their knobs, and the log of decisions.
     """
 
     @staticmethod
@@ -358,7 +361,7 @@ class FleetService(object):
             _registered_method=True)
 
     @staticmethod
-    def GetPolicy(request,
+    def GetKnobs(request,
             target,
             options=(),
             channel_credentials=None,
@@ -371,9 +374,9 @@ class FleetService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/paceline.v1.FleetService/GetPolicy',
-            paceline_dot_v1_dot_fleet__pb2.GetPolicyRequest.SerializeToString,
-            paceline_dot_v1_dot_fleet__pb2.GetPolicyResponse.FromString,
+            '/paceline.v1.FleetService/GetKnobs',
+            paceline_dot_v1_dot_fleet__pb2.GetKnobsRequest.SerializeToString,
+            paceline_dot_v1_dot_fleet__pb2.GetKnobsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -385,7 +388,7 @@ class FleetService(object):
             _registered_method=True)
 
     @staticmethod
-    def SetPolicy(request,
+    def SetKnobs(request,
             target,
             options=(),
             channel_credentials=None,
@@ -398,9 +401,9 @@ class FleetService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/paceline.v1.FleetService/SetPolicy',
-            paceline_dot_v1_dot_fleet__pb2.SetPolicyRequest.SerializeToString,
-            paceline_dot_v1_dot_fleet__pb2.SetPolicyResponse.FromString,
+            '/paceline.v1.FleetService/SetKnobs',
+            paceline_dot_v1_dot_fleet__pb2.SetKnobsRequest.SerializeToString,
+            paceline_dot_v1_dot_fleet__pb2.SetKnobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

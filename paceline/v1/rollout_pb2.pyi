@@ -25,7 +25,7 @@ class Group(_message.Message):
     def __init__(self, prompt_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[int] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ...) -> None: ...
 
 class SubmitRolloutsRequest(_message.Message):
-    __slots__ = ("run_id", "batch_id", "step", "policy_version", "groups", "sampling", "exactness", "run_seed", "deadline")
+    __slots__ = ("run_id", "batch_id", "step", "policy_version", "groups", "sampling", "exactness", "run_seed", "deadline", "priority", "weight")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,8 @@ class SubmitRolloutsRequest(_message.Message):
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     RUN_SEED_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     batch_id: str
     step: int
@@ -44,7 +46,9 @@ class SubmitRolloutsRequest(_message.Message):
     exactness: _sample_pb2.Exactness
     run_seed: int
     deadline: _duration_pb2.Duration
-    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    priority: int
+    weight: int
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class SubmitRolloutsResponse(_message.Message):
     __slots__ = ("batch_id", "samples", "already_submitted")
@@ -65,6 +69,22 @@ class StreamRolloutsRequest(_message.Message):
     batch_id: str
     cursor: int
     def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., cursor: _Optional[int] = ...) -> None: ...
+
+class AckRolloutsRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id", "cursor")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    cursor: int
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., cursor: _Optional[int] = ...) -> None: ...
+
+class AckRolloutsResponse(_message.Message):
+    __slots__ = ("trimmed",)
+    TRIMMED_FIELD_NUMBER: _ClassVar[int]
+    trimmed: int
+    def __init__(self, trimmed: _Optional[int] = ...) -> None: ...
 
 class StreamRolloutsResponse(_message.Message):
     __slots__ = ("cursor", "sample", "finished", "total")
@@ -145,22 +165,22 @@ class CancelRolloutsResponse(_message.Message):
     def __init__(self, cancelled: _Optional[int] = ...) -> None: ...
 
 class HintNextBatchRequest(_message.Message):
-    __slots__ = ("run_id", "step", "expected_version", "groups", "sampling", "exactness", "run_seed")
+    __slots__ = ("run_id", "step", "policy_version", "groups", "sampling", "exactness", "run_seed")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     RUN_SEED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
-    expected_version: int
+    policy_version: int
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     sampling: _sample_pb2.SamplingParams
     exactness: _sample_pb2.Exactness
     run_seed: int
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., expected_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ...) -> None: ...
 
 class HintNextBatchResponse(_message.Message):
     __slots__ = ("samples",)

@@ -47,6 +47,11 @@ class RolloutServiceStub(object):
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.StreamRolloutsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.StreamRolloutsResponse.FromString,
                 _registered_method=True)
+        self.AckRollouts = channel.unary_unary(
+                '/paceline.v1.RolloutService/AckRollouts',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.AckRolloutsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.AckRolloutsResponse.FromString,
+                _registered_method=True)
         self.Generate = channel.unary_stream(
                 '/paceline.v1.RolloutService/Generate',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
@@ -86,6 +91,14 @@ class RolloutServiceServicer(object):
     def StreamRollouts(self, request, context):
         """The finished samples of a batch in completion order, each exactly once per cursor. Resumable: a
         stream opened with the cursor of the last event received goes on after it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AckRollouts(self, request, context):
+        """Tells the gateway that the caller has the samples up to a cursor for good, so that it need not keep them. Samples
+        that are not acknowledged are kept for the gateway's retention. A stream cannot begin before the cursor any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +145,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.StreamRollouts,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.StreamRolloutsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.StreamRolloutsResponse.SerializeToString,
+            ),
+            'AckRollouts': grpc.unary_unary_rpc_method_handler(
+                    servicer.AckRollouts,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.AckRolloutsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.AckRolloutsResponse.SerializeToString,
             ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
@@ -211,6 +229,33 @@ class RolloutService(object):
             '/paceline.v1.RolloutService/StreamRollouts',
             paceline_dot_v1_dot_rollout__pb2.StreamRolloutsRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.StreamRolloutsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AckRollouts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/AckRollouts',
+            paceline_dot_v1_dot_rollout__pb2.AckRolloutsRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.AckRolloutsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,36 +22,37 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/sample.proto\x12\x0bpaceline.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe4\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x30\n\rlogprobs_mode\x18\x0c \x01(\x0e\x32\x19.paceline.v1.LogprobsModeB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xc8\x01\n\tExactness\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x1b.paceline.v1.ExactnessLevel\x12\x15\n\x08lenience\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0breuse_delay\x18\x03 \x01(\r\x12\x16\n\tkl_target\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x0f\x64iversity_floor\x18\x05 \x01(\x01H\x02\x88\x01\x01\x42\x0b\n\t_lenienceB\x0c\n\n_kl_targetB\x12\n\x10_diversity_floor\"A\n\x0bVersionSpan\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"A\n\x0b\x44raftSource\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"\x9f\x01\n\x0cInstanceSpan\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x65gin_token\x18\x02 \x01(\r\x12\x11\n\tend_token\x18\x03 \x01(\r\x12)\n\x05\x62\x65gin\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\'\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x88\x03\n\nProvenance\x12/\n\rdraft_sources\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DraftSource\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x04 \x01(\r\x12\x14\n\x0cverify_steps\x18\x05 \x01(\r\x12\x15\n\rreused_prefix\x18\x06 \x01(\r\x12\x12\n\nmigrations\x18\x07 \x01(\r\x12\x15\n\rresubmissions\x18\x08 \x01(\r\x12)\n\texactness\x18\t \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08lossless\x18\n \x01(\x08\x12\x31\n\x0einstance_spans\x18\x0b \x03(\x0b\x32\x19.paceline.v1.InstanceSpan\x12\x15\n\rqueue_seconds\x18\x0c \x01(\x01\x12\x1a\n\x12generation_seconds\x18\r \x01(\x01\x12\x15\n\rcached_tokens\x18\x0e \x01(\r\"\xc2\x02\n\x06Sample\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12)\n\x06status\x18\x06 \x01(\x0e\x32\x19.paceline.v1.SampleStatus\x12/\n\rversion_spans\x18\x07 \x03(\x0b\x32\x18.paceline.v1.VersionSpan\x12+\n\nprovenance\x18\x08 \x01(\x0b\x32\x17.paceline.v1.Provenance\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x1a\n\x12nonfinite_logprobs\x18\x0b \x03(\r*a\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02*\xad\x01\n\x0e\x45xactnessLevel\x12\x1f\n\x1b\x45XACTNESS_LEVEL_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45XACTNESS_LEVEL_EXACT\x10\x01\x12#\n\x1f\x45XACTNESS_LEVEL_COUPLED_HISTORY\x10\x02\x12\x1b\n\x17\x45XACTNESS_LEVEL_LENIENT\x10\x03\x12\x1d\n\x19\x45XACTNESS_LEVEL_REJECTION\x10\x04*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*\x9c\x01\n\x0cSampleStatus\x12\x1d\n\x19SAMPLE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17SAMPLE_STATUS_COMPLETED\x10\x01\x12\x1b\n\x17SAMPLE_STATUS_TRUNCATED\x10\x02\x12\x19\n\x15SAMPLE_STATUS_ABORTED\x10\x03\x12\x18\n\x14SAMPLE_STATUS_FAILED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/sample.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe4\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x30\n\rlogprobs_mode\x18\x0c \x01(\x0e\x32\x19.paceline.v1.LogprobsModeB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xc8\x01\n\tExactness\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x1b.paceline.v1.ExactnessLevel\x12\x15\n\x08lenience\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0breuse_delay\x18\x03 \x01(\r\x12\x16\n\tkl_target\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x0f\x64iversity_floor\x18\x05 \x01(\x01H\x02\x88\x01\x01\x42\x0b\n\t_lenienceB\x0c\n\n_kl_targetB\x12\n\x10_diversity_floor\"A\n\x0bVersionSpan\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"A\n\x0b\x44raftSource\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"\x9f\x01\n\x0cInstanceSpan\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x65gin_token\x18\x02 \x01(\r\x12\x11\n\tend_token\x18\x03 \x01(\r\x12)\n\x05\x62\x65gin\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\'\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb8\x03\n\nProvenance\x12/\n\rdraft_sources\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DraftSource\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x04 \x01(\r\x12\x14\n\x0cverify_steps\x18\x05 \x01(\r\x12\x15\n\rreused_prefix\x18\x06 \x01(\r\x12\x12\n\nmigrations\x18\x07 \x01(\r\x12\x15\n\rresubmissions\x18\x08 \x01(\r\x12)\n\texactness\x18\t \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08lossless\x18\n \x01(\x08\x12\x31\n\x0einstance_spans\x18\x0b \x03(\x0b\x32\x19.paceline.v1.InstanceSpan\x12-\n\nqueue_time\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fgeneration_time\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rcached_tokens\x18\x0e \x01(\r\"\xc2\x02\n\x06Sample\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12)\n\x06status\x18\x06 \x01(\x0e\x32\x19.paceline.v1.SampleStatus\x12/\n\rversion_spans\x18\x07 \x03(\x0b\x32\x18.paceline.v1.VersionSpan\x12+\n\nprovenance\x18\x08 \x01(\x0b\x32\x17.paceline.v1.Provenance\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x1a\n\x12nonfinite_logprobs\x18\x0b \x03(\r*a\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02*\xad\x01\n\x0e\x45xactnessLevel\x12\x1f\n\x1b\x45XACTNESS_LEVEL_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45XACTNESS_LEVEL_EXACT\x10\x01\x12#\n\x1f\x45XACTNESS_LEVEL_COUPLED_HISTORY\x10\x02\x12\x1b\n\x17\x45XACTNESS_LEVEL_LENIENT\x10\x03\x12\x1d\n\x19\x45XACTNESS_LEVEL_REJECTION\x10\x04*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*\x9c\x01\n\x0cSampleStatus\x12\x1d\n\x19SAMPLE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17SAMPLE_STATUS_COMPLETED\x10\x01\x12\x1b\n\x17SAMPLE_STATUS_TRUNCATED\x10\x02\x12\x19\n\x15SAMPLE_STATUS_ABORTED\x10\x03\x12\x18\n\x14SAMPLE_STATUS_FAILED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.sample_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOGPROBSMODE']._serialized_start=1780
-  _globals['_LOGPROBSMODE']._serialized_end=1877
-  _globals['_EXACTNESSLEVEL']._serialized_start=1880
-  _globals['_EXACTNESSLEVEL']._serialized_end=2053
-  _globals['_FINISHREASON']._serialized_start=2055
-  _globals['_FINISHREASON']._serialized_end=2177
-  _globals['_SAMPLESTATUS']._serialized_start=2180
-  _globals['_SAMPLESTATUS']._serialized_end=2336
-  _globals['_SAMPLINGPARAMS']._serialized_start=75
-  _globals['_SAMPLINGPARAMS']._serialized_end=559
-  _globals['_EXACTNESS']._serialized_start=562
-  _globals['_EXACTNESS']._serialized_end=762
-  _globals['_VERSIONSPAN']._serialized_start=764
-  _globals['_VERSIONSPAN']._serialized_end=829
-  _globals['_DRAFTSOURCE']._serialized_start=831
-  _globals['_DRAFTSOURCE']._serialized_end=896
-  _globals['_INSTANCESPAN']._serialized_start=899
-  _globals['_INSTANCESPAN']._serialized_end=1058
-  _globals['_PROVENANCE']._serialized_start=1061
-  _globals['_PROVENANCE']._serialized_end=1453
-  _globals['_SAMPLE']._serialized_start=1456
-  _globals['_SAMPLE']._serialized_end=1778
+  _globals['_LOGPROBSMODE']._serialized_start=1860
+  _globals['_LOGPROBSMODE']._serialized_end=1957
+  _globals['_EXACTNESSLEVEL']._serialized_start=1960
+  _globals['_EXACTNESSLEVEL']._serialized_end=2133
+  _globals['_FINISHREASON']._serialized_start=2135
+  _globals['_FINISHREASON']._serialized_end=2257
+  _globals['_SAMPLESTATUS']._serialized_start=2260
+  _globals['_SAMPLESTATUS']._serialized_end=2416
+  _globals['_SAMPLINGPARAMS']._serialized_start=107
+  _globals['_SAMPLINGPARAMS']._serialized_end=591
+  _globals['_EXACTNESS']._serialized_start=594
+  _globals['_EXACTNESS']._serialized_end=794
+  _globals['_VERSIONSPAN']._serialized_start=796
+  _globals['_VERSIONSPAN']._serialized_end=861
+  _globals['_DRAFTSOURCE']._serialized_start=863
+  _globals['_DRAFTSOURCE']._serialized_end=928
+  _globals['_INSTANCESPAN']._serialized_start=931
+  _globals['_INSTANCESPAN']._serialized_end=1090
+  _globals['_PROVENANCE']._serialized_start=1093
+  _globals['_PROVENANCE']._serialized_end=1533
+  _globals['_SAMPLE']._serialized_start=1536
+  _globals['_SAMPLE']._serialized_end=1858
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,6 @@
 import datetime
 
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -133,7 +134,7 @@ class InstanceSpan(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., begin_token: _Optional[int] = ..., end_token: _Optional[int] = ..., begin: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Provenance(_message.Message):
-    __slots__ = ("draft_sources", "drafted", "accepted", "decode_steps", "verify_steps", "reused_prefix", "migrations", "resubmissions", "exactness", "lossless", "instance_spans", "queue_seconds", "generation_seconds", "cached_tokens")
+    __slots__ = ("draft_sources", "drafted", "accepted", "decode_steps", "verify_steps", "reused_prefix", "migrations", "resubmissions", "exactness", "lossless", "instance_spans", "queue_time", "generation_time", "cached_tokens")
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -145,8 +146,8 @@ class Provenance(_message.Message):
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     LOSSLESS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_SPANS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_TIME_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     draft_sources: _containers.RepeatedCompositeFieldContainer[DraftSource]
     drafted: int
@@ -159,10 +160,10 @@ class Provenance(_message.Message):
     exactness: Exactness
     lossless: bool
     instance_spans: _containers.RepeatedCompositeFieldContainer[InstanceSpan]
-    queue_seconds: float
-    generation_seconds: float
+    queue_time: _duration_pb2.Duration
+    generation_time: _duration_pb2.Duration
     cached_tokens: int
-    def __init__(self, draft_sources: _Optional[_Iterable[_Union[DraftSource, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., reused_prefix: _Optional[int] = ..., migrations: _Optional[int] = ..., resubmissions: _Optional[int] = ..., exactness: _Optional[_Union[Exactness, _Mapping]] = ..., lossless: bool = ..., instance_spans: _Optional[_Iterable[_Union[InstanceSpan, _Mapping]]] = ..., queue_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, draft_sources: _Optional[_Iterable[_Union[DraftSource, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., reused_prefix: _Optional[int] = ..., migrations: _Optional[int] = ..., resubmissions: _Optional[int] = ..., exactness: _Optional[_Union[Exactness, _Mapping]] = ..., lossless: bool = ..., instance_spans: _Optional[_Iterable[_Union[InstanceSpan, _Mapping]]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generation_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("prompt_id", "slot", "token_ids", "logprobs", "finish_reason", "status", "version_spans", "provenance", "seed", "error", "nonfinite_logprobs")

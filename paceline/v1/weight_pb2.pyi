@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -18,34 +21,47 @@ class WeightTransport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WEIGHT_TRANSPORT_UNSPECIFIED: _ClassVar[WeightTransport]
     WEIGHT_TRANSPORT_DISK: _ClassVar[WeightTransport]
     WEIGHT_TRANSPORT_STREAM: _ClassVar[WeightTransport]
-    WEIGHT_TRANSPORT_NCCL: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_COLLECTIVE: _ClassVar[WeightTransport]
+
+class InFlight(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    IN_FLIGHT_UNSPECIFIED: _ClassVar[InFlight]
+    IN_FLIGHT_REFUSE: _ClassVar[InFlight]
+    IN_FLIGHT_ABORT: _ClassVar[InFlight]
+    IN_FLIGHT_CONTINUE: _ClassVar[InFlight]
 WEIGHT_TARGET_UNSPECIFIED: WeightTarget
 WEIGHT_TARGET_POLICY: WeightTarget
 WEIGHT_TARGET_DRAFTER: WeightTarget
 WEIGHT_TRANSPORT_UNSPECIFIED: WeightTransport
 WEIGHT_TRANSPORT_DISK: WeightTransport
 WEIGHT_TRANSPORT_STREAM: WeightTransport
-WEIGHT_TRANSPORT_NCCL: WeightTransport
+WEIGHT_TRANSPORT_COLLECTIVE: WeightTransport
+IN_FLIGHT_UNSPECIFIED: InFlight
+IN_FLIGHT_REFUSE: InFlight
+IN_FLIGHT_ABORT: InFlight
+IN_FLIGHT_CONTINUE: InFlight
 
 class StartUpdateRequest(_message.Message):
-    __slots__ = ("run_id", "version", "target", "transport")
+    __slots__ = ("run_id", "policy_version", "target", "transport", "drafter_version")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    version: int
+    policy_version: int
     target: WeightTarget
     transport: WeightTransport
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., target: _Optional[_Union[WeightTarget, str]] = ..., transport: _Optional[_Union[WeightTransport, str]] = ...) -> None: ...
+    drafter_version: int
+    def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., target: _Optional[_Union[WeightTarget, str]] = ..., transport: _Optional[_Union[WeightTransport, str]] = ..., drafter_version: _Optional[int] = ...) -> None: ...
 
 class StartUpdateResponse(_message.Message):
-    __slots__ = ("update_id", "current_version")
+    __slots__ = ("update_id", "policy_version")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
-    CURRENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     update_id: str
-    current_version: int
-    def __init__(self, update_id: _Optional[str] = ..., current_version: _Optional[int] = ...) -> None: ...
+    policy_version: int
+    def __init__(self, update_id: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class DiskWeights(_message.Message):
     __slots__ = ("path", "checksum")
@@ -56,18 +72,20 @@ class DiskWeights(_message.Message):
     def __init__(self, path: _Optional[str] = ..., checksum: _Optional[str] = ...) -> None: ...
 
 class WeightChunk(_message.Message):
-    __slots__ = ("tensor", "dtype", "shape", "offset", "data")
+    __slots__ = ("tensor", "dtype", "shape", "offset", "data", "crc")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CRC_FIELD_NUMBER: _ClassVar[int]
     tensor: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     data: bytes
-    def __init__(self, tensor: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    crc: int
+    def __init__(self, tensor: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., crc: _Optional[int] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("update_id", "disk", "chunk")
@@ -80,26 +98,24 @@ class UpdateWeightsRequest(_message.Message):
     def __init__(self, update_id: _Optional[str] = ..., disk: _Optional[_Union[DiskWeights, _Mapping]] = ..., chunk: _Optional[_Union[WeightChunk, _Mapping]] = ...) -> None: ...
 
 class InstanceUpdate(_message.Message):
-    __slots__ = ("instance_id", "applied", "version", "checksum", "error", "stage_seconds", "apply_seconds", "dropped_blocks", "acceptance_probe")
+    __slots__ = ("instance_id", "applied", "policy_version", "checksum", "error", "stage_time", "apply_time", "dropped_blocks")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    APPLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_TIME_FIELD_NUMBER: _ClassVar[int]
+    APPLY_TIME_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTANCE_PROBE_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     applied: bool
-    version: int
+    policy_version: int
     checksum: str
     error: str
-    stage_seconds: float
-    apply_seconds: float
+    stage_time: _duration_pb2.Duration
+    apply_time: _duration_pb2.Duration
     dropped_blocks: int
-    acceptance_probe: float
-    def __init__(self, instance_id: _Optional[str] = ..., applied: bool = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., error: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., dropped_blocks: _Optional[int] = ..., acceptance_probe: _Optional[float] = ...) -> None: ...
+    def __init__(self, instance_id: _Optional[str] = ..., applied: bool = ..., policy_version: _Optional[int] = ..., checksum: _Optional[str] = ..., error: _Optional[str] = ..., stage_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., apply_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dropped_blocks: _Optional[int] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("instances",)
@@ -108,18 +124,22 @@ class UpdateWeightsResponse(_message.Message):
     def __init__(self, instances: _Optional[_Iterable[_Union[InstanceUpdate, _Mapping]]] = ...) -> None: ...
 
 class FinishUpdateRequest(_message.Message):
-    __slots__ = ("update_id",)
+    __slots__ = ("update_id", "in_flight")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     update_id: str
-    def __init__(self, update_id: _Optional[str] = ...) -> None: ...
+    in_flight: InFlight
+    def __init__(self, update_id: _Optional[str] = ..., in_flight: _Optional[_Union[InFlight, str]] = ...) -> None: ...
 
 class FinishUpdateResponse(_message.Message):
-    __slots__ = ("version", "instances")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("policy_version", "instances", "drafter_version")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
-    version: int
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
     instances: _containers.RepeatedCompositeFieldContainer[InstanceUpdate]
-    def __init__(self, version: _Optional[int] = ..., instances: _Optional[_Iterable[_Union[InstanceUpdate, _Mapping]]] = ...) -> None: ...
+    drafter_version: int
+    def __init__(self, policy_version: _Optional[int] = ..., instances: _Optional[_Iterable[_Union[InstanceUpdate, _Mapping]]] = ..., drafter_version: _Optional[int] = ...) -> None: ...
 
 class AbortUpdateRequest(_message.Message):
     __slots__ = ("update_id",)
@@ -128,10 +148,10 @@ class AbortUpdateRequest(_message.Message):
     def __init__(self, update_id: _Optional[str] = ...) -> None: ...
 
 class AbortUpdateResponse(_message.Message):
-    __slots__ = ("current_version",)
-    CURRENT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    current_version: int
-    def __init__(self, current_version: _Optional[int] = ...) -> None: ...
+    __slots__ = ("policy_version",)
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    def __init__(self, policy_version: _Optional[int] = ...) -> None: ...
 
 class GetVersionsRequest(_message.Message):
     __slots__ = ()

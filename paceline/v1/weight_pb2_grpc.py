@@ -31,7 +31,7 @@ class WeightServiceStub(object):
 
     StartUpdate   claims the update; the version must be above the current one
     UpdateWeights hands the weights over; every instance checks and stages them, none applies them yet
-    FinishUpdate  applies them between two engine steps, drops all KV of the old version, publishes
+    FinishUpdate  applies them between two engine steps, drops all KV of the old version, publishes them
     AbortUpdate   forgets an update that is not finished
     """
 
@@ -74,7 +74,7 @@ class WeightServiceServicer(object):
 
     StartUpdate   claims the update; the version must be above the current one
     UpdateWeights hands the weights over; every instance checks and stages them, none applies them yet
-    FinishUpdate  applies them between two engine steps, drops all KV of the old version, publishes
+    FinishUpdate  applies them between two engine steps, drops all KV of the old version, publishes them
     AbortUpdate   forgets an update that is not finished
     """
 
@@ -150,7 +150,7 @@ class WeightService(object):
 
     StartUpdate   claims the update; the version must be above the current one
     UpdateWeights hands the weights over; every instance checks and stages them, none applies them yet
-    FinishUpdate  applies them between two engine steps, drops all KV of the old version, publishes
+    FinishUpdate  applies them between two engine steps, drops all KV of the old version, publishes them
     AbortUpdate   forgets an update that is not finished
     """
 

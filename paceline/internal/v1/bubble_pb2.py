@@ -22,42 +22,43 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from paceline.v1 import sample_pb2 as paceline_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/internal/v1/bubble.proto\x12\x14paceline.internal.v1\x1a\x18paceline/v1/sample.proto\"\xbb\x01\n\rSetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12-\n\x05phase\x18\x02 \x01(\x0e\x32\x1e.paceline.internal.v1.RunPhase\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x12\n\nunfinished\x18\x05 \x01(\x04\x12\x0f\n\x07waiting\x18\x06 \x01(\x04\x12\x10\n\x08hint_ids\x18\x07 \x03(\t\x12\x0e\n\x06\x63losed\x18\x08 \x01(\x08\"*\n\x0eSetRunResponse\x12\x18\n\x10missing_hint_ids\x18\x01 \x03(\t\"\x91\x01\n\x0bHintedGroup\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\r\n\x05seeds\x18\x04 \x03(\x06\x12\x17\n\x0f\x65xpected_tokens\x18\x05 \x01(\x01\"\x9d\x01\n\x0ePutHintRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07hint_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12)\n\texactness\x18\x04 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x31\n\x06groups\x18\x05 \x03(\x0b\x32!.paceline.internal.v1.HintedGroup\"\"\n\x0fPutHintResponse\x12\x0f\n\x07samples\x18\x01 \x01(\r\"2\n\x12GetCoverageRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"Q\n\x0cSlotCoverage\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"H\n\x13GetCoverageResponse\x12\x31\n\x05slots\x18\x01 \x03(\x0b\x32\".paceline.internal.v1.SlotCoverage\"\xe3\x01\n\x11PregenerationItem\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\tprompt_id\x18\x03 \x01(\t\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x18\n\x10prompt_token_ids\x18\x07 \x03(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\t \x01(\x0b\x32\x16.paceline.v1.Exactness\"Z\n\x15PregenerationProgress\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x10\n\x08returned\x18\x04 \x01(\x08\"\xc6\x01\n\x0fPollWorkRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x0c\n\x04room\x18\x04 \x01(\r\x12=\n\x08progress\x18\x05 \x03(\x0b\x32+.paceline.internal.v1.PregenerationProgress\x12\x19\n\x11\x63oordinator_epoch\x18\x06 \x01(\x04\x12\x0f\n\x07serving\x18\x07 \x01(\x08\"\xba\x01\n\x10PollWorkResponse\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x04\x12\x36\n\x05items\x18\x02 \x03(\x0b\x32\'.paceline.internal.v1.PregenerationItem\x12\x0c\n\x04halt\x18\x03 \x01(\x08\x12\x0f\n\x07revoked\x18\x04 \x03(\x04\x12\r\n\x05sleep\x18\x05 \x01(\x08\x12\x12\n\npoll_steps\x18\x06 \x01(\r\x12\x11\n\thalted_at\x18\x07 \x01(\x01*j\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_PHASE_ROLLOUT\x10\x01\x12\x14\n\x10RUN_PHASE_UPDATE\x10\x02\x12\x16\n\x12RUN_PHASE_APPLYING\x10\x03\x32\xfb\x02\n\rBubbleService\x12S\n\x06SetRun\x12#.paceline.internal.v1.SetRunRequest\x1a$.paceline.internal.v1.SetRunResponse\x12V\n\x07PutHint\x12$.paceline.internal.v1.PutHintRequest\x1a%.paceline.internal.v1.PutHintResponse\x12\x62\n\x0bGetCoverage\x12(.paceline.internal.v1.GetCoverageRequest\x1a).paceline.internal.v1.GetCoverageResponse\x12Y\n\x08PollWork\x12%.paceline.internal.v1.PollWorkRequest\x1a&.paceline.internal.v1.PollWorkResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/internal/v1/bubble.proto\x12\x14paceline.internal.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18paceline/v1/sample.proto\"\xbb\x01\n\rSetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12-\n\x05phase\x18\x02 \x01(\x0e\x32\x1e.paceline.internal.v1.RunPhase\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x12\n\nunfinished\x18\x05 \x01(\x04\x12\x0f\n\x07waiting\x18\x06 \x01(\x04\x12\x10\n\x08hint_ids\x18\x07 \x03(\t\x12\x0e\n\x06\x63losed\x18\x08 \x01(\x08\"*\n\x0eSetRunResponse\x12\x18\n\x10missing_hint_ids\x18\x01 \x03(\t\"\x91\x01\n\x0bHintedGroup\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\r\n\x05seeds\x18\x04 \x03(\x06\x12\x17\n\x0f\x65xpected_tokens\x18\x05 \x01(\x01\"\x9d\x01\n\x0ePutHintRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07hint_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12)\n\texactness\x18\x04 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x31\n\x06groups\x18\x05 \x03(\x0b\x32!.paceline.internal.v1.HintedGroup\"\"\n\x0fPutHintResponse\x12\x0f\n\x07samples\x18\x01 \x01(\r\"2\n\x12GetCoverageRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"Q\n\x0cSlotCoverage\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"H\n\x13GetCoverageResponse\x12\x31\n\x05slots\x18\x01 \x03(\x0b\x32\".paceline.internal.v1.SlotCoverage\"\xe3\x01\n\x11PregenerationTask\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\tprompt_id\x18\x03 \x01(\t\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x18\n\x10prompt_token_ids\x18\x07 \x03(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\t \x01(\x0b\x32\x16.paceline.v1.Exactness\"Z\n\x15PregenerationProgress\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x10\n\x08returned\x18\x04 \x01(\x08\"\xc6\x01\n\x0fPollWorkRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x0c\n\x04room\x18\x04 \x01(\r\x12=\n\x08progress\x18\x05 \x03(\x0b\x32+.paceline.internal.v1.PregenerationProgress\x12\x19\n\x11\x63oordinator_epoch\x18\x06 \x01(\x04\x12\x0f\n\x07serving\x18\x07 \x01(\x08\"\xd6\x01\n\x10PollWorkResponse\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x04\x12\x36\n\x05tasks\x18\x02 \x03(\x0b\x32\'.paceline.internal.v1.PregenerationTask\x12\x0c\n\x04halt\x18\x03 \x01(\x08\x12\x0f\n\x07revoked\x18\x04 \x03(\x04\x12\r\n\x05sleep\x18\x05 \x01(\x08\x12\x12\n\npoll_steps\x18\x06 \x01(\r\x12-\n\thalted_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*j\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_PHASE_ROLLOUT\x10\x01\x12\x14\n\x10RUN_PHASE_UPDATE\x10\x02\x12\x16\n\x12RUN_PHASE_APPLYING\x10\x03\x32\xfb\x02\n\rBubbleService\x12S\n\x06SetRun\x12#.paceline.internal.v1.SetRunRequest\x1a$.paceline.internal.v1.SetRunResponse\x12V\n\x07PutHint\x12$.paceline.internal.v1.PutHintRequest\x1a%.paceline.internal.v1.PutHintResponse\x12\x62\n\x0bGetCoverage\x12(.paceline.internal.v1.GetCoverageRequest\x1a).paceline.internal.v1.GetCoverageResponse\x12Y\n\x08PollWork\x12%.paceline.internal.v1.PollWorkRequest\x1a&.paceline.internal.v1.PollWorkResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.bubble_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNPHASE']._serialized_start=1584
-  _globals['_RUNPHASE']._serialized_end=1690
-  _globals['_SETRUNREQUEST']._serialized_start=86
-  _globals['_SETRUNREQUEST']._serialized_end=273
-  _globals['_SETRUNRESPONSE']._serialized_start=275
-  _globals['_SETRUNRESPONSE']._serialized_end=317
-  _globals['_HINTEDGROUP']._serialized_start=320
-  _globals['_HINTEDGROUP']._serialized_end=465
-  _globals['_PUTHINTREQUEST']._serialized_start=468
-  _globals['_PUTHINTREQUEST']._serialized_end=625
-  _globals['_PUTHINTRESPONSE']._serialized_start=627
-  _globals['_PUTHINTRESPONSE']._serialized_end=661
-  _globals['_GETCOVERAGEREQUEST']._serialized_start=663
-  _globals['_GETCOVERAGEREQUEST']._serialized_end=713
-  _globals['_SLOTCOVERAGE']._serialized_start=715
-  _globals['_SLOTCOVERAGE']._serialized_end=796
-  _globals['_GETCOVERAGERESPONSE']._serialized_start=798
-  _globals['_GETCOVERAGERESPONSE']._serialized_end=870
-  _globals['_PREGENERATIONITEM']._serialized_start=873
-  _globals['_PREGENERATIONITEM']._serialized_end=1100
-  _globals['_PREGENERATIONPROGRESS']._serialized_start=1102
-  _globals['_PREGENERATIONPROGRESS']._serialized_end=1192
-  _globals['_POLLWORKREQUEST']._serialized_start=1195
-  _globals['_POLLWORKREQUEST']._serialized_end=1393
-  _globals['_POLLWORKRESPONSE']._serialized_start=1396
-  _globals['_POLLWORKRESPONSE']._serialized_end=1582
-  _globals['_BUBBLESERVICE']._serialized_start=1693
-  _globals['_BUBBLESERVICE']._serialized_end=2072
+  _globals['_RUNPHASE']._serialized_start=1645
+  _globals['_RUNPHASE']._serialized_end=1751
+  _globals['_SETRUNREQUEST']._serialized_start=119
+  _globals['_SETRUNREQUEST']._serialized_end=306
+  _globals['_SETRUNRESPONSE']._serialized_start=308
+  _globals['_SETRUNRESPONSE']._serialized_end=350
+  _globals['_HINTEDGROUP']._serialized_start=353
+  _globals['_HINTEDGROUP']._serialized_end=498
+  _globals['_PUTHINTREQUEST']._serialized_start=501
+  _globals['_PUTHINTREQUEST']._serialized_end=658
+  _globals['_PUTHINTRESPONSE']._serialized_start=660
+  _globals['_PUTHINTRESPONSE']._serialized_end=694
+  _globals['_GETCOVERAGEREQUEST']._serialized_start=696
+  _globals['_GETCOVERAGEREQUEST']._serialized_end=746
+  _globals['_SLOTCOVERAGE']._serialized_start=748
+  _globals['_SLOTCOVERAGE']._serialized_end=829
+  _globals['_GETCOVERAGERESPONSE']._serialized_start=831
+  _globals['_GETCOVERAGERESPONSE']._serialized_end=903
+  _globals['_PREGENERATIONTASK']._serialized_start=906
+  _globals['_PREGENERATIONTASK']._serialized_end=1133
+  _globals['_PREGENERATIONPROGRESS']._serialized_start=1135
+  _globals['_PREGENERATIONPROGRESS']._serialized_end=1225
+  _globals['_POLLWORKREQUEST']._serialized_start=1228
+  _globals['_POLLWORKREQUEST']._serialized_end=1426
+  _globals['_POLLWORKRESPONSE']._serialized_start=1429
+  _globals['_POLLWORKRESPONSE']._serialized_end=1643
+  _globals['_BUBBLESERVICE']._serialized_start=1754
+  _globals['_BUBBLESERVICE']._serialized_end=2133
 # @@protoc_insertion_point(module_scope)

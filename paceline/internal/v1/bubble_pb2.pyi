@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from paceline.v1 import sample_pb2 as _sample_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -105,7 +108,7 @@ class GetCoverageResponse(_message.Message):
     slots: _containers.RepeatedCompositeFieldContainer[SlotCoverage]
     def __init__(self, slots: _Optional[_Iterable[_Union[SlotCoverage, _Mapping]]] = ...) -> None: ...
 
-class PregenerationItem(_message.Message):
+class PregenerationTask(_message.Message):
     __slots__ = ("lease", "run_id", "prompt_id", "slot", "step", "seed", "prompt_token_ids", "sampling", "exactness")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -158,19 +161,19 @@ class PollWorkRequest(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., policy_version: _Optional[int] = ..., room: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[PregenerationProgress, _Mapping]]] = ..., coordinator_epoch: _Optional[int] = ..., serving: bool = ...) -> None: ...
 
 class PollWorkResponse(_message.Message):
-    __slots__ = ("coordinator_epoch", "items", "halt", "revoked", "sleep", "poll_steps", "halted_at")
+    __slots__ = ("coordinator_epoch", "tasks", "halt", "revoked", "sleep", "poll_steps", "halted_at")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
     HALT_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
     POLL_STEPS_FIELD_NUMBER: _ClassVar[int]
     HALTED_AT_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
-    items: _containers.RepeatedCompositeFieldContainer[PregenerationItem]
+    tasks: _containers.RepeatedCompositeFieldContainer[PregenerationTask]
     halt: bool
     revoked: _containers.RepeatedScalarFieldContainer[int]
     sleep: bool
     poll_steps: int
-    halted_at: float
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., items: _Optional[_Iterable[_Union[PregenerationItem, _Mapping]]] = ..., halt: bool = ..., revoked: _Optional[_Iterable[int]] = ..., sleep: bool = ..., poll_steps: _Optional[int] = ..., halted_at: _Optional[float] = ...) -> None: ...
+    halted_at: _timestamp_pb2.Timestamp
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[PregenerationTask, _Mapping]]] = ..., halt: bool = ..., revoked: _Optional[_Iterable[int]] = ..., sleep: bool = ..., poll_steps: _Optional[int] = ..., halted_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...

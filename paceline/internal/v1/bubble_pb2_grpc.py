@@ -64,7 +64,7 @@ class BubbleServiceServicer(object):
     """
 
     def SetRun(self, request, context):
-        """The gateway tells where a run stands: at every change, and now and then.
+        """The gateway reports the state of a run at every change, and periodically.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

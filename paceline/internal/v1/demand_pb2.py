@@ -22,24 +22,25 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from paceline.v1 import fleet_pb2 as paceline_dot_v1_dot_fleet__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/internal/v1/demand.proto\x12\x14paceline.internal.v1\x1a\x17paceline/v1/fleet.proto\"\x12\n\x10GetDemandRequest\"\xe2\x01\n\x11GetDemandResponse\x12\x17\n\x0fwaiting_samples\x18\x01 \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\x02 \x01(\x01\x12\x17\n\x0frunning_samples\x18\x03 \x01(\x04\x12\x16\n\x0erunning_tokens\x18\x04 \x01(\x01\x12\x32\n\x07\x62\x61tches\x18\x05 \x03(\x0b\x32!.paceline.internal.v1.BatchDemand\x12\x37\n\tinstances\x18\x06 \x03(\x0b\x32$.paceline.internal.v1.InstanceDemand\"8\n\x0b\x42\x61tchDemand\x12\x14\n\x0cseconds_left\x18\x01 \x01(\x01\x12\x13\n\x0btokens_left\x18\x02 \x01(\x01\"\x9f\x01\n\x0eInstanceDemand\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.paceline.v1.InstanceState\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x13\n\x0bmax_running\x18\x05 \x01(\r\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\x32m\n\rDemandService\x12\\\n\tGetDemand\x12&.paceline.internal.v1.GetDemandRequest\x1a\'.paceline.internal.v1.GetDemandResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/internal/v1/demand.proto\x12\x14paceline.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17paceline/v1/fleet.proto\"\x12\n\x10GetDemandRequest\"\xe2\x01\n\x11GetDemandResponse\x12\x17\n\x0fwaiting_samples\x18\x01 \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\x02 \x01(\x01\x12\x17\n\x0frunning_samples\x18\x03 \x01(\x04\x12\x16\n\x0erunning_tokens\x18\x04 \x01(\x01\x12\x32\n\x07\x62\x61tches\x18\x05 \x03(\x0b\x32!.paceline.internal.v1.BatchDemand\x12\x37\n\tinstances\x18\x06 \x03(\x0b\x32$.paceline.internal.v1.InstanceDemand\"P\n\x0b\x42\x61tchDemand\x12,\n\ttime_left\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btokens_left\x18\x02 \x01(\x01\"\x9f\x01\n\x0eInstanceDemand\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.paceline.v1.InstanceState\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x13\n\x0bmax_running\x18\x05 \x01(\r\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\x32m\n\rDemandService\x12\\\n\tGetDemand\x12&.paceline.internal.v1.GetDemandRequest\x1a\'.paceline.internal.v1.GetDemandResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.demand_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETDEMANDREQUEST']._serialized_start=84
-  _globals['_GETDEMANDREQUEST']._serialized_end=102
-  _globals['_GETDEMANDRESPONSE']._serialized_start=105
-  _globals['_GETDEMANDRESPONSE']._serialized_end=331
-  _globals['_BATCHDEMAND']._serialized_start=333
-  _globals['_BATCHDEMAND']._serialized_end=389
-  _globals['_INSTANCEDEMAND']._serialized_start=392
-  _globals['_INSTANCEDEMAND']._serialized_end=551
-  _globals['_DEMANDSERVICE']._serialized_start=553
-  _globals['_DEMANDSERVICE']._serialized_end=662
+  _globals['_GETDEMANDREQUEST']._serialized_start=116
+  _globals['_GETDEMANDREQUEST']._serialized_end=134
+  _globals['_GETDEMANDRESPONSE']._serialized_start=137
+  _globals['_GETDEMANDRESPONSE']._serialized_end=363
+  _globals['_BATCHDEMAND']._serialized_start=365
+  _globals['_BATCHDEMAND']._serialized_end=445
+  _globals['_INSTANCEDEMAND']._serialized_start=448
+  _globals['_INSTANCEDEMAND']._serialized_end=607
+  _globals['_DEMANDSERVICE']._serialized_start=609
+  _globals['_DEMANDSERVICE']._serialized_end=718
 # @@protoc_insertion_point(module_scope)

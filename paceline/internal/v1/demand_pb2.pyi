@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from paceline.v1 import fleet_pb2 as _fleet_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -28,12 +31,12 @@ class GetDemandResponse(_message.Message):
     def __init__(self, waiting_samples: _Optional[int] = ..., waiting_tokens: _Optional[float] = ..., running_samples: _Optional[int] = ..., running_tokens: _Optional[float] = ..., batches: _Optional[_Iterable[_Union[BatchDemand, _Mapping]]] = ..., instances: _Optional[_Iterable[_Union[InstanceDemand, _Mapping]]] = ...) -> None: ...
 
 class BatchDemand(_message.Message):
-    __slots__ = ("seconds_left", "tokens_left")
-    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("time_left", "tokens_left")
+    TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
-    seconds_left: float
+    time_left: _duration_pb2.Duration
     tokens_left: float
-    def __init__(self, seconds_left: _Optional[float] = ..., tokens_left: _Optional[float] = ...) -> None: ...
+    def __init__(self, time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tokens_left: _Optional[float] = ...) -> None: ...
 
 class InstanceDemand(_message.Message):
     __slots__ = ("instance_id", "epoch", "state", "running", "max_running", "generated_tokens")

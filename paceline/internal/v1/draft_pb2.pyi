@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -69,16 +72,16 @@ class FetchRolloutsResponse(_message.Message):
     def __init__(self, rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ...) -> None: ...
 
 class EvictRolloutsRequest(_message.Message):
-    __slots__ = ("run_id", "prompt_ids", "before_version", "kind")
+    __slots__ = ("run_id", "prompt_ids", "before_policy_version", "kind")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
-    BEFORE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[str]
-    before_version: int
+    before_policy_version: int
     kind: RolloutKind
-    def __init__(self, run_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[str]] = ..., before_version: _Optional[int] = ..., kind: _Optional[_Union[RolloutKind, str]] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[str]] = ..., before_policy_version: _Optional[int] = ..., kind: _Optional[_Union[RolloutKind, str]] = ...) -> None: ...
 
 class EvictRolloutsResponse(_message.Message):
     __slots__ = ("removed",)
@@ -105,5 +108,5 @@ class GetDraftStatsResponse(_message.Message):
     bytes: int
     budget_bytes: int
     evicted: int
-    snapshot_at: float
-    def __init__(self, prompts: _Optional[int] = ..., rollouts: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., evicted: _Optional[int] = ..., snapshot_at: _Optional[float] = ...) -> None: ...
+    snapshot_at: _timestamp_pb2.Timestamp
+    def __init__(self, prompts: _Optional[int] = ..., rollouts: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., evicted: _Optional[int] = ..., snapshot_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class DraftServiceStub(object):
     """One replica of the store. A prompt lives on one replica, chosen by rendezvous hashing of (run, prompt).
-    What is lost costs speed, never correctness.
+    Losing rollouts costs speed, never correctness.
     """
 
     def __init__(self, channel):
@@ -60,7 +60,7 @@ class DraftServiceStub(object):
 
 class DraftServiceServicer(object):
     """One replica of the store. A prompt lives on one replica, chosen by rendezvous hashing of (run, prompt).
-    What is lost costs speed, never correctness.
+    Losing rollouts costs speed, never correctness.
     """
 
     def PutRollouts(self, request_iterator, context):
@@ -122,7 +122,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DraftService(object):
     """One replica of the store. A prompt lives on one replica, chosen by rendezvous hashing of (run, prompt).
-    What is lost costs speed, never correctness.
+    Losing rollouts costs speed, never correctness.
     """
 
     @staticmethod

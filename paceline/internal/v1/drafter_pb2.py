@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"paceline/internal/v1/drafter.proto\x12\x14paceline.internal.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"F\n\x15LoadDraftModelRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"2\n\x16LoadDraftModelResponse\x12\x18\n\x10previous_version\x18\x01 \x01(\x04\"\x16\n\x14GetDraftModelRequest\"w\n\x15GetDraftModelResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06\x64rafts\x18\x03 \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\x04\"\x13\n\x11GetLearnerRequest\"\xd0\x02\n\x12GetLearnerResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12-\n\tpublished\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12\x0f\n\x07updates\x18\x06 \x01(\x04\x12\x14\n\x0csamples_used\x18\x07 \x01(\x04\x12\x13\n\x0btokens_used\x18\x08 \x01(\x04\x12\x0f\n\x07kd_loss\x18\t \x01(\x01\x12#\n\x1b\x63\x61ndidate_acceptance_length\x18\n \x01(\x01\x12!\n\x19\x63urrent_acceptance_length\x18\x0b \x01(\x01\x12\x1b\n\x13rejected_candidates\x18\x0c \x01(\x04\x12\x12\n\nroll_backs\x18\r \x01(\x04\"2\n\x0fRollBackRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"#\n\x10RollBackResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x32\xea\x01\n\x11\x44raftModelService\x12k\n\x0eLoadDraftModel\x12+.paceline.internal.v1.LoadDraftModelRequest\x1a,.paceline.internal.v1.LoadDraftModelResponse\x12h\n\rGetDraftModel\x12*.paceline.internal.v1.GetDraftModelRequest\x1a+.paceline.internal.v1.GetDraftModelResponse2\xcc\x01\n\x0eLearnerService\x12_\n\nGetLearner\x12\'.paceline.internal.v1.GetLearnerRequest\x1a(.paceline.internal.v1.GetLearnerResponse\x12Y\n\x08RollBack\x12%.paceline.internal.v1.RollBackRequest\x1a&.paceline.internal.v1.RollBackResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"paceline/internal/v1/drafter.proto\x12\x14paceline.internal.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"N\n\x15LoadDraftModelRequest\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\":\n\x16LoadDraftModelResponse\x12 \n\x18previous_drafter_version\x18\x01 \x01(\x04\"\x16\n\x14GetDraftModelRequest\"\x7f\n\x15GetDraftModelResponse\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06\x64rafts\x18\x03 \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\x04\"\x13\n\x11GetLearnerRequest\"\xda\x02\n\x12GetLearnerResponse\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x30\n\x0cpublished_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12\x0f\n\x07updates\x18\x06 \x01(\x04\x12\x14\n\x0csamples_used\x18\x07 \x01(\x04\x12\x13\n\x0btokens_used\x18\x08 \x01(\x04\x12\x0f\n\x07kd_loss\x18\t \x01(\x01\x12#\n\x1b\x63\x61ndidate_acceptance_length\x18\n \x01(\x01\x12!\n\x19\x63urrent_acceptance_length\x18\x0b \x01(\x01\x12\x1b\n\x13rejected_candidates\x18\x0c \x01(\x04\x12\x11\n\trollbacks\x18\r \x01(\x04\":\n\x0fRollBackRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x17\n\x0f\x64rafter_version\x18\x02 \x01(\x04\"+\n\x10RollBackResponse\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x32\xea\x01\n\x11\x44raftModelService\x12k\n\x0eLoadDraftModel\x12+.paceline.internal.v1.LoadDraftModelRequest\x1a,.paceline.internal.v1.LoadDraftModelResponse\x12h\n\rGetDraftModel\x12*.paceline.internal.v1.GetDraftModelRequest\x1a+.paceline.internal.v1.GetDraftModelResponse2\xcc\x01\n\x0eLearnerService\x12_\n\nGetLearner\x12\'.paceline.internal.v1.GetLearnerRequest\x1a(.paceline.internal.v1.GetLearnerResponse\x12Y\n\x08RollBack\x12%.paceline.internal.v1.RollBackRequest\x1a&.paceline.internal.v1.RollBackResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.drafte
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADDRAFTMODELREQUEST']._serialized_start=93
-  _globals['_LOADDRAFTMODELREQUEST']._serialized_end=163
-  _globals['_LOADDRAFTMODELRESPONSE']._serialized_start=165
-  _globals['_LOADDRAFTMODELRESPONSE']._serialized_end=215
-  _globals['_GETDRAFTMODELREQUEST']._serialized_start=217
-  _globals['_GETDRAFTMODELREQUEST']._serialized_end=239
-  _globals['_GETDRAFTMODELRESPONSE']._serialized_start=241
-  _globals['_GETDRAFTMODELRESPONSE']._serialized_end=360
-  _globals['_GETLEARNERREQUEST']._serialized_start=362
-  _globals['_GETLEARNERREQUEST']._serialized_end=381
-  _globals['_GETLEARNERRESPONSE']._serialized_start=384
-  _globals['_GETLEARNERRESPONSE']._serialized_end=720
-  _globals['_ROLLBACKREQUEST']._serialized_start=722
-  _globals['_ROLLBACKREQUEST']._serialized_end=772
-  _globals['_ROLLBACKRESPONSE']._serialized_start=774
-  _globals['_ROLLBACKRESPONSE']._serialized_end=809
-  _globals['_DRAFTMODELSERVICE']._serialized_start=812
-  _globals['_DRAFTMODELSERVICE']._serialized_end=1046
-  _globals['_LEARNERSERVICE']._serialized_start=1049
-  _globals['_LEARNERSERVICE']._serialized_end=1253
+  _globals['_LOADDRAFTMODELREQUEST']._serialized_end=171
+  _globals['_LOADDRAFTMODELRESPONSE']._serialized_start=173
+  _globals['_LOADDRAFTMODELRESPONSE']._serialized_end=231
+  _globals['_GETDRAFTMODELREQUEST']._serialized_start=233
+  _globals['_GETDRAFTMODELREQUEST']._serialized_end=255
+  _globals['_GETDRAFTMODELRESPONSE']._serialized_start=257
+  _globals['_GETDRAFTMODELRESPONSE']._serialized_end=384
+  _globals['_GETLEARNERREQUEST']._serialized_start=386
+  _globals['_GETLEARNERREQUEST']._serialized_end=405
+  _globals['_GETLEARNERRESPONSE']._serialized_start=408
+  _globals['_GETLEARNERRESPONSE']._serialized_end=754
+  _globals['_ROLLBACKREQUEST']._serialized_start=756
+  _globals['_ROLLBACKREQUEST']._serialized_end=814
+  _globals['_ROLLBACKRESPONSE']._serialized_start=816
+  _globals['_ROLLBACKRESPONSE']._serialized_end=859
+  _globals['_DRAFTMODELSERVICE']._serialized_start=862
+  _globals['_DRAFTMODELSERVICE']._serialized_end=1096
+  _globals['_LEARNERSERVICE']._serialized_start=1099
+  _globals['_LEARNERSERVICE']._serialized_end=1303
 # @@protoc_insertion_point(module_scope)

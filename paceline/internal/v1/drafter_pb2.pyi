@@ -9,49 +9,49 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LoadDraftModelRequest(_message.Message):
-    __slots__ = ("version", "path", "sha256")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("drafter_version", "path", "sha256")
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
-    version: int
+    drafter_version: int
     path: str
     sha256: str
-    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
+    def __init__(self, drafter_version: _Optional[int] = ..., path: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class LoadDraftModelResponse(_message.Message):
-    __slots__ = ("previous_version",)
-    PREVIOUS_VERSION_FIELD_NUMBER: _ClassVar[int]
-    previous_version: int
-    def __init__(self, previous_version: _Optional[int] = ...) -> None: ...
+    __slots__ = ("previous_drafter_version",)
+    PREVIOUS_DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    previous_drafter_version: int
+    def __init__(self, previous_drafter_version: _Optional[int] = ...) -> None: ...
 
 class GetDraftModelRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetDraftModelResponse(_message.Message):
-    __slots__ = ("version", "sha256", "drafts", "draft_tokens", "accepted_tokens")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("drafter_version", "sha256", "drafts", "draft_tokens", "accepted_tokens")
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    version: int
+    drafter_version: int
     sha256: str
     drafts: int
     draft_tokens: int
     accepted_tokens: int
-    def __init__(self, version: _Optional[int] = ..., sha256: _Optional[str] = ..., drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, drafter_version: _Optional[int] = ..., sha256: _Optional[str] = ..., drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class GetLearnerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetLearnerResponse(_message.Message):
-    __slots__ = ("version", "path", "sha256", "published", "policy_version", "updates", "samples_used", "tokens_used", "kd_loss", "candidate_acceptance_length", "current_acceptance_length", "rejected_candidates", "roll_backs")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("drafter_version", "path", "sha256", "published_at", "policy_version", "updates", "samples_used", "tokens_used", "kd_loss", "candidate_acceptance_length", "current_acceptance_length", "rejected_candidates", "rollbacks")
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
-    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_AT_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -60,11 +60,11 @@ class GetLearnerResponse(_message.Message):
     CANDIDATE_ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     CURRENT_ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     REJECTED_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
-    ROLL_BACKS_FIELD_NUMBER: _ClassVar[int]
-    version: int
+    ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    drafter_version: int
     path: str
     sha256: str
-    published: _timestamp_pb2.Timestamp
+    published_at: _timestamp_pb2.Timestamp
     policy_version: int
     updates: int
     samples_used: int
@@ -73,19 +73,19 @@ class GetLearnerResponse(_message.Message):
     candidate_acceptance_length: float
     current_acceptance_length: float
     rejected_candidates: int
-    roll_backs: int
-    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., sha256: _Optional[str] = ..., published: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., policy_version: _Optional[int] = ..., updates: _Optional[int] = ..., samples_used: _Optional[int] = ..., tokens_used: _Optional[int] = ..., kd_loss: _Optional[float] = ..., candidate_acceptance_length: _Optional[float] = ..., current_acceptance_length: _Optional[float] = ..., rejected_candidates: _Optional[int] = ..., roll_backs: _Optional[int] = ...) -> None: ...
+    rollbacks: int
+    def __init__(self, drafter_version: _Optional[int] = ..., path: _Optional[str] = ..., sha256: _Optional[str] = ..., published_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., policy_version: _Optional[int] = ..., updates: _Optional[int] = ..., samples_used: _Optional[int] = ..., tokens_used: _Optional[int] = ..., kd_loss: _Optional[float] = ..., candidate_acceptance_length: _Optional[float] = ..., current_acceptance_length: _Optional[float] = ..., rejected_candidates: _Optional[int] = ..., rollbacks: _Optional[int] = ...) -> None: ...
 
 class RollBackRequest(_message.Message):
-    __slots__ = ("reason", "version")
+    __slots__ = ("reason", "drafter_version")
     REASON_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    version: int
-    def __init__(self, reason: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    drafter_version: int
+    def __init__(self, reason: _Optional[str] = ..., drafter_version: _Optional[int] = ...) -> None: ...
 
 class RollBackResponse(_message.Message):
-    __slots__ = ("version",)
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    __slots__ = ("drafter_version",)
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    drafter_version: int
+    def __init__(self, drafter_version: _Optional[int] = ...) -> None: ...

@@ -52,7 +52,7 @@ class DraftModelServiceServicer(object):
     """
 
     def LoadDraftModel(self, request, context):
-        """Drafts with these weights from its next engine step on; answers when it does. What is running goes on.
+        """Drafts with these weights from its next engine step on; answers when it does. Running samples continue.
         INVALID_ARGUMENT: the checkpoint is broken or not of a drafter for this policy, and the one in use stays.
         FAILED_PRECONDITION: the instance has no eagle3 drafter. A version that is in use already changes nothing.
         """
@@ -61,7 +61,7 @@ class DraftModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetDraftModel(self, request, context):
-        """What is in use, and what became of its drafts. Asking changes nothing.
+        """The drafter in use, and how its drafts were verified. Reading changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,7 +174,7 @@ class LearnerServiceServicer(object):
     """
 
     def GetLearner(self, request, context):
-        """What was learned from, what is published and how well it is accepted.
+        """Progress of learning, the published drafter, and its acceptance lengths.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,7 +182,7 @@ class LearnerServiceServicer(object):
 
     def RollBack(self, request, context):
         """Goes back to the drafter that was published before, and says why in the decisions. FAILED_PRECONDITION: there is none.
-        ABORTED: another than `version` is published.
+        ABORTED: another than `drafter_version` is published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

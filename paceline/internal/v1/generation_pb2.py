@@ -22,62 +22,63 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from paceline.v1 import fleet_pb2 as paceline_dot_v1_dot_fleet__pb2
 from paceline.v1 import sample_pb2 as paceline_dot_v1_dot_sample__pb2
 from paceline.v1 import weight_pb2 as paceline_dot_v1_dot_weight__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%paceline/internal/v1/generation.proto\x12\x14paceline.internal.v1\x1a\x17paceline/v1/fleet.proto\x1a\x18paceline/v1/sample.proto\x1a\x18paceline/v1/weight.proto\"\xb8\x02\n\x08WorkItem\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x05 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\x13\n\x0bgiven_draft\x18\x08 \x03(\r\x12\x11\n\tprompt_id\x18\t \x01(\t\x12\x0e\n\x06run_id\x18\n \x01(\t\x12\x0c\n\x04slot\x18\x0b \x01(\r\x12\x0c\n\x04step\x18\x0c \x01(\x04\x12\x14\n\x0ctrace_parent\x18\r \x01(\t\"w\n\x0bWorkRequest\x12-\n\x05start\x18\x01 \x03(\x0b\x32\x1e.paceline.internal.v1.WorkItem\x12\r\n\x05\x61\x62ort\x18\x02 \x03(\x04\x12*\n\x05\x63laim\x18\x03 \x03(\x0b\x32\x1b.paceline.internal.v1.Claim\"-\n\x05\x43laim\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\"W\n\x05\x44\x65lta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x19\n\x11verified_logprobs\x18\x04 \x03(\x02\"\x9d\x02\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12/\n\rdraft_sources\x18\x03 \x03(\x0b\x32\x18.paceline.v1.DraftSource\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x04 \x01(\r\x12\x14\n\x0cverify_steps\x18\x05 \x01(\r\x12\x15\n\rqueue_seconds\x18\x06 \x01(\x01\x12\x1a\n\x12generation_seconds\x18\x07 \x01(\x01\x12\x15\n\rreused_prefix\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x11\n\tresume_on\x18\n \x01(\t\"G\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\x8a\x02\n\x0cWorkResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.paceline.internal.v1.Delta\x12\x30\n\x08\x66inished\x18\x02 \x03(\x0b\x32\x1e.paceline.internal.v1.Finished\x12.\n\x07refused\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Refused\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x19.paceline.v1.InstanceLoad\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12*\n\x05moved\x18\x06 \x03(\x0b\x32\x1b.paceline.internal.v1.Moved\"l\n\x05Moved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x17\n\x0fresponse_tokens\x18\x05 \x01(\r\"\x12\n\x10GetStatusRequest\"T\n\x11GetStatusResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.paceline.v1.Instance\x12\x16\n\x0estaged_version\x18\x02 \x01(\x04\"\x14\n\x12PauseEngineRequest\"\x15\n\x13PauseEngineResponse\"\x15\n\x13ResumeEngineRequest\"\x16\n\x14ResumeEngineResponse\"\x14\n\x12\x44rainEngineRequest\"*\n\x13\x44rainEngineResponse\x12\x13\n\x0bhanded_over\x18\x01 \x01(\r\"y\n\x13StageWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12)\n\x06target\x18\x02 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12&\n\x04\x64isk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.DiskWeights\"9\n\x14StageWeightsResponse\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"&\n\x13\x41pplyWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"U\n\x14\x41pplyWeightsResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\x04\x12\x14\n\x0chalt_seconds\x18\x03 \x01(\x01\"(\n\x15\x44iscardWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\x18\n\x16\x44iscardWeightsResponse2\xae\x06\n\x11GenerationService\x12Q\n\x04Work\x12!.paceline.internal.v1.WorkRequest\x1a\".paceline.internal.v1.WorkResponse(\x01\x30\x01\x12\\\n\tGetStatus\x12&.paceline.internal.v1.GetStatusRequest\x1a\'.paceline.internal.v1.GetStatusResponse\x12\x62\n\x0bPauseEngine\x12(.paceline.internal.v1.PauseEngineRequest\x1a).paceline.internal.v1.PauseEngineResponse\x12\x65\n\x0cResumeEngine\x12).paceline.internal.v1.ResumeEngineRequest\x1a*.paceline.internal.v1.ResumeEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.paceline.internal.v1.DrainEngineRequest\x1a).paceline.internal.v1.DrainEngineResponse\x12\x65\n\x0cStageWeights\x12).paceline.internal.v1.StageWeightsRequest\x1a*.paceline.internal.v1.StageWeightsResponse\x12\x65\n\x0c\x41pplyWeights\x12).paceline.internal.v1.ApplyWeightsRequest\x1a*.paceline.internal.v1.ApplyWeightsResponse\x12k\n\x0e\x44iscardWeights\x12+.paceline.internal.v1.DiscardWeightsRequest\x1a,.paceline.internal.v1.DiscardWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%paceline/internal/v1/generation.proto\x12\x14paceline.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17paceline/v1/fleet.proto\x1a\x18paceline/v1/sample.proto\x1a\x18paceline/v1/weight.proto\"\xd2\x02\n\x08WorkItem\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x05 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\x1b\n\x13reference_token_ids\x18\x08 \x03(\r\x12\x11\n\tprompt_id\x18\t \x01(\t\x12\x0e\n\x06run_id\x18\n \x01(\t\x12\x0c\n\x04slot\x18\x0b \x01(\r\x12\x0c\n\x04step\x18\x0c \x01(\x04\x12\x14\n\x0ctrace_parent\x18\r \x01(\t\x12\x10\n\x08streamed\x18\x0e \x01(\x08\"w\n\x0bWorkRequest\x12-\n\x05start\x18\x01 \x03(\x0b\x32\x1e.paceline.internal.v1.WorkItem\x12\r\n\x05\x61\x62ort\x18\x02 \x03(\x04\x12*\n\x05\x63laim\x18\x03 \x03(\x0b\x32\x1b.paceline.internal.v1.Claim\"-\n\x05\x43laim\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\"W\n\x05\x44\x65lta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x19\n\x11verified_logprobs\x18\x04 \x03(\x02\"\xcd\x02\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12/\n\rdraft_sources\x18\x03 \x03(\x0b\x32\x18.paceline.v1.DraftSource\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x04 \x01(\r\x12\x14\n\x0cverify_steps\x18\x05 \x01(\r\x12-\n\nqueue_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fgeneration_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rreused_prefix\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x11\n\tresume_on\x18\n \x01(\t\"G\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\x8a\x02\n\x0cWorkResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.paceline.internal.v1.Delta\x12\x30\n\x08\x66inished\x18\x02 \x03(\x0b\x32\x1e.paceline.internal.v1.Finished\x12.\n\x07refused\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Refused\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x19.paceline.v1.InstanceLoad\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12*\n\x05moved\x18\x06 \x03(\x0b\x32\x1b.paceline.internal.v1.Moved\"l\n\x05Moved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x17\n\x0fresponse_tokens\x18\x05 \x01(\r\"\x12\n\x10GetStatusRequest\"[\n\x11GetStatusResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.paceline.v1.Instance\x12\x1d\n\x15staged_policy_version\x18\x02 \x01(\x04\"\x14\n\x12PauseEngineRequest\"\x15\n\x13PauseEngineResponse\"\x15\n\x13ResumeEngineRequest\"\x16\n\x14ResumeEngineResponse\"\x14\n\x12\x44rainEngineRequest\"*\n\x13\x44rainEngineResponse\x12\x13\n\x0bhanded_over\x18\x01 \x01(\r\"\x8c\x01\n\x13StageWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12)\n\x06target\x18\x02 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12(\n\x04\x64isk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.DiskWeightsH\x00\x42\x08\n\x06source\"W\n\x14StageWeightsResponse\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\t\x12-\n\nstage_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"-\n\x13\x41pplyWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x8b\x01\n\x14\x41pplyWeightsResponse\x12-\n\napply_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\x04\x12,\n\thalt_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"/\n\x15\x44iscardWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x18\n\x16\x44iscardWeightsResponse2\xae\x06\n\x11GenerationService\x12Q\n\x04Work\x12!.paceline.internal.v1.WorkRequest\x1a\".paceline.internal.v1.WorkResponse(\x01\x30\x01\x12\\\n\tGetStatus\x12&.paceline.internal.v1.GetStatusRequest\x1a\'.paceline.internal.v1.GetStatusResponse\x12\x62\n\x0bPauseEngine\x12(.paceline.internal.v1.PauseEngineRequest\x1a).paceline.internal.v1.PauseEngineResponse\x12\x65\n\x0cResumeEngine\x12).paceline.internal.v1.ResumeEngineRequest\x1a*.paceline.internal.v1.ResumeEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.paceline.internal.v1.DrainEngineRequest\x1a).paceline.internal.v1.DrainEngineResponse\x12\x65\n\x0cStageWeights\x12).paceline.internal.v1.StageWeightsRequest\x1a*.paceline.internal.v1.StageWeightsResponse\x12\x65\n\x0c\x41pplyWeights\x12).paceline.internal.v1.ApplyWeightsRequest\x1a*.paceline.internal.v1.ApplyWeightsResponse\x12k\n\x0e\x44iscardWeights\x12+.paceline.internal.v1.DiscardWeightsRequest\x1a,.paceline.internal.v1.DiscardWeightsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKITEM']._serialized_start=141
-  _globals['_WORKITEM']._serialized_end=453
-  _globals['_WORKREQUEST']._serialized_start=455
-  _globals['_WORKREQUEST']._serialized_end=574
-  _globals['_CLAIM']._serialized_start=576
-  _globals['_CLAIM']._serialized_end=621
-  _globals['_DELTA']._serialized_start=623
-  _globals['_DELTA']._serialized_end=710
-  _globals['_FINISHED']._serialized_start=713
-  _globals['_FINISHED']._serialized_end=998
-  _globals['_REFUSED']._serialized_start=1000
-  _globals['_REFUSED']._serialized_end=1071
-  _globals['_WORKRESPONSE']._serialized_start=1074
-  _globals['_WORKRESPONSE']._serialized_end=1340
-  _globals['_MOVED']._serialized_start=1342
-  _globals['_MOVED']._serialized_end=1450
-  _globals['_GETSTATUSREQUEST']._serialized_start=1452
-  _globals['_GETSTATUSREQUEST']._serialized_end=1470
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1472
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1556
-  _globals['_PAUSEENGINEREQUEST']._serialized_start=1558
-  _globals['_PAUSEENGINEREQUEST']._serialized_end=1578
-  _globals['_PAUSEENGINERESPONSE']._serialized_start=1580
-  _globals['_PAUSEENGINERESPONSE']._serialized_end=1601
-  _globals['_RESUMEENGINEREQUEST']._serialized_start=1603
-  _globals['_RESUMEENGINEREQUEST']._serialized_end=1624
-  _globals['_RESUMEENGINERESPONSE']._serialized_start=1626
-  _globals['_RESUMEENGINERESPONSE']._serialized_end=1648
-  _globals['_DRAINENGINEREQUEST']._serialized_start=1650
-  _globals['_DRAINENGINEREQUEST']._serialized_end=1670
-  _globals['_DRAINENGINERESPONSE']._serialized_start=1672
-  _globals['_DRAINENGINERESPONSE']._serialized_end=1714
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=1716
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=1837
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=1839
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=1896
-  _globals['_APPLYWEIGHTSREQUEST']._serialized_start=1898
-  _globals['_APPLYWEIGHTSREQUEST']._serialized_end=1936
-  _globals['_APPLYWEIGHTSRESPONSE']._serialized_start=1938
-  _globals['_APPLYWEIGHTSRESPONSE']._serialized_end=2023
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=2025
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=2065
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=2067
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=2091
-  _globals['_GENERATIONSERVICE']._serialized_start=2094
-  _globals['_GENERATIONSERVICE']._serialized_end=2908
+  _globals['_WORKITEM']._serialized_start=173
+  _globals['_WORKITEM']._serialized_end=511
+  _globals['_WORKREQUEST']._serialized_start=513
+  _globals['_WORKREQUEST']._serialized_end=632
+  _globals['_CLAIM']._serialized_start=634
+  _globals['_CLAIM']._serialized_end=679
+  _globals['_DELTA']._serialized_start=681
+  _globals['_DELTA']._serialized_end=768
+  _globals['_FINISHED']._serialized_start=771
+  _globals['_FINISHED']._serialized_end=1104
+  _globals['_REFUSED']._serialized_start=1106
+  _globals['_REFUSED']._serialized_end=1177
+  _globals['_WORKRESPONSE']._serialized_start=1180
+  _globals['_WORKRESPONSE']._serialized_end=1446
+  _globals['_MOVED']._serialized_start=1448
+  _globals['_MOVED']._serialized_end=1556
+  _globals['_GETSTATUSREQUEST']._serialized_start=1558
+  _globals['_GETSTATUSREQUEST']._serialized_end=1576
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1578
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1669
+  _globals['_PAUSEENGINEREQUEST']._serialized_start=1671
+  _globals['_PAUSEENGINEREQUEST']._serialized_end=1691
+  _globals['_PAUSEENGINERESPONSE']._serialized_start=1693
+  _globals['_PAUSEENGINERESPONSE']._serialized_end=1714
+  _globals['_RESUMEENGINEREQUEST']._serialized_start=1716
+  _globals['_RESUMEENGINEREQUEST']._serialized_end=1737
+  _globals['_RESUMEENGINERESPONSE']._serialized_start=1739
+  _globals['_RESUMEENGINERESPONSE']._serialized_end=1761
+  _globals['_DRAINENGINEREQUEST']._serialized_start=1763
+  _globals['_DRAINENGINEREQUEST']._serialized_end=1783
+  _globals['_DRAINENGINERESPONSE']._serialized_start=1785
+  _globals['_DRAINENGINERESPONSE']._serialized_end=1827
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=1830
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=1970
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=1972
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=2059
+  _globals['_APPLYWEIGHTSREQUEST']._serialized_start=2061
+  _globals['_APPLYWEIGHTSREQUEST']._serialized_end=2106
+  _globals['_APPLYWEIGHTSRESPONSE']._serialized_start=2109
+  _globals['_APPLYWEIGHTSRESPONSE']._serialized_end=2248
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=2250
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=2297
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=2299
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=2323
+  _globals['_GENERATIONSERVICE']._serialized_start=2326
+  _globals['_GENERATIONSERVICE']._serialized_end=3140
 # @@protoc_insertion_point(module_scope)

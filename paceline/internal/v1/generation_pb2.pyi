@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from paceline.v1 import fleet_pb2 as _fleet_pb2
 from paceline.v1 import sample_pb2 as _sample_pb2
 from paceline.v1 import weight_pb2 as _weight_pb2
@@ -10,7 +13,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkItem(_message.Message):
-    __slots__ = ("handle", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "seed", "policy_version", "given_draft", "prompt_id", "run_id", "slot", "step", "trace_parent")
+    __slots__ = ("handle", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "seed", "policy_version", "reference_token_ids", "prompt_id", "run_id", "slot", "step", "trace_parent", "streamed")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -18,12 +21,13 @@ class WorkItem(_message.Message):
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
-    GIVEN_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_FIELD_NUMBER: _ClassVar[int]
     handle: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -31,13 +35,14 @@ class WorkItem(_message.Message):
     exactness: _sample_pb2.Exactness
     seed: int
     policy_version: int
-    given_draft: _containers.RepeatedScalarFieldContainer[int]
+    reference_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_id: str
     run_id: str
     slot: int
     step: int
     trace_parent: str
-    def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., given_draft: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ..., run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., trace_parent: _Optional[str] = ...) -> None: ...
+    streamed: bool
+    def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., reference_token_ids: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ..., run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., trace_parent: _Optional[str] = ..., streamed: bool = ...) -> None: ...
 
 class WorkRequest(_message.Message):
     __slots__ = ("start", "abort", "claim")
@@ -70,14 +75,14 @@ class Delta(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_seconds", "generation_seconds", "reused_prefix", "cached_tokens", "resume_on")
+    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_time", "generation_time", "reused_prefix", "cached_tokens", "resume_on")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_TIME_FIELD_NUMBER: _ClassVar[int]
     REUSED_PREFIX_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESUME_ON_FIELD_NUMBER: _ClassVar[int]
@@ -86,12 +91,12 @@ class Finished(_message.Message):
     draft_sources: _containers.RepeatedCompositeFieldContainer[_sample_pb2.DraftSource]
     decode_steps: int
     verify_steps: int
-    queue_seconds: float
-    generation_seconds: float
+    queue_time: _duration_pb2.Duration
+    generation_time: _duration_pb2.Duration
     reused_prefix: int
     cached_tokens: int
     resume_on: str
-    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., generation_seconds: _Optional[float] = ..., reused_prefix: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., resume_on: _Optional[str] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generation_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reused_prefix: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., resume_on: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("handle", "code", "message", "field")
@@ -140,12 +145,12 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("instance", "staged_version")
+    __slots__ = ("instance", "staged_policy_version")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    STAGED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STAGED_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     instance: _fleet_pb2.Instance
-    staged_version: int
-    def __init__(self, instance: _Optional[_Union[_fleet_pb2.Instance, _Mapping]] = ..., staged_version: _Optional[int] = ...) -> None: ...
+    staged_policy_version: int
+    def __init__(self, instance: _Optional[_Union[_fleet_pb2.Instance, _Mapping]] = ..., staged_policy_version: _Optional[int] = ...) -> None: ...
 
 class PauseEngineRequest(_message.Message):
     __slots__ = ()
@@ -174,44 +179,44 @@ class DrainEngineResponse(_message.Message):
     def __init__(self, handed_over: _Optional[int] = ...) -> None: ...
 
 class StageWeightsRequest(_message.Message):
-    __slots__ = ("version", "target", "disk")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("policy_version", "target", "disk")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
-    version: int
+    policy_version: int
     target: _weight_pb2.WeightTarget
     disk: _weight_pb2.DiskWeights
-    def __init__(self, version: _Optional[int] = ..., target: _Optional[_Union[_weight_pb2.WeightTarget, str]] = ..., disk: _Optional[_Union[_weight_pb2.DiskWeights, _Mapping]] = ...) -> None: ...
+    def __init__(self, policy_version: _Optional[int] = ..., target: _Optional[_Union[_weight_pb2.WeightTarget, str]] = ..., disk: _Optional[_Union[_weight_pb2.DiskWeights, _Mapping]] = ...) -> None: ...
 
 class StageWeightsResponse(_message.Message):
-    __slots__ = ("checksum", "seconds")
+    __slots__ = ("checksum", "stage_time")
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_TIME_FIELD_NUMBER: _ClassVar[int]
     checksum: str
-    seconds: float
-    def __init__(self, checksum: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+    stage_time: _duration_pb2.Duration
+    def __init__(self, checksum: _Optional[str] = ..., stage_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ApplyWeightsRequest(_message.Message):
-    __slots__ = ("version",)
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    __slots__ = ("policy_version",)
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    def __init__(self, policy_version: _Optional[int] = ...) -> None: ...
 
 class ApplyWeightsResponse(_message.Message):
-    __slots__ = ("seconds", "dropped_blocks", "halt_seconds")
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("apply_time", "dropped_blocks", "halt_time")
+    APPLY_TIME_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    HALT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    seconds: float
+    HALT_TIME_FIELD_NUMBER: _ClassVar[int]
+    apply_time: _duration_pb2.Duration
     dropped_blocks: int
-    halt_seconds: float
-    def __init__(self, seconds: _Optional[float] = ..., dropped_blocks: _Optional[int] = ..., halt_seconds: _Optional[float] = ...) -> None: ...
+    halt_time: _duration_pb2.Duration
+    def __init__(self, apply_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dropped_blocks: _Optional[int] = ..., halt_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class DiscardWeightsRequest(_message.Message):
-    __slots__ = ("version",)
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    __slots__ = ("policy_version",)
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    def __init__(self, policy_version: _Optional[int] = ...) -> None: ...
 
 class DiscardWeightsResponse(_message.Message):
     __slots__ = ()

@@ -22,63 +22,64 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from paceline.internal.v1 import draft_pb2 as paceline_dot_internal_dot_v1_dot_draft__pb2
 from paceline.internal.v1 import generation_pb2 as paceline_dot_internal_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$paceline/internal/v1/migration.proto\x12\x14paceline.internal.v1\x1a paceline/internal/v1/draft.proto\x1a%paceline/internal/v1/generation.proto\"\x14\n\x12ListSamplesRequest\"\x9e\x02\n\x0cListedSample\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nacceptance\x18\x06 \x01(\x01\x12\x11\n\tkv_blocks\x18\x07 \x01(\r\x12\x33\n\timmovable\x18\x08 \x01(\x0e\x32 .paceline.internal.v1.MoveReason\x12\x0e\n\x06run_id\x18\t \x01(\t\x12\x11\n\tprompt_id\x18\n \x01(\t\x12\x0c\n\x04slot\x18\x0b \x01(\r\x12\x0c\n\x04step\x18\x0c \x01(\x04\x12\x12\n\nmigrations\x18\r \x01(\r\"\xef\x01\n\x13ListSamplesResponse\x12\x33\n\x07samples\x18\x01 \x03(\x0b\x32\".paceline.internal.v1.ListedSample\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0bmax_running\x18\x05 \x01(\r\x12\x12\n\nfree_seats\x18\x06 \x01(\r\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\t \x01(\x01\"\xa2\x01\n\x0bMoveRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x18\n\x10receiver_address\x18\x03 \x01(\t\x12\x14\n\x0cmigration_id\x18\x04 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x05 \x01(\x01\x12(\n\x02\x62y\x18\x06 \x01(\x0e\x32\x1c.paceline.internal.v1.MoveBy\"B\n\x0cMoveResponse\x12\x32\n\tmigration\x18\x01 \x01(\x0b\x32\x1f.paceline.internal.v1.Migration\"\xfe\x03\n\tMigration\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x33\n\x05state\x18\x02 \x01(\x0e\x32$.paceline.internal.v1.MigrationState\x12\x32\n\x07outcome\x18\x03 \x01(\x0e\x32!.paceline.internal.v1.MoveOutcome\x12\x30\n\x06reason\x18\x04 \x01(\x0e\x32 .paceline.internal.v1.MoveReason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x0b\n\x03key\x18\x06 \x01(\t\x12\x13\n\x0breceiver_id\x18\x07 \x01(\t\x12\x17\n\x0fresponse_tokens\x18\x08 \x01(\r\x12\x14\n\x0c\x63opied_bytes\x18\t \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\n \x01(\x04\x12\x15\n\rshared_blocks\x18\x0b \x01(\r\x12\x17\n\x0freserve_seconds\x18\x0c \x01(\x01\x12\x14\n\x0c\x63opy_seconds\x18\r \x01(\x01\x12\x15\n\rstall_seconds\x18\x0e \x01(\x01\x12\x13\n\x0bstall_steps\x18\x0f \x01(\x01\x12\x16\n\x0eresume_seconds\x18\x10 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x11 \x01(\x01\x12(\n\x02\x62y\x18\x12 \x01(\x0e\x32\x1c.paceline.internal.v1.MoveBy\"\xb3\x01\n\nKvGeometry\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x0e\n\x06layout\x18\x06 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\"\xaa\x02\n\x0eReserveRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x10\n\x08\x64onor_id\x18\x02 \x01(\t\x12\x32\n\x08geometry\x18\x03 \x01(\x0b\x32 .paceline.internal.v1.KvGeometry\x12,\n\x04item\x18\x04 \x01(\x0b\x32\x1e.paceline.internal.v1.WorkItem\x12.\n\x07rollout\x18\x05 \x01(\x0b\x32\x1d.paceline.internal.v1.Rollout\x12\x18\n\x10\x63\x61\x63hed_token_ids\x18\x06 \x03(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x07 \x01(\r\x12\x17\n\x0ftimeout_seconds\x18\x08 \x01(\x01\x12\x12\n\nmigrations\x18\t \x01(\r\"\x84\x01\n\x0fReserveResponse\x12\x35\n\x08reserved\x18\x01 \x01(\x0b\x32!.paceline.internal.v1.ReservationH\x00\x12\x30\n\x07refused\x18\x02 \x01(\x0b\x32\x1d.paceline.internal.v1.RefusalH\x00\x42\x08\n\x06result\"L\n\x07Refusal\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .paceline.internal.v1.MoveReason\x12\x0f\n\x07message\x18\x02 \x01(\t\"K\n\x0bReservation\x12\x16\n\x0e\x64\x61ta_addresses\x18\x01 \x03(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x15\n\rshared_blocks\x18\x03 \x01(\r\".\n\x0c\x44rafterState\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\x0c\"C\n\rDrafterStates\x12\x32\n\x06states\x18\x01 \x03(\x0b\x32\".paceline.internal.v1.DrafterState\"\xe0\x01\n\rCommitRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x30\n\x08\x63ounters\x18\x03 \x01(\x0b\x32\x1e.paceline.internal.v1.Finished\x12\x35\n\x08\x64rafters\x18\x04 \x01(\x0b\x32#.paceline.internal.v1.DrafterStates\x12\x12\n\nacceptance\x18\x05 \x01(\x01\x12\x12\n\ntokens_crc\x18\x06 \x01(\x07\x12\x11\n\tdata_crcs\x18\x07 \x03(\x07\"\x88\x01\n\x0e\x43ommitResponse\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.paceline.internal.v1.MigrationState\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .paceline.internal.v1.MoveReason\x12\x0f\n\x07message\x18\x03 \x01(\t\"5\n\rCancelRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64isown\x18\x02 \x01(\x08\"E\n\x0e\x43\x61ncelResponse\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.paceline.internal.v1.MigrationState\"+\n\x13GetMigrationRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\"J\n\x14GetMigrationResponse\x12\x32\n\tmigration\x18\x01 \x01(\x0b\x32\x1f.paceline.internal.v1.Migration*v\n\x0bMoveOutcome\x12\x1c\n\x18MOVE_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12MOVE_OUTCOME_MOVED\x10\x01\x12\x18\n\x14MOVE_OUTCOME_REFUSED\x10\x02\x12\x17\n\x13MOVE_OUTCOME_FAILED\x10\x03*E\n\x06MoveBy\x12\x17\n\x13MOVE_BY_UNSPECIFIED\x10\x00\x12\x0e\n\nMOVE_BY_KV\x10\x01\x12\x12\n\x0eMOVE_BY_PREFIX\x10\x02*\xaa\x05\n\nMoveReason\x12\x1b\n\x17MOVE_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aMOVE_REASON_UNKNOWN_SAMPLE\x10\x01\x12\x1c\n\x18MOVE_REASON_NOT_DECODING\x10\x02\x12\x17\n\x13MOVE_REASON_REUSING\x10\x03\x12\x1a\n\x16MOVE_REASON_IN_TRANSIT\x10\x04\x12\x1a\n\x16MOVE_REASON_DONOR_BUSY\x10\x05\x12\x1b\n\x17MOVE_REASON_UNSUPPORTED\x10\x06\x12\x16\n\x12MOVE_REASON_CLOSED\x10\x14\x12\x17\n\x13MOVE_REASON_VERSION\x10\x15\x12\x18\n\x14MOVE_REASON_GEOMETRY\x10\x16\x12\x15\n\x11MOVE_REASON_NO_KV\x10\x17\x12\x17\n\x13MOVE_REASON_NO_SEAT\x10\x18\x12\x1d\n\x19MOVE_REASON_RECEIVER_BUSY\x10\x19\x12\x17\n\x13MOVE_REASON_INVALID\x10\x1a\x12\x14\n\x10MOVE_REASON_SELF\x10\x1b\x12\x18\n\x14MOVE_REASON_FINISHED\x10(\x12\x17\n\x13MOVE_REASON_ABORTED\x10)\x12\x19\n\x15MOVE_REASON_PREEMPTED\x10*\x12\x18\n\x14MOVE_REASON_OUTGROWN\x10+\x12\x1d\n\x19MOVE_REASON_RECEIVER_LOST\x10,\x12\x1a\n\x16MOVE_REASON_CONNECTION\x10-\x12\x18\n\x14MOVE_REASON_DEADLINE\x10.\x12\x18\n\x14MOVE_REASON_CHECKSUM\x10/\x12\x19\n\x15MOVE_REASON_WITHDRAWN\x10\x30\x12\x18\n\x14MOVE_REASON_INTERNAL\x10\x31*\xc3\x01\n\x0eMigrationState\x12\x1f\n\x1bMIGRATION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MIGRATION_STATE_OPEN\x10\x01\x12\x1d\n\x19MIGRATION_STATE_COMMITTED\x10\x02\x12\x1b\n\x17MIGRATION_STATE_CLAIMED\x10\x03\x12\x1d\n\x19MIGRATION_STATE_CANCELLED\x10\x04\x12\x1b\n\x17MIGRATION_STATE_EXPIRED\x10\x05\x32\xae\x04\n\x10MigrationService\x12\x62\n\x0bListSamples\x12(.paceline.internal.v1.ListSamplesRequest\x1a).paceline.internal.v1.ListSamplesResponse\x12M\n\x04Move\x12!.paceline.internal.v1.MoveRequest\x1a\".paceline.internal.v1.MoveResponse\x12V\n\x07Reserve\x12$.paceline.internal.v1.ReserveRequest\x1a%.paceline.internal.v1.ReserveResponse\x12S\n\x06\x43ommit\x12#.paceline.internal.v1.CommitRequest\x1a$.paceline.internal.v1.CommitResponse\x12S\n\x06\x43\x61ncel\x12#.paceline.internal.v1.CancelRequest\x1a$.paceline.internal.v1.CancelResponse\x12\x65\n\x0cGetMigration\x12).paceline.internal.v1.GetMigrationRequest\x1a*.paceline.internal.v1.GetMigrationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$paceline/internal/v1/migration.proto\x12\x14paceline.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a paceline/internal/v1/draft.proto\x1a%paceline/internal/v1/generation.proto\"\x14\n\x12ListSamplesRequest\"\x9e\x02\n\x0cListedSample\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nacceptance\x18\x06 \x01(\x01\x12\x11\n\tkv_blocks\x18\x07 \x01(\r\x12\x33\n\timmovable\x18\x08 \x01(\x0e\x32 .paceline.internal.v1.MoveReason\x12\x0e\n\x06run_id\x18\t \x01(\t\x12\x11\n\tprompt_id\x18\n \x01(\t\x12\x0c\n\x04slot\x18\x0b \x01(\r\x12\x0c\n\x04step\x18\x0c \x01(\x04\x12\x12\n\nmigrations\x18\r \x01(\r\"\x8a\x02\n\x13ListSamplesResponse\x12\x33\n\x07samples\x18\x01 \x03(\x0b\x32\".paceline.internal.v1.ListedSample\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0bmax_running\x18\x05 \x01(\r\x12\x15\n\rfree_capacity\x18\x06 \x01(\r\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12,\n\tstep_time\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"\xb5\x01\n\x0bMoveRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x18\n\x10receiver_address\x18\x03 \x01(\t\x12\x14\n\x0cmigration_id\x18\x04 \x01(\t\x12*\n\x07timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x02\x62y\x18\x06 \x01(\x0e\x32\x1c.paceline.internal.v1.MoveBy\"B\n\x0cMoveResponse\x12\x32\n\tmigration\x18\x01 \x01(\x0b\x32\x1f.paceline.internal.v1.Migration\"\xf6\x04\n\tMigration\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x33\n\x05state\x18\x02 \x01(\x0e\x32$.paceline.internal.v1.MigrationState\x12\x32\n\x07outcome\x18\x03 \x01(\x0e\x32!.paceline.internal.v1.MoveOutcome\x12\x30\n\x06reason\x18\x04 \x01(\x0e\x32 .paceline.internal.v1.MoveReason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x0b\n\x03key\x18\x06 \x01(\t\x12\x13\n\x0breceiver_id\x18\x07 \x01(\t\x12\x17\n\x0fresponse_tokens\x18\x08 \x01(\r\x12\x14\n\x0c\x63opied_bytes\x18\t \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\n \x01(\x04\x12\x15\n\rshared_blocks\x18\x0b \x01(\r\x12/\n\x0creserve_time\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tcopy_time\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nstall_time\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bstall_steps\x18\x0f \x01(\x01\x12.\n\x0bresume_time\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x02\x62y\x18\x12 \x01(\x0e\x32\x1c.paceline.internal.v1.MoveBy\"\xb3\x01\n\nKvGeometry\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x0e\n\x06layout\x18\x06 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\"\xbd\x02\n\x0eReserveRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x10\n\x08\x64onor_id\x18\x02 \x01(\t\x12\x32\n\x08geometry\x18\x03 \x01(\x0b\x32 .paceline.internal.v1.KvGeometry\x12,\n\x04item\x18\x04 \x01(\x0b\x32\x1e.paceline.internal.v1.WorkItem\x12.\n\x07rollout\x18\x05 \x01(\x0b\x32\x1d.paceline.internal.v1.Rollout\x12\x18\n\x10\x63\x61\x63hed_token_ids\x18\x06 \x03(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x07 \x01(\r\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmigrations\x18\t \x01(\r\"\x84\x01\n\x0fReserveResponse\x12\x35\n\x08reserved\x18\x01 \x01(\x0b\x32!.paceline.internal.v1.ReservationH\x00\x12\x30\n\x07refused\x18\x02 \x01(\x0b\x32\x1d.paceline.internal.v1.RefusalH\x00\x42\x08\n\x06result\"L\n\x07Refusal\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .paceline.internal.v1.MoveReason\x12\x0f\n\x07message\x18\x02 \x01(\t\"K\n\x0bReservation\x12\x16\n\x0e\x64\x61ta_addresses\x18\x01 \x03(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x15\n\rshared_blocks\x18\x03 \x01(\r\".\n\x0c\x44rafterState\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\x0c\"C\n\rDrafterStates\x12\x32\n\x06states\x18\x01 \x03(\x0b\x32\".paceline.internal.v1.DrafterState\"\xe0\x01\n\rCommitRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x30\n\x08\x63ounters\x18\x03 \x01(\x0b\x32\x1e.paceline.internal.v1.Finished\x12\x35\n\x08\x64rafters\x18\x04 \x01(\x0b\x32#.paceline.internal.v1.DrafterStates\x12\x12\n\nacceptance\x18\x05 \x01(\x01\x12\x12\n\ntokens_crc\x18\x06 \x01(\x07\x12\x11\n\tdata_crcs\x18\x07 \x03(\x07\"\x88\x01\n\x0e\x43ommitResponse\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.paceline.internal.v1.MigrationState\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .paceline.internal.v1.MoveReason\x12\x0f\n\x07message\x18\x03 \x01(\t\"5\n\rCancelRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64isown\x18\x02 \x01(\x08\"E\n\x0e\x43\x61ncelResponse\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.paceline.internal.v1.MigrationState\"+\n\x13GetMigrationRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\"J\n\x14GetMigrationResponse\x12\x32\n\tmigration\x18\x01 \x01(\x0b\x32\x1f.paceline.internal.v1.Migration*v\n\x0bMoveOutcome\x12\x1c\n\x18MOVE_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12MOVE_OUTCOME_MOVED\x10\x01\x12\x18\n\x14MOVE_OUTCOME_REFUSED\x10\x02\x12\x17\n\x13MOVE_OUTCOME_FAILED\x10\x03*E\n\x06MoveBy\x12\x17\n\x13MOVE_BY_UNSPECIFIED\x10\x00\x12\x0e\n\nMOVE_BY_KV\x10\x01\x12\x12\n\x0eMOVE_BY_PREFIX\x10\x02*\xa7\x05\n\nMoveReason\x12\x1b\n\x17MOVE_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aMOVE_REASON_UNKNOWN_SAMPLE\x10\x01\x12\x1c\n\x18MOVE_REASON_NOT_DECODING\x10\x02\x12\x17\n\x13MOVE_REASON_REUSING\x10\x03\x12\x1a\n\x16MOVE_REASON_IN_TRANSIT\x10\x04\x12\x1a\n\x16MOVE_REASON_DONOR_BUSY\x10\x05\x12\x1b\n\x17MOVE_REASON_UNSUPPORTED\x10\x06\x12\x16\n\x12MOVE_REASON_CLOSED\x10\x14\x12\x17\n\x13MOVE_REASON_VERSION\x10\x15\x12\x18\n\x14MOVE_REASON_GEOMETRY\x10\x16\x12\x15\n\x11MOVE_REASON_NO_KV\x10\x17\x12\x14\n\x10MOVE_REASON_FULL\x10\x18\x12\x1d\n\x19MOVE_REASON_RECEIVER_BUSY\x10\x19\x12\x17\n\x13MOVE_REASON_INVALID\x10\x1a\x12\x14\n\x10MOVE_REASON_SELF\x10\x1b\x12\x18\n\x14MOVE_REASON_FINISHED\x10(\x12\x17\n\x13MOVE_REASON_ABORTED\x10)\x12\x19\n\x15MOVE_REASON_PREEMPTED\x10*\x12\x18\n\x14MOVE_REASON_OUTGROWN\x10+\x12\x1d\n\x19MOVE_REASON_RECEIVER_LOST\x10,\x12\x1a\n\x16MOVE_REASON_CONNECTION\x10-\x12\x18\n\x14MOVE_REASON_DEADLINE\x10.\x12\x18\n\x14MOVE_REASON_CHECKSUM\x10/\x12\x19\n\x15MOVE_REASON_WITHDRAWN\x10\x30\x12\x18\n\x14MOVE_REASON_INTERNAL\x10\x31*\xc3\x01\n\x0eMigrationState\x12\x1f\n\x1bMIGRATION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MIGRATION_STATE_OPEN\x10\x01\x12\x1d\n\x19MIGRATION_STATE_COMMITTED\x10\x02\x12\x1b\n\x17MIGRATION_STATE_CLAIMED\x10\x03\x12\x1d\n\x19MIGRATION_STATE_CANCELLED\x10\x04\x12\x1b\n\x17MIGRATION_STATE_EXPIRED\x10\x05\x32\xae\x04\n\x10MigrationService\x12\x62\n\x0bListSamples\x12(.paceline.internal.v1.ListSamplesRequest\x1a).paceline.internal.v1.ListSamplesResponse\x12M\n\x04Move\x12!.paceline.internal.v1.MoveRequest\x1a\".paceline.internal.v1.MoveResponse\x12V\n\x07Reserve\x12$.paceline.internal.v1.ReserveRequest\x1a%.paceline.internal.v1.ReserveResponse\x12S\n\x06\x43ommit\x12#.paceline.internal.v1.CommitRequest\x1a$.paceline.internal.v1.CommitResponse\x12S\n\x06\x43\x61ncel\x12#.paceline.internal.v1.CancelRequest\x1a$.paceline.internal.v1.CancelResponse\x12\x65\n\x0cGetMigration\x12).paceline.internal.v1.GetMigrationRequest\x1a*.paceline.internal.v1.GetMigrationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.migration_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MOVEOUTCOME']._serialized_start=2937
-  _globals['_MOVEOUTCOME']._serialized_end=3055
-  _globals['_MOVEBY']._serialized_start=3057
-  _globals['_MOVEBY']._serialized_end=3126
-  _globals['_MOVEREASON']._serialized_start=3129
-  _globals['_MOVEREASON']._serialized_end=3811
-  _globals['_MIGRATIONSTATE']._serialized_start=3814
-  _globals['_MIGRATIONSTATE']._serialized_end=4009
-  _globals['_LISTSAMPLESREQUEST']._serialized_start=135
-  _globals['_LISTSAMPLESREQUEST']._serialized_end=155
-  _globals['_LISTEDSAMPLE']._serialized_start=158
-  _globals['_LISTEDSAMPLE']._serialized_end=444
-  _globals['_LISTSAMPLESRESPONSE']._serialized_start=447
-  _globals['_LISTSAMPLESRESPONSE']._serialized_end=686
-  _globals['_MOVEREQUEST']._serialized_start=689
-  _globals['_MOVEREQUEST']._serialized_end=851
-  _globals['_MOVERESPONSE']._serialized_start=853
-  _globals['_MOVERESPONSE']._serialized_end=919
-  _globals['_MIGRATION']._serialized_start=922
-  _globals['_MIGRATION']._serialized_end=1432
-  _globals['_KVGEOMETRY']._serialized_start=1435
-  _globals['_KVGEOMETRY']._serialized_end=1614
-  _globals['_RESERVEREQUEST']._serialized_start=1617
-  _globals['_RESERVEREQUEST']._serialized_end=1915
-  _globals['_RESERVERESPONSE']._serialized_start=1918
-  _globals['_RESERVERESPONSE']._serialized_end=2050
-  _globals['_REFUSAL']._serialized_start=2052
-  _globals['_REFUSAL']._serialized_end=2128
-  _globals['_RESERVATION']._serialized_start=2130
-  _globals['_RESERVATION']._serialized_end=2205
-  _globals['_DRAFTERSTATE']._serialized_start=2207
-  _globals['_DRAFTERSTATE']._serialized_end=2253
-  _globals['_DRAFTERSTATES']._serialized_start=2255
-  _globals['_DRAFTERSTATES']._serialized_end=2322
-  _globals['_COMMITREQUEST']._serialized_start=2325
-  _globals['_COMMITREQUEST']._serialized_end=2549
-  _globals['_COMMITRESPONSE']._serialized_start=2552
-  _globals['_COMMITRESPONSE']._serialized_end=2688
-  _globals['_CANCELREQUEST']._serialized_start=2690
-  _globals['_CANCELREQUEST']._serialized_end=2743
-  _globals['_CANCELRESPONSE']._serialized_start=2745
-  _globals['_CANCELRESPONSE']._serialized_end=2814
-  _globals['_GETMIGRATIONREQUEST']._serialized_start=2816
-  _globals['_GETMIGRATIONREQUEST']._serialized_end=2859
-  _globals['_GETMIGRATIONRESPONSE']._serialized_start=2861
-  _globals['_GETMIGRATIONRESPONSE']._serialized_end=2935
-  _globals['_MIGRATIONSERVICE']._serialized_start=4012
-  _globals['_MIGRATIONSERVICE']._serialized_end=4570
+  _globals['_MOVEOUTCOME']._serialized_start=3154
+  _globals['_MOVEOUTCOME']._serialized_end=3272
+  _globals['_MOVEBY']._serialized_start=3274
+  _globals['_MOVEBY']._serialized_end=3343
+  _globals['_MOVEREASON']._serialized_start=3346
+  _globals['_MOVEREASON']._serialized_end=4025
+  _globals['_MIGRATIONSTATE']._serialized_start=4028
+  _globals['_MIGRATIONSTATE']._serialized_end=4223
+  _globals['_LISTSAMPLESREQUEST']._serialized_start=167
+  _globals['_LISTSAMPLESREQUEST']._serialized_end=187
+  _globals['_LISTEDSAMPLE']._serialized_start=190
+  _globals['_LISTEDSAMPLE']._serialized_end=476
+  _globals['_LISTSAMPLESRESPONSE']._serialized_start=479
+  _globals['_LISTSAMPLESRESPONSE']._serialized_end=745
+  _globals['_MOVEREQUEST']._serialized_start=748
+  _globals['_MOVEREQUEST']._serialized_end=929
+  _globals['_MOVERESPONSE']._serialized_start=931
+  _globals['_MOVERESPONSE']._serialized_end=997
+  _globals['_MIGRATION']._serialized_start=1000
+  _globals['_MIGRATION']._serialized_end=1630
+  _globals['_KVGEOMETRY']._serialized_start=1633
+  _globals['_KVGEOMETRY']._serialized_end=1812
+  _globals['_RESERVEREQUEST']._serialized_start=1815
+  _globals['_RESERVEREQUEST']._serialized_end=2132
+  _globals['_RESERVERESPONSE']._serialized_start=2135
+  _globals['_RESERVERESPONSE']._serialized_end=2267
+  _globals['_REFUSAL']._serialized_start=2269
+  _globals['_REFUSAL']._serialized_end=2345
+  _globals['_RESERVATION']._serialized_start=2347
+  _globals['_RESERVATION']._serialized_end=2422
+  _globals['_DRAFTERSTATE']._serialized_start=2424
+  _globals['_DRAFTERSTATE']._serialized_end=2470
+  _globals['_DRAFTERSTATES']._serialized_start=2472
+  _globals['_DRAFTERSTATES']._serialized_end=2539
+  _globals['_COMMITREQUEST']._serialized_start=2542
+  _globals['_COMMITREQUEST']._serialized_end=2766
+  _globals['_COMMITRESPONSE']._serialized_start=2769
+  _globals['_COMMITRESPONSE']._serialized_end=2905
+  _globals['_CANCELREQUEST']._serialized_start=2907
+  _globals['_CANCELREQUEST']._serialized_end=2960
+  _globals['_CANCELRESPONSE']._serialized_start=2962
+  _globals['_CANCELRESPONSE']._serialized_end=3031
+  _globals['_GETMIGRATIONREQUEST']._serialized_start=3033
+  _globals['_GETMIGRATIONREQUEST']._serialized_end=3076
+  _globals['_GETMIGRATIONRESPONSE']._serialized_start=3078
+  _globals['_GETMIGRATIONRESPONSE']._serialized_end=3152
+  _globals['_MIGRATIONSERVICE']._serialized_start=4226
+  _globals['_MIGRATIONSERVICE']._serialized_end=4784
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from paceline.internal.v1 import draft_pb2 as _draft_pb2
 from paceline.internal.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
@@ -35,7 +38,7 @@ class MoveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MOVE_REASON_VERSION: _ClassVar[MoveReason]
     MOVE_REASON_GEOMETRY: _ClassVar[MoveReason]
     MOVE_REASON_NO_KV: _ClassVar[MoveReason]
-    MOVE_REASON_NO_SEAT: _ClassVar[MoveReason]
+    MOVE_REASON_FULL: _ClassVar[MoveReason]
     MOVE_REASON_RECEIVER_BUSY: _ClassVar[MoveReason]
     MOVE_REASON_INVALID: _ClassVar[MoveReason]
     MOVE_REASON_SELF: _ClassVar[MoveReason]
@@ -76,7 +79,7 @@ MOVE_REASON_CLOSED: MoveReason
 MOVE_REASON_VERSION: MoveReason
 MOVE_REASON_GEOMETRY: MoveReason
 MOVE_REASON_NO_KV: MoveReason
-MOVE_REASON_NO_SEAT: MoveReason
+MOVE_REASON_FULL: MoveReason
 MOVE_REASON_RECEIVER_BUSY: MoveReason
 MOVE_REASON_INVALID: MoveReason
 MOVE_REASON_SELF: MoveReason
@@ -132,42 +135,42 @@ class ListedSample(_message.Message):
     def __init__(self, key: _Optional[str] = ..., handle: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., kv_blocks: _Optional[int] = ..., immovable: _Optional[_Union[MoveReason, str]] = ..., run_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., migrations: _Optional[int] = ...) -> None: ...
 
 class ListSamplesResponse(_message.Message):
-    __slots__ = ("samples", "block_size", "free_blocks", "total_blocks", "max_running", "free_seats", "policy_version", "steps", "step_seconds")
+    __slots__ = ("samples", "block_size", "free_blocks", "total_blocks", "max_running", "free_capacity", "policy_version", "steps", "step_time")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    FREE_SEATS_FIELD_NUMBER: _ClassVar[int]
+    FREE_CAPACITY_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
-    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[ListedSample]
     block_size: int
     free_blocks: int
     total_blocks: int
     max_running: int
-    free_seats: int
+    free_capacity: int
     policy_version: int
     steps: int
-    step_seconds: float
-    def __init__(self, samples: _Optional[_Iterable[_Union[ListedSample, _Mapping]]] = ..., block_size: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., free_seats: _Optional[int] = ..., policy_version: _Optional[int] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ...) -> None: ...
+    step_time: _duration_pb2.Duration
+    def __init__(self, samples: _Optional[_Iterable[_Union[ListedSample, _Mapping]]] = ..., block_size: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., free_capacity: _Optional[int] = ..., policy_version: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
-    __slots__ = ("key", "receiver_id", "receiver_address", "migration_id", "timeout_seconds", "by")
+    __slots__ = ("key", "receiver_id", "receiver_address", "migration_id", "timeout", "by")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_ID_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     BY_FIELD_NUMBER: _ClassVar[int]
     key: str
     receiver_id: str
     receiver_address: str
     migration_id: str
-    timeout_seconds: float
+    timeout: _duration_pb2.Duration
     by: MoveBy
-    def __init__(self, key: _Optional[str] = ..., receiver_id: _Optional[str] = ..., receiver_address: _Optional[str] = ..., migration_id: _Optional[str] = ..., timeout_seconds: _Optional[float] = ..., by: _Optional[_Union[MoveBy, str]] = ...) -> None: ...
+    def __init__(self, key: _Optional[str] = ..., receiver_id: _Optional[str] = ..., receiver_address: _Optional[str] = ..., migration_id: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., by: _Optional[_Union[MoveBy, str]] = ...) -> None: ...
 
 class MoveResponse(_message.Message):
     __slots__ = ("migration",)
@@ -176,7 +179,7 @@ class MoveResponse(_message.Message):
     def __init__(self, migration: _Optional[_Union[Migration, _Mapping]] = ...) -> None: ...
 
 class Migration(_message.Message):
-    __slots__ = ("migration_id", "state", "outcome", "reason", "message", "key", "receiver_id", "response_tokens", "copied_bytes", "delta_bytes", "shared_blocks", "reserve_seconds", "copy_seconds", "stall_seconds", "stall_steps", "resume_seconds", "total_seconds", "by")
+    __slots__ = ("migration_id", "state", "outcome", "reason", "message", "key", "receiver_id", "response_tokens", "copied_bytes", "delta_bytes", "shared_blocks", "reserve_time", "copy_time", "stall_time", "stall_steps", "resume_time", "total_time", "by")
     MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -188,12 +191,12 @@ class Migration(_message.Message):
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DELTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    RESERVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_TIME_FIELD_NUMBER: _ClassVar[int]
+    COPY_TIME_FIELD_NUMBER: _ClassVar[int]
+    STALL_TIME_FIELD_NUMBER: _ClassVar[int]
     STALL_STEPS_FIELD_NUMBER: _ClassVar[int]
-    RESUME_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TIME_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TIME_FIELD_NUMBER: _ClassVar[int]
     BY_FIELD_NUMBER: _ClassVar[int]
     migration_id: str
     state: MigrationState
@@ -206,14 +209,14 @@ class Migration(_message.Message):
     copied_bytes: int
     delta_bytes: int
     shared_blocks: int
-    reserve_seconds: float
-    copy_seconds: float
-    stall_seconds: float
+    reserve_time: _duration_pb2.Duration
+    copy_time: _duration_pb2.Duration
+    stall_time: _duration_pb2.Duration
     stall_steps: float
-    resume_seconds: float
-    total_seconds: float
+    resume_time: _duration_pb2.Duration
+    total_time: _duration_pb2.Duration
     by: MoveBy
-    def __init__(self, migration_id: _Optional[str] = ..., state: _Optional[_Union[MigrationState, str]] = ..., outcome: _Optional[_Union[MoveOutcome, str]] = ..., reason: _Optional[_Union[MoveReason, str]] = ..., message: _Optional[str] = ..., key: _Optional[str] = ..., receiver_id: _Optional[str] = ..., response_tokens: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., reserve_seconds: _Optional[float] = ..., copy_seconds: _Optional[float] = ..., stall_seconds: _Optional[float] = ..., stall_steps: _Optional[float] = ..., resume_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., by: _Optional[_Union[MoveBy, str]] = ...) -> None: ...
+    def __init__(self, migration_id: _Optional[str] = ..., state: _Optional[_Union[MigrationState, str]] = ..., outcome: _Optional[_Union[MoveOutcome, str]] = ..., reason: _Optional[_Union[MoveReason, str]] = ..., message: _Optional[str] = ..., key: _Optional[str] = ..., receiver_id: _Optional[str] = ..., response_tokens: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., reserve_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., copy_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., stall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., stall_steps: _Optional[float] = ..., resume_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., by: _Optional[_Union[MoveBy, str]] = ...) -> None: ...
 
 class KvGeometry(_message.Message):
     __slots__ = ("model", "vocab_size", "block_size", "dtype", "layers", "layout", "block_bytes", "tensor_parallel", "transport")
@@ -238,7 +241,7 @@ class KvGeometry(_message.Message):
     def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("migration_id", "donor_id", "geometry", "item", "rollout", "cached_token_ids", "capacity_tokens", "timeout_seconds", "migrations")
+    __slots__ = ("migration_id", "donor_id", "geometry", "item", "rollout", "cached_token_ids", "capacity_tokens", "timeout", "migrations")
     MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
     DONOR_ID_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -246,7 +249,7 @@ class ReserveRequest(_message.Message):
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     migration_id: str
     donor_id: str
@@ -255,9 +258,9 @@ class ReserveRequest(_message.Message):
     rollout: _draft_pb2.Rollout
     cached_token_ids: _containers.RepeatedScalarFieldContainer[int]
     capacity_tokens: int
-    timeout_seconds: float
+    timeout: _duration_pb2.Duration
     migrations: int
-    def __init__(self, migration_id: _Optional[str] = ..., donor_id: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., item: _Optional[_Union[_generation_pb2.WorkItem, _Mapping]] = ..., rollout: _Optional[_Union[_draft_pb2.Rollout, _Mapping]] = ..., cached_token_ids: _Optional[_Iterable[int]] = ..., capacity_tokens: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., migrations: _Optional[int] = ...) -> None: ...
+    def __init__(self, migration_id: _Optional[str] = ..., donor_id: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., item: _Optional[_Union[_generation_pb2.WorkItem, _Mapping]] = ..., rollout: _Optional[_Union[_draft_pb2.Rollout, _Mapping]] = ..., cached_token_ids: _Optional[_Iterable[int]] = ..., capacity_tokens: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., migrations: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("reserved", "refused")

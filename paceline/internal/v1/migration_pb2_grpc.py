@@ -32,7 +32,7 @@ class MigrationServiceStub(object):
     │ Move       │                                    │                              │
     │───────────▶│ Reserve ──────────────────────────▶│ blocks reserved, or refused  │
     │            │ stage 1: KV of whole blocks ══════▶│ while the donor decodes on   │
-    │            │ freeze                             │                              │
+    │            │ pause the sample                   │                              │
     │            │ stage 2: drafters, rest of KV ════▶│                              │
     │            │ Commit ───────────────────────────▶│ runs, unclaimed              │
     │            │ releases ◀─────────────────────────│                              │
@@ -89,7 +89,7 @@ class MigrationServiceServicer(object):
     │ Move       │                                    │                              │
     │───────────▶│ Reserve ──────────────────────────▶│ blocks reserved, or refused  │
     │            │ stage 1: KV of whole blocks ══════▶│ while the donor decodes on   │
-    │            │ freeze                             │                              │
+    │            │ pause the sample                   │                              │
     │            │ stage 2: drafters, rest of KV ════▶│                              │
     │            │ Commit ───────────────────────────▶│ runs, unclaimed              │
     │            │ releases ◀─────────────────────────│                              │
@@ -193,7 +193,7 @@ class MigrationService(object):
     │ Move       │                                    │                              │
     │───────────▶│ Reserve ──────────────────────────▶│ blocks reserved, or refused  │
     │            │ stage 1: KV of whole blocks ══════▶│ while the donor decodes on   │
-    │            │ freeze                             │                              │
+    │            │ pause the sample                   │                              │
     │            │ stage 2: drafters, rest of KV ════▶│                              │
     │            │ Commit ───────────────────────────▶│ runs, unclaimed              │
     │            │ releases ◀─────────────────────────│                              │

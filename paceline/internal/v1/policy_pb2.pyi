@@ -1,7 +1,8 @@
 import datetime
 
-from google.protobuf import struct_pb2 as _struct_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from paceline.v1 import knobs_pb2 as _knobs_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -17,8 +18,8 @@ class ApplyKnobsRequest(_message.Message):
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
-        value: _struct_pb2.Struct
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+        value: _knobs_pb2.Knobs
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ...) -> None: ...
     class RunCapsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -32,11 +33,11 @@ class ApplyKnobsRequest(_message.Message):
     RUN_CAPS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     revision: int
-    knobs: _struct_pb2.Struct
-    runs: _containers.MessageMap[str, _struct_pb2.Struct]
+    knobs: _knobs_pb2.Knobs
+    runs: _containers.MessageMap[str, _knobs_pb2.Knobs]
     run_caps: _containers.ScalarMap[str, int]
     step_time: str
-    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., runs: _Optional[_Mapping[str, _struct_pb2.Struct]] = ..., run_caps: _Optional[_Mapping[str, int]] = ..., step_time: _Optional[str] = ...) -> None: ...
+    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ..., runs: _Optional[_Mapping[str, _knobs_pb2.Knobs]] = ..., run_caps: _Optional[_Mapping[str, int]] = ..., step_time: _Optional[str] = ...) -> None: ...
 
 class ApplyKnobsResponse(_message.Message):
     __slots__ = ("revision", "speculates")
@@ -46,7 +47,7 @@ class ApplyKnobsResponse(_message.Message):
     speculates: bool
     def __init__(self, revision: _Optional[int] = ..., speculates: bool = ...) -> None: ...
 
-class GetPolicyReportRequest(_message.Message):
+class GetSpeculationReportRequest(_message.Message):
     __slots__ = ("after_switch",)
     AFTER_SWITCH_FIELD_NUMBER: _ClassVar[int]
     after_switch: int
@@ -65,7 +66,7 @@ class DraftTally(_message.Message):
     def __init__(self, drafter: _Optional[str] = ..., verifications: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class StepTally(_message.Message):
-    __slots__ = ("run_id", "step", "reasons", "planned_tokens", "expected_tokens", "predicted_gain", "predicted_seconds", "measured_seconds", "drafts", "mode")
+    __slots__ = ("run_id", "step", "reasons", "planned_tokens", "expected_tokens", "predicted_gain", "predicted_time", "measured_time", "drafts", "mode")
     class ReasonsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -79,8 +80,8 @@ class StepTally(_message.Message):
     PLANNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_GAIN_FIELD_NUMBER: _ClassVar[int]
-    PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    MEASURED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TIME_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_TIME_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
@@ -89,11 +90,11 @@ class StepTally(_message.Message):
     planned_tokens: int
     expected_tokens: float
     predicted_gain: float
-    predicted_seconds: float
-    measured_seconds: float
+    predicted_time: _duration_pb2.Duration
+    measured_time: _duration_pb2.Duration
     drafts: _containers.RepeatedCompositeFieldContainer[DraftTally]
     mode: str
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., reasons: _Optional[_Mapping[str, int]] = ..., planned_tokens: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., predicted_gain: _Optional[float] = ..., predicted_seconds: _Optional[float] = ..., measured_seconds: _Optional[float] = ..., drafts: _Optional[_Iterable[_Union[DraftTally, _Mapping]]] = ..., mode: _Optional[str] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., reasons: _Optional[_Mapping[str, int]] = ..., planned_tokens: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., predicted_gain: _Optional[float] = ..., predicted_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., measured_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., drafts: _Optional[_Iterable[_Union[DraftTally, _Mapping]]] = ..., mode: _Optional[str] = ...) -> None: ...
 
 class Switch(_message.Message):
     __slots__ = ("serial", "time", "on", "predicted_speedup", "requests", "run_id", "step")
@@ -113,7 +114,7 @@ class Switch(_message.Message):
     step: int
     def __init__(self, serial: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., on: bool = ..., predicted_speedup: _Optional[float] = ..., requests: _Optional[int] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
-class GetPolicyReportResponse(_message.Message):
+class GetSpeculationReportResponse(_message.Message):
     __slots__ = ("instance_id", "epoch", "revision", "steps", "switches", "calibration", "model", "pool")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -149,9 +150,9 @@ class GetKnobsResponse(_message.Message):
     KNOBS_FIELD_NUMBER: _ClassVar[int]
     LADDER_CAP_FIELD_NUMBER: _ClassVar[int]
     revision: int
-    knobs: _struct_pb2.Struct
+    knobs: _knobs_pb2.Knobs
     ladder_cap: int
-    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., ladder_cap: _Optional[int] = ...) -> None: ...
+    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ..., ladder_cap: _Optional[int] = ...) -> None: ...
 
 class SetKnobsRequest(_message.Message):
     __slots__ = ("run_id", "model", "pool", "revision", "knobs")
@@ -164,8 +165,8 @@ class SetKnobsRequest(_message.Message):
     model: str
     pool: str
     revision: int
-    knobs: _struct_pb2.Struct
-    def __init__(self, run_id: _Optional[str] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ..., revision: _Optional[int] = ..., knobs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    knobs: _knobs_pb2.Knobs
+    def __init__(self, run_id: _Optional[str] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ..., revision: _Optional[int] = ..., knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ...) -> None: ...
 
 class SetKnobsResponse(_message.Message):
     __slots__ = ("revision", "applied", "pending")

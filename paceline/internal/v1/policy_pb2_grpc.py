@@ -40,10 +40,10 @@ class KnobServiceStub(object):
                 request_serializer=paceline_dot_internal_dot_v1_dot_policy__pb2.ApplyKnobsRequest.SerializeToString,
                 response_deserializer=paceline_dot_internal_dot_v1_dot_policy__pb2.ApplyKnobsResponse.FromString,
                 _registered_method=True)
-        self.GetPolicyReport = channel.unary_unary(
-                '/paceline.internal.v1.KnobService/GetPolicyReport',
-                request_serializer=paceline_dot_internal_dot_v1_dot_policy__pb2.GetPolicyReportRequest.SerializeToString,
-                response_deserializer=paceline_dot_internal_dot_v1_dot_policy__pb2.GetPolicyReportResponse.FromString,
+        self.GetSpeculationReport = channel.unary_unary(
+                '/paceline.internal.v1.KnobService/GetSpeculationReport',
+                request_serializer=paceline_dot_internal_dot_v1_dot_policy__pb2.GetSpeculationReportRequest.SerializeToString,
+                response_deserializer=paceline_dot_internal_dot_v1_dot_policy__pb2.GetSpeculationReportResponse.FromString,
                 _registered_method=True)
 
 
@@ -59,8 +59,8 @@ class KnobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetPolicyReport(self, request, context):
-        """What became of drafts and how long steps took. Asking changes nothing.
+    def GetSpeculationReport(self, request, context):
+        """Verified and accepted drafts, and step times. Reading a report changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,10 +74,10 @@ def add_KnobServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_internal_dot_v1_dot_policy__pb2.ApplyKnobsRequest.FromString,
                     response_serializer=paceline_dot_internal_dot_v1_dot_policy__pb2.ApplyKnobsResponse.SerializeToString,
             ),
-            'GetPolicyReport': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetPolicyReport,
-                    request_deserializer=paceline_dot_internal_dot_v1_dot_policy__pb2.GetPolicyReportRequest.FromString,
-                    response_serializer=paceline_dot_internal_dot_v1_dot_policy__pb2.GetPolicyReportResponse.SerializeToString,
+            'GetSpeculationReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSpeculationReport,
+                    request_deserializer=paceline_dot_internal_dot_v1_dot_policy__pb2.GetSpeculationReportRequest.FromString,
+                    response_serializer=paceline_dot_internal_dot_v1_dot_policy__pb2.GetSpeculationReportResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -119,7 +119,7 @@ class KnobService(object):
             _registered_method=True)
 
     @staticmethod
-    def GetPolicyReport(request,
+    def GetSpeculationReport(request,
             target,
             options=(),
             channel_credentials=None,
@@ -132,9 +132,9 @@ class KnobService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/paceline.internal.v1.KnobService/GetPolicyReport',
-            paceline_dot_internal_dot_v1_dot_policy__pb2.GetPolicyReportRequest.SerializeToString,
-            paceline_dot_internal_dot_v1_dot_policy__pb2.GetPolicyReportResponse.FromString,
+            '/paceline.internal.v1.KnobService/GetSpeculationReport',
+            paceline_dot_internal_dot_v1_dot_policy__pb2.GetSpeculationReportRequest.SerializeToString,
+            paceline_dot_internal_dot_v1_dot_policy__pb2.GetSpeculationReportResponse.FromString,
             options,
             channel_credentials,
             insecure,
