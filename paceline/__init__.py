@@ -1,11 +1,11 @@
-"""Paceline's SDK: exact samples of the current policy, sooner.
+"""SDK of Paceline: exact samples of the current policy, sooner.
 
 Needs grpcio, protobuf and numpy; imports neither torch nor vLLM.
 """
 
-from paceline.aio import AsyncClient, AsyncRollout, AsyncRun
+from paceline.aio import AsyncClient
 from paceline.channel import Tls
-from paceline.client import Client
+from paceline.client import Client, Rollout, Run
 from paceline.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -25,7 +25,8 @@ from paceline.errors import (
     Violation,
 )
 from paceline.retry import RetryPolicy
-from paceline.run import Rollout, Run
+from paceline.rollout import AsyncRollout
+from paceline.run import AsyncRun
 from paceline.types import (
     Batch,
     BatchHint,
@@ -41,9 +42,9 @@ from paceline.types import (
     InstanceSpan,
     InstanceState,
     InstanceUpdate,
+    KnobChange,
+    KnobSetting,
     LogprobsMode,
-    Policy,
-    PolicyChange,
     Provenance,
     Reward,
     Sample,
@@ -89,12 +90,12 @@ __all__ = [
     "InstanceUpdate",
     "InternalError",
     "InvalidArgumentError",
+    "KnobChange",
+    "KnobSetting",
     "LogprobsMode",
     "NotFoundError",
     "PacelineError",
     "PermissionDeniedError",
-    "Policy",
-    "PolicyChange",
     "Provenance",
     "ResourceExhaustedError",
     "RetryPolicy",

@@ -1,7 +1,8 @@
-"""How a client connects: TLS, the token, message limits, keepalive."""
+"""Channels to a gateway: TLS, token, message limits, keepalive, and health."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,37 @@ import grpc
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
+# Of several gateways behind one name only the one that leads is healthy.
+_LEADERS_ONLY = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+)
+
 Options = list[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS to the gateway; with a certificate and key also in the other direction."""
+    """TLS to the gateway; mutual TLS with a certificate and a key."""
 
     ca_file: Path | None = None
-    """Certificate authorities trusted (PEM); None: those of the system."""
+    """Trusted certificate authorities (PEM); None: those of the system."""
     cert_file: Path | None = None
     key_file: Path | None = None
     server_name: str | None = None
-    """Name expected in the server's certificate, where it is not the address dialled."""
+    """Name expected in the server's certificate, if it differs from the address."""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files."""
+        """Read the files and return the credentials of a channel."""
         paths = (self.ca_file, self.key_file, self.cert_file)
         ca, key, cert = (path.read_bytes() if path else None for path in paths)
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
-def channel_options(tls: Tls | None) -> Options:
-    """Limits as the gateway has them; a lost peer is noticed within 15 s, a returned one within a second."""
+def channel_options(tls: Tls | None, leaders_only: bool = False) -> Options:
+    """Return options: the gateway's message limits; a lost peer is noticed within 15 s, its return within 1 s.
+
+    With `leaders_only`, calls go to addresses whose health is SERVING; the others fail with UNAVAILABLE.
+    """
     options: Options = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -43,26 +52,32 @@ def channel_options(tls: Tls | None) -> Options:
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),
+        # Without it a new channel to the same address goes on with the connection of the old one.
+        ("grpc.use_local_subchannel_pool", 1),
     ]
+    if leaders_only:
+        options.append(("grpc.service_config", _LEADERS_ONLY))
     if tls and tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     return options
 
 
-def open_channel(address: str, tls: Tls | None) -> grpc.Channel:
-    """A channel for the sync client; connects on the first call."""
+def open_channel(address: str, tls: Tls | None, leaders_only: bool = False) -> grpc.Channel:
+    """Return a blocking channel; it connects on the first call."""
+    options = channel_options(tls, leaders_only)
     if tls is None:
-        return grpc.insecure_channel(address, channel_options(tls))
-    return grpc.secure_channel(address, tls.credentials(), channel_options(tls))
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, tls.credentials(), options)
 
 
-def open_aio_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
-    """A channel for the async client; belongs to the running event loop."""
+def open_aio_channel(address: str, tls: Tls | None, leaders_only: bool = False) -> grpc.aio.Channel:
+    """Return a grpc.aio channel; it belongs to the running event loop."""
+    options = channel_options(tls, leaders_only)
     if tls is None:
-        return grpc.aio.insecure_channel(address, channel_options(tls))
-    return grpc.aio.secure_channel(address, tls.credentials(), channel_options(tls))
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, tls.credentials(), options)
 
 
 def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """What goes with every call: the bearer token."""
+    """Return the metadata of every call: the bearer token, if there is one."""
     return (("authorization", f"Bearer {token}"),) if token else ()

@@ -37,14 +37,14 @@ _DETAIL_TYPES: dict[str, type[Message]] = {
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing that was wrong: which field (or subject), and what is allowed."""
+    """Wrong field (or subject) of a request, and what is allowed."""
 
     field: str
     description: str
 
 
 class PacelineError(Exception):
-    """A call that the service refused, or that never reached it."""
+    """Base of all errors of calls: refused by the service, or never delivered."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class PacelineError(Exception):
         self.code = code
         self.message = message
         self.details = tuple(details)
-        """google.rpc.* messages, those of types known here."""
+        """google.rpc.* messages of known types."""
         self.request_id = request_id
-        """Names the call in the service's logs."""
+        """Id of the call in the service's logs."""
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -73,18 +73,18 @@ class PacelineError(Exception):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What goes with the reason: values at fault and values allowed."""
+        """Details of the reason: wrong and allowed values by name."""
         infos = [d for d in self.details if isinstance(d, error_details_pb2.ErrorInfo)]
         return dict(infos[0].metadata) if infos else {}
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds after which the service wants to be asked again; None when it did not say."""
+        """Seconds that the service asks to wait before a retry; None: it did not say."""
         infos = [d for d in self.details if isinstance(d, error_details_pb2.RetryInfo)]
         return infos[0].retry_delay.ToTimedelta().total_seconds() if infos else None
 
     def __str__(self) -> str:
-        """Code, message, then one line for each violation and for the reason."""
+        """Return code and message, then a line for each violation and for the reason."""
         lines = [f"{self.code.name}: {self.message}"]
         lines += [f"  {violation.field}: {violation.description}" for violation in self.violations]
         if self.reason:
@@ -100,7 +100,7 @@ class InvalidArgumentError(PacelineError):
 
 
 class FailedPreconditionError(PacelineError):
-    """Not possible in this state, such as a wrong policy version; `reason` and `metadata` say why."""
+    """The state does not allow the call, such as a wrong policy version; see `reason` and `metadata`."""
 
 
 class NotFoundError(PacelineError):
@@ -112,7 +112,7 @@ class AlreadyExistsError(PacelineError):
 
 
 class ResourceExhaustedError(PacelineError):
-    """Full queues, KV or quota; `retry_after` may say when to come again."""
+    """Queues, KV cache or quota are full; `retry_after` may say when to retry."""
 
 
 class UnavailableError(PacelineError):
@@ -124,7 +124,10 @@ class DeadlineExceededError(PacelineError):
 
 
 class DataLossError(PacelineError):
-    """Data did not arrive as it was sent, such as weights with another checksum."""
+    """Data did not arrive as it was sent, such as weights with another checksum, or is lost.
+
+    Of a lost batch the `reason` is BATCH_LOST, and `metadata` has its `run_id`, `batch_id` and the `cursor`.
+    """
 
 
 class UnimplementedError(PacelineError):
@@ -144,7 +147,7 @@ class CancelledError(PacelineError):
 
 
 class AbortedError(PacelineError):
-    """Another change came between; read again and repeat."""
+    """Another change came first; read again and repeat."""
 
 
 class InternalError(PacelineError):
@@ -171,7 +174,7 @@ _CLASSES: dict[grpc.StatusCode, type[PacelineError]] = {
 
 
 def from_rpc(error: grpc.RpcError) -> PacelineError:
-    """Translates what grpc or grpc.aio raised, details included."""
+    """Translate what grpc or grpc.aio raised, details included."""
     code: grpc.StatusCode = error.code()
     pairs: Any = error.trailing_metadata() or ()
     trailing = {key: value for key, value in pairs}
@@ -181,7 +184,7 @@ def from_rpc(error: grpc.RpcError) -> PacelineError:
 
 
 def parse_details(status: bytes) -> list[Message]:
-    """The known google.rpc.* details in a serialised google.rpc.Status; none when it cannot be read."""
+    """Return the known google.rpc.* details of a serialized google.rpc.Status; none if it cannot be parsed."""
     try:
         packed = status_pb2.Status.FromString(status).details
         pairs = [(value, _DETAIL_TYPES.get(value.TypeName())) for value in packed]
@@ -198,6 +201,34 @@ def _violations(detail: Message) -> list[Violation]:
     return []
 
 
+CUT_SHORT = "CUT_SHORT"
+"""Reason of the error of a stream that ended without one while samples were missing."""
+STREAM_SILENT = "STREAM_SILENT"
+"""Reason of the error of a stream on which nothing came, though the gateway was reached."""
+BATCH_LOST = "BATCH_LOST"
+"""Reason of the error of a batch whose samples are lost, and whose request this client does not have."""
+
+
 def cut_short() -> UnavailableError:
-    """For a stream that ended without an error while samples were missing."""
-    return UnavailableError(grpc.StatusCode.UNAVAILABLE, "the stream ended before the batch was complete")
+    """Return the error of a stream that ended without one while samples were missing."""
+    info = error_details_pb2.ErrorInfo(reason=CUT_SHORT)
+    message = "the stream ended before the batch was complete"
+    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
+
+
+def stream_silent(method: str, seconds: float) -> UnavailableError:
+    """Return the error of a stream on which nothing came for so long."""
+    info = error_details_pb2.ErrorInfo(reason=STREAM_SILENT)
+    message = f"the gateway has sent nothing on {method} for {seconds:g} s"
+    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
+
+
+def batch_lost(run_id: str, batch_id: str, cursor: int, cause: PacelineError) -> DataLossError:
+    """Return the error of a batch that the gateway has lost and that cannot be submitted again from here."""
+    info = error_details_pb2.ErrorInfo(
+        reason=BATCH_LOST, metadata={"run_id": run_id, "batch_id": batch_id, "cursor": str(cursor)}
+    )
+    message = (
+        f"the gateway has lost samples of batch {run_id}/{batch_id} after cursor {cursor}: {cause.message}"
+    )
+    return DataLossError(grpc.StatusCode.DATA_LOSS, message, [info], cause.request_id)

@@ -1,20 +1,21 @@
-"""When a failed call is made again: only after UNAVAILABLE, with growing, jittered delays."""
+"""Retries of failed calls: after UNAVAILABLE, or when the service says when to come again."""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.errors import PacelineError, UnavailableError
+from paceline.errors import PacelineError, ResourceExhaustedError, UnavailableError
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long, and how often, an unreachable service is tried."""
+    """Limits and delays of retries while a service is unreachable or full."""
 
-    attempts: int = 12
-    """Calls in a row that may fail before the error is raised; 1 never retries."""
+    seconds: float = 600.0
+    """Seconds for which a call that keeps failing is tried again; then its error is raised. 0 never retries."""
     initial: float = 0.1
     """Seconds before the second attempt."""
     multiplier: float = 2.0
@@ -24,24 +25,49 @@ class RetryPolicy:
     """Each delay is drawn from [1 - jitter, 1 + jitter] times its value."""
 
 
-class Backoff:
-    """The delays of one call. Progress (an event of a stream) starts them over."""
+def may_be_retried(error: PacelineError) -> bool:
+    """Return True if the same call may succeed later: nothing answered, or the service named a time."""
+    if isinstance(error, ResourceExhaustedError):
+        return error.retry_after is not None
+    return isinstance(error, UnavailableError)
 
-    def __init__(self, policy: RetryPolicy, draw: Callable[[], float] = random.random) -> None:
+
+class Backoff:
+    """Delays between the attempts of one call; progress (an event of a stream) resets them."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        draw: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._policy = policy
         self._draw = draw
-        self._failures = 0
+        self._clock = clock
+        self._began = 0.0
+        self.failures = 0
+        """Attempts that failed in a row."""
 
     def progress(self) -> None:
-        """The call got something: later failures count from the first again."""
-        self._failures = 0
+        """Reset the delays: the call received an event."""
+        self.failures = 0
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the error of a call that goes on failing is raised."""
+        return max(0.0, self._began + self._policy.seconds - self._clock())
 
     def delay_after(self, error: PacelineError) -> float | None:
-        """Seconds to wait before the call is made again; None when the error is to be raised."""
-        self._failures += 1
-        if not isinstance(error, UnavailableError) or self._failures >= self._policy.attempts:
-            return None
+        """Return the seconds to wait before the next attempt; None: raise the error instead."""
+        now = self._clock()
+        if self.failures == 0:
+            self._began = now
+        self.failures += 1
         policy = self._policy
-        delay = min(policy.maximum, policy.initial * policy.multiplier ** (self._failures - 1))
+        # Bounded before the power: there may be thousands of failures.
+        growth = policy.multiplier ** min(self.failures - 1, 64)
+        delay = min(policy.maximum, policy.initial * growth)
         delay *= 1.0 + policy.jitter * (2.0 * self._draw() - 1.0)
-        return max(delay, error.retry_after or 0.0)
+        delay = max(delay, error.retry_after or 0.0)
+        if not may_be_retried(error) or now + delay > self._began + policy.seconds:
+            return None
+        return delay

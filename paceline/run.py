@@ -1,121 +1,64 @@
 """A training job as seen by its trainer: rollouts of a step, and weights after it.
 
-    with client.run("run-1", seed=7, weights=folder) as run:
+    async with client.run("run-1", seed=7, weights=folder) as run:
         for step in range(steps):
-            samples = list(run.rollout(step, groups, SamplingParams(max_tokens=512)))
-            run.push_weights(learner.update(samples))
+            rollout = await run.rollout(step, groups, SamplingParams(max_tokens=512))
+            samples = [sample async for sample in rollout]
+            await run.push_weights(learner.update(samples))
 
-A trainer that was restarted asks for the same batches and gets the samples that exist already.
+A trainer that was restarted requests the same batches and gets the samples that exist already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from paceline import calls
 from paceline import types as t
+from paceline.calls import GatewayCalls
+from paceline.rollout import AsyncRollout
+from paceline.split import first_part
 from paceline.weights import WeightFolder, push
 
-if TYPE_CHECKING:
-    from paceline.client import Client
+# Rollouts of earlier steps that are still read; of more, the newest.
+_KEPT_ROLLOUTS = 8
 
 Source = Path | str | Mapping[str, Any]
 """Weights: a folder in Hugging Face layout, or tensors by name."""
 
 
-@dataclass(slots=True)
-class Plan:
-    """What sync and async runs share: names, seeds, and where weights are written.
+class AsyncRun:
+    """One training job on an asynchronous client.
 
-    The nth batch of a step always has the same id, so that a trainer that was restarted and asks again
-    gets the samples that exist already.
+    The nth batch of a step and policy version always has the same id, so that a trainer that was restarted gets the
+    samples that exist already.
     """
 
-    run_id: str
-    seed: int
-    weights: WeightFolder | None
-    _batches: dict[int, int] = field(default_factory=dict)
-
-    def submit(
-        self,
-        step: int,
-        groups: Sequence[t.Group],
-        sampling: t.SamplingParams | None,
-        exactness: t.Exactness | None,
-        policy_version: int | None,
-        deadline: float | None,
-    ) -> calls.Steps[tuple[t.Batch, t.Submitted]]:
-        """Submits the next batch of a step, for the current version unless another is named."""
-        if policy_version is None:
-            versions: t.Versions = yield calls.versions()
-            policy_version = versions.policy_version
-        batch = t.Batch(
-            run_id=self.run_id,
-            batch_id=self._next_id(step),
-            step=step,
-            policy_version=policy_version,
-            groups=groups,
-            sampling=sampling or t.SamplingParams(),
-            exactness=exactness or t.Exactness(),
-            run_seed=self.seed,
-            deadline=deadline,
-        )
-        submitted: t.Submitted = yield calls.submit(batch)
-        self._batches[step] = self._batches.get(step, 0) + 1
-        return batch, submitted
-
-    def hint(
-        self,
-        step: int,
-        groups: Sequence[t.Group],
-        sampling: t.SamplingParams | None,
-        expected_version: int,
-        exactness: t.Exactness | None,
-    ) -> t.BatchHint:
-        """The hint for a step to come."""
-        sampling, exactness = sampling or t.SamplingParams(), exactness or t.Exactness()
-        return t.BatchHint(self.run_id, step, expected_version, groups, sampling, exactness, self.seed)
-
-    def push(self, source: Source, target: t.WeightTarget) -> calls.Steps[t.UpdateFinished]:
-        """Sends weights; a folder that was given is sent as it is, and never removed."""
-        finished: t.UpdateFinished = yield from push(self.run_id, target, lambda v: self._folder(v, source))
-        if self.weights is not None:
-            yield calls.Local(self.weights.prune)
-        return finished
-
-    def _next_id(self, step: int) -> str:
-        return f"step-{step:06d}.{self._batches.get(step, 0)}"
-
-    def _folder(self, version: int, source: Source) -> Path:
-        if not isinstance(source, Mapping):
-            return Path(source).absolute()
-        if self.weights is None:
-            raise ValueError("to push tensors, open the run with weights=WeightFolder(...)")
-        return self.weights.write(version, source)
-
-
-class Run:
-    """One training job on a sync client. Leaving it ends nothing on the service: work can be resumed."""
-
-    def __init__(self, client: Client, run_id: str, seed: int, weights: WeightFolder | None) -> None:
+    def __init__(self, client: GatewayCalls, run_id: str, seed: int, weights: WeightFolder | None) -> None:
         self.client = client
-        self._plan = Plan(run_id, seed, weights)
+        self.run_id = run_id
+        self._seed = seed
+        self._weights = weights
+        self._numbers: dict[tuple[int, int], int] = {}
+        """Batches so far of each step and policy version."""
+        self._rollouts: list[AsyncRollout] = []
+        """Rollouts that are not acknowledged, of the newest step and of earlier ones that are still read."""
 
-    def __enter__(self) -> Run:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Nothing is held that would have to be given back."""
+    async def __aexit__(self, raised: object, *_: object) -> None:
+        """Acknowledge what was read, unless an exception ends the run."""
+        if raised is None:
+            self.close()
 
-    @property
-    def run_id(self) -> str:
-        """The job's name."""
-        return self._plan.run_id
+    def close(self) -> None:
+        """Acknowledge all batches that were read to their ends: nobody will read them again."""
+        self._acknowledge(math.inf)
 
-    def rollout(
+    async def rollout(
         self,
         step: int,
         groups: Sequence[t.Group],
@@ -124,24 +67,70 @@ class Run:
         exactness: t.Exactness | None = None,
         policy_version: int | None = None,
         deadline: float | None = None,
-    ) -> Rollout:
-        """Submits a batch and returns its samples as an iterable, in completion order."""
-        steps = self._plan.submit(step, groups, sampling, exactness, policy_version, deadline)
-        return Rollout(self.client, *self.client.follow(steps))
+        priority: int = 0,
+        weight: int = 1,
+    ) -> AsyncRollout:
+        """Submit a batch and return its samples as an iterable, in completion order.
 
-    def hint(
+        The samples are of the published policy version unless `policy_version` names another. Batches of higher
+        `priority` are placed first; within one, runs share the instances by `weight`. A batch that is too large for
+        one call (16 MiB, 65,536 samples) is submitted in parts and read as one, a part at a time in turn. Those of
+        earlier steps that were read to their ends are acknowledged: they cannot be read again.
+        """
+        if policy_version is None:
+            policy_version = (await self.client.versions()).policy_version
+        key = (step, policy_version)
+        number = self._numbers.get(key, 0)
+        batch = t.Batch(
+            run_id=self.run_id,
+            batch_id=f"step-{step:06d}.v{policy_version}.{number}",
+            step=step,
+            policy_version=policy_version,
+            groups=groups,
+            sampling=sampling or t.SamplingParams(),
+            exactness=exactness or t.Exactness(),
+            run_seed=self._seed,
+            deadline=deadline,
+            priority=priority,
+            weight=weight,
+        )
+        rollout = AsyncRollout(self.client, batch)
+        await rollout.begin()
+        self._numbers[key] = number + 1
+        self._acknowledge(step)
+        self._rollouts.append(rollout)
+        return rollout
+
+    def _acknowledge(self, before: float) -> None:
+        """Acknowledge in the background what was read to its end of steps before this one."""
+        done = [each for each in self._rollouts if each.batch.step < before and each.complete]
+        for rollout in done:
+            rollout.post_ack()
+        left = [each for each in self._rollouts if each.batch.step < before and not each.complete]
+        # Those that were left in the middle are not kept without end.
+        gone = [*done, *left[:-_KEPT_ROLLOUTS]]
+        self._rollouts = [each for each in self._rollouts if each not in gone]
+
+    async def hint(
         self,
         step: int,
         groups: Sequence[t.Group],
         sampling: t.SamplingParams | None = None,
         *,
-        expected_version: int,
+        policy_version: int,
         exactness: t.Exactness | None = None,
     ) -> int:
-        """Names the prompts of a step to come; returns how many samples may be pre-generated."""
-        return self.client.hint(self._plan.hint(step, groups, sampling, expected_version, exactness))
+        """Announce the prompts of a coming step; return how many samples may be pre-generated.
 
-    def report_rewards(
+        Of a step that is too large for one call, the first part is announced.
+        """
+        sampling, exactness = sampling or t.SamplingParams(), exactness or t.Exactness()
+        announced = first_part(groups)
+        return await self.client.hint(
+            t.BatchHint(self.run_id, step, policy_version, announced, sampling, exactness, self._seed)
+        )
+
+    async def report_rewards(
         self,
         batch_id: str,
         rewards: Iterable[t.Reward] = (),
@@ -149,39 +138,30 @@ class Run:
         kl: float | None = None,
         clip_fraction: float | None = None,
     ) -> int:
-        """Reports the rewards of a batch, and what its update measured; returns how many samples were known."""
-        return self.client.report_rewards(self.run_id, batch_id, rewards, kl=kl, clip_fraction=clip_fraction)
+        """Report the rewards of a batch, and what its update measured; return how many samples were known."""
+        for rollout in self._rollouts:
+            if rollout.batch.batch_id == batch_id:
+                return await rollout.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
+        return await self.client.report_rewards(
+            self.run_id, batch_id, rewards, kl=kl, clip_fraction=clip_fraction
+        )
 
-    def push_weights(
+    async def push_weights(
         self, source: Source, target: t.WeightTarget = t.WeightTarget.POLICY
     ) -> t.UpdateFinished:
-        """Sends weights as the next version. When this returns, the fleet serves them.
+        """Send weights as the next version. When this returns, the fleet serves them.
 
-        `source` is a folder in Hugging Face layout, or tensors by name (numpy or torch), which are
-        written to the run's `WeightFolder`. An error leaves the version that was served.
+        `source` is a folder in Hugging Face layout, or tensors by name (numpy or torch), which are written to the
+        run's `WeightFolder`. An error leaves the version that was served.
         """
-        return self.client.follow(self._plan.push(source, target))
+        finished = await push(self.client, self.run_id, target, lambda version: self._folder(version, source))
+        if self._weights is not None:
+            await self.client.run_work(self._weights.prune)
+        return finished
 
-
-class Rollout:
-    """The samples of a submitted batch. Each is given once, over all iterations together."""
-
-    def __init__(self, client: Client, batch: t.Batch, submitted: t.Submitted) -> None:
-        self._client = client
-        self.batch = batch
-        self.submitted = submitted
-        self.cursor = 0
-        """Place in the batch's stream."""
-
-    def __len__(self) -> int:
-        """Samples wanted."""
-        return self.submitted.samples
-
-    def __iter__(self) -> Iterator[t.Sample]:
-        for event in self._client.stream(self.batch.run_id, self.batch.batch_id, self.cursor):
-            self.cursor = event.cursor
-            yield event.sample
-
-    def cancel(self, *, keep_partial: bool = False) -> int:
-        """Ends what is unfinished; those samples are delivered as ABORTED."""
-        return self._client.cancel(self.batch.run_id, self.batch.batch_id, keep_partial=keep_partial)
+    def _folder(self, version: int, source: Source) -> Path:
+        if not isinstance(source, Mapping):
+            return Path(source).absolute()
+        if self._weights is None:
+            raise ValueError("to push tensors, open the run with weights=WeightFolder(...)")
+        return self._weights.write(version, source)

@@ -1,4 +1,4 @@
-"""Writes and hashes safetensors files with numpy alone.
+"""Write and hash safetensors files with numpy alone.
 
 The format: 8 bytes little-endian length of the header, the header in JSON (`name -> dtype, shape,
 data_offsets`), padded with spaces to a multiple of 8, then the tensors' bytes one after the other.
@@ -39,11 +39,11 @@ class _Entry:
     size: int
     """Bytes."""
     load: Callable[[], npt.NDArray[Any]]
-    """Brings the values into memory; one tensor at a time."""
+    """Loads the values into memory; called for one tensor at a time."""
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Writes tensors (numpy arrays, or anything with torch's tensor methods) to a file, and syncs it.
+    """Write tensors (numpy arrays, or objects with torch's tensor methods) to a file and sync it.
 
     Raises ValueError naming a tensor whose dtype the format does not have.
     """
@@ -65,7 +65,7 @@ def write(path: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def checksum(folder: Path) -> str:
-    """`sha256:<hex>` over the safetensors files of a folder in name order; ValueError when it has none."""
+    """Return `sha256:<hex>` of the safetensors files of a folder in name order; ValueError: it has none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"no safetensors files in {folder}")
@@ -89,7 +89,7 @@ def _entry(name: str, tensor: Any) -> _Entry:
 
 
 def _from_torch(tensor: Any, kind: str) -> npt.NDArray[Any]:
-    """The values of a torch tensor; numpy has no bfloat16, so its bits travel as int16."""
+    """Return the values of a torch tensor; numpy has no bfloat16, so its bits travel as int16."""
     tensor = tensor.detach().cpu().contiguous()
     if kind == "bfloat16":
         import torch  # only a process that has a torch tensor gets here

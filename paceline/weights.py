@@ -1,4 +1,4 @@
-"""Sends weights: writes a model folder, then takes it through the four phases of an update.
+"""Push weights: write a model folder and take it through the four phases of an update.
 
     weights = WeightFolder(Path("/shared/run-1"), model=Path("/models/qwen3"))
     with client.run("run-1", weights=weights) as run:
@@ -12,18 +12,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline import calls, safetensors
+from paceline import safetensors
 from paceline import types as t
+from paceline.calls import GatewayCalls
 from paceline.errors import PacelineError
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFolder:
-    """Keeps one folder for each version under `root`, which every instance must be able to read.
+    """Folder with one model folder for each version, which every instance must be able to read.
 
     Folders appear whole or not at all. The `keep` newest stay: instances that join later load the
     published one, and the one before it is still served while an update is in progress.
@@ -35,7 +37,7 @@ class WeightFolder:
     keep: int = 2
 
     def write(self, version: int, tensors: Mapping[str, Any]) -> Path:
-        """Writes a version from named tensors (numpy or torch) and returns its absolute path."""
+        """Write a version from named tensors (numpy or torch) and return its absolute path."""
         folder = self.root.absolute() / f"v{version:08d}"
         unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -49,49 +51,42 @@ class WeightFolder:
         return folder
 
     def prune(self) -> None:
-        """Removes all but the newest folders."""
+        """Remove all but the newest folders."""
         for folder in sorted(self.root.glob("v[0-9]*"))[: -self.keep]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def push(
-    run_id: str, target: t.WeightTarget, folder_of: Callable[[int], Path]
-) -> calls.Steps[t.UpdateFinished]:
-    """The next version's update: `folder_of(version)` gives its folder. An error aborts the update."""
-    published: t.Versions = yield calls.versions()
-    version = _version(published, target) + 1
-    folder: Path = yield calls.Local(lambda: folder_of(version))
-    checksum: str = yield calls.Local(lambda: safetensors.checksum(folder))
-    started: t.UpdateStarted = yield calls.start_update(run_id, version, target)
+async def push(
+    client: GatewayCalls, run_id: str, target: t.WeightTarget, folder_of: Callable[[int], Path]
+) -> t.UpdateFinished:
+    """Push the next version, whose files are in `folder_of(version)`. An error aborts the update."""
+    version = _version(await client.versions(), target) + 1
+    folder = await client.run_work(lambda: folder_of(version))
+    checksum = await client.run_work(lambda: safetensors.checksum(folder))
+    started = await client.start_update(run_id, version, target)
     try:
-        yield calls.update_weights(started.update_id, str(folder), checksum)
-        finished: t.UpdateFinished = yield from _finish(started.update_id, version, target)
+        await client.update_weights(started.update_id, folder, checksum)
+        return await _finish(client, started.update_id, version, target)
     except GeneratorExit:
         raise
     except BaseException:
-        yield from _abort(started.update_id)
+        # The error that led here is the one to report.
+        with suppress(PacelineError):
+            await client.abort_update(started.update_id)
         raise
-    return finished
 
 
-def _finish(update_id: str, version: int, target: t.WeightTarget) -> calls.Steps[t.UpdateFinished]:
-    """FinishUpdate; when its answer was lost, whether the version was published decides."""
+async def _finish(
+    client: GatewayCalls, update_id: str, version: int, target: t.WeightTarget
+) -> t.UpdateFinished:
+    """Finish an update. If the answer was lost, the published version decides whether it failed."""
     try:
-        finished: t.UpdateFinished = yield calls.finish_update(update_id)
+        return await client.finish_update(update_id)
     except PacelineError:
-        published: t.Versions = yield calls.versions()
+        published = await client.versions()
         if _version(published, target) != version:
             raise
-        return t.UpdateFinished(version, published.instances)
-    return finished
-
-
-def _abort(update_id: str) -> calls.Steps[None]:
-    """AbortUpdate; the error that led here is the one to report."""
-    try:
-        yield calls.abort_update(update_id)
-    except PacelineError:
-        return
+        return t.UpdateFinished(published.policy_version, published.drafter_version, published.instances)
 
 
 def _version(versions: t.Versions, target: t.WeightTarget) -> int:

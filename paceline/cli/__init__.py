@@ -1,19 +1,21 @@
-"""The command line: `paceline up | status | policy | token | demo`. Needs the `services` extra, unlike the SDK."""
+"""The command line: `paceline status | policy | drafter | token`, and commands that other packages register.
+
+Needs the extra `cli`, unlike the SDK.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-_MISSING = """paceline: the command line needs more than the SDK ({name} is not installed). On CPU:
+_MISSING = """paceline: the command line needs more than the SDK ({name} is not installed):
 
-    pip install 'paceline[cpu,demo]'
-
-`status` alone needs only 'paceline[services]'."""
+    pip install 'paceline[cli]'        # status, policy, drafter and token
+    pip install 'paceline[cpu,demo]'   # also up, calibrate and demo, on CPU"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status."""
+    """Run a command and return the exit status."""
     try:
         from paceline.cli.app import run
     except ModuleNotFoundError as error:

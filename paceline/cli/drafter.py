@@ -1,4 +1,4 @@
-"""`paceline drafter show | roll-back`: the drafter that is trained online."""
+"""`paceline drafter show | roll-back`: the draft model that is trained online."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.connection import Address, CaFile, CertFile, KeyFile, Token, connect
+from paceline.cli.options import Address, CaFile, CertFile, Json, KeyFile, Token, connect
+from paceline.cli.output import print_json
 from paceline.types import Drafter
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -20,46 +21,52 @@ def show(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    as_json: Json = False,
 ) -> None:
-    """Shows what is published, how well it is accepted, and what it was learned from."""
+    """Show the published drafter. Includes its acceptance length and the samples that it was trained on."""
     with connect(address, token, ca_file, cert_file, key_file) as client:
-        typer.echo(drafter_lines(client.drafter()))
+        drafter = client.drafter()
+    if as_json:
+        print_json(drafter)
+    else:
+        typer.echo(drafter_lines(drafter))
 
 
 @app.command("roll-back")
 def roll_back(
     address: Address = "127.0.0.1:7400",
     version: Annotated[
-        int, typer.Option(min=0, help="Only if this version is published. Default: whichever is.")
+        int, typer.Option(min=0, show_default=False, help="Fail if another version than this is published.")
     ] = 0,
-    reason: Annotated[str, typer.Option(help="Stands in the decision that tells of it.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason to record in the decision log.")] = "",
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
 ) -> None:
-    """Goes back to the drafter that was published before. Instances take it between two steps; no sample changes.
+    """Publish the drafter before the current one again.
 
-    The learner goes on from that version. To see why it was left later: paceline policy watch
+    Instances load it between two steps and no sample changes. The learner continues from that version.
+    The decision log has an entry: paceline policy watch
     """
     with connect(address, token, ca_file, cert_file, key_file) as client:
-        # Named in the call, so that one that is made again after a lost answer does not go back twice.
-        left = version or client.drafter().version
-        published = client.roll_back_drafter(left, reason)
-    typer.echo(f"drafter version {published} is published again, in place of {left}")
+        # The call names the version, so that a retry after a lost answer does not roll back twice.
+        current = version or client.drafter().drafter_version
+        published = client.roll_back_drafter(current, reason)
+    typer.echo(f"drafter version {published} is published again, in place of {current}")
 
 
 def drafter_lines(drafter: Drafter) -> str:
-    """What the learner tells, in words."""
+    """Return the state of the learner as lines of text."""
     learned = (
         f"learned from {drafter.samples_used} samples in {drafter.updates} updates, "
         f"last of policy version {drafter.policy_version}"
     )
-    past = f"{drafter.rejected_candidates} candidates rejected, {drafter.roll_backs} roll-backs"
-    if not drafter.version:
+    past = f"{drafter.rejected_candidates} candidates rejected, {drafter.rollbacks} roll-backs"
+    if not drafter.drafter_version:
         return f"no drafter is published yet\n{learned}\n{past}"
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(drafter.published))
-    lines = [f"drafter version {drafter.version} of {at}, from {drafter.path}"]
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(drafter.published_at))
+    lines = [f"drafter version {drafter.drafter_version} of {at}, from {drafter.path}"]
     if drafter.acceptance_length:
         lines.append(
             f"{drafter.acceptance_length:.2f} tokens a verification on held-out samples, "

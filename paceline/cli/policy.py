@@ -1,4 +1,4 @@
-"""`paceline policy get | set | watch`: the knobs of speculation, and the platform's decisions."""
+"""`paceline policy get | set | watch`: knobs of speculation and decisions of the platform."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.connection import Address, CaFile, CertFile, KeyFile, Token, connect
-from paceline.types import Decision, Policy
+from paceline.cli.options import Address, CaFile, CertFile, Json, KeyFile, Token, connect
+from paceline.cli.output import print_json
+from paceline.types import Decision, KnobSetting
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -29,11 +30,17 @@ def get(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    as_json: Json = False,
 ) -> None:
-    """Shows the knobs that are set: for the fleet, or for a run, a model or a pool."""
+    """Show the knobs that are set. Those of the fleet, unless a run, a model or a pool is named."""
     with connect(address, token, ca_file, cert_file, key_file) as client:
-        policy = client.policy(run, model=model, pool=pool)
-    typer.echo(json.dumps({"revision": policy.revision, "knobs": dict(policy.knobs)}, indent=2))
+        setting = client.knobs(run, model=model, pool=pool)
+    if as_json:
+        print_json(setting)
+        return
+    typer.echo(f"revision {setting.revision}" + ("" if setting.knobs else "; no knob is set"))
+    for line in knob_lines(setting.knobs):
+        typer.echo(line)
 
 
 @app.command("set")
@@ -50,54 +57,74 @@ def set_(
     pool: Pool = "",
     revision: Annotated[
         int | None,
-        typer.Option(help="Only if nothing has changed since this revision. Default: the present one."),
+        typer.Option(help="Fail if there is a later revision than this. Default: the current revision."),
     ] = None,
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
 ) -> None:
-    """Changes knobs. `paceline policy set speculation=false` turns everything to plain decoding at once."""
+    """Change knobs. The kill switch is speculation=false: plain decoding on every instance at once."""
     with connect(address, token, ca_file, cert_file, key_file) as client:
-        policy = client.policy(run, model=model, pool=pool)
-        changed = Policy(policy.revision if revision is None else revision, with_changes(policy.knobs, knobs))
-        change = client.set_policy(run, changed, model=model, pool=pool)
-    typer.echo(f"revision {change.revision}; {len(change.applied)} instances work by it")
+        setting = client.knobs(run, model=model, pool=pool)
+        changed = KnobSetting(
+            setting.revision if revision is None else revision, with_changes(setting.knobs, knobs)
+        )
+        change = client.set_knobs(run, changed, model=model, pool=pool)
+    typer.echo(f"revision {change.revision}; applied by {len(change.applied)} instances")
     if change.pending:
-        typer.echo(f"not reached yet, will be tried again: {', '.join(change.pending)}")
+        typer.echo(f"not reached yet, will be retried: {', '.join(change.pending)}")
 
 
 @app.command("watch")
 def watch(
     address: Address = "127.0.0.1:7400",
     run: Annotated[str, typer.Option(help="Decisions of this run and of the fleet. Default: all.")] = "",
-    last: Annotated[float, typer.Option(min=0, help="Begin with those of so many seconds ago.")] = 0,
+    last: Annotated[
+        float, typer.Option(min=0, help="Begin with the decisions of this many past seconds.")
+    ] = 0,
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    as_json: Json = False,
 ) -> None:
-    """Prints decisions as they are made, until Ctrl-C."""
+    """Print decisions as they are made, until Ctrl-C. With --json, one object per line."""
     with connect(address, token, ca_file, cert_file, key_file) as client:
         try:
             for decision in client.watch_decisions(run, time.time() - last):
-                typer.echo(decision_line(decision))
+                if as_json:
+                    print_json(decision, indent=None)
+                else:
+                    typer.echo(decision_line(decision))
         except KeyboardInterrupt:
             return
 
 
 def decision_line(decision: Decision) -> str:
-    """A decision in one line."""
+    """Return a decision as one line."""
     at = time.strftime("%H:%M:%S", time.localtime(decision.time))
     gain = f" {decision.predicted_gain:+.0%}" if decision.predicted_gain else ""
     return f"{at} {decision.run_id or 'fleet'} {decision.kind}{gain}: {decision.reason}"
 
 
+def knob_lines(knobs: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the knobs as `name=value` assignments, as `paceline policy set` takes them."""
+    lines: list[str] = []
+    for name, value in sorted(knobs.items()):
+        if isinstance(value, Mapping):
+            lines += knob_lines(value, f"{prefix}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            lines.append(f"{prefix}{name}={text}")
+    return lines
+
+
 def with_changes(knobs: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """Knobs after `name=value` assignments; nested names have dots, and an empty value unsets.
+    """Return the knobs after `name=value` assignments; nested names have dots, an empty value unsets.
 
     Raises:
-        typer.BadParameter: one is no assignment.
+        typer.BadParameter: an assignment cannot be parsed.
     """
     changed: dict[str, Any] = json.loads(json.dumps(dict(knobs)))
     for assignment in assignments:
@@ -119,7 +146,7 @@ def with_changes(knobs: Mapping[str, Any], assignments: Sequence[str]) -> dict[s
 
 
 def _value(text: str) -> Any:
-    """JSON, or else a word."""
+    """Return the JSON value of a text; the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,14 +1,14 @@
-"""`paceline status`: the fleet as a table."""
+"""`paceline status`: the instances and the published versions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.connection import connect
+from paceline.cli.options import Address, CaFile, CertFile, Json, KeyFile, Token, connect
+from paceline.cli.output import add_columns, plain_table, print_json
 from paceline.types import Instance, InstanceState, Versions
 
 _STYLES = {
@@ -20,26 +20,32 @@ _STYLES = {
 }
 
 
-def show_status(
-    address: str, token: str | None, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
+def status(
+    address: Address = "127.0.0.1:7400",
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
+    token: Token = None,
+    as_json: Json = False,
 ) -> None:
-    """Prints instances and versions."""
+    """Show the instances and the published versions."""
     with connect(address, token, ca_file, cert_file, key_file) as client:
         instances, versions = client.instances(), client.versions()
+    if as_json:
+        print_json({"instances": instances, "versions": versions})
+        return
     console = Console()
-    console.print(instances_table(instances))
+    console.print(load_table(instances))
+    console.print()
+    console.print(place_table(instances))
     console.print(f"\n{versions_line(versions)}", highlight=False, markup=False)
 
 
-def instances_table(instances: Sequence[Instance]) -> Table:
-    """A line for each instance."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("instance", "state", "version"):
-        table.add_column(name)
-    for name in ("running", "waiting", "KV use", "step ms", "tokens"):
-        table.add_column(name, justify="right")
-    for name in ("device", "address"):
-        table.add_column(name)
+def load_table(instances: Sequence[Instance]) -> Table:
+    """Return the state and the load of each instance."""
+    table = plain_table()
+    add_columns(table, "instance", "state")
+    add_columns(table, "version", "running", "waiting", "KV use", "step ms", "tokens", number=True)
     for instance in instances:
         load = instance.load
         table.add_row(
@@ -50,15 +56,34 @@ def instances_table(instances: Sequence[Instance]) -> Table:
             str(load.waiting),
             f"{load.kv_usage:.0%}",
             f"{load.step_seconds * 1e3:.1f}",
-            str(load.generated_tokens),
-            instance.device,
-            instance.address,
+            short_count(load.generated_tokens),
         )
     return table
 
 
+def place_table(instances: Sequence[Instance]) -> Table:
+    """Return the model, the device and the address of each instance."""
+    table = plain_table()
+    add_columns(table, "instance", "model", "device", "address")
+    for instance in instances:
+        table.add_row(instance.instance_id, instance.model, instance.device, instance.address)
+    return table
+
+
+def short_count(number: int) -> str:
+    """Return a count in at most five characters, such as 12.3M; exact below 10,000."""
+    if number < 10_000:
+        return str(number)
+    value = float(number)
+    for unit in ("k", "M", "G"):
+        value /= 1000
+        if value < 999.5:
+            return f"{value:.0f}{unit}" if value >= 99.95 else f"{value:.1f}{unit}"
+    return f"{value / 1000:.0f}T"
+
+
 def versions_line(versions: Versions) -> str:
-    """The published versions in words."""
+    """Return the published versions in words."""
     policy = f"Policy version {versions.policy_version}"
     if versions.policy_path:
         policy += f" from {versions.policy_path}"

@@ -1,35 +1,67 @@
-"""`paceline token`: a token, and what the gateway keeps of it."""
+"""`paceline token`: make a token and the entry that lets a gateway accept it."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated
 
 import typer
-import yaml
-from pydantic import ValidationError
 
-from services.platform.tokens import Grant, hashed, new_token
+from paceline.cli.options import Json
+from paceline.tokens import TokenEntry, new_token
 
 
-def print_token(name: str, scopes: Sequence[str], requests_per_second: float | None, stdin: bool) -> int:
-    """Prints the token, once and for all, and its entry; the exit status. 2: an option is wrong."""
-    token = sys.stdin.readline().strip() if stdin else new_token()
-    if not token:
-        typer.echo("paceline: there is no token on standard input", err=True)
-        return 2
-    entry: dict[str, Any] = {"name": name, "sha256": hashed(token), "scopes": sorted(set(scopes))}
-    if requests_per_second is not None:
-        entry["requests_per_second"] = requests_per_second
+def token(
+    name: Annotated[str, typer.Option(help="Holder of the token, such as trainer.")],
+    scope: Annotated[
+        list[str], typer.Option(help="rollouts, weights, fleet or metrics; may be given several times.")
+    ],
+    requests_per_second: Annotated[
+        float | None, typer.Option(help="Most RPCs per second in the long run. Default: no limit.")
+    ] = None,
+    stdin: Annotated[
+        bool, typer.Option("--stdin", help="Hash a token from standard input instead of making one.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a token. Prints it, and the entry with its hash for the gateway's tokens_file."""
+    secret = sys.stdin.readline().strip() if stdin else new_token()
+    if not secret:
+        _refuse("there is no token on standard input")
     try:
-        Grant.model_validate(entry)
-    except ValidationError as error:
-        for each in error.errors():
-            typer.echo(f"paceline: {'.'.join(map(str, each['loc']))}: {each['msg']}", err=True)
-        return 2
+        entry = TokenEntry.of(secret, name, scope, requests_per_second)
+    except ValueError as error:
+        _refuse(str(error))
+    if as_json:
+        made = {} if stdin else {"token": secret}
+        typer.echo(json.dumps({**made, "entry": _fields(entry)}, indent=2))
+        return
     if not stdin:
-        typer.echo(f"# For the caller. It cannot be shown again.\n{token}\n")
+        typer.echo(f"# For the caller. It cannot be shown again.\n{secret}\n")
     typer.echo("# For the gateway's tokens_file.")
-    typer.echo(yaml.safe_dump([entry], sort_keys=False, default_flow_style=None), nl=False)
-    return 0
+    typer.echo(entry_yaml(entry))
+
+
+def entry_yaml(entry: TokenEntry) -> str:
+    """Return an entry as an item of a YAML list."""
+    # JSON values are YAML values; quoted, a name or a hash of digits alone stays text.
+    return "- " + "\n  ".join(f"{field}: {json.dumps(value)}" for field, value in _fields(entry).items())
+
+
+def _fields(entry: TokenEntry) -> dict[str, str | float | Sequence[str]]:
+    fields: dict[str, str | float | Sequence[str]] = {
+        "name": entry.name,
+        "sha256": entry.sha256,
+        "scopes": entry.scopes,
+    }
+    if entry.requests_per_second is not None:
+        fields["requests_per_second"] = entry.requests_per_second
+    return fields
+
+
+def _refuse(problem: str) -> None:
+    """End the command with status 2: an option is wrong."""
+    typer.echo(f"paceline: {problem}", err=True)
+    raise typer.Exit(2)

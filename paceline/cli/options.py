@@ -1,4 +1,4 @@
-"""How commands reach a gateway: their options, and the client these make."""
+"""Options that commands share, and the client that the connection options make."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from paceline.retry import RetryPolicy
 Address = Annotated[str, typer.Option(help="host:port of the gateway.")]
 Token = Annotated[str | None, typer.Option(envvar="PACELINE_TOKEN", help="Bearer token of the gateway.")]
 CaFile = Annotated[Path | None, typer.Option(help="Use TLS and trust these authorities (PEM).")]
-CertFile = Annotated[Path | None, typer.Option(help="Certificate to show (PEM), for mutual TLS.")]
+CertFile = Annotated[Path | None, typer.Option(help="Client certificate (PEM), for mutual TLS.")]
 KeyFile = Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def connect(
     address: str, token: str | None, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
 ) -> Client:
-    """A client that gives up after seconds: somebody waits at the terminal."""
+    """Return a client that gives up within seconds, because a person waits at the terminal."""
     tls = Tls(ca_file, cert_file, key_file) if ca_file or cert_file else None
-    return Client(address, token=token, tls=tls, timeout=5, retry=RetryPolicy(attempts=3))
+    # Any gateway, so that the kill switch works while none leads.
+    return Client(address, token=token, tls=tls, timeout=5, leaders_only=False, retry=RetryPolicy(seconds=1))

@@ -1,0 +1,106 @@
+"""Synchronous faces of asynchronous objects, without an event loop.
+
+On a `BlockingTransport` the coroutines of `calls` and `run` never suspend: what they await blocks the calling
+thread. So one `send` runs such a coroutine to its end. An event loop in a thread would do the same with more to
+go wrong: it does not survive a fork, has to be told of KeyboardInterrupt and of abandoned iterations, races with
+the end of the interpreter, and does not work under gevent. Here all of these behave as gRPC's blocking API does,
+which makes the calls: many threads may share a client, and a client works inside a running event loop (Jupyter).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
+from functools import update_wrapper
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Face(Generic[C_co]):
+    """Base of a synchronous face; the core has the coroutines."""
+
+    def __init_subclass__(cls) -> None:
+        """Name the methods after their class, for tracebacks and references."""
+        super().__init_subclass__()
+        for name, method in vars(cls).items():
+            if inspect.isfunction(method):
+                method.__module__, method.__qualname__ = cls.__module__, f"{cls.__qualname__}.{name}"
+
+    def __init__(self, core: C_co) -> None:
+        self._core = core
+
+
+def blocking(
+    method: Callable[Concatenate[C, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Face[C], P], R]:
+    """Return the synchronous face of a coroutine method."""
+
+    def call(self: Face[C], *args: P.args, **kwargs: P.kwargs) -> R:
+        return finish(method(self._core, *args, **kwargs))
+
+    return _described(call, method)
+
+
+def blocking_stream(
+    method: Callable[Concatenate[C, P], AsyncIterator[R]],
+) -> Callable[Concatenate[Face[C], P], Iterator[R]]:
+    """Return the synchronous face of a method that returns an asynchronous generator."""
+
+    def call(self: Face[C], *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
+        return iterate(method(self._core, *args, **kwargs))
+
+    return _described(call, method)
+
+
+def finish(coroutine: Coroutine[Any, Any, R]) -> R:
+    """Run a coroutine that never suspends and return its result."""
+    # An event loop that runs in this thread must not adopt generators: it would close them at its own end.
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: R = done.value
+        return result
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
+    coroutine.close()
+    raise RuntimeError(f"{coroutine} suspended, where only blocking calls are expected")
+
+
+def iterate(events: AsyncIterator[R]) -> Generator[R, None, None]:
+    """Iterate over an asynchronous generator that never suspends; leaving the iteration closes it."""
+    try:
+        while True:
+            try:
+                event = finish(_next(events))
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        if isinstance(events, AsyncGenerator):
+            finish(_close(events))
+
+
+async def _next(events: AsyncIterator[R]) -> R:
+    return await anext(events)
+
+
+async def _close(events: AsyncGenerator[Any, None]) -> None:
+    await events.aclose()
+
+
+def _described(call: Callable[P, R], method: Callable[..., Any]) -> Callable[P, R]:
+    """Give a face the name, docstring and signature of its method, with Iterator for AsyncIterator."""
+    update_wrapper(call, method)
+    del call.__wrapped__  # type: ignore[attr-defined]
+    signature = inspect.signature(method)
+    returned = str(signature.return_annotation).replace("AsyncIterator", "Iterator")
+    call.__annotations__ = {**method.__annotations__, "return": returned}
+    call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+    return call

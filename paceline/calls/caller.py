@@ -1,0 +1,115 @@
+"""Calls with retries, and streams that continue where they were cut."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from paceline import errors
+from paceline.retry import Backoff, RetryPolicy
+from paceline.transport import Stream, Transport, Unary
+
+R = TypeVar("R")
+
+STREAM_SECONDS = 120.0
+"""Seconds after which a stream is opened again where it is: nothing that was forgotten can make it hang."""
+
+log = logging.getLogger("paceline")
+
+
+class Caller:
+    """Base of the calls of each service."""
+
+    def __init__(
+        self, transport: Transport, retry: RetryPolicy | None = None, stream_seconds: float = STREAM_SECONDS
+    ) -> None:
+        self._transport = transport
+        self._retry = retry or RetryPolicy()
+        self._stream_seconds = stream_seconds
+
+    async def close(self) -> None:
+        """End every call in progress and the connection."""
+        await self._transport.close()
+
+    async def call(self, unary: Unary, *, queues: bool = True) -> Any:
+        """Make a call, again while the gateway is unreachable; return the answer's message.
+
+        Also again while it is full, unless `queues` is False.
+        """
+        backoff = Backoff(self._retry)
+        while True:
+            try:
+                return await self._transport.send(unary)
+            except grpc.RpcError as error:
+                failure = errors.from_rpc(error)
+            if not queues and isinstance(failure, errors.ResourceExhaustedError):
+                raise failure
+            await self._wait(backoff, failure, unary.method)
+
+    async def events(self, stream: Stream[R], turn: float | None = None) -> AsyncGenerator[R, None]:
+        """Read a stream; when it is cut, open a new one that continues there.
+
+        With `turn`, return after so many seconds, complete or not. A gateway that sends nothing at all on a stream
+        that begins at once is tried again like one that cannot be reached.
+        """
+        backoff = Backoff(self._retry)
+        seen = False
+        seconds = (turn or self._stream_seconds) if stream.resumable else None
+        while not stream.whole():
+            began, silent = time.monotonic(), True
+            attempt = self._transport.open(stream, seconds)
+            try:
+                async for answer in attempt:
+                    backoff.progress()
+                    silent = False
+                    event = stream.read(answer)
+                    if event is not None:
+                        seen = True
+                        yield event
+                if stream.complete():
+                    return
+                failure: errors.PacelineError = errors.cut_short()
+            except grpc.RpcError as error:
+                failure = errors.from_rpc(error)
+            finally:
+                await attempt.end()
+            if seen and not stream.resumable:
+                raise failure
+            if seconds is not None and _is_own_deadline(failure, began, seconds):
+                if silent and stream.begins_at_once:
+                    await self._wait(backoff, errors.stream_silent(stream.method, seconds), stream.method)
+                    # A busy gateway may need longer than a turn.
+                    seconds = self._stream_seconds
+                elif turn is not None:
+                    return
+                else:
+                    # Nothing was wrong for all that time.
+                    backoff.progress()
+            elif not stream.whole() and not (stream.renew and await stream.renew(failure)):
+                await self._wait(backoff, failure, stream.method)
+
+    async def run_work(self, work: Callable[[], R]) -> R:
+        """Run slow local work, such as writing weights, without blocking an event loop."""
+        return await self._transport.run_work(work)
+
+    async def _wait(self, backoff: Backoff, error: errors.PacelineError, method: str) -> None:
+        """Wait until the next attempt is due; raise the error if there is to be none."""
+        delay = backoff.delay_after(error)
+        # A log line when it is not over soon, and then ever fewer of them.
+        if delay is not None and backoff.failures >= 4 and backoff.failures.bit_count() == 1:
+            summary = f"{error.code.name}: {error.message}"
+            log.warning(
+                "%s: %s; trying again for up to %g s", method, summary, backoff.seconds_left(), stacklevel=2
+            )
+        if delay is None or not await self._transport.sleep(delay):
+            raise error
+
+
+def _is_own_deadline(failure: errors.PacelineError, began: float, seconds: float) -> bool:
+    """Return True if the attempt was ended by its own time limit."""
+    late = time.monotonic() - began >= 0.9 * seconds
+    return late and isinstance(failure, errors.DeadlineExceededError)

@@ -1,0 +1,120 @@
+"""Calls of RolloutService."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+
+import grpc
+
+from paceline import convert
+from paceline import types as t
+from paceline.calls.caller import STREAM_SECONDS, Caller
+from paceline.calls.reading import BatchPlace, BatchReading
+from paceline.errors import UnimplementedError
+from paceline.retry import RetryPolicy
+from paceline.transport import Stream, Transport, Unary
+from paceline.v1 import rollout_pb2
+
+# Batches kept for the case that the gateway loses them.
+_KEPT_BATCHES = 4
+
+
+class RolloutCalls(Caller):
+    """Batches, single samples, hints and rewards."""
+
+    def __init__(
+        self, transport: Transport, retry: RetryPolicy | None = None, stream_seconds: float = STREAM_SECONDS
+    ) -> None:
+        super().__init__(transport, retry, stream_seconds)
+        self._submitted: dict[tuple[str, str], t.Batch] = {}
+        """Batches that were submitted here and not yet streamed to their ends, the newest last."""
+        self._acks = True
+        """False: the gateway keeps samples until their time is over."""
+
+    async def submit(self, batch: t.Batch) -> t.Submitted:
+        """Submit a batch. Submitting the same batch again has no effect and returns the same answer."""
+        answer = await self.send_batch(batch)
+        self._submitted[batch.run_id, batch.batch_id] = batch
+        for key in list(self._submitted)[:-_KEPT_BATCHES]:
+            self._submitted.pop(key, None)
+        return answer
+
+    async def stream(self, run_id: str, batch_id: str, cursor: int = 0) -> AsyncIterator[t.SampleEvent]:
+        """Iterate over the finished samples of a batch after the cursor: in completion order, each once.
+
+        A batch that the gateway has lost is submitted again, if this client has submitted it lately and `cursor` is
+        0. Otherwise DataLossError: of the samples before the cursor nobody knows which they were.
+        """
+        place = BatchPlace(run_id, batch_id, cursor)
+        reading = BatchReading(place, self._submitted.get((run_id, batch_id)), self.send_batch)
+        async with aclosing(self.events(reading.stream())) as events:
+            async for event in events:
+                yield event
+        if place.whole():
+            self._submitted.pop((run_id, batch_id), None)
+
+    async def ack(self, run_id: str, batch_id: str, cursor: int) -> int:
+        """Tell the gateway that the samples up to a cursor are not needed again; return how many it dropped."""
+        request = rollout_pb2.AckRolloutsRequest(run_id=run_id, batch_id=batch_id, cursor=cursor)
+        try:
+            return int((await self.call(Unary("Rollout", "AckRollouts", request))).trimmed)
+        except UnimplementedError:
+            return 0
+
+    async def send_batch(self, batch: t.Batch, *, queues: bool = True) -> t.Submitted:
+        """Submit a batch and do not remember it. With `queues`, wait while the gateway is full."""
+        request = convert.batch_to_proto(batch)
+        unary = Unary("Rollout", "SubmitRollouts", request)
+        return convert.submitted(await self.call(unary, queues=queues))
+
+    def post_ack(self, run_id: str, batch_id: str, cursor: int) -> None:
+        """Acknowledge in the background. Without effect where it fails: the gateway keeps the samples longer."""
+        request = rollout_pb2.AckRolloutsRequest(run_id=run_id, batch_id=batch_id, cursor=cursor)
+        if self._acks:
+            self._transport.post(Unary("Rollout", "AckRollouts", request), self._acked)
+
+    def _acked(self, code: grpc.StatusCode) -> None:
+        self._acks = self._acks and code is not grpc.StatusCode.UNIMPLEMENTED
+
+    def generate(self, request: t.SampleRequest) -> AsyncIterator[t.TokenDelta | t.Sample]:
+        """Generate one sample: iterate over deltas, then the whole sample. Leaving the iteration cancels it."""
+        message = convert.sample_request_to_proto(request)
+        return self.events(
+            Stream("Rollout", "Generate", lambda: message, convert.generate_event, resumable=False)
+        )
+
+    async def cancel(
+        self, run_id: str, batch_id: str, samples: Iterable[t.SampleKey] = (), *, keep_partial: bool = False
+    ) -> int:
+        """End samples of a batch (none named: all); return how many were unfinished."""
+        keys = [rollout_pb2.SampleKey(prompt_id=key.prompt_id, slot=key.slot) for key in samples]
+        request = rollout_pb2.CancelRolloutsRequest(
+            run_id=run_id, batch_id=batch_id, samples=keys, keep_partial=keep_partial
+        )
+        return int((await self.call(Unary("Rollout", "CancelRollouts", request))).cancelled)
+
+    async def hint(self, hint: t.BatchHint) -> int:
+        """Announce the prompts of a coming batch; return how many samples may be pre-generated."""
+        request = convert.hint_to_proto(hint)
+        return int((await self.call(Unary("Rollout", "HintNextBatch", request))).samples)
+
+    async def report_rewards(
+        self,
+        run_id: str,
+        batch_id: str,
+        rewards: Iterable[t.Reward] = (),
+        *,
+        kl: float | None = None,
+        clip_fraction: float | None = None,
+    ) -> int:
+        """Report rewards of finished samples; return how many of the samples were known.
+
+        The policy update on this batch measured `kl` (nats per token, between the policy and the version that
+        sampled) and `clip_fraction` (share of tokens whose ratio was clipped, 0 to 1). A report may be repeated.
+        """
+        messages = [rollout_pb2.Reward(prompt_id=r.prompt_id, slot=r.slot, reward=r.reward) for r in rewards]
+        request = rollout_pb2.ReportRewardsRequest(
+            run_id=run_id, batch_id=batch_id, rewards=messages, kl=kl, clip_fraction=clip_fraction
+        )
+        return int((await self.call(Unary("Rollout", "ReportRewards", request))).matched)

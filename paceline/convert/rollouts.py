@@ -1,0 +1,176 @@
+"""Translate requests for rollouts into messages, and messages into samples."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline import types as t
+from paceline.convert.enums import EnumPair
+from paceline.times import duration, seconds_of
+from paceline.v1 import rollout_pb2, sample_pb2
+
+_OPTIONAL_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "min_tokens",
+)
+_MODE = EnumPair(t.LogprobsMode, sample_pb2.LogprobsMode, "LOGPROBS_MODE")
+_LEVEL = EnumPair(t.ExactnessLevel, sample_pb2.ExactnessLevel, "EXACTNESS_LEVEL")
+_REASON = EnumPair(t.FinishReason, sample_pb2.FinishReason, "FINISH_REASON")
+_STATUS = EnumPair(t.SampleStatus, sample_pb2.SampleStatus, "SAMPLE_STATUS")
+
+
+def sampling_to_proto(params: t.SamplingParams) -> sample_pb2.SamplingParams:
+    """Return the message; fields that are None stay unset."""
+    given = {name: getattr(params, name) for name in _OPTIONAL_SAMPLING if getattr(params, name) is not None}
+    return sample_pb2.SamplingParams(
+        **given,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs_mode=_MODE.number(params.logprobs_mode),
+    )
+
+
+def exactness_to_proto(exactness: t.Exactness) -> sample_pb2.Exactness:
+    """Return the message; fields that are None stay unset."""
+    return sample_pb2.Exactness(
+        level=_LEVEL.number(exactness.level),
+        lenience=exactness.lenience,
+        reuse_delay=exactness.reuse_delay,
+        kl_target=exactness.kl_target,
+        diversity_floor=exactness.diversity_floor,
+    )
+
+
+def group_to_proto(group: t.Group) -> rollout_pb2.Group:
+    """Return the message; prompt ids may be any integer sequence, numpy included."""
+    return rollout_pb2.Group(
+        prompt_id=group.prompt_id,
+        prompt_token_ids=group.prompt_token_ids,
+        samples=group.samples,
+        sampling=sampling_to_proto(group.sampling) if group.sampling else None,
+        expected_tokens=group.expected_tokens,
+    )
+
+
+def batch_to_proto(batch: t.Batch) -> rollout_pb2.SubmitRolloutsRequest:
+    """Return the whole submission."""
+    request = rollout_pb2.SubmitRolloutsRequest(
+        run_id=batch.run_id,
+        batch_id=batch.batch_id,
+        step=batch.step,
+        policy_version=batch.policy_version,
+        groups=[group_to_proto(group) for group in batch.groups],
+        sampling=sampling_to_proto(batch.sampling),
+        exactness=exactness_to_proto(batch.exactness),
+        run_seed=batch.run_seed,
+        priority=batch.priority,
+        weight=batch.weight,
+    )
+    if batch.deadline is not None:
+        request.deadline.CopyFrom(duration(batch.deadline))
+    return request
+
+
+def hint_to_proto(hint: t.BatchHint) -> rollout_pb2.HintNextBatchRequest:
+    """Return the whole hint."""
+    return rollout_pb2.HintNextBatchRequest(
+        run_id=hint.run_id,
+        step=hint.step,
+        policy_version=hint.policy_version,
+        groups=[group_to_proto(group) for group in hint.groups],
+        sampling=sampling_to_proto(hint.sampling),
+        exactness=exactness_to_proto(hint.exactness),
+        run_seed=hint.run_seed,
+    )
+
+
+def sample_request_to_proto(request: t.SampleRequest) -> rollout_pb2.GenerateRequest:
+    """Return the whole request."""
+    return rollout_pb2.GenerateRequest(
+        run_id=request.run_id,
+        prompt_id=request.prompt_id,
+        slot=request.slot,
+        step=request.step,
+        policy_version=request.policy_version,
+        prompt_token_ids=request.prompt_token_ids,
+        prefix_token_ids=request.prefix_token_ids,
+        sampling=sampling_to_proto(request.sampling),
+        exactness=exactness_to_proto(request.exactness),
+        run_seed=request.run_seed,
+    )
+
+
+def submitted(answer: rollout_pb2.SubmitRolloutsResponse) -> t.Submitted:
+    """Return the answer to a submission."""
+    return t.Submitted(answer.batch_id, answer.samples, answer.already_submitted)
+
+
+def exactness(message: sample_pb2.Exactness) -> t.Exactness:
+    """Return the exactness that a sample has."""
+    return t.Exactness(
+        level=_LEVEL.member(message.level),
+        lenience=message.lenience if message.HasField("lenience") else None,
+        reuse_delay=message.reuse_delay,
+        kl_target=message.kl_target if message.HasField("kl_target") else None,
+        diversity_floor=message.diversity_floor if message.HasField("diversity_floor") else None,
+    )
+
+
+def provenance(message: sample_pb2.Provenance) -> t.Provenance:
+    """Return the provenance of a sample."""
+    return t.Provenance(
+        draft_sources=tuple(t.DraftSource(s.drafter, s.drafted, s.accepted) for s in message.draft_sources),
+        drafted=message.drafted,
+        accepted=message.accepted,
+        decode_steps=message.decode_steps,
+        verify_steps=message.verify_steps,
+        reused_prefix=message.reused_prefix,
+        migrations=message.migrations,
+        resubmissions=message.resubmissions,
+        exactness=exactness(message.exactness),
+        lossless=message.lossless,
+        instance_spans=tuple(
+            t.InstanceSpan(s.instance_id, s.begin_token, s.end_token, seconds_of(s.begin), seconds_of(s.end))
+            for s in message.instance_spans
+        ),
+        queue_seconds=seconds_of(message.queue_time),
+        generation_seconds=seconds_of(message.generation_time),
+        cached_tokens=message.cached_tokens,
+    )
+
+
+def sample(message: sample_pb2.Sample) -> t.Sample:
+    """Return one response, its tokens as arrays."""
+    return t.Sample(
+        prompt_id=message.prompt_id,
+        slot=message.slot,
+        token_ids=np.array(message.token_ids, np.int64),
+        logprobs=np.array(message.logprobs, np.float32),
+        finish_reason=_REASON.member(message.finish_reason),
+        status=_STATUS.member(message.status),
+        version_spans=tuple(t.VersionSpan(s.begin, s.end, s.policy_version) for s in message.version_spans),
+        provenance=provenance(message.provenance),
+        seed=message.seed,
+        error=message.error,
+        nonfinite_logprobs=tuple(message.nonfinite_logprobs),
+    )
+
+
+def sample_event(answer: rollout_pb2.StreamRolloutsResponse) -> t.SampleEvent:
+    """Return one event of a batch's stream."""
+    return t.SampleEvent(answer.cursor, sample(answer.sample), answer.finished, answer.total)
+
+
+def generate_event(answer: rollout_pb2.GenerateResponse) -> t.TokenDelta | t.Sample:
+    """Return a delta, or the whole sample at the end."""
+    if answer.WhichOneof("event") == "sample":
+        return sample(answer.sample)
+    delta = answer.delta
+    return t.TokenDelta(np.array(delta.token_ids, np.int64), np.array(delta.logprobs, np.float32))

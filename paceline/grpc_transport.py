@@ -1,0 +1,259 @@
+"""Transports on gRPC: on an event loop, and blocking."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
+
+import grpc
+
+from paceline import channel
+from paceline.dialer import DialedChannel, Dialer
+from paceline.transport import Ended, Stream, StreamAttempt, Unary
+
+R = TypeVar("R")
+C = TypeVar("C")
+
+FAREWELL_SECONDS = 1.0
+"""Seconds that calls which nobody waits for get to end when a transport is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """Addresses, credentials and time limits of a client's calls."""
+
+    address: str
+    """host:port, or several with commas between."""
+    tls: channel.Tls | None
+    token: str | None
+    timeout: float
+    """Seconds for one attempt at a unary call."""
+    slow_timeout: float
+    """Seconds for one attempt at a call that waits for instances."""
+    leaders_only: bool = True
+    """Call only gateways that lead; False: any, for calls that need no leader."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses; ValueError if there are none."""
+        addresses = [address.strip() for address in self.address.split(",") if address.strip()]
+        if not addresses:
+            raise ValueError(f"address {self.address!r} must be host:port, or several with commas between")
+        return addresses
+
+    def begin(self, stubs: dict[str, Any], unary: Unary, way: str = "__call__") -> Any:
+        """Begin a unary call on the stubs of a channel; `way` is how gRPC's blocking API makes it."""
+        request = iter([unary.request]) if unary.streams_request else unary.request
+        timeout = self.slow_timeout if unary.slow else self.timeout
+        metadata = channel.call_metadata(self.token)
+        make = getattr(getattr(stubs[unary.service], unary.method), way)
+        return make(request, timeout=timeout, metadata=metadata)
+
+    def open(self, stubs: dict[str, Any], stream: Stream[Any], seconds: float | None) -> Any:
+        """Begin a stream on the stubs of a channel."""
+        metadata = channel.call_metadata(self.token)
+        make = getattr(stubs[stream.service], stream.method)
+        return make(stream.request(), timeout=seconds, metadata=metadata)
+
+
+class GrpcTransport(ABC, Generic[C]):
+    """Calls on channels of type C. One whose gateway is silent or does not lead is dialled anew."""
+
+    def __init__(
+        self, options: ConnectionOptions, open_channel: Callable[[str, channel.Tls | None, bool], C]
+    ) -> None:
+        self._options = options
+        self._dialer = Dialer(
+            options.addresses, lambda address: open_channel(address, options.tls, options.leaders_only)
+        )
+
+    async def send(self, unary: Unary) -> Any:
+        """Make a unary call and return the answer."""
+        connection = self._dialer.take()
+        try:
+            return await self._answer(connection, unary)
+        except grpc.RpcError as error:
+            self.failed(connection, error, silent=True)
+            raise
+        finally:
+            await self.release(connection)
+
+    def open(self, stream: Stream[Any], seconds: float | None) -> StreamAttempt:
+        """Open a stream."""
+        connection = self._dialer.take()
+        return _Attempt(self, connection, self._options.open(connection.stubs, stream, seconds))
+
+    def failed(self, connection: DialedChannel[C], error: Any, silent: bool) -> None:
+        """Dial anew if the gateway did not serve the call; `silent` if it has sent nothing."""
+        lost = error.code() is grpc.StatusCode.UNAVAILABLE
+        if lost or (silent and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED):
+            self._dialer.give_up(connection)
+
+    async def release(self, connection: DialedChannel[C]) -> None:
+        """End a call, and close its connection if it was the last on one that was given up."""
+        unused = self._dialer.give_back(connection)
+        if unused is not None:
+            await self._close_channel(unused)
+
+    async def _close_all(self) -> None:
+        for each in self._dialer.close():
+            await self._close_channel(each)
+
+    @abstractmethod
+    async def _answer(self, connection: DialedChannel[C], unary: Unary) -> Any:
+        """Make a unary call."""
+
+    @abstractmethod
+    def answers(self, call: Any) -> AsyncIterator[Any]:
+        """Return the answers of a stream."""
+
+    @abstractmethod
+    async def _close_channel(self, unused: C) -> None:
+        """Close a channel, ending its calls."""
+
+
+class _Attempt(Generic[C]):
+    """Attempt at a stream on one connection, which it gives back."""
+
+    def __init__(self, transport: GrpcTransport[C], connection: DialedChannel[C], call: Any) -> None:
+        self._transport = transport
+        self._connection = connection
+        self._call = call
+        self._answers = transport.answers(call)
+        self._silent = True
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            answer = await anext(self._answers)
+        except grpc.RpcError as error:
+            self._transport.failed(self._connection, error, self._silent)
+            raise
+        self._silent = False
+        return answer
+
+    async def end(self) -> None:
+        self._call.cancel()
+        await self._transport.release(self._connection)
+
+
+class AioTransport(GrpcTransport[grpc.aio.Channel]):
+    """Calls on grpc.aio, for one event loop."""
+
+    def __init__(self, options: ConnectionOptions) -> None:
+        super().__init__(options, channel.open_aio_channel)
+        self._posted: set[asyncio.Task[None]] = set()
+
+    def post(self, unary: Unary, ended: Ended) -> None:
+        """Begin a unary call that nobody waits for."""
+        task = asyncio.create_task(self._told(unary, ended))
+        self._posted.add(task)
+        task.add_done_callback(self._posted.discard)
+
+    async def sleep(self, seconds: float) -> bool:
+        """Wait; a caller that waits longer than it likes is cancelled."""
+        await asyncio.sleep(seconds)
+        return True
+
+    async def run_work(self, work: Callable[[], R]) -> R:
+        """Run work in a thread."""
+        return await asyncio.to_thread(work)
+
+    async def close(self) -> None:
+        """End every call in progress and the connection."""
+        if self._posted:
+            await asyncio.wait(self._posted, timeout=FAREWELL_SECONDS)
+        await self._close_all()
+
+    async def _told(self, unary: Unary, ended: Ended) -> None:
+        try:
+            await self.send(unary)
+            ended(grpc.StatusCode.OK)
+        except grpc.aio.AioRpcError as error:
+            ended(error.code())
+
+    async def _answer(self, connection: DialedChannel[grpc.aio.Channel], unary: Unary) -> Any:
+        return await self._options.begin(connection.stubs, unary)
+
+    def answers(self, call: Any) -> AsyncIterator[Any]:
+        """Return the answers of a stream."""
+        return aiter(call)
+
+    async def _close_channel(self, unused: grpc.aio.Channel) -> None:
+        await unused.close()
+
+
+class BlockingTransport(GrpcTransport[grpc.Channel]):
+    """Calls on gRPC's blocking API. Its coroutines block the calling thread and never suspend. Thread-safe."""
+
+    def __init__(self, options: ConnectionOptions) -> None:
+        super().__init__(options, channel.open_channel)
+        self._closed = threading.Event()
+        self._posted: set[Any] = set()
+
+    def post(self, unary: Unary, ended: Ended) -> None:
+        """Begin a unary call that nobody waits for, in a thread of gRPC."""
+        # Its connection is not taken: that it may be closed meanwhile does no harm.
+        try:
+            call = self._options.begin(self._dialer.current.stubs, unary, "future")
+        except ValueError:
+            # Another thread has closed it just now.
+            return
+        self._posted.add(call)
+
+        def done(call: Any) -> None:
+            self._posted.discard(call)
+            ended(call.code())
+
+        call.add_done_callback(done)
+
+    async def sleep(self, seconds: float) -> bool:
+        """Wait; return False as soon as the transport is closed."""
+        return not self._closed.wait(seconds)
+
+    async def run_work(self, work: Callable[[], R]) -> R:
+        """Run work here and now."""
+        return work()
+
+    async def close(self) -> None:
+        """End every call in progress and the connection."""
+        self._closed.set()
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        for call in list(self._posted):
+            with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                call.result(timeout=max(0.0, deadline - time.monotonic()))
+        await self._close_all()
+
+    async def _answer(self, connection: DialedChannel[grpc.Channel], unary: Unary) -> Any:
+        return self._options.begin(connection.stubs, unary)
+
+    def answers(self, call: Any) -> AsyncIterator[Any]:
+        """Return the answers of a stream."""
+        return _BlockingAnswers(call)
+
+    async def _close_channel(self, unused: grpc.Channel) -> None:
+        unused.close()
+
+
+class _BlockingAnswers:
+    """Blocking stream as an asynchronous iterator."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return next(self._call)
+        except StopIteration:
+            raise StopAsyncIteration from None

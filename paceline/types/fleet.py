@@ -1,0 +1,109 @@
+"""The fleet: its instances, their knobs, the drafter that is trained online, and decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class InstanceState(StrEnum):
+    """State of an instance. The only way from DEAD to SERVING is through a weight update."""
+
+    UNSPECIFIED = "unspecified"
+    STALE = "stale"
+    SERVING = "serving"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLoad:
+    """Load of an instance, as it reports with every heartbeat."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """Share of KV blocks in use, 0 to 1."""
+    step_seconds: float = 0.0
+    """Recent mean engine step."""
+    generated_tokens: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One generation instance."""
+
+    instance_id: str
+    epoch: int
+    """Grows each time a process registers under the same id."""
+    address: str
+    state: InstanceState
+    policy_version: int
+    load: InstanceLoad
+    max_running: int
+    max_model_len: int
+    vocab_size: int
+    model: str
+    device: str
+    registered_at: float
+    metrics_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class KnobSetting:
+    """The knobs that are set for a run, a model, a pool or the whole fleet."""
+
+    revision: int
+    """Changes are made from a revision, and refused (AbortedError) when another came between. 0: none was set."""
+    knobs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KnobChange:
+    """Outcome of a change of knobs."""
+
+    revision: int
+    applied: tuple[str, ...]
+    """Instances that apply it."""
+    pending: tuple[str, ...]
+    """Instances that had not answered; they get it as soon as they can be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """State of the drafter that is trained online."""
+
+    drafter_version: int
+    """Published; 0: none yet."""
+    published_at: float
+    """0: none yet."""
+    path: str
+    """Its folder, as the instances see it."""
+    updates: int
+    samples_used: int
+    policy_version: int
+    """Of the policy whose distribution it learned last."""
+    acceptance_length: float
+    """Acceptance length on held-out samples, when it was last compared with a candidate; 0: never."""
+    candidate_acceptance_length: float
+    """Of that candidate."""
+    rejected_candidates: int
+    rollbacks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision of the platform, explained."""
+
+    time: float
+    kind: str
+    reason: str
+    predicted_gain: float
+    """Predicted gain as a share: 0.1 is ten percent."""
+    details: Mapping[str, Any]
+    run_id: str = ""
+    """Empty: it is about the whole fleet."""

@@ -1,0 +1,212 @@
+"""Requests for rollouts: how tokens are chosen, and the batches of groups that a trainer submits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int64]
+
+
+class LogprobsMode(StrEnum):
+    """Kind of log-probability that a result carries for each token."""
+
+    RAW = "raw"
+    """Of the model's own distribution: temperature 1, before masks and penalties."""
+    PROCESSED = "processed"
+    """Of the distribution sampled from: after temperature, masks and penalties."""
+
+
+class ExactnessLevel(StrEnum):
+    """Relation of a sample to the policy version stamped on it."""
+
+    UNSPECIFIED = "unspecified"
+    EXACT = "exact"
+    """Fresh noise per step; token for token a sample of the policy."""
+    COUPLED_HISTORY = "coupled_history"
+    """Exact for each sample; samples of one prompt and slot in different steps share their noise."""
+    LENIENT = "lenient"
+    """Cached tokens are kept by min(1, l * p_now / p_then): lossy, see `Exactness.lenient`."""
+    REJECTION = "rejection"
+    """Standard speculative sampling: the policy's distribution, but tokens depend on the drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters. None takes the service's default, named beside each field."""
+
+    temperature: float | None = None
+    """0 is greedy. Default 1."""
+    top_p: float | None = None
+    """In (0, 1]. Default 1 (off)."""
+    top_k: int | None = None
+    """0 is off. Default 0."""
+    min_p: float | None = None
+    """In [0, 1]. Default 0 (off)."""
+    repetition_penalty: float | None = None
+    """> 0. Default 1 (off)."""
+    presence_penalty: float | None = None
+    """In [-2, 2]. Default 0 (off)."""
+    frequency_penalty: float | None = None
+    """In [-2, 2]. Default 0 (off)."""
+    max_tokens: int | None = None
+    """Most response tokens, stop token included. Default: what the model length leaves."""
+    min_tokens: int | None = None
+    """No stop token before this many response tokens. Default 0."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Any of these ends the sample and is its last token, beside the model's end-of-sequence token."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-sequence token."""
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """The exactness asked for, or the one that a sample has."""
+
+    level: ExactnessLevel = ExactnessLevel.EXACT
+    lenience: float | None = None
+    """The l of LENIENT, >= 1; None otherwise. With `kl_target`, where the search for l begins (None: at 1);
+    on a sample, the l that it was made with."""
+    reuse_delay: int = 0
+    """LENIENT: which cached rollout of the slot is reused: 0 the newest, 1 the one before it, and so on."""
+    kl_target: float | None = None
+    """LENIENT: l is moved between batches so that the KL given to `report_rewards` stays near this."""
+    diversity_floor: float | None = None
+    """LENIENT: least share of distinct n-grams in the cached rollouts of a group, in (0, 1]; below it part of
+    the group is sampled afresh. None: everything may be reused."""
+
+    @classmethod
+    def lenient(
+        cls,
+        lenience: float | None = None,
+        *,
+        reuse_delay: int = 0,
+        kl_target: float | None = None,
+        diversity_floor: float | None = None,
+    ) -> Exactness:
+        """Return SPEC-RL's reuse of the rollout that the slot had in an earlier step: lossy.
+
+        Token by token, the cached rollout is kept with probability min(1, lenience * p_now / p_then); from
+        the first token that is not kept, the current policy goes on exactly. The result is not a sample of
+        the current policy, whatever the lenience, and the less so the greater it is.
+
+        Kept tokens carry the log-probability of the cached policy (p_then), all others that of the current
+        one, for a trainer to correct with. `Provenance.reused_prefix` says how many were kept. Either
+        `lenience`, such as `math.exp(0.5)`, or `kl_target` must be given. ValueError when a value is out
+        of range.
+        """
+        if lenience is None and kl_target is None:
+            raise ValueError("LENIENT needs a lenience or a kl_target")
+        if lenience is not None and not 1 <= lenience < math.inf:
+            raise ValueError(f"lenience must be finite and >= 1, got {lenience}")
+        if reuse_delay < 0:
+            raise ValueError(f"reuse_delay must be >= 0, got {reuse_delay}")
+        if kl_target is not None and not 0 < kl_target < math.inf:
+            raise ValueError(f"kl_target must be finite and > 0, got {kl_target}")
+        if diversity_floor is not None and not 0 < diversity_floor <= 1:
+            raise ValueError(f"diversity_floor must be in (0, 1], got {diversity_floor}")
+        return cls(ExactnessLevel.LENIENT, lenience, reuse_delay, kl_target, diversity_floor)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The samples of one prompt."""
+
+    prompt_id: str
+    """Unique in the batch, stable over epochs: history is kept under it."""
+    prompt_token_ids: Sequence[int] | TokenIds
+    """[prompt_len]; not empty."""
+    samples: int
+    """G, the samples wanted; >= 1."""
+    sampling: SamplingParams | None = None
+    """Replaces the batch's sampling parameters for this group."""
+    expected_tokens: int = 0
+    """Response length that the trainer expects; 0 when unknown. Used for placement only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one step, as submitted. The same batch submitted twice is generated once."""
+
+    run_id: str
+    batch_id: str
+    step: int
+    policy_version: int
+    """The samples are generated by exactly this version."""
+    groups: Sequence[Group]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    exactness: Exactness = field(default_factory=Exactness)
+    run_seed: int = 0
+    """Root of every sample's seed, 64 bit unsigned."""
+    deadline: float | None = None
+    """Seconds from acceptance after which unfinished samples are delivered as ABORTED."""
+    priority: int = 0
+    """Batches of higher priority are placed first."""
+    weight: int = 1
+    """Share of the instances that the run gets among runs of one priority, relative to theirs; >= 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchHint:
+    """The prompts of a step to come, so that idle instances can pre-generate drafts for them."""
+
+    run_id: str
+    step: int
+    policy_version: int
+    """The version that the step is expected to use."""
+    groups: Sequence[Group]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    exactness: Exactness = field(default_factory=Exactness)
+    run_seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample, to be generated token by token."""
+
+    run_id: str
+    prompt_id: str
+    prompt_token_ids: Sequence[int] | TokenIds
+    """[prompt_len]; not empty."""
+    slot: int = 0
+    step: int = 0
+    policy_version: int | None = None
+    """None: the current version."""
+    prefix_token_ids: Sequence[int] | TokenIds = ()
+    """[prefix_len], tokens that the sample already has; noise goes on at the position after them."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    exactness: Exactness = field(default_factory=Exactness)
+    run_seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """Names one sample of a batch."""
+
+    prompt_id: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """The reward that a trainer gave to one sample."""
+
+    prompt_id: str
+    slot: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The answer to a submitted batch."""
+
+    batch_id: str
+    samples: int
+    already_submitted: bool
+    """The batch was known already: its samples are (being) generated once."""

@@ -1,0 +1,61 @@
+"""Weight updates: their phases, and what they did on each instance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class WeightTarget(StrEnum):
+    """Target of a weight update. There is no "all"."""
+
+    POLICY = "policy"
+    DRAFTER = "drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUpdate:
+    """Outcome of a weight update on one instance."""
+
+    instance_id: str
+    applied: bool
+    policy_version: int
+    """Served by the instance now."""
+    checksum: str
+    error: str
+    """Set when the instance failed; it serves nothing until it has the published version."""
+    stage_seconds: float
+    apply_seconds: float
+    dropped_blocks: int
+    """KV blocks of the old version that were dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStarted:
+    """A claimed weight update."""
+
+    update_id: str
+    policy_version: int
+    """Served until the update is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFinished:
+    """A published weight update, and the versions that are published now."""
+
+    policy_version: int
+    drafter_version: int
+    instances: tuple[InstanceUpdate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The published versions, and the update in progress."""
+
+    policy_version: int
+    drafter_version: int
+    policy_path: str
+    policy_checksum: str
+    update_id: str
+    """The update in progress, or empty."""
+    instances: tuple[InstanceUpdate, ...]
