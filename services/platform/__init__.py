@@ -1,1 +1,1 @@
-"""What every service shares: configuration, gRPC server and channel, errors, logs, metrics, registry."""
+"""Foundation of all services: configuration, gRPC, Redis, observability, security and the life of a process."""

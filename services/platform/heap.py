@@ -1,8 +1,8 @@
-"""Freed memory that stays with the process.
+"""Setting of the C library's allocator that keeps freed memory with the process.
 
-glibc gives blocks above 32 MiB back to the kernel when they are freed, and a step with many rows takes and frees
-several of them. The next step finds them empty again, and waits for the page faults: in one process, and not in
-the next, so that the same step has two speeds.
+By default glibc returns blocks above 32 MiB to the kernel when they are freed. A decode step with many verified
+tokens allocates and frees several of them, so the next step waits for page faults, in some processes and not in
+others.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import ctypes
 # Parameters of glibc's `mallopt`.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _LARGEST = 256 << 20
-"""Blocks up to here are kept, in bytes: what a step needs at once, but not weights or KV."""
+"""Largest block that is kept, in bytes: enough for the tensors of a step, but not for weights or KV."""
 _MOST = 1 << 30
-"""So much is kept, in bytes."""
+"""Most bytes that are kept."""
 
 
 def keep_freed_memory() -> bool:
-    """Keep what is freed, for all threads that start from now on; whether the C library can do that.
+    """Keep freed memory, for all threads that start from now on; return False if the C library cannot.
 
-    One heap serves them all: those that glibc makes for a thread hold no block above 64 MiB.
+    All threads share one heap, since the heaps that glibc makes for single threads hold no block above 64 MiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

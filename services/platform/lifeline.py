@@ -17,10 +17,10 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """`command` as to be started by this process, so that the kernel kills it when this process ends.
+    """Return the command that runs `command` as a child that the kernel kills when this process ends.
 
-    Linux only; elsewhere the command is returned as it is. `command[0]` must be a path. Start it from the
-    main thread: the child dies with the thread that started it.
+    Linux only; elsewhere `command` is returned unchanged. `command[0]` must be a path. Start it from the main
+    thread: the child dies with the thread that started it.
     """
     if sys.platform != "linux":
         return list(command)

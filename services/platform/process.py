@@ -1,26 +1,28 @@
-"""The life of a service process: configuration, logs, metrics, event loop, signals, exit status."""
+"""Life of a service process: configuration, logs, metrics, event loop, signals and exit status."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
-from services.platform.config import ConfigError, ServiceConfig, load_config
-from services.platform.logs import configure_logging
-from services.platform.metrics import show_build, start_metrics_server
-from services.platform.server import stop_servers
+from services.platform.config.settings import ServiceConfig
+from services.platform.config.sources import ConfigError, load_config
+from services.platform.config.watched import Unreadable
+from services.platform.grpc.server import stop_servers
+from services.platform.observability.logs import configure_logging
+from services.platform.observability.metered_loop import MeteredLoop
+from services.platform.observability.metrics import show_build, start_metrics_server
+from services.platform.observability.tracing import start_tracing, stop_tracing
+from services.platform.ready_file import write_ready_file
 from services.platform.tasks import end
-from services.platform.tracing import start_tracing, stop_tracing
-from services.platform.watched import Unreadable
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +33,7 @@ FAILED = 1
 
 
 class Shutdown:
-    """Tells a service when to end, and the launcher when it is ready."""
+    """Request to end for a service, and its report of readiness to the launcher."""
 
     def __init__(self, metrics_port: int = 0, ready_file: Path | None = None) -> None:
         self.requested = asyncio.Event()
@@ -40,34 +42,26 @@ class Shutdown:
         self._ready_file = ready_file
 
     def request(self, reason: str) -> None:
-        """Asks the service to end; the first reason stays."""
+        """Ask the service to end; the first reason is kept."""
         if not self.requested.is_set():
             self.reason = reason
             self.requested.set()
 
     async def wait(self) -> str:
-        """Returns the reason once the end is asked for."""
+        """Wait for the request to end, and return its reason."""
         await self.requested.wait()
         return self.reason or ""
 
     def ready(self, address: str, metrics_port: int | None = None) -> None:
-        """Says that the service takes calls at `address`; writes the ready file when there is to be one."""
+        """Report that the service takes calls at `address`; write the ready file if one is configured."""
         port = self.metrics_port if metrics_port is None else metrics_port
         log.info("ready", address=address, metrics_port=port)
         if self._ready_file is not None:
             write_ready_file(self._ready_file, address, port)
 
 
-def write_ready_file(path: Path, address: str, metrics_port: int) -> None:
-    """Writes {pid, address, metrics_port}; whoever sees the file sees all of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps({"pid": os.getpid(), "address": address, "metrics_port": metrics_port}))
-    part.replace(path)
-
-
 class Served(Protocol):
-    """What a process consists of: `start`, then `run` until it is cancelled, then `stop`."""
+    """Content of a process: `start`, then `run` until it is cancelled, then `stop`."""
 
     @property
     def address(self) -> str: ...
@@ -79,9 +73,28 @@ class Served(Protocol):
     async def stop(self, grace: float) -> None: ...
 
 
+async def begun(starting: Coroutine[Any, Any, object], shutdown: Shutdown) -> bool:
+    """Wait for a start, which may wait for Redis; give it up and return False if asked to stop meanwhile."""
+    started = asyncio.create_task(starting, name="start")
+    stopping = asyncio.create_task(shutdown.wait(), name="shutdown")
+    try:
+        await asyncio.wait((started, stopping), return_when=asyncio.FIRST_COMPLETED)
+        done = started.done()
+    finally:
+        await end((started, stopping))
+    if done:
+        started.result()
+    return done
+
+
 async def serve(served: Served, config: ServiceConfig, shutdown: Shutdown) -> None:
-    """Serves until asked to stop; what ends `run` before that is raised, and calls under way get no grace then."""
-    await served.start()
+    """Serve until asked to stop.
+
+    An error that ends `run` earlier is raised, and running calls get no grace then.
+    """
+    if not await begun(served.start(), shutdown):
+        await served.stop(0)
+        return
     shutdown.ready(served.address)
     working = asyncio.create_task(served.run(), name="work")
     stopping = asyncio.create_task(shutdown.wait(), name="shutdown")
@@ -99,7 +112,7 @@ def run(
     config_class: type[C],
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Runs `main` and ends the process: status 0 when it returns, 1 when it raises, 2 for bad configuration.
+    """Run `main` and end the process: status 0 when it returns, 1 when it raises, 2 for bad configuration.
 
     SIGTERM and SIGINT set `Shutdown.requested`; `main` is expected to return soon after. A second signal
     ends the process at once.
@@ -114,7 +127,8 @@ def _run(service: str, main: Callable[[C, Shutdown], Awaitable[None]], config: C
         _remove(config.ready_file)
         start_tracing(service, config)
         show_build(service)
-        asyncio.run(_main(main, config, start_metrics_server(config)))
+        with asyncio.Runner(loop_factory=MeteredLoop) as runner:
+            runner.run(_main(main, config, start_metrics_server(config)))
     except (ConfigError, Unreadable) as error:
         print(error, file=sys.stderr)
         return 2

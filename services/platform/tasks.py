@@ -1,4 +1,4 @@
-"""Waits for tasks, and ends them for sure."""
+"""Waiting for tasks, and cancelling them reliably."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# How long a task has to end before it is cancelled again.
+# Time that a task has to end before it is cancelled again.
 _AGAIN_SECONDS = 0.25
 
 
-async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels the tasks until they have ended; what they raise is left in them.
+async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks until they have ended; what they raise is left in them.
 
     Once is not enough on Python 3.11: its `asyncio.wait_for`, which the Redis client sends with, drops a
     cancellation that arrives when what it waits for has just finished.
@@ -24,15 +24,15 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
         try:
             await asyncio.wait(pending, timeout=_AGAIN_SECONDS)
         except asyncio.CancelledError as error:
-            # Whoever waits for us is impatient; the tasks must end all the same.
+            # The caller was cancelled; the tasks must end all the same.
             interrupted = error
         pending = {task for task in pending if not task.done()}
     if interrupted is not None:
         raise interrupted
 
 
-async def until_one_ends(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Returns when one of the tasks has ended by itself, or raises what it raised; the others are ended."""
+async def until_one_ends(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait until one of the tasks ends by itself, raise its error if it failed, and end the others."""
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -42,10 +42,10 @@ async def until_one_ends(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 def is_cancelled() -> bool:
-    """Whether this task was cancelled.
+    """Return True if this task was cancelled.
 
-    For loops that use Redis, whose client can drop a cancellation (see `end`), and to tell the cancellation of the
-    task from that of a call whose channel was closed.
+    For loops that use Redis, whose client can drop a cancellation (see `end`), and to distinguish the cancellation
+    of the task from that of a call whose channel was closed.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,0 +1,1 @@
+"""Formats and vocabularies that services share: seeds, sampling, rollouts, knobs, checkpoints, errors."""

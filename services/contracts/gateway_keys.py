@@ -1,0 +1,61 @@
+"""Names of the gateway's keys in Redis.
+
+All keys of a batch share one hash tag, and so do all keys of the gateway itself, so that each script
+touches one slot of a cluster only.
+"""
+
+BatchKey = tuple[str, str]
+"""Run id and batch id."""
+
+
+class BatchKeys:
+    """Keys of one batch. A run id holds no colon, so (run, batch) and the tag determine each other."""
+
+    def __init__(self, namespace: str, key: BatchKey) -> None:
+        run_id, batch_id = key
+        prefix = f"{namespace}:{{{run_id}:{batch_id}}}"
+        self.meta = f"{prefix}:meta"
+        """Hash: request, fingerprint, accepted_at, total, lenience, term, acked, trimmed, finished_at."""
+        self.events = f"{prefix}:events"
+        """Hash: sample index -> serialised sample without its chunks, until it is acknowledged."""
+        self.done = f"{prefix}:done"
+        """Hash: sample index -> "cursor:chunks:tokens", of its event, and of its chunks their number and tokens."""
+        self.cancels = f"{prefix}:cancels"
+        """List: serialised CancelRolloutsRequest."""
+        self.chunks = f"{prefix}:chunks"
+        """Hash: index:number -> chunk of a sample; index -> "chunks:tokens", of a sample that has some."""
+
+    @property
+    def all(self) -> tuple[str, str, str, str, str]:
+        """All keys, in the order in which scripts take them."""
+        return self.meta, self.events, self.done, self.cancels, self.chunks
+
+
+class GatewayKeys:
+    """Keys of the gateway itself."""
+
+    def __init__(self, namespace: str) -> None:
+        self._prefix = f"{namespace}:{{gateway}}"
+        self.lease = f"{self._prefix}:lease"
+        """String: term of the gateway that leads."""
+        self.format = f"{self._prefix}:format"
+        """String: version of the journal's format."""
+        self.batches = f"{self._prefix}:batches"
+        """Set: "run:batch" of every unfinished batch."""
+        self.published = f"{self._prefix}:published"
+        """String: the published version as JSON."""
+        self.update = f"{self._prefix}:update"
+        """String: the update in progress as JSON."""
+        self.hinted = f"{self._prefix}:hinted"
+        """Set: ids of the runs that have `hints`."""
+
+    def hints(self, run_id: str) -> str:
+        """Return the key of a hash of hints.
+
+        step -> serialised HintNextBatchRequest; begun -> the step that began last and its version.
+        """
+        return f"{self._prefix}:hints:{run_id}"
+
+    def lenience(self, run_id: str) -> str:
+        """Return the key of a string: the current l of a run, as JSON."""
+        return f"{self._prefix}:lenience:{run_id}"

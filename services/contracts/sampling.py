@@ -1,0 +1,148 @@
+"""Sampling parameters with their defaults filled in, and checks of their ranges. Pure.
+
+The checks return every violation found, each with the value and what is allowed instead, and never raise:
+the caller decides whether a request or only one of its items is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import Violation
+from paceline.v1 import sample_pb2
+
+MAX_REPORTED = 5
+"""Most invalid positions of a list of token ids that are named; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters; fields as in `paceline.v1.SamplingParams`, with every default filled in."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = None
+    """Most response tokens; None: up to the model length."""
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    processed_logprobs: bool = False
+    """Log-probabilities of the distribution sampled from rather than of the model's own."""
+    unknown_logprobs_mode: int = 0
+    """Mode number unknown to this version, else 0; `check_sampling` refuses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits of a model: ids in [0, vocab_size), prompt and response at most max_model_len tokens."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+def resolve(params: sample_pb2.SamplingParams | None) -> Sampling:
+    """Return `params` with the documented default for every unset field, unchecked."""
+    if params is None:
+        return Sampling()
+    given = {name: getattr(params, name) for name in _OPTIONAL if params.HasField(name)}
+    mode = int(params.logprobs_mode)
+    return Sampling(
+        **given,
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        processed_logprobs=mode == sample_pb2.LOGPROBS_MODE_PROCESSED,
+        unknown_logprobs_mode=0 if mode in sample_pb2.LogprobsMode.values() else mode,
+    )
+
+
+def check_sampling(sampling: Sampling, limits: ModelLimits, field: str) -> list[Violation]:
+    """Return violations of the ranges of `paceline.v1.SamplingParams`; `field` is the path of the parameters."""
+    found = [
+        Violation(_join(field, name), f"{getattr(sampling, name)} is not allowed; must be {allowed}")
+        for name, (fits, allowed) in _RANGES.items()
+        if not fits(getattr(sampling, name))
+    ]
+    found += _check_counts(sampling, limits, field)
+    found += check_tokens(sampling.stop_token_ids, limits, _join(field, "stop_token_ids"), allow_empty=True)
+    if sampling.unknown_logprobs_mode:
+        allowed = ", ".join(sample_pb2.LogprobsMode.keys())
+        description = f"{sampling.unknown_logprobs_mode} is not known; must be one of {allowed}"
+        found.append(Violation(_join(field, "logprobs_mode"), description))
+    return found
+
+
+def check_tokens(
+    ids: Sequence[int], limits: ModelLimits, field: str, allow_empty: bool = False
+) -> list[Violation]:
+    """Return violations of token ids: an empty list (unless `allow_empty`), or ids outside [0, vocab_size)."""
+    if not ids:
+        return [] if allow_empty else [Violation(field, "is empty; at least one token is needed")]
+    if min(ids) >= 0 and max(ids) < limits.vocab_size:
+        return []
+    wrong = [index for index, token in enumerate(ids) if not 0 <= token < limits.vocab_size]
+    allowed = f"must be in [0, {limits.vocab_size}), the model's vocabulary"
+    found = [Violation(f"{field}[{index}]", f"{ids[index]} {allowed}") for index in wrong[:MAX_REPORTED]]
+    if len(wrong) > MAX_REPORTED:
+        found.append(Violation(field, f"{len(wrong)} of {len(ids)} token ids {allowed}"))
+    return found
+
+
+def check_lengths(
+    prompt_len: int, prefix_len: int, sampling: Sampling, limits: ModelLimits, field: str
+) -> list[Violation]:
+    """Return violations of lengths, in tokens: one more must fit, and `min_tokens` in total."""
+    found = []
+    room = limits.max_model_len - prompt_len
+    if room - prefix_len < 1:
+        parts = f"{prompt_len} prompt" + (f" and {prefix_len} prefix" if prefix_len else "")
+        allowed = f"the model takes {limits.max_model_len} in all"
+        found.append(Violation(field, f"{parts} tokens leave no room to generate; {allowed}"))
+    if sampling.max_tokens is not None and 0 < sampling.max_tokens <= prefix_len:
+        description = f"{prefix_len} prefix tokens; must be fewer than max_tokens, {sampling.max_tokens}"
+        found.append(Violation(field, description))
+    if sampling.min_tokens > room >= 1:
+        description = f"min_tokens is {sampling.min_tokens}; after {prompt_len} prompt tokens the model has"
+        found.append(Violation(field, f"{description} room for {room}"))
+    return found
+
+
+def _check_counts(sampling: Sampling, limits: ModelLimits, field: str) -> list[Violation]:
+    found = []
+    most = limits.max_model_len
+    if sampling.max_tokens is not None and not 1 <= sampling.max_tokens <= most:
+        description = f"{sampling.max_tokens} is not allowed; must be in [1, {most}], the model's length"
+        found.append(Violation(_join(field, "max_tokens"), description))
+    if sampling.min_tokens < 0:
+        description = f"{sampling.min_tokens} is not allowed; must be >= 0"
+        found.append(Violation(_join(field, "min_tokens"), description))
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens >= 1:
+        description = f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}"
+        found.append(Violation(_join(field, "min_tokens"), description))
+    return found
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+_OPTIONAL = tuple(
+    name for name, field in sample_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items() if field.has_presence
+)
+
+# NaN fails every comparison, so each test is written to be true only for what is allowed.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < math.inf, "finite and >= 0 (0 is greedy)"),
+    "top_p": (lambda value: 0 < value <= 1, "in (0, 1] (1 is off)"),
+    "top_k": (lambda value: value >= 0, "0 (off) or >= 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "in [0, 1] (0 is off)"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "finite and > 0 (1 is off)"),
+    "presence_penalty": (lambda value: -2 <= value <= 2, "in [-2, 2] (0 is off)"),
+    "frequency_penalty": (lambda value: -2 <= value <= 2, "in [-2, 2] (0 is off)"),
+}

@@ -1,0 +1,1 @@
+"""Configuration of a service: flags over environment over file over defaults."""

@@ -1,0 +1,1 @@
+"""gRPC servers and channels, with health, interceptors and reconnecting links."""

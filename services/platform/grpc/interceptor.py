@@ -1,0 +1,286 @@
+"""Interceptor of all RPCs of a server.
+
+It identifies the request, checks token and deadline, counts, and turns exceptions into statuses. An unexpected
+exception becomes INTERNAL with nothing but the request id: its text stays in the log. A call that is refused is
+refused before its message is received, and bytes that are no message are the caller's mistake.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import time
+import uuid
+from asyncio import CancelledError, Task, current_task
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2
+
+from paceline.errors import Violation
+from services.contracts.errors import (
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    Unimplemented,
+    to_status,
+)
+from services.platform.observability import tracing
+from services.platform.observability.metrics import RpcMetrics
+from services.platform.observability.span import TRACE_PARENT
+from services.platform.redis.connection import OUTAGES, reason_of
+from services.platform.security.guard import Guard
+from services.platform.tasks import is_cancelled
+
+log = structlog.get_logger(__name__)
+
+REQUEST_ID = "x-request-id"
+"""Metadata key of the request id, from the client and back in the trailer."""
+STATUS_DETAILS = "grpc-status-details-bin"
+"""Trailing metadata key of the serialized google.rpc.Status."""
+HEALTH = "/grpc.health.v1.Health/"
+"""Methods that probes call, without token or deadline."""
+WATCH = f"{HEALTH}Watch"
+"""The method whose calls never end by themselves."""
+
+_FAULTS = {"DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN"}
+"""Statuses that are an error of the server, as OpenTelemetry's conventions have it."""
+_NO_DEADLINE = Violation("deadline", "is missing; every call must set a timeout")
+_SAFE_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+_CODES = {code.value[0]: code.name for code in grpc.StatusCode}
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Interceptor with a guard; without one every caller may call every method.
+
+    `service` labels the metrics; more than `most_calls` at once, health not counted, are refused.
+    """
+
+    def __init__(self, service: str, guard: Guard | None, metrics: RpcMetrics, most_calls: int) -> None:
+        self._service = service
+        self._guard = guard
+        self._metrics = metrics
+        self._most_calls = most_calls
+        self._calls: set[Task[Any]] = set()
+        self._watchers: set[Task[Any]] = set()
+        self._stopping = False
+
+    def end_watchers(self) -> None:
+        """End the streams of callers that watch health."""
+        self._stopping = True
+        for watcher in self._watchers:
+            watcher.cancel()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Return the wrapped handler of the method, or one that refuses the call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        try:
+            self._admit(method, handler_call_details.invocation_metadata)
+        except Exception as refusal:
+            return self._refuse(method, refusal)
+        return self._wrap(handler, method)
+
+    def _admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """Check the caller and count the call until it is handled or its task ends, or raise."""
+        if method.startswith(HEALTH):
+            return
+        if self._guard is not None:
+            self._guard.admit(method, _value(metadata, "authorization"))
+        if len(self._calls) >= self._most_calls:
+            raise ResourceExhausted(
+                "concurrent_calls",
+                f"{len(self._calls)} calls are being served, which is the most; come again",
+                retry_after=1.0,
+            )
+        task = cast(Task[Any], current_task())
+        self._calls.add(task)
+        # The handler of a caller who leaves early is never entered.
+        task.add_done_callback(self._calls.discard)
+
+    def _refuse(self, method: str, refusal: Exception) -> Handler:
+        async def call(requests: AsyncIterator[bytes], context: Context) -> None:
+            async with self._around(method, context):
+                raise refusal
+
+        # As if the caller streamed its request, whose message would be received first otherwise.
+        return grpc.stream_unary_rpc_method_handler(call)  # type: ignore[arg-type, return-value]
+
+    def _wrap(self, handler: Handler, method: str) -> Handler:
+        shape = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+        behaviour = getattr(handler, shape)
+        unary = shape == "unary_unary" and not method.startswith(HEALTH)
+        parse = _parser(handler.request_deserializer)
+
+        def read(request: Any) -> Any:
+            return _Parsed(request, parse) if handler.request_streaming else parse(request)
+
+        async def call(request: Any, context: Context) -> Any:
+            async with self._around(method, context):
+                if unary and not _has_deadline(context):
+                    raise InvalidArgument([_NO_DEADLINE])
+                return await behaviour(read(request), context)
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            async with self._around(method, context), aclosing(behaviour(read(request), context)) as replies:
+                async for response in replies:
+                    yield response
+
+        make = getattr(grpc, f"{shape}_rpc_method_handler")
+        wrapped = stream if inspect.isasyncgenfunction(behaviour) else call
+        # Without a deserializer: an error in one would be gRPC's to answer, as UNKNOWN.
+        return make(wrapped, None, handler.response_serializer)  # type: ignore[no-any-return]
+
+    @asynccontextmanager
+    async def _around(self, method: str, context: Context) -> AsyncIterator[None]:
+        request_id = _request_id(context)
+        # Every RPC runs in a task of its own, so the binding ends with it.
+        structlog.contextvars.bind_contextvars(request_id=request_id, rpc=method)
+        trailer = ((REQUEST_ID, request_id),)
+        context.set_trailing_metadata(trailer)
+        labels = (self._service, method.removeprefix("/"))
+        span = tracing.serve(method, _metadata(context, TRACE_PARENT)) if tracing.active() else None
+        self._metrics.in_flight.labels(*labels).inc()
+        began = time.perf_counter()
+        code = grpc.StatusCode.UNKNOWN.name
+        error: ServiceError | None = None
+        try:
+            if method == WATCH:
+                watcher = cast(Task[Any], current_task())
+                self._watchers.add(watcher)
+                watcher.add_done_callback(self._watchers.discard)
+            yield
+            code = _code(context)
+            _keep(context, trailer)
+        except grpc.aio.AbortError:
+            code = _code(context)
+            raise
+        except Exception as raised:
+            error = _service_error(raised, request_id)
+            code = error.code.name
+        except (CancelledError, GeneratorExit) as ended:
+            code = _cancelled_code(context)
+            if self._stopping and method == WATCH:
+                error = Unavailable("the server is stopping")
+            elif isinstance(ended, CancelledError) and not is_cancelled():
+                # Not the call was cancelled, but what it waits for. gRPC would never answer.
+                error = Unavailable("the work that the call waits for was ended")
+                code = error.code.name
+            else:
+                raise
+        finally:
+            self._calls.discard(cast(Task[Any], current_task()))
+            self._metrics.in_flight.labels(*labels).dec()
+            self._metrics.requests.labels(*labels, code).inc()
+            self._metrics.seconds.labels(*labels).observe(time.perf_counter() - began)
+            if span is not None:
+                span.end(code if code in _FAULTS else "", **{"rpc.grpc.status_code": code})
+        # Only now, so that a caller that has the answer finds the call counted, and room for the next one.
+        if error is not None:
+            status = to_status(error)
+            details = (STATUS_DETAILS, status.SerializeToString())
+            await context.abort(error.code, status.message, (*trailer, details))
+
+
+class _Parsed:
+    """Messages of a caller's stream, parsed one by one."""
+
+    def __init__(self, requests: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> None:
+        self._requests = aiter(requests)
+        self._parse = parse
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        return self._parse(await anext(self._requests))
+
+
+def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """Return a parser of requests that raises InvalidArgument for bytes that are none."""
+
+    def parse(request: bytes) -> Any:
+        try:
+            return request if deserialize is None else deserialize(request)
+        except DecodeError as error:
+            raise InvalidArgument(
+                [Violation("request", "is not an encoded message of this method")]
+            ) from error
+
+    return parse
+
+
+def _service_error(error: Exception, request_id: str) -> ServiceError:
+    """Return the error that the caller may see; an unexpected one is logged."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, OUTAGES):
+        log.warning("store_unusable", error=str(error))
+        return Unavailable(f"the store cannot be used now: {reason_of(error)}")
+    if isinstance(error, NotImplementedError):
+        return Unimplemented("method", "this method is not served here")
+    log.error("rpc_failed", exc_info=error)
+    detail = error_details_pb2.RequestInfo(request_id=request_id)
+    return ServiceError(f"internal error, request id {request_id}", detail, code=grpc.StatusCode.INTERNAL)
+
+
+def _request_id(context: Context) -> str:
+    given = _metadata(context, REQUEST_ID)
+    return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _metadata(context: Context, wanted: str) -> str:
+    return _value(context.invocation_metadata(), wanted)
+
+
+def _value(metadata: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str:
+    for key, value in metadata or ():
+        if key == wanted:
+            return value if isinstance(value, str) else ""
+    return ""
+
+
+def _has_deadline(context: Context) -> bool:
+    remaining = context.time_remaining()
+    return remaining is not None and math.isfinite(remaining)
+
+
+def _keep(context: Context, trailer: tuple[tuple[str, str], ...]) -> None:
+    """Put the trailer back when the servicer has set another."""
+    present = tuple(context.trailing_metadata() or ())
+    if not any(key == REQUEST_ID for key, _ in present):
+        context.set_trailing_metadata((*present, *trailer))
+
+
+def _code(context: Context) -> str:
+    code: Any = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return _CODES.get(code or 0, grpc.StatusCode.UNKNOWN.name)
+
+
+def _cancelled_code(context: Context) -> str:
+    late = _has_deadline(context) and context.time_remaining() <= 0
+    return (grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED).name
+
+
+def _arity(streaming: bool) -> str:
+    return "stream" if streaming else "unary"

@@ -1,0 +1,186 @@
+"""gRPC server of a service, with credentials, interceptor, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterable
+from typing import Any, cast
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from services.platform.config.settings import ServiceConfig, TlsConfig, listening_problems
+from services.platform.config.sources import ConfigError
+from services.platform.grpc.channel import KEEPALIVE_MS, Options, common_options
+from services.platform.grpc.interceptor import CallInterceptor
+from services.platform.observability.metrics import rpc_metrics
+from services.platform.security.certificates import Certificates, watch_certificates
+from services.platform.security.guard import guard_of
+
+STORE = "store"
+"""Health service that is NOT_SERVING while Redis cannot be reached or takes no writes, so that steps wait."""
+LIVENESS = "liveness"
+"""Health service that is SERVING from start to stop, whether or not the service can take work."""
+
+WATCHER_GRACE = 0.1
+"""Seconds that watchers of health get to receive the last status; they never end by themselves."""
+
+_WILDCARDS = ("0.0.0.0", "::", "[::]")
+_running: set[GrpcServer] = set()
+
+
+class GrpcServer:
+    """One listening server.
+
+    Usage: `add_XServicer_to_server(servicer, grpc_server.server)`, `await start()`, and once work can be taken
+    `await set_serving(True)`; `await stop(grace)` at the end. Health is NOT_SERVING until `set_serving`.
+    """
+
+    def __init__(
+        self, config: ServiceConfig, *, service: str, registry: CollectorRegistry | None = None
+    ) -> None:
+        self._config = config
+        metrics = rpc_metrics(REGISTRY if registry is None else registry)
+        self._interceptor = CallInterceptor(service, guard_of(config), metrics, config.max_concurrent_calls)
+        server = grpc.aio.server(interceptors=[self._interceptor], options=server_options(config))
+        self._services = _NamingServer(server)
+        self.server = cast(grpc.aio.Server, self._services)
+        self.port = 0
+        self._health = health.aio.HealthServicer()
+
+    @property
+    def address(self) -> str:
+        """ "host:port" as peers should dial it; the port is known after `start`."""
+        return f"{_advertised(self._config)}:{self.port}"
+
+    async def start(self) -> None:
+        """Bind and serve. ConfigError if the address is not allowed, RuntimeError if it is taken."""
+        if problems := listening_problems(self._config):
+            await self._end_unused()
+            raise ConfigError(problems)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflected = reflection.aio.ReflectionServicer([*self._services.names, reflection.SERVICE_NAME])
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, self.server)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_store(True)
+        await self.set_serving(False)
+        try:
+            self.port = self._bind(f"{_bracketed(self._config.host)}:{self._config.port}")
+        except RuntimeError:
+            await self._end_unused()
+            raise
+        await self.server.start()
+        _running.add(self)
+
+    async def _end_unused(self) -> None:
+        """Start and stop a server that never ran; collecting it otherwise can crash the process."""
+        await self.server.start()
+        await self.server.stop(0)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Set the health of the server as a whole ("") and of every service on it."""
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if serving else response.NOT_SERVING
+        for name in ("", *self._services.names):
+            await self._health.set(name, status)
+
+    async def set_store(self, usable: bool) -> None:
+        """Set the health of `STORE`."""
+        response = health_pb2.HealthCheckResponse
+        await self._health.set(STORE, response.SERVING if usable else response.NOT_SERVING)
+
+    async def stop(self, grace: float) -> None:
+        """Stop: health becomes NOT_SERVING, new calls are refused, running ones get `grace` seconds."""
+        _running.discard(self)
+        await self._health.enter_graceful_shutdown()
+        stopping = asyncio.create_task(self.server.stop(grace))
+        await asyncio.wait([stopping], timeout=WATCHER_GRACE)
+        self._interceptor.end_watchers()
+        await stopping
+
+    def _bind(self, address: str) -> int:
+        if self._config.tls is None:
+            return self.server.add_insecure_port(address)
+        return self.server.add_secure_port(address, server_credentials(self._config.tls))
+
+
+async def stop_servers(grace: float) -> None:
+    """Stop every server of the process that still runs; one that does would keep the process from ending."""
+    await asyncio.gather(*(server.stop(grace) for server in list(_running)))
+
+
+def server_options(config: ServiceConfig) -> Options:
+    """Return the options of a server: clients may ping it, and its port belongs to one process only."""
+    options: Options = [
+        *common_options(config),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+    ]
+    if config.max_connection_age_seconds is not None:
+        grace = config.max_connection_age_grace_seconds
+        options += [
+            ("grpc.max_connection_age_ms", round(config.max_connection_age_seconds * 1000)),
+            ("grpc.max_connection_age_grace_ms", round(grace * 1000)),
+        ]
+    return options
+
+
+def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+    """Return the credentials of a server; each new connection gets the certificate that is on disk then.
+
+    OSError if a file cannot be read, Unreadable if it is invalid, ValueError without a certificate.
+    """
+    if tls.cert_file is None or tls.key_file is None:
+        raise ValueError("tls.cert_file and tls.key_file are needed to serve with TLS")
+    watched = watch_certificates(tls)
+    shown = watched.current()
+
+    def changed() -> Any:  # None for no change, which the stubs of grpc do not know
+        nonlocal shown
+        now = watched.current()
+        if now is shown:
+            return None
+        shown = now
+        return _shown(now, tls)
+
+    return grpc.dynamic_ssl_server_credentials(_shown(shown, tls), changed, tls.client_auth)
+
+
+def _shown(certificates: Certificates, tls: TlsConfig) -> grpc.ServerCertificateConfiguration:
+    pair: Any = (certificates.key, certificates.chain)
+    return grpc.ssl_server_certificate_configuration([pair], certificates.roots if tls.client_auth else None)
+
+
+class _NamingServer:
+    """A server that also knows the names of the services added to it, for health and reflection."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        handlers = list(generic_rpc_handlers)
+        for handler in handlers:
+            if isinstance(handler, grpc.ServiceRpcHandler) and handler.service_name() not in self.names:
+                self.names.append(handler.service_name())
+        self._server.add_generic_rpc_handlers(handlers)
+
+
+def _advertised(config: ServiceConfig) -> str:
+    if config.advertise_host is not None:
+        return _bracketed(config.advertise_host)
+    if config.host in _WILDCARDS:
+        return _bracketed(socket.gethostbyname(socket.gethostname()))
+    return _bracketed(config.host)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,0 +1,1 @@
+"""Redis: connection, leases, leadership, the service registry and the decision log."""

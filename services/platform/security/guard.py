@@ -1,0 +1,246 @@
+"""Authorization of calls: tokens that a server accepts, their scopes and rates, as currently on disk."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from paceline.tokens import NAME_PATTERN, TokenScope, hash_token
+from services.contracts.errors import PermissionDenied, ResourceExhausted, Unauthenticated
+from services.platform.config.settings import ServiceConfig
+from services.platform.config.sources import ConfigError
+from services.platform.config.watched import Unreadable, Watched
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Sustained calls a second, and calls that may come at once."""
+
+    per_second: float
+    burst: float
+
+
+class Bucket:
+    """Token bucket that begins full, refills at the rate up to the burst, and loses one token per call."""
+
+    def __init__(self, rate: Rate, now: float) -> None:
+        """`now` is in seconds, monotonic."""
+        self.rate = rate
+        self._level = rate.burst
+        self._at = now
+
+    def take(self, now: float) -> float:
+        """Return 0 if a call is admitted, else the seconds until one will be. A refused call takes no token."""
+        self._level = min(self.rate.burst, self._level + max(0.0, now - self._at) * self.rate.per_second)
+        self._at = max(self._at, now)
+        if self._level >= 1.0:
+            self._level -= 1.0
+            return 0.0
+        return (1.0 - self._level) / self.rate.per_second
+
+
+class Grant(BaseModel):
+    """One accepted token.
+
+    A token is 32 random bytes, so its plain SHA-256 is kept: slow password hashes protect against dictionaries, and
+    no dictionary has such a token.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    """Name of the owner, which errors and logs show instead of the token."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """SHA-256 of the token, in hexadecimal."""
+    scopes: Annotated[frozenset[TokenScope], Field(min_length=1)]
+    """Scopes of the token."""
+    requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Sustained rate of RPCs at each server. Unset: unlimited."""
+    burst: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """RPCs that may begin at once. Unset: those of two seconds."""
+
+    @property
+    def rate(self) -> Rate | None:
+        """Rate limit; None for none."""
+        if self.requests_per_second is None:
+            return None
+        return Rate(self.requests_per_second, self.burst or max(1.0, 2 * self.requests_per_second))
+
+
+_GRANTS = TypeAdapter(list[Grant])
+
+
+def service_grant(token: str) -> Grant:
+    """Return the grant of the services' own token: all scopes, no limit."""
+    return Grant(name="services", sha256=hash_token(token), scopes=frozenset(TokenScope))
+
+
+def read_grants(path: Path) -> tuple[Grant, ...]:
+    """Return the grants of a YAML file: a list of `name`, `sha256`, `scopes` and optionally limits.
+
+    OSError if it cannot be read, Unreadable if an entry is invalid or a name or token occurs twice.
+    """
+    try:
+        grants = _GRANTS.validate_python(yaml.safe_load(path.read_text()) or [])
+    except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Unreadable(f"{path}: {_said(error)}") from error
+    for field in ("name", "sha256"):
+        values = [getattr(grant, field) for grant in grants]
+        if len(set(values)) < len(values):
+            raise Unreadable(f"{path}: two entries have the same {field}")
+    return tuple(grants)
+
+
+def find_grant(token: str, grants: Iterable[Grant]) -> Grant | None:
+    """Return the grant of a token, in a time that does not depend on which one matches or how closely."""
+    digest = hash_token(token)
+    found = None
+    for grant in grants:
+        if hmac.compare_digest(digest, grant.sha256):
+            found = grant
+    return found
+
+
+def _said(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    # Without the values: somebody may have put the token itself where its hash belongs.
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+
+
+class Guard:
+    """Check of callers, made by `guard_of`. The tokens are thread-safe; rates belong to one server's event loop."""
+
+    def __init__(
+        self,
+        own: Callable[[], str | None],
+        grants: Callable[[], tuple[Grant, ...]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`own` returns the services' token, or None; `grants` returns those of callers."""
+        self._own = own
+        self._grants = grants
+        self._clock = clock
+        self._buckets: dict[str, Bucket] = {}
+
+    def admit(self, method: str, authorization: str) -> None:
+        """Admit a call of "/package.Service/Method", or raise.
+
+        Unauthenticated without a known token, PermissionDenied without the scope, ResourceExhausted above the
+        token's rate.
+        """
+        grant = self._known(authorization)
+        if grant is None:
+            raise Unauthenticated("a valid bearer token is needed in the metadata `authorization`")
+        self._check_scope(grant, method)
+        self._check_rate(grant)
+
+    def may_scrape(self, authorization: str) -> bool | None:
+        """Return True if the bearer may read metrics; None if the token is unknown."""
+        grant = self._known(authorization)
+        return None if grant is None else bool(grant.scopes & {TokenScope.METRICS, TokenScope.INTERNAL})
+
+    def _known(self, authorization: str) -> Grant | None:
+        token = bearer_token(authorization)
+        own = self._own()
+        accepted = (*self._grants(), *([service_grant(own)] if own else []))
+        return find_grant(token, accepted)
+
+    def _check_scope(self, grant: Grant, method: str) -> None:
+        wanted = scopes_for(method)
+        if grant.scopes & wanted:
+            return
+        named = sorted(wanted - {TokenScope.INTERNAL}) or [TokenScope.INTERNAL]
+        raise PermissionDenied(
+            f"{method.removeprefix('/')} needs a token with the scope {' or '.join(named)}; "
+            f"that of {grant.name} has {', '.join(sorted(grant.scopes))}",
+            "MISSING_SCOPE",
+            scope=",".join(named),
+            token=grant.name,
+        )
+
+    def _check_rate(self, grant: Grant) -> None:
+        rate = grant.rate
+        if rate is None:
+            return
+        now = self._clock()
+        bucket = self._buckets.get(grant.name)
+        if bucket is None or bucket.rate != rate:
+            bucket = self._buckets[grant.name] = Bucket(rate, now)
+        if wait := bucket.take(now):
+            most = f"{rate.per_second:g} calls a second, {rate.burst:g} at once"
+            raise ResourceExhausted("requests", f"{grant.name} may begin {most}", retry_after=wait)
+
+
+def guard_of(config: ServiceConfig) -> Guard | None:
+    """Return the guard of a server; None if no token is required. ConfigError if the tokens cannot be read."""
+    if config.token is None and config.tokens_file is None:
+        return None
+    return Guard(own_token(config), _grants_of(config.tokens_file))
+
+
+def own_token(config: ServiceConfig) -> Callable[[], str | None]:
+    """Return a function that returns the services' own token: from its file, if it came from one."""
+    path = config.rotating_token_file
+    if path is None:
+        fixed = config.token.get_secret_value() if config.token is not None else None
+        return lambda: fixed
+    return Watched("token", [path], lambda: _read_token(path)).current
+
+
+def _grants_of(path: Path | None) -> Callable[[], tuple[Grant, ...]]:
+    if path is None:
+        return lambda: ()
+    try:
+        return Watched("tokens", [path], lambda: read_grants(path)).current
+    except (OSError, Unreadable) as error:
+        raise ConfigError([f"tokens_file: {error}"]) from error
+
+
+def _read_token(path: Path) -> str:
+    token = path.read_text().strip()
+    if not token:
+        raise Unreadable(f"{path} is empty")
+    return token
+
+
+def bearer_token(authorization: str) -> str:
+    """Return the token of an `authorization` value "Bearer <token>"; empty if there is none."""
+    scheme, _, token = authorization.partition(" ")
+    return token if scheme.lower() == "bearer" else ""
+
+
+_READERS = frozenset({TokenScope.ROLLOUTS, TokenScope.WEIGHTS, TokenScope.FLEET})
+"""Scopes of which any allows to read the state of the platform."""
+
+_SERVICES: dict[str, frozenset[TokenScope]] = {
+    "paceline.v1.RolloutService": frozenset({TokenScope.ROLLOUTS}),
+    "paceline.v1.WeightService": frozenset({TokenScope.WEIGHTS}),
+    "paceline.v1.FleetService": frozenset({TokenScope.FLEET}),
+    "grpc.reflection.v1alpha.ServerReflection": _READERS,
+}
+_METHODS: dict[str, frozenset[TokenScope]] = {
+    "paceline.v1.WeightService/GetVersions": _READERS,
+    "paceline.v1.FleetService/ListInstances": _READERS,
+    "paceline.v1.FleetService/WatchFleet": _READERS,
+    "paceline.v1.FleetService/GetKnobs": _READERS,
+    "paceline.v1.FleetService/GetDrafter": _READERS,
+    "paceline.v1.FleetService/WatchDecisions": _READERS,
+}
+
+
+def scopes_for(method: str) -> frozenset[TokenScope]:
+    """Return the scopes of which one lets a token call "/package.Service/Method"; INTERNAL always does.
+
+    Methods that are not listed are for the services alone, so that a new method is closed by default.
+    """
+    name = method.removeprefix("/")
+    service = name.partition("/")[0]
+    return _METHODS.get(name, _SERVICES.get(service, frozenset())) | {TokenScope.INTERNAL}

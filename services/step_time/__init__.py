@@ -1,0 +1,1 @@
+"""Predict how long an engine step takes, and learn it from measurements."""

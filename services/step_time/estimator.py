@@ -1,0 +1,155 @@
+"""Estimate how long an engine step takes, from a sweep at the start and from every measured step. Pure.
+
+The estimator serves any model and device, because it knows nothing of either. It keeps a table of measured steps,
+one for each cell of similar shapes (samples, verified tokens, context), and predicts by Gaussian-process regression
+from the prior of the sweep (see `prior`). The deviation of a step from its prior is taken as the sum of
+
+- a share of the whole, because clocks change;
+- a share of what verification adds to the same step without drafts;
+- a time for each token of context, and for each that draft tokens attend to, because the sweep has short contexts;
+- a share of its own, common to similar shapes.
+
+Each has a variance. So a cell that is measured often is predicted as measured, its neighbours are drawn along, and
+without measurements the prior remains. Predictions never fall with the verified tokens. Measurements lose weight
+with age; several in a row that surprise on the same side are a change of the machine, and what came before them is
+almost forgotten. They may arrive late and in any order.
+
+The engine waits for predictions, so they are compiled. numba is imported at first use, which must be after vLLM was
+imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import isfinite, log2
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from services.step_time.prior import MeasuredStep, StepTimePrior
+from services.step_time.sweep import SHORT_CONTEXT
+
+Floats = NDArray[np.float64]
+# Cells to an octave: rows, samples, context of a sample. And the most cells, the least recently measured going
+# first.
+_CELLS, _MAX_CELLS = (4, 2, 1), 32
+# Most measurements that a cell averages over.
+_AVERAGED = 8
+# Ratio to the prediction at which a measurement is clipped; so many in a row on one side are not.
+_OUTLIER_RATIO, _OUTLIERS_IN_A_ROW = 1.5, 3
+# Age, in measurements, that a change of the machine adds to what came before it.
+_OUTDATED = 4096
+
+
+@cache
+def _compiled() -> ModuleType:
+    from services.step_time import compiled
+
+    return compiled
+
+
+class StepTimeEstimator:
+    """Step times of one engine: `observe` measured ones, `predict` others."""
+
+    def __init__(self, sweep: Sequence[MeasuredStep] = ()) -> None:
+        """Begin with the steps of a sweep; without one the first measurement sets the scale."""
+        short = [each for each in sweep if each.context <= SHORT_CONTEXT * each.samples]
+        self._prior = StepTimePrior.of(short)
+        self._known = bool(short)
+        self._observed = 0
+        # Outliers in a row: positive if steps took longer, negative if shorter.
+        self._outliers = 0
+        # Row of each cell in the table, the least recently measured first.
+        self._places: dict[tuple[int, int, int], int] = {}
+        self._table = np.zeros((_MAX_CELLS, 6))
+        # Solution of the regression.
+        self._shares, self._weights = np.zeros(5), np.zeros(_MAX_CELLS)
+        self._solved = True
+        for each in sweep:
+            if each.context > SHORT_CONTEXT * each.samples:
+                self.observe(each.samples, each.rows, each.context, each.seconds)
+
+    @property
+    def known(self) -> bool:
+        """True once anything was measured."""
+        return self._known
+
+    def predict(self, samples: int, rows: ArrayLike, context: float) -> Floats:
+        """Return the seconds of steps of `samples` samples with `context` tokens in all, for `rows` [k], rising.
+
+        Args:
+            samples: at least 1.
+            rows: verified tokens, one for each sample included.
+            context: tokens of all samples together.
+        """
+        tokens = np.ascontiguousarray(rows, np.float64).ravel()
+        found, used = np.empty(len(tokens)), len(self._places)
+        prior, cells, weights = self._prior, self._table[:used], self._weights[:used]
+        if not self._solved:
+            now = float(self._observed)
+            _compiled().solve(prior.corners, prior.plains, prior.terms, cells, now, self._shares, weights)
+            self._solved = True
+        _compiled().predict(
+            *(prior.corners, prior.plains, prior.terms, cells, self._shares, weights),
+            *(float(samples), tokens, float(context), found),
+        )
+        return found
+
+    def seconds(self, samples: int, rows: int, context: float) -> float:
+        """Return the seconds of one step."""
+        return float(self.predict(samples, (rows,), context)[0])
+
+    def observe(self, samples: int, rows: int, context: float, seconds: float) -> float:
+        """Learn the time of a step; return what was predicted for it. Impossible values are ignored."""
+        if samples < 1 or rows < samples or context < 0 or not (isfinite(seconds) and seconds > 0.0):
+            return 0.0
+        if not self._known:
+            self._prior, self._known = StepTimePrior.unknown(seconds), True
+        predicted = self.seconds(samples, rows, context)
+        self._observed += 1
+        key = (
+            round(_CELLS[0] * log2(rows)) if rows > samples else -1,
+            round(_CELLS[1] * log2(samples)),
+            round(_CELLS[2] * log2(1 + context / samples)),
+        )
+        place, count = self._places.get(key), 1.0
+        if place is not None:
+            seconds = self._clipped(seconds, predicted)
+            # The mean as of the new shape: a cell is wide enough for times to differ within it.
+            cell = self._table[place].tolist()
+            before = self.seconds(int(cell[0]), int(cell[1]), cell[2])
+            count = min(cell[4] + 1, _AVERAGED)
+            seconds += (cell[3] * predicted / before - seconds) * (1 - 1 / count)
+        elif len(self._places) < _MAX_CELLS:
+            place = len(self._places)
+        else:
+            place = self._places.pop(next(iter(self._places)))
+        self._places.pop(key, None)
+        self._places[key] = place
+        self._table[place] = samples, rows, context, seconds, count, self._observed
+        self._solved = False
+        return predicted
+
+    def _clipped(self, seconds: float, predicted: float) -> float:
+        """Return measured seconds of a shape that was measured before, clipped where they are an outlier."""
+        ratio = seconds / predicted
+        if 1 / _OUTLIER_RATIO <= ratio <= _OUTLIER_RATIO:
+            self._outliers = 0
+            return seconds
+        side = 1 if ratio > 1 else -1
+        self._outliers = self._outliers + side if self._outliers * side > 0 else side
+        if abs(self._outliers) < _OUTLIERS_IN_A_ROW:
+            return predicted * _OUTLIER_RATIO**side
+        # Cells count anew, and as old.
+        self._table[:, 4] = 0
+        self._table[:, 5] -= _OUTDATED
+        return seconds
+
+
+def warm_up() -> None:
+    """Compile or load the compiled functions, so that the first step does not wait for it."""
+    estimator = StepTimeEstimator()
+    estimator.observe(1, 1, 1, 1.0)
+    estimator.seconds(1, 2, 1)
