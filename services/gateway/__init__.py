@@ -1,1 +1,1 @@
-"""The front door: takes batches of rollouts, places their samples on instances, hands them back once each."""
+"""Gateway: accepts batches of rollouts, places their samples on instances, and delivers each once."""

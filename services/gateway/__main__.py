@@ -1,4 +1,9 @@
-"""Starts the gateway: `python -m services.gateway --port 7400 --redis-url redis://...`"""
+"""Command that starts the gateway.
+
+python -m services.gateway --port 7400 --redis-url redis://...
+"""
+
+import gc
 
 from prometheus_client import REGISTRY
 
@@ -8,8 +13,11 @@ from services.platform.process import Shutdown, run, serve
 
 
 async def main(config: GatewayConfig, shutdown: Shutdown) -> None:
-    """Serves until asked to stop. A successor takes the lease at once and goes on from the journal."""
-    await serve(Gateway(config, REGISTRY), config, shutdown)
+    """Serve until asked to stop; a successor takes the lease at once and resumes from the journal."""
+    gateway = Gateway(config, REGISTRY)
+    # Modules and classes stay: no garbage collection need look at them.
+    gc.freeze()
+    await serve(gateway, config, shutdown)
 
 
 if __name__ == "__main__":

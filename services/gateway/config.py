@@ -1,16 +1,20 @@
 """Settings of the gateway."""
 
+from pathlib import Path
+
 from pydantic import Field
 
-from services.platform.config import ServiceConfig
+from services.platform.config.settings import LeaderConfig
 
 
-class GatewayConfig(ServiceConfig):
-    """Everything that can be set; see services.platform.config for what all services share."""
+class GatewayConfig(LeaderConfig):
+    """Settings of the gateway; services.platform.config.settings has those of all services."""
 
     port: int = 7400
     """Port of the gRPC server."""
-    max_queued_samples: int = Field(65536, ge=1)
+    max_connection_age_seconds: float | None = Field(300.0, ge=1, allow_inf_nan=False)
+    """Age at which a trainer is asked to connect again, so that all come to a gateway that leads. Unset: never."""
+    max_queued_samples: int = Field(262_144, ge=1)
     """Most unfinished samples over all batches; above it SubmitRollouts answers RESOURCE_EXHAUSTED."""
     max_batch_seconds: float = Field(14400.0, gt=0)
     """Longest deadline of a batch, and the deadline of one that names none."""
@@ -26,8 +30,9 @@ class GatewayConfig(ServiceConfig):
     """Whether finished samples are kept in the draft store, for later epochs to reuse."""
     learner_feed: bool = True
     """Whether finished samples and their rewards go to the learner of the drafter, while there is one."""
-    learner_feed_entries: int = Field(8192, ge=1)
-    """Entries of that stream, one for each sample and report of rewards; of more, the oldest are lost."""
+    learner_feed_bytes: int = Field(128 * 1024 * 1024, ge=16 * 1024 * 1024)
+    """Memory of that stream in Redis, of which the oldest entries are lost above it. The default is 32 million
+    tokens, eight times what the learner's replay buffer holds."""
     learner_linger_seconds: float = Field(120.0, ge=0)
     """How long it is kept up for a learner that is gone, which then finds what came meanwhile."""
     max_hint_steps: int = Field(8, ge=1)
@@ -40,10 +45,22 @@ class GatewayConfig(ServiceConfig):
     """How long a submission waits to be told what is pre-generated of its step."""
     run_idle_seconds: float = Field(14400.0, gt=0)
     """A run without a batch or a hint for so long is forgotten, and its hints with it."""
-    retention_seconds: float = Field(86400.0, ge=1)
-    """How long a finished batch can still be streamed."""
-    lease_seconds: float = Field(5.0, ge=0.5)
-    """A gateway that is silent for so long is succeeded by a standby."""
+    retention_seconds: float = Field(3600.0, ge=1)
+    """How long a finished batch can still be streamed that its trainer has not acknowledged."""
+    acknowledged_seconds: float = Field(600.0, ge=1)
+    """How long a batch is remembered, for its rewards, once all of it is acknowledged."""
+    journal_tokens: int = Field(1024, ge=1)
+    """Tokens by which an unfinished sample grows before the journal is written again. Only the end of a gateway
+    costs what is not written: its successor has those tokens generated again."""
+    max_result_bytes: int = Field(256 * 1024 * 1024, ge=0)
+    """Memory for finished samples until they are acknowledged, to be written again if Redis loses them. Of more,
+    the oldest are dropped: if Redis loses those, they are generated again."""
+    max_unwritten_bytes: int = Field(1024 * 1024 * 1024, ge=1)
+    """Memory for finished samples that Redis does not take. Above it instances get no more samples and are not
+    listened to, until half of it is written. The default is 4,096 samples of 32,768 tokens, and a quarter of the
+    memory that the chart gives a gateway."""
+    max_redis_memory: float = Field(0.85, gt=0, le=1)
+    """Share of Redis' `maxmemory` above which SubmitRollouts answers RESOURCE_EXHAUSTED."""
     registry_poll_seconds: float = Field(0.25, gt=0)
     """How often the registry is read."""
     handshake_timeout_seconds: float = Field(3.0, gt=0)
@@ -57,6 +74,8 @@ class GatewayConfig(ServiceConfig):
     """An instance that refused is left alone for so long, doubling with each refusal in a row."""
     refusal_pause_most_seconds: float = Field(2.0, gt=0)
     """The longest such pause."""
+    weights_root: Path | None = None
+    """Folder that the weights of an update must be in. Unset: they may be in any."""
     update_timeout_seconds: float = Field(600.0, gt=0)
     """A weight update that its trainer has not touched for so long is aborted."""
     stage_timeout_seconds: float = Field(300.0, gt=0)

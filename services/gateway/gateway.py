@@ -1,66 +1,83 @@
-"""The gateway process: a server that is always there, and terms of leadership one after the other."""
+"""Gateway process: a server that is always there, and terms of leadership one after the other."""
+
+import asyncio
+from contextlib import ExitStack
 
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from paceline.internal.v1 import demand_pb2_grpc
 from paceline.v1 import fleet_pb2_grpc, rollout_pb2_grpc, weight_pb2_grpc
+from services.contracts.gateway_keys import GatewayKeys
 from services.gateway.config import GatewayConfig
-from services.gateway.demand_service import DemandServicer
-from services.gateway.drafter import DrafterFront
-from services.gateway.fleet_service import FleetServicer
-from services.gateway.keys import GatewayKeys
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.policy import PolicyFront
-from services.gateway.rollout_service import RolloutServicer
-from services.gateway.term import Term
-from services.gateway.weight_service import WeightServicer
-from services.platform.leadership import Leadership
-from services.platform.server import GrpcServer
-from services.platform.store import connect
+from services.gateway.server.fleet_service import DemandServicer, FleetServicer
+from services.gateway.server.trainer_services import RolloutServicer, WeightServicer
+from services.gateway.term import LeadershipTerm
+from services.platform.grpc.server import GrpcServer
+from services.platform.observability.metered_loop import MeteredLoop
+from services.platform.observability.turn_profiler import TurnProfiler
+from services.platform.redis.connection import connect
+from services.platform.redis.leadership import Leadership
 
 
 class Gateway:
-    """Usage: `start`, then `run` until it is cancelled, then `stop`. Health says SERVING while it leads."""
+    """Server and leadership of one gateway. Its health is SERVING while it leads.
+
+    Usage: `start`, then `run` until it is cancelled, then `stop`.
+    """
 
     def __init__(self, config: GatewayConfig, registry: CollectorRegistry) -> None:
         self._config = config
         self._metrics = GatewayMetrics(registry)
         self._redis: Redis = connect(config)
+        self._profiling = ExitStack()
         key = GatewayKeys(config.namespace).lease
-        self.leadership = Leadership(
-            "gateway", self._redis, key, config.lease_seconds, self._open, self._changed
-        )
         self.server = GrpcServer(config, service="gateway", registry=registry)
+        self.leadership = Leadership("gateway", config, key, self._open, self._changed, self._store_changed)
+        # Redis takes writes; so many finished samples wait for it that work has stopped.
+        self._usable, self._paused = True, False
         server, term = self.server.server, self.leadership.leading
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(term, self._metrics), server)
-        weight_pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(term), server)
+        weight_pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(term, config.weights_root), server)
         demand_pb2_grpc.add_DemandServiceServicer_to_server(DemandServicer(term), server)
-        fronts = PolicyFront(config, self._redis), DrafterFront(config, self._redis)
-        fleet = FleetServicer(term, *fronts)
+        fleet = FleetServicer(term, config, self._redis)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
 
     @property
     def address(self) -> str:
-        """Where trainers find it, once started."""
+        """Address for trainers, once started."""
         return self.server.address
 
     async def start(self) -> None:
-        """Opens the port."""
+        """Open the port."""
         await self.server.start()
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, MeteredLoop):
+            self._metrics.watch_turns(loop.turns)
+            self._profiling.enter_context(TurnProfiler(loop.turns))
 
     async def run(self) -> None:
-        """Leads whenever it has the lease, until cancelled."""
+        """Lead whenever it has the lease, until cancelled."""
         await self.leadership.run()
 
     async def stop(self, grace: float) -> None:
-        """Closes the port."""
+        """Close the port."""
+        self._profiling.close()
         await self.server.stop(grace)
         await self._redis.aclose()
 
-    async def _open(self, token: str) -> Term:
-        return await Term.open(self._config, self._redis, token, self._metrics)
+    async def _open(self, term: int) -> LeadershipTerm:
+        return await LeadershipTerm.open(self._config, self._redis, term, self._metrics, self._pause_changed)
 
     async def _changed(self, leading: bool) -> None:
         self._metrics.leader.set(leading)
         await self.server.set_serving(leading)
+
+    async def _store_changed(self, usable: bool) -> None:
+        self._usable = usable
+        await self.server.set_store(self._usable and not self._paused)
+
+    async def _pause_changed(self, paused: bool) -> None:
+        self._paused = paused
+        await self.server.set_store(self._usable and not self._paused)

@@ -1,113 +1,191 @@
-"""One term of leadership: all that works while this gateway has the lease."""
+"""Term of leadership: everything that works while this gateway has the lease, wired up in one place."""
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import structlog
 from redis.asyncio import Redis
 
 from services.drafts.client import DraftStores
-from services.gateway.bubbles import BubbleLink
+from services.gateway.batches.messages import BatchBuilder
 from services.gateway.config import GatewayConfig
-from services.gateway.dispatcher import Dispatcher
-from services.gateway.feed import LearnerFeed
-from services.gateway.fleet import Fleet
-from services.gateway.hint_store import HintStore
-from services.gateway.hinting import Hinting
-from services.gateway.history import History
-from services.gateway.journal import Fenced, Journal
-from services.gateway.lenience import Leniences
+from services.gateway.connections.roster import Roster
+from services.gateway.connections.updater import Updater
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.dispatch.estimator import WorkEstimator
+from services.gateway.dispatch.instance_events import InstanceEvents
+from services.gateway.dispatch.placer import Placer
+from services.gateway.dispatch.running_batch import ActiveBatches
+from services.gateway.dispatch.settlement import Settlement
+from services.gateway.dispatch.turns import Turns
+from services.gateway.finished.history_writer import HistoryWriter
+from services.gateway.finished.learner_feed import LearnerFeed
+from services.gateway.finished.published_drafter import PublishedDrafterVersion
+from services.gateway.fleet.health import FleetHealth
+from services.gateway.fleet.update_book import UpdateBook
+from services.gateway.hints.book import HintBook
+from services.gateway.hints.bubble_link import BubbleLink, CoordinatorClient
+from services.gateway.hints.hinting import Hinting, HintStore
+from services.gateway.journal.backlog import JournalBacklog
+from services.gateway.journal.fenced_records import Fenced, Leniences, VersionStore
+from services.gateway.journal.headroom import RedisHeadroom
+from services.gateway.journal.journal import Journal
+from services.gateway.journal.journal_writer import JournalWriter
+from services.gateway.journal.recorded_batches import RecordedBatches
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.rewards import Rewards
-from services.gateway.rollouts import Rollouts
-from services.gateway.roster import Roster
-from services.gateway.update import UpdateBook
-from services.gateway.updater import Updater
-from services.gateway.versions import VersionStore
-from services.gateway.writer import JournalWriter
-from services.platform.registry import Registry
-from services.platform.store import OUTAGES, Keys
+from services.gateway.rollouts.delivery import Delivery
+from services.gateway.rollouts.intake import RolloutIntake
+from services.gateway.rollouts.recovery import BatchRecovery
+from services.gateway.rollouts.reports import TrainerReports
+from services.gateway.rollouts.submissions import Submissions
+from services.platform.collection import collect_between
+from services.platform.redis.connection import OUTAGES, Keys
+from services.platform.redis.registry import Registry
 from services.platform.tasks import end
 
 log = structlog.get_logger(__name__)
 
 
-class Term:
-    """Everything that must not be done by two gateways at once. Build it with `open`, then `run` it; when
-    `run` ends, by cancellation or because it was fenced, nothing of the term goes on."""
+class LeadershipTerm:
+    """Composition root of everything that must not be done by two gateways at once.
+
+    Create it with `open`, then `run` it. When `run` ends, by cancellation or because another gateway has
+    taken over, all work of the term has ended.
+    """
 
     def __init__(
         self,
         config: GatewayConfig,
         redis: Redis,
-        token: str,
+        term: int,
         book: UpdateBook,
         versions: VersionStore,
         metrics: GatewayMetrics,
+        paused: Callable[[bool], Awaitable[None]],
     ) -> None:
+        """`paused` receives True when finished samples that Redis does not take stop the work, and then False."""
+        self._paused = paused
+        registry = Registry(redis, Keys(config.namespace))
+        self.fleet = FleetHealth()
         self.book = book
-        self.fleet = Fleet()
         if book.published is not None:
             self.fleet.publish(book.published.version, recorded=bool(book.published.path), now=0.0)
-        self.dispatcher = Dispatcher(config, self.fleet, metrics)
-        self.journal = Journal(redis, config.namespace, token, config.retention_seconds)
-        self._writer = JournalWriter(self.journal, metrics, self.dispatcher.written, self.dispatcher.gone)
-        self.dispatcher.journal_with(self._writer)
-        registry = Registry(redis, Keys(config.namespace))
-        self.roster = Roster(config, registry, self.fleet, book, self.dispatcher, metrics)
-        self.updater = Updater(config, book, versions, self.fleet, self.roster, self.dispatcher, metrics)
-        leniences = Leniences(redis, config.namespace, token, metrics)
+
+        self.journal = Journal(
+            redis, config.namespace, term, config.retention_seconds, config.acknowledged_seconds
+        )
+        records = RecordedBatches(config.max_result_bytes)
+        self._backlog = JournalBacklog(config.max_unwritten_bytes, metrics)
+        self._writer = JournalWriter(self.journal, records, self._backlog, metrics, config.journal_tokens)
+        self._headroom = RedisHeadroom(redis, config.max_redis_memory, self._backlog, metrics)
+        leniences = Leniences(redis, config.namespace, str(term), metrics)
+
+        self._stores = DraftStores(config, registry)
+        self._history = HistoryWriter(self._stores, metrics) if config.history else None
+        self.feed = LearnerFeed(config, redis, registry, metrics) if config.learner_feed else None
+        self.drafter_version = PublishedDrafterVersion(redis, config.namespace)
+
+        self.batches = ActiveBatches(metrics, config.max_queued_samples)
+        self.estimator = WorkEstimator(config.draft_cost)
+        self.placer = Placer(
+            self.batches, self.estimator, self.fleet, metrics, self._backlog, config.affinity_slack
+        )
+        settlement = Settlement(
+            self.batches, self.estimator, self.placer, self._writer, metrics, self._history, self.feed
+        )
+        turns = Turns()
+        self.events = InstanceEvents(
+            self.batches,
+            self.estimator,
+            self.placer,
+            settlement,
+            turns,
+            self.fleet,
+            metrics,
+            config.claim_wait_seconds,
+        )
+        self.dispatcher = Dispatcher(
+            self.batches,
+            self.estimator,
+            self.placer,
+            settlement,
+            turns,
+            metrics,
+            config.abort_timeout_seconds,
+        )
+
+        self.roster = Roster(config, registry, self.fleet, book, self.events, self.placer, metrics)
+        self.updater = Updater(book, versions, self.fleet, self.roster, self.batches, self.placer, metrics)
+
+        hints = HintBook(config.max_hint_steps, config.max_hint_bytes)
         store = HintStore(redis, config.namespace, config.run_idle_seconds)
-        self.hinting = Hinting(config, store, self.dispatcher, metrics)
-        self.bubbles = BubbleLink(config, registry, self.hinting.book, self.dispatcher, book)
-        self.rollouts = Rollouts(
-            config,
-            self.journal,
-            self.dispatcher,
+        self.hinting = Hinting(config, hints, store, self.batches, metrics)
+        self.coordinator = CoordinatorClient(config, registry, self.batches.progress.set)
+        lengths, timeout = self.estimator.lengths, config.coverage_timeout_seconds
+        self._bubbles = BubbleLink(self.coordinator, hints, self.batches, lengths, book, timeout)
+
+        builder = BatchBuilder(config.max_batch_seconds, config.max_attempts)
+        intake = RolloutIntake(
             self.fleet,
             book,
+            builder,
+            self.journal,
+            records,
+            self._headroom,
+            self.batches,
+            self.dispatcher,
             leniences,
-            self.hinting,
-            self.bubbles,
         )
-        self.feed = LearnerFeed(config, redis, registry, metrics) if config.learner_feed else None
-        if self.feed is not None:
-            self.dispatcher.teach_with(self.feed)
-        self.rewards = Rewards(self.journal, leniences, metrics, self.feed)
-        self._stores = DraftStores(config, registry)
-        self._history = History(self._stores, metrics) if config.history else None
-        if self._history is not None:
-            self.dispatcher.remember_with(self._history)
+        self.recovery = BatchRecovery(intake, self.hinting)
+        self.submissions = Submissions(intake, self.recovery, self.hinting, self._bubbles)
+        self.delivery = Delivery(intake, self.recovery)
+        self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed)
 
     @classmethod
-    async def open(cls, config: GatewayConfig, redis: Redis, token: str, metrics: GatewayMetrics) -> "Term":
-        """Reads what former terms left. Raises what Redis raises."""
-        versions = VersionStore(redis, config.namespace, token)
+    async def open(
+        cls,
+        config: GatewayConfig,
+        redis: Redis,
+        term: int,
+        metrics: GatewayMetrics,
+        paused: Callable[[bool], Awaitable[None]],
+    ) -> "LeadershipTerm":
+        """Create a term and restore what former terms left.
+
+        `term` is higher than that of every former leader. Raises what Redis raises, and FailedPrecondition where
+        the journal has another format.
+        """
+        versions = VersionStore(redis, config.namespace, str(term))
         book = await versions.load(config.update_timeout_seconds)
-        term = cls(config, redis, token, book, versions, metrics)
-        await term.hinting.recover()
-        await term.rollouts.recover()
-        return term
+        opened = cls(config, redis, term, book, versions, metrics, paused)
+        await opened.journal.check_format()
+        await opened.hinting.recover()
+        await opened.recovery.recover()
+        return opened
 
     async def run(self) -> None:
-        """Works until cancelled, or until another gateway has taken over."""
+        """Work until cancelled, or until another gateway has taken over."""
         tasks = [
-            asyncio.create_task(self._writer.run(), name="journal-writer"),
+            asyncio.create_task(self._writer.run(self.dispatcher), name="journal-writer"),
+            asyncio.create_task(self._headroom.run(), name="headroom"),
+            asyncio.create_task(self._follow_backlog(), name="backlog"),
             asyncio.create_task(self.roster.run(), name="roster"),
             asyncio.create_task(self.updater.run(), name="updater"),
             asyncio.create_task(self._unlist(), name="unlist"),
         ]
-        beside = [
-            asyncio.create_task(_unharmed(self.hinting.run()), name="hints"),
-            asyncio.create_task(_unharmed(self.bubbles.coordinator.run()), name="coordinator"),
-            asyncio.create_task(_unharmed(self.bubbles.run()), name="bubbles"),
-        ]
+        optional = {
+            "hints": self.hinting.run(),
+            "coordinator": self.coordinator.run(),
+            "bubbles": self._bubbles.run(),
+            "drafter-version": self.drafter_version.run(),
+            "collection": collect_between(lambda: max(self.batches.held, self.batches.unfinished)),
+        }
         if self._history is not None:
-            beside.append(asyncio.create_task(_unharmed(self._stores.run()), name="draft-stores"))
-            beside.append(asyncio.create_task(_unharmed(self._history.run()), name="history"))
+            optional |= {"draft-stores": self._stores.run(), "history": self._history.run()}
         if self.feed is not None:
-            beside.append(asyncio.create_task(_unharmed(self.feed.run()), name="learner-feed"))
+            optional["learner-feed"] = self.feed.run()
+        background = [asyncio.create_task(_contained(work), name=name) for name, work in optional.items()]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -115,25 +193,34 @@ class Term:
         except Fenced as fenced:
             log.warning("fenced", reason=str(fenced))
         finally:
-            for running in list(self.dispatcher.batches.values()):
+            self.recovery.close()
+            for running in list(self.batches.by_key.values()):
                 self.dispatcher.drop(running)
             try:
-                await end((*tasks, *beside))
+                await end((*tasks, *background))
             finally:
+                self._backlog.clear()
+                await self._paused(False)
                 await self._stores.close()
 
-    async def _unlist(self) -> None:
-        """Takes finished batches off the list of unfinished ones; if that fails, a later gateway does it."""
+    async def _follow_backlog(self) -> None:
+        """Tell of pauses, and place samples after them."""
         while True:
-            await self.dispatcher.changed.wait()
-            finished, self.dispatcher.finished = self.dispatcher.finished, []
-            for key in finished:
-                with contextlib.suppress(*OUTAGES):
-                    await self.journal.unlist(key)
+            changed = self._backlog.changed.next_change()
+            self.placer.pump_soon()
+            await self._paused(self._backlog.paused)
+            await changed.wait()
+
+    async def _unlist(self) -> None:
+        """Take finished batches off the list of unfinished ones; if that fails, a later gateway does it."""
+        while True:
+            key = await self.batches.finished.get()
+            with contextlib.suppress(*OUTAGES):
+                await self.journal.unlist(key)
 
 
-async def _unharmed(work: Awaitable[None]) -> None:
-    """What the term can do without: a mistake in it costs itself only."""
+async def _contained(work: Awaitable[None]) -> None:
+    """Do work that the term can do without: an error in it ends it alone."""
     try:
         await work
     except Exception:

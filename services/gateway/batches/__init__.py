@@ -1,0 +1,1 @@
+"""Batches and samples as plain data, and the checks of requests."""

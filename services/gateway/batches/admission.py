@@ -1,0 +1,162 @@
+"""Checks of requests, field by field. Pure."""
+
+import math
+import re
+
+from paceline.errors import Violation
+from paceline.times import seconds_of
+from paceline.v1 import fleet_pb2, rollout_pb2, sample_pb2
+from services.contracts.sampling import ModelLimits, check_lengths, check_sampling, check_tokens, resolve
+from services.gateway.batches.adaptive_lenience import CEILING, FLOOR
+
+_BATCH_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# Names of prompts become part of seeds, logs and history: long ones are a mistake.
+_LONGEST_PROMPT_ID = 256
+# More violations than anybody reads; checking goes no further.
+_ENOUGH = 64
+_UNKNOWN_LEVEL = "is not an exactness level; allowed are EXACT, COUPLED_HISTORY, LENIENT and REJECTION"
+# Fields of Exactness that only LENIENT has.
+_LENIENT_FIELDS = ("lenience", "kl_target", "diversity_floor")
+
+# Range of a Timestamp, in seconds since the Unix epoch.
+_YEAR_1, _YEAR_10000 = -62_135_596_800, 253_402_300_800
+
+
+def check_names(run_id: str, batch_id: str) -> list[Violation]:
+    """Return the violations in the names of a run and a batch."""
+    allowed = f"is {batch_id[:140]!r}; must be 1 to 128 of A-Z a-z 0-9 . _ : -"
+    return _check_run(run_id) + _unless(bool(_BATCH_ID.fullmatch(batch_id)), "batch_id", allowed)
+
+
+def check_submit(request: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits) -> list[Violation]:
+    """Return the violations in a batch of groups."""
+    violations = check_names(request.run_id, request.batch_id)
+    violations += check_exactness(request.exactness)
+    violations += check_sampling(resolve(request.sampling), limits, "sampling")
+    in_time = not request.HasField("deadline") or seconds_of(request.deadline) > 0
+    violations += _unless(in_time, "deadline", "must be above 0; leave it unset for the gateway's limit")
+    violations += _unless(bool(request.groups), "groups", "is empty; a batch has at least one group")
+    seen: dict[str, int] = {}
+    for number, group in enumerate(request.groups):
+        violations += _check_group(request, number, limits)
+        first = seen.setdefault(group.prompt_id, number)
+        found = f"is {group.prompt_id!r}, as groups[{first}]; prompt ids are unique in a batch"
+        violations += _unless(first == number, f"groups[{number}].prompt_id", found)
+        if len(violations) >= _ENOUGH:
+            break
+    return violations
+
+
+def check_generate(request: rollout_pb2.GenerateRequest, limits: ModelLimits) -> list[Violation]:
+    """Return the violations in a request for one sample."""
+    sampling = resolve(request.sampling)
+    prompt, prefix = request.prompt_token_ids, request.prefix_token_ids
+    names = []
+    if request.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT:
+        # It asks for what is cached under these names.
+        names = _check_run(request.run_id) + _check_prompt(request.prompt_id, "prompt_id")
+    return [
+        *names,
+        *check_exactness(request.exactness),
+        *check_sampling(sampling, limits, "sampling"),
+        *check_tokens(prompt, limits, "prompt_token_ids"),
+        *check_tokens(prefix, limits, "prefix_token_ids", allow_empty=True),
+        *check_lengths(len(prompt), len(prefix), sampling, limits, "prompt_token_ids"),
+    ]
+
+
+def check_exactness(exactness: sample_pb2.Exactness) -> list[Violation]:
+    """Return the violations in an exactness level and its settings."""
+    if exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT:
+        return _check_lenient(exactness)
+    known = exactness.level in sample_pb2.ExactnessLevel.values()
+    violations = _unless(known, "exactness.level", f"{exactness.level} {_UNKNOWN_LEVEL}")
+    given = [name for name in _LENIENT_FIELDS if exactness.HasField(name)]
+    if exactness.reuse_delay:
+        given.append("reuse_delay")
+    only = "is set; it belongs to level LENIENT only"
+    return violations + [Violation(f"exactness.{name}", only) for name in given]
+
+
+def check_report(request: rollout_pb2.ReportRewardsRequest) -> list[Violation]:
+    """Return the violations in the report of a batch."""
+    violations = check_names(request.run_id, request.batch_id)
+    # Absent numbers are 0, which is allowed.
+    violations += _unless(0 <= request.kl < math.inf, "kl", f"is {request.kl}; must be finite and >= 0")
+    clipped = request.clip_fraction
+    violations += _unless(0 <= clipped <= 1, "clip_fraction", f"is {clipped}; must be in [0, 1]")
+    seen: dict[tuple[str, int], int] = {}
+    for number, reward in enumerate(request.rewards):
+        if not math.isfinite(reward.reward):
+            violations.append(Violation(f"rewards[{number}].reward", f"is {reward.reward}; must be finite"))
+        first = seen.setdefault((reward.prompt_id, reward.slot), number)
+        if first != number:
+            name = f"prompt {reward.prompt_id!r} slot {reward.slot}"
+            violations.append(
+                Violation(f"rewards[{number}]", f"is of {name}, as rewards[{first}]; a sample has one")
+            )
+        if len(violations) >= _ENOUGH:
+            break
+    return violations
+
+
+def check_watch(request: fleet_pb2.WatchDecisionsRequest) -> list[Violation]:
+    """Return the violations in a request for the decisions since a time."""
+    seconds, nanos = request.since.seconds, request.since.nanos
+    valid = _YEAR_1 <= seconds < _YEAR_10000 and 0 <= nanos < 10**9
+    allowed = "must be in the years 1 to 9999, with nanos from 0 to 999999999"
+    return _unless(valid, "since", f"has seconds {seconds} and nanos {nanos}; {allowed}")
+
+
+def _check_lenient(exactness: sample_pb2.Exactness) -> list[Violation]:
+    adaptive, target = exactness.HasField("kl_target"), exactness.kl_target
+    lenience, fault = exactness.lenience, ""
+    if not exactness.HasField("lenience"):
+        if not adaptive:
+            fault = "is missing; LENIENT needs the l of its rule, finite and >= 1, or a kl_target"
+    elif not FLOOR <= lenience < math.inf:
+        fault = f"is {lenience}; must be finite and >= 1"
+    elif adaptive and lenience > CEILING:
+        fault = f"is {lenience}; with a kl_target it must be at most {CEILING:.6g}, as far as l is moved"
+    floor, diverse = exactness.diversity_floor, exactness.HasField("diversity_floor")
+    return [
+        *_unless(not fault, "exactness.lenience", fault),
+        *_unless(
+            not adaptive or 0 < target < math.inf,
+            "exactness.kl_target",
+            f"is {target}; must be finite and > 0",
+        ),
+        *_unless(
+            not diverse or 0 < floor <= 1, "exactness.diversity_floor", f"is {floor}; must be in (0, 1]"
+        ),
+    ]
+
+
+def _unless(valid: bool, field: str, fault: str) -> list[Violation]:
+    return [] if valid else [Violation(field, fault)]
+
+
+def _check_run(run_id: str) -> list[Violation]:
+    fault = f"is {run_id[:140]!r}; must be 1 to 128 of A-Z a-z 0-9 . _ -"
+    return _unless(bool(_RUN_ID.fullmatch(run_id)), "run_id", fault)
+
+
+def _check_prompt(prompt_id: str, field: str) -> list[Violation]:
+    fault = f"has {len(prompt_id)} characters; allowed are 1 to {_LONGEST_PROMPT_ID}"
+    return _unless(1 <= len(prompt_id) <= _LONGEST_PROMPT_ID, field, fault)
+
+
+def _check_group(
+    request: rollout_pb2.SubmitRolloutsRequest, number: int, limits: ModelLimits
+) -> list[Violation]:
+    group, field = request.groups[number], f"groups[{number}]"
+    violations = _check_prompt(group.prompt_id, f"{field}.prompt_id")
+    violations += _unless(group.samples >= 1, f"{field}.samples", f"is {group.samples}; must be at least 1")
+    own = group.HasField("sampling")
+    sampling = resolve(group.sampling if own else request.sampling)
+    if own:
+        violations += check_sampling(sampling, limits, f"{field}.sampling")
+    violations += check_tokens(group.prompt_token_ids, limits, f"{field}.prompt_token_ids")
+    violations += check_lengths(len(group.prompt_token_ids), 0, sampling, limits, f"{field}.prompt_token_ids")
+    return violations

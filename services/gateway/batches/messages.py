@@ -1,0 +1,211 @@
+"""Messages of batches: requests of trainers in, work items and finished samples out. Pure."""
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+from paceline.internal.v1 import generation_pb2
+from paceline.times import duration, seconds_of, timestamp
+from paceline.v1 import rollout_pb2, sample_pb2
+from services.contracts.gateway_keys import BatchKey
+from services.contracts.seeds import sample_seed
+from services.gateway.batches.adaptive_lenience import FLOOR
+from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
+from services.gateway.batches.sample import GatewaySample, SampleEnding
+
+
+def exactness_of(requested: sample_pb2.Exactness, lenience: float | None = None) -> sample_pb2.Exactness:
+    """Return the exactness that samples get, with defaults filled in.
+
+    `lenience` is the l to be used where the level is LENIENT; None for the requested one.
+    """
+    level = requested.level or sample_pb2.EXACTNESS_LEVEL_EXACT
+    if level != sample_pb2.EXACTNESS_LEVEL_LENIENT:
+        return sample_pb2.Exactness(level=level)
+    exactness = sample_pb2.Exactness()
+    exactness.CopyFrom(requested)
+    if lenience is None:
+        lenience = requested.lenience if requested.HasField("lenience") else FLOOR
+    exactness.lenience = lenience
+    return exactness
+
+
+def has_coupled_history(exactness: sample_pb2.Exactness) -> bool:
+    """Return True if seeds of this level do not depend on the step."""
+    return exactness.level == sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBuilder:
+    """Builder of batches with the gateway's limits."""
+
+    max_seconds: float
+    """Longest deadline of a batch."""
+    max_attempts: int
+    """Fruitless attempts in a row that make a sample FAILED."""
+
+    def from_submission(
+        self, request: rollout_pb2.SubmitRolloutsRequest, accepted_at: float, lenience: float | None = None
+    ) -> RolloutBatch:
+        """Return the batch of a valid request. Its deadline is the request's, `max_seconds` at most."""
+        firsts = accumulate((group.samples for group in request.groups), initial=0)
+        groups = [
+            BatchGroup(
+                group.prompt_id,
+                group.prompt_token_ids,
+                group.sampling if group.HasField("sampling") else request.sampling,
+                group.expected_tokens,
+                first=first,
+                count=group.samples,
+            )
+            for group, first in zip(request.groups, firsts, strict=False)
+        ]
+        key = (request.run_id, request.batch_id)
+        batch = self._begin(request, key, request.policy_version, groups, accepted_at, lenience)
+        batch.priority, batch.weight = request.priority, request.weight or 1
+        if request.HasField("deadline"):
+            batch.deadline_at = min(batch.deadline_at, accepted_at + seconds_of(request.deadline))
+        for number, group in enumerate(request.groups):
+            for slot in range(group.samples):
+                _add_sample(batch, request.run_seed, number, slot)
+        return batch
+
+    def from_generate(
+        self,
+        request: rollout_pb2.GenerateRequest,
+        key: BatchKey,
+        policy_version: int,
+        accepted_at: float,
+        lenience: float | None = None,
+    ) -> RolloutBatch:
+        """Return the batch of one sample that a Generate call requests.
+
+        Rollouts are cached for batches; only LENIENT requests one, so for any other level the instance is
+        spared the search.
+        """
+        group = BatchGroup(
+            request.prompt_id, request.prompt_token_ids, request.sampling, prefix=request.prefix_token_ids
+        )
+        batch = self._begin(request, key, policy_version, [group], accepted_at, lenience)
+        if batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_LENIENT:
+            batch.cached_run = ""
+        _add_sample(batch, request.run_seed, 0, request.slot)
+        return batch
+
+    def _begin(
+        self,
+        request: rollout_pb2.SubmitRolloutsRequest | rollout_pb2.GenerateRequest,
+        key: BatchKey,
+        policy_version: int,
+        groups: list[BatchGroup],
+        accepted_at: float,
+        lenience: float | None,
+    ) -> RolloutBatch:
+        return RolloutBatch(
+            key,
+            policy_version,
+            groups,
+            exactness_of(request.exactness, lenience),
+            samples=[],
+            accepted_at=accepted_at,
+            deadline_at=accepted_at + self.max_seconds,
+            max_attempts=self.max_attempts,
+            step=request.step,
+            cached_run=request.run_id,
+        )
+
+
+def _add_sample(batch: RolloutBatch, run_seed: int, group: int, slot: int) -> None:
+    coupled, prompt_id = has_coupled_history(batch.exactness), batch.groups[group].prompt_id
+    seed = sample_seed(run_seed, batch.step, prompt_id, slot, coupled_history=coupled)
+    batch.samples.append(GatewaySample(len(batch.samples), group, slot, seed))
+
+
+def work_item(
+    batch: RolloutBatch, sample: GatewaySample, handle: int, *, streamed: bool = False
+) -> generation_pb2.WorkItem:
+    """Return the request of a sample to an instance, which continues from the tokens that the sample has.
+
+    The instance reports the tokens of one that is `streamed` as they come, of any other in checkpoints.
+    """
+    group = batch.groups[sample.group]
+    item = generation_pb2.WorkItem(
+        handle=handle,
+        prompt_token_ids=group.prompt_token_ids,
+        prefix_token_ids=group.prefix,
+        sampling=group.sampling,
+        exactness=batch.exactness,
+        seed=sample.seed,
+        policy_version=batch.policy_version,
+        prompt_id=group.prompt_id,
+        run_id=batch.cached_run,
+        slot=sample.slot,
+        step=batch.step,
+        streamed=streamed,
+    )
+    item.prefix_token_ids.extend(sample.tokens)
+    return item
+
+
+def final_sample(batch: RolloutBatch, ending: SampleEnding, begin: int = 0) -> sample_pb2.Sample:
+    """Return the sample as the trainer gets it, without its tokens before `begin`.
+
+    For a Generate with a prefix, it is without the prefix.
+    """
+    state = batch.samples[ending.index]
+    result = sample_pb2.Sample(
+        prompt_id=batch.groups[state.group].prompt_id,
+        slot=state.slot,
+        token_ids=state.tokens[begin:],
+        logprobs=state.logprobs[begin:],
+        finish_reason=ending.finish_reason,
+        status=ending.status,
+        provenance=_provenance(batch, state, ending),
+        seed=state.seed,
+        error=ending.error,
+        nonfinite_logprobs=_nonfinite(state),
+    )
+    if state.tokens:
+        result.version_spans.add(begin=0, end=len(state.tokens), policy_version=batch.policy_version)
+    return result
+
+
+def _provenance(batch: RolloutBatch, state: GatewaySample, ending: SampleEnding) -> sample_pb2.Provenance:
+    first = min(state.first_step_at or ending.at, ending.at)
+    cached, reused = state.reuse
+    sources = [
+        sample_pb2.DraftSource(drafter=drafter, drafted=drafted, accepted=accepted)
+        for drafter, (drafted, accepted) in sorted(state.drafts.items())
+    ]
+    return sample_pb2.Provenance(
+        draft_sources=sources,
+        drafted=sum(source.drafted for source in sources),
+        accepted=sum(source.accepted for source in sources),
+        decode_steps=state.decode_steps,
+        verify_steps=state.verify_steps,
+        resubmissions=state.resubmissions,
+        exactness=batch.exactness,
+        lossless=batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_LENIENT,
+        instance_spans=[
+            sample_pb2.InstanceSpan(
+                instance_id=span.instance_id,
+                begin_token=span.begin_token,
+                end_token=span.end_token,
+                begin=timestamp(span.begin),
+                end=timestamp(span.end),
+            )
+            for span in state.spans
+            if span.end_token > span.begin_token
+        ],
+        queue_time=duration(max(0.0, first - batch.accepted_at)),
+        generation_time=duration(ending.at - first),
+        reused_prefix=reused,
+        cached_tokens=cached,
+    )
+
+
+def _nonfinite(state: GatewaySample) -> list[int]:
+    # A sum of float32 values cannot overflow a double, so one pass in C clears the usual case.
+    if math.isfinite(sum(state.logprobs)):
+        return []
+    return [at for at, logprob in enumerate(state.logprobs) if not math.isfinite(logprob)]

@@ -1,0 +1,284 @@
+"""State machine of a batch: the instance of each sample, its progress, and its end.
+
+Pure: times are passed in (unix seconds), nothing is sent or stored here. One sample goes
+
+    WAITING -> ASSIGNED(instance, attempt) -> ENDED
+       ^___________________|   instance lost, item refused, or handed over
+
+    ASSIGNED(instance, attempt) -> ASSIGNED(another instance, next attempt)   moved with its KV
+
+Each assignment is a new attempt; events of an earlier attempt are ignored, whoever sends them. A sample
+that continues elsewhere does so from the tokens that it has, less the last one: that one is sampled again
+(with the same noise, so the same token), so that the instance itself sees whether it ended the sample,
+which nobody else can know for the model's own end-of-sequence token. Instances report in checkpoints: what a
+lost one had not reported is generated again, and for EXACT samples is the same. A LENIENT sample continues
+likewise, but nothing more is taken from its cached rollout: the token that is sampled again, and all after it,
+are the policy's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.internal.v1 import generation_pb2
+from paceline.v1 import sample_pb2
+from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.sample import (
+    EventEffect,
+    GatewaySample,
+    GenerationSpan,
+    SampleEnding,
+    SamplePhase,
+)
+
+_STATUS = {
+    sample_pb2.FINISH_REASON_STOP: sample_pb2.SAMPLE_STATUS_COMPLETED,
+    sample_pb2.FINISH_REASON_LENGTH: sample_pb2.SAMPLE_STATUS_TRUNCATED,
+    sample_pb2.FINISH_REASON_ABORTED: sample_pb2.SAMPLE_STATUS_ABORTED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGroup:
+    """Samples of one prompt: `count` of them, from index `first`.
+
+    `prefix` are response tokens that the caller brought along.
+    """
+
+    prompt_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: sample_pb2.SamplingParams
+    expected_tokens: int = 0
+    prefix: Sequence[int] = ()
+    first: int = 0
+    count: int = 1
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """State of one batch. `max_attempts` fruitless attempts in a row make a sample FAILED."""
+
+    key: BatchKey
+    policy_version: int
+    groups: list[BatchGroup]
+    exactness: sample_pb2.Exactness
+    samples: list[GatewaySample]
+    accepted_at: float
+    deadline_at: float
+    max_attempts: int
+    step: int = 0
+    # The run under which instances look up and keep rollouts; empty: they do not.
+    cached_run: str = ""
+    # Batches of higher priority are placed first; within one, runs share by weight.
+    priority: int = 0
+    weight: int = 1
+    # Samples that have ended, in order, until the journal takes them.
+    endings: list[SampleEnding] = field(default_factory=list)
+    # Their tokens.
+    ended_tokens: int = 0
+    # Samples with tokens that the journal does not have.
+    unjournaled: set[int] = field(default_factory=set)
+    ended: int = 0
+
+    @property
+    def unfinished(self) -> int:
+        """Number of samples that have not ended."""
+        return len(self.samples) - self.ended
+
+    def is_done(self) -> bool:
+        """Return True if every sample has ended."""
+        return self.ended == len(self.samples)
+
+    def remaining(self) -> list[GatewaySample]:
+        """Return the samples that have not ended."""
+        return [sample for sample in self.samples if sample.phase is not SamplePhase.ENDED]
+
+    def group_of(self, index: int) -> BatchGroup:
+        """Return the group of a sample."""
+        return self.groups[self.samples[index].group]
+
+    def group_indexes(self, index: int) -> range:
+        """Return the indexes of all samples in the group of a sample."""
+        group = self.group_of(index)
+        return range(group.first, group.first + group.count)
+
+    def assign(self, index: int, instance_id: str, now: float) -> int:
+        """Assign a waiting sample to an instance; return the number of the attempt."""
+        sample = self.samples[index]
+        assert sample.phase is SamplePhase.WAITING, f"sample {index} is {sample.phase}"
+        sample.begun_at = 0.0 if sample.tokens else now
+        return sample.begin_attempt(instance_id, now)
+
+    def extend(
+        self,
+        index: int,
+        attempt: int,
+        tokens: Iterable[int],
+        logprobs: Iterable[float],
+        now: float,
+        verified: Sequence[float] = (),
+    ) -> bool:
+        """Append tokens from the instance; return False if the attempt is not the current one.
+
+        `verified` are log-probabilities of the first of these tokens, which were taken from a cached rollout
+        like all the sample's tokens before them; they are left out where that cannot be.
+        """
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return False
+        lenient = self.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
+        if verified and lenient and len(sample.verified) == len(sample.tokens):
+            sample.verified.extend(verified)
+        sample.tokens.extend(tokens)
+        sample.logprobs.extend(logprobs)
+        span = sample.spans[-1]
+        span.end_token, span.end = len(sample.tokens), now
+        sample.first_step_at = sample.first_step_at or now
+        self.unjournaled.add(index)
+        return True
+
+    def finish(self, index: int, attempt: int, report: generation_pb2.Finished, now: float) -> EventEffect:
+        """Record the end that the instance reports.
+
+        An end that nobody asked for and that is neither a stop nor a length is a hand-over: the sample waits
+        for another instance.
+        """
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return EventEffect.IGNORED
+        sample.count(report)
+        if sample.cancelled:
+            return self.abort(index, now)
+        if report.finish_reason not in (sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH):
+            return self._release(sample, now, resubmission=True, blameless=bool(report.resume_on))
+        sample.spans[-1].end = now
+        return self._end(sample, report.finish_reason, _STATUS[report.finish_reason], now)
+
+    def lost(self, index: int, attempt: int, now: float) -> EventEffect:
+        """Record that the instance was lost: the sample waits again, with the tokens that it has."""
+        return self._leave(index, attempt, now, resubmission=True)
+
+    def refused(self, index: int, attempt: int, now: float) -> EventEffect:
+        """Record that the instance would not take the sample just now."""
+        return self._leave(index, attempt, now, resubmission=False)
+
+    def moved(
+        self, index: int, attempt: int, instance_id: str, response_tokens: int, now: float
+    ) -> int | None:
+        """Record that another instance continues the sample after so many response tokens.
+
+        Returns the number of the new attempt; None if the event is of an earlier attempt, or tokens are
+        missing here.
+        """
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return None
+        if len(self.group_of(index).prefix) + len(sample.tokens) != response_tokens:
+            return None
+        before = sample.spans[-1]
+        sample.fruitless = 0 if before.end_token > before.begin_token else sample.fruitless
+        before.end = now
+        return sample.begin_attempt(instance_id, now)
+
+    def fail(self, index: int, error: str, now: float) -> EventEffect:
+        """End a sample as FAILED, with the tokens that it has."""
+        sample = self.samples[index]
+        if sample.phase is SamplePhase.ENDED:
+            return EventEffect.IGNORED
+        reason, status = sample_pb2.FINISH_REASON_UNSPECIFIED, sample_pb2.SAMPLE_STATUS_FAILED
+        return self._end(sample, reason, status, now, error)
+
+    def cancel(self, index: int, keep_partial: bool) -> SamplePhase:
+        """Mark a sample as cancelled; return its phase before.
+
+        A sample that was cancelled already, or has ended, counts as ENDED and is left as it was.
+        """
+        sample = self.samples[index]
+        if sample.cancelled or sample.phase is SamplePhase.ENDED:
+            return SamplePhase.ENDED
+        sample.cancelled, sample.keep_partial = True, keep_partial
+        return sample.phase
+
+    def abort(self, index: int, now: float) -> EventEffect:
+        """End a sample as ABORTED, without its tokens if it was cancelled so."""
+        sample = self.samples[index]
+        if sample.phase is SamplePhase.ENDED:
+            return EventEffect.IGNORED
+        if not sample.keep_partial:
+            sample.forget_tokens()
+            sample.spans = []
+        reason = sample_pb2.FINISH_REASON_ABORTED
+        return self._end(sample, reason, _STATUS[reason], now)
+
+    def restore(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], chunks: int) -> None:
+        """Restore the tokens of a waiting sample from its chunks in the journal; none is the sample's last."""
+        sample, count = self.samples[index], len(tokens)
+        sample.tokens.extend(tokens)
+        sample.logprobs.extend(logprobs)
+        sample.journaled, sample.chunks = count, chunks
+        sample.resubmissions += 1
+        # The journal does not know the instance, so the span names none.
+        sample.spans.append(GenerationSpan("", 0, count, self.accepted_at, self.accepted_at))
+        sample.first_step_at = self.accepted_at
+
+    def mark_ended(self, index: int) -> None:
+        """Record that the journal already has this sample."""
+        sample = self.samples[index]
+        assert sample.phase is SamplePhase.WAITING, f"sample {index} is {sample.phase}"
+        sample.phase = SamplePhase.ENDED
+        self.ended += 1
+
+    def reopen(self, index: int) -> None:
+        """Let a sample that has ended wait again, as if it had no token yet."""
+        old = self.samples[index]
+        assert old.phase is SamplePhase.ENDED, f"sample {index} is {old.phase}"
+        fresh = GatewaySample(index, old.group, old.slot, old.seed, attempt=old.attempt)
+        fresh.cancelled, fresh.keep_partial = old.cancelled, old.keep_partial
+        fresh.resubmissions = old.resubmissions + 1
+        self.samples[index] = fresh
+        self.ended -= 1
+
+    def _leave(self, index: int, attempt: int, now: float, *, resubmission: bool) -> EventEffect:
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return EventEffect.IGNORED
+        if sample.cancelled:
+            return self.abort(index, now)
+        return self._release(sample, now, resubmission=resubmission)
+
+    def _release(
+        self, sample: GatewaySample, now: float, *, resubmission: bool, blameless: bool = False
+    ) -> EventEffect:
+        """Let a sample wait again. `blameless`: it was taken off its instance for the others' sake."""
+        span = sample.spans[-1]
+        gained = span.end_token - span.begin_token
+        # One gained token is the one that will be sampled again: that is no progress.
+        sample.fruitless = 0 if gained > 1 else sample.fruitless + (not blameless)
+        sample.resubmissions += resubmission
+        instance_id, sample.instance_id = sample.instance_id, ""
+        sample.phase = SamplePhase.WAITING
+        if gained:
+            sample.drop_last_token()
+        if sample.fruitless < self.max_attempts:
+            return EventEffect.WAITING
+        return self.fail(
+            sample.index,
+            f"{sample.fruitless} attempts in a row brought no token; the last was on {instance_id}",
+            now,
+        )
+
+    def _end(
+        self,
+        sample: GatewaySample,
+        reason: sample_pb2.FinishReason,
+        status: sample_pb2.SampleStatus,
+        now: float,
+        error: str = "",
+    ) -> EventEffect:
+        sample.phase = SamplePhase.ENDED
+        self.unjournaled.discard(sample.index)
+        self.endings.append(SampleEnding(sample.index, reason, status, now, error))
+        self.ended_tokens += len(sample.tokens)
+        self.ended += 1
+        return EventEffect.ENDED

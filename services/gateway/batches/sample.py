@@ -1,0 +1,154 @@
+"""State of one sample in the gateway: its phase, its tokens and how they came about. Pure.
+
+A sample has four shapes in the product: the SDK's (`paceline.types.Sample`), the gateway's (here), that of a
+running sample of an instance, and the engine's request. In the gateway everything else refers to a sample by
+its batch and index.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from paceline.internal.v1 import generation_pb2
+from paceline.times import seconds_of
+from paceline.v1 import sample_pb2
+
+
+class SamplePhase(enum.Enum):
+    """Phase of a sample."""
+
+    WAITING = "waiting"
+    ASSIGNED = "assigned"
+    ENDED = "ended"
+
+
+class EventEffect(enum.Enum):
+    """Effect of an event on a sample."""
+
+    # The event belongs to an earlier attempt, or the sample has ended: nothing happened.
+    IGNORED = "ignored"
+    # Back in the queue.
+    WAITING = "waiting"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class GenerationSpan:
+    """Response tokens [begin_token, end_token) and the instance that generated them, with unix seconds."""
+
+    instance_id: str
+    begin_token: int
+    end_token: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEnding:
+    """End of the sample with this index, at this time in unix seconds."""
+
+    index: int
+    finish_reason: sample_pb2.FinishReason
+    status: sample_pb2.SampleStatus
+    at: float
+    error: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if the sample was completed or truncated, that is neither aborted nor failed."""
+        return self.status in (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
+
+
+@dataclass(slots=True)
+class GatewaySample:
+    """State of one sample. `index` numbers the samples of the batch, group by group."""
+
+    index: int
+    group: int
+    slot: int
+    seed: int
+    phase: SamplePhase = SamplePhase.WAITING
+    instance_id: str = ""
+    # Number of the current or last attempt, from 1.
+    attempt: int = 0
+    # uint32 and float32, same length.
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    # LENIENT: float32, log-probabilities under the current policy of the first tokens, which were taken from a
+    # cached rollout.
+    verified: array[float] = field(default_factory=lambda: array("f"))
+    spans: list[GenerationSpan] = field(default_factory=list)
+    resubmissions: int = 0
+    # Attempts in a row that brought no token.
+    fruitless: int = 0
+    # Tokens that the journal has, and the number of chunks in which it has them.
+    journaled: int = 0
+    chunks: int = 0
+    # Set once the sample is being cancelled: whether its tokens are to be delivered.
+    cancelled: bool = False
+    keep_partial: bool = True
+    # Time at which an instance got the sample without any token; 0 if it came with some.
+    begun_at: float = 0.0
+    # Time of the first engine step; that of the first report until the instance says how long the sample waited.
+    first_step_at: float = 0.0
+    decode_steps: int = 0
+    verify_steps: int = 0
+    # drafter -> [drafted, accepted]
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    # Length of the cached rollout, and tokens kept of it, in the attempt that kept most.
+    cached_tokens: int = 0
+    reused_prefix: int = 0
+
+    def is_running(self, attempt: int) -> bool:
+        """Return True if the sample is on an instance under this attempt, so that its events count."""
+        return self.phase is SamplePhase.ASSIGNED and self.attempt == attempt
+
+    def begin_attempt(self, instance_id: str, now: float) -> int:
+        """Begin an attempt on an instance and return its number."""
+        self.phase, self.instance_id = SamplePhase.ASSIGNED, instance_id
+        self.attempt += 1
+        have = len(self.tokens)
+        self.spans.append(GenerationSpan(instance_id, have, have, now, now))
+        return self.attempt
+
+    @property
+    def reuse(self) -> tuple[int, int]:
+        """Length of the cached rollout, and the number of the sample's first tokens that equal it.
+
+        A lost attempt has reported its tokens only, so the length is then a lower bound.
+        """
+        reused = min(max(self.reused_prefix, len(self.verified)), len(self.tokens))
+        return max(self.cached_tokens, reused), reused
+
+    def forget_tokens(self) -> None:
+        """Drop all tokens."""
+        del self.tokens[:], self.logprobs[:], self.verified[:]
+        self.journaled = self.chunks = 0
+
+    def drop_last_token(self) -> None:
+        """Drop the last token, which the next attempt samples again, and all that refers to it."""
+        if self.tokens:
+            self.tokens.pop()
+            self.logprobs.pop()
+        have = len(self.tokens)
+        del self.verified[have:]
+        self.reused_prefix = min(self.reused_prefix, have)
+        self.spans = [span for span in self.spans if span.begin_token < have]
+        for span in self.spans:
+            span.end_token = min(span.end_token, have)
+
+    def count(self, report: generation_pb2.Finished) -> None:
+        """Add an instance's counts of steps and drafts."""
+        if self.begun_at:
+            self.first_step_at = self.begun_at + seconds_of(report.queue_time)
+        self.decode_steps += report.decode_steps
+        self.verify_steps += report.verify_steps
+        for source in report.draft_sources:
+            counts = self.drafts.setdefault(source.drafter, [0, 0])
+            counts[0] += source.drafted
+            counts[1] += source.accepted
+        # Each attempt reports on the whole response so far, not on its own part, so the counts do not add up.
+        if (report.reused_prefix, report.cached_tokens) > (self.reused_prefix, self.cached_tokens):
+            self.reused_prefix, self.cached_tokens = report.reused_prefix, report.cached_tokens

@@ -1,0 +1,1 @@
+"""Connect to instances and bring them to the published weights."""

@@ -1,0 +1,191 @@
+"""Connection to one instance, and the weight calls on it: stage, apply and discard."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.internal.v1 import generation_pb2_grpc
+from paceline.v1 import weight_pb2
+from services.contracts.errors import ServiceError, Unavailable
+from services.gateway.config import GatewayConfig
+from services.gateway.dispatch.turns import Pace
+from services.gateway.dispatch.work_link import WorkLink
+from services.gateway.fleet.health import FleetMember
+from services.platform.grpc.interceptor import STATUS_DETAILS
+
+Reply = TypeVar("Reply")
+
+# Seconds that an instance gets to end cancelled samples before it applies, and between calls.
+_SETTLE_SECONDS, _SETTLE_PAUSE = 5.0, 0.05
+
+
+class ConnectionBroken(Exception):
+    """Raised when an instance cannot be worked with; the message says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """Connection to one instance under one epoch, with the gateway's deadlines for weight calls.
+
+    `weights` is held by whoever changes its weights. Weight calls return the instance's part of the result.
+    """
+
+    config: GatewayConfig
+    member: FleetMember
+    channel: grpc.aio.Channel
+    stub: generation_pb2_grpc.GenerationServiceStub
+    link: WorkLink
+    weights: asyncio.Lock = field(default_factory=asyncio.Lock)
+    task: asyncio.Task[None] | None = None
+    # The handshake is done.
+    ready: bool = False
+    # Set when the connection is given up.
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    # Version that an update has staged here; 0 for none.
+    staged_version: int = 0
+
+    @property
+    def instance_id(self) -> str:
+        return self.member.instance_id
+
+    @property
+    def epoch(self) -> int:
+        return self.member.epoch
+
+    async def stage(self, version: int, disk: weight_pb2.DiskWeights) -> weight_pb2.InstanceUpdate:
+        """Have an instance check the weights and read them into its memory."""
+        async with self.weights:
+            reply = await self._stage(version, disk)
+            self.staged_version = version
+        return weight_pb2.InstanceUpdate(
+            instance_id=self.instance_id,
+            policy_version=self.member.version,
+            checksum=reply.checksum,
+            stage_time=reply.stage_time,
+        )
+
+    async def apply(self, version: int) -> weight_pb2.InstanceUpdate:
+        """Have an instance replace its weights by the staged ones, once it has no samples."""
+        settled = time.monotonic() + _SETTLE_SECONDS
+        async with self.weights:
+            while True:
+                try:
+                    reply = await self._apply(version)
+                    break
+                except grpc.aio.AioRpcError as error:
+                    busy = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+                    if not busy or time.monotonic() > settled:
+                        raise
+                    await asyncio.sleep(_SETTLE_PAUSE)
+        return weight_pb2.InstanceUpdate(
+            instance_id=self.instance_id,
+            applied=True,
+            policy_version=version,
+            apply_time=reply.apply_time,
+            dropped_blocks=reply.dropped_blocks,
+        )
+
+    async def load(self, version: int, disk: weight_pb2.DiskWeights) -> None:
+        """Have an instance stage and apply weights in one go."""
+        async with self.weights:
+            self.staged_version = 0
+            await self._stage(version, disk)
+            await self._apply(version)
+
+    async def discard(self, version: int) -> weight_pb2.InstanceUpdate:
+        """Have an instance drop staged weights."""
+        self.staged_version = 0
+        await self.stub.DiscardWeights(
+            pb.DiscardWeightsRequest(policy_version=version), timeout=self.config.handshake_timeout_seconds
+        )
+        return weight_pb2.InstanceUpdate(instance_id=self.instance_id)
+
+    async def _stage(self, version: int, disk: weight_pb2.DiskWeights) -> pb.StageWeightsResponse:
+        target = weight_pb2.WEIGHT_TARGET_POLICY
+        return await self.stub.StageWeights(
+            pb.StageWeightsRequest(policy_version=version, target=target, disk=disk),
+            timeout=self.config.stage_timeout_seconds,
+        )
+
+    async def _apply(self, version: int) -> pb.ApplyWeightsResponse:
+        return await self.stub.ApplyWeights(
+            pb.ApplyWeightsRequest(policy_version=version), timeout=self.config.apply_timeout_seconds
+        )
+
+
+async def within(connection: Connection, call: Awaitable[Reply]) -> Reply:
+    """Return the answer of a call to an instance.
+
+    ConnectionBroken as soon as the instance is given up, however long the call's own deadline is.
+    """
+    calling = asyncio.ensure_future(call)
+    gone = asyncio.ensure_future(connection.gone.wait())
+    try:
+        await asyncio.wait((calling, gone), return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ConnectionBroken(f"{connection.instance_id} was lost: {connection.member.reason}")
+        return await calling
+    finally:
+        calling.cancel()
+        gone.cancel()
+
+
+InstanceCall = Callable[[Connection], Awaitable[weight_pb2.InstanceUpdate]]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceResult:
+    """Result of one instance's part in a weight update, and the error if it failed."""
+
+    connection: Connection
+    update: weight_pb2.InstanceUpdate
+    error: ServiceError | None = None
+
+
+async def _attempt(connection: Connection, do: InstanceCall, pace: Pace) -> InstanceResult:
+    """Let one instance do its part; an error, or the loss of the instance, is a result too."""
+    await pace.wait()
+    try:
+        return InstanceResult(connection, await within(connection, do(connection)))
+    except grpc.aio.AioRpcError as raised:
+        error = received_error(raised)
+    except ConnectionBroken as broken:
+        error = Unavailable(str(broken))
+    update = weight_pb2.InstanceUpdate(
+        instance_id=connection.instance_id,
+        policy_version=connection.member.version,
+        error=f"{error.code.name}: {error.message}",
+    )
+    return InstanceResult(connection, update, error)
+
+
+async def on_all(connections: Sequence[Connection], do: InstanceCall, pace: Pace) -> list[InstanceResult]:
+    """Do the same on all instances at once, begun at this pace. Unavailable if there is none."""
+    if not connections:
+        raise Unavailable("no live instance", retry_after=2.0)
+    return await asyncio.gather(*(_attempt(connection, do, pace) for connection in connections))
+
+
+def received_error(error: grpc.aio.AioRpcError) -> ServiceError:
+    """Return the error of a call with its code, message and google.rpc details, as one to raise."""
+    details: list[Message] = []
+    for key, value in error.trailing_metadata() or ():
+        if key == STATUS_DETAILS and isinstance(value, bytes):
+            details = _unpack(status_pb2.Status.FromString(value))
+    return ServiceError(error.details() or error.code().name, *details, code=error.code())
+
+
+def _unpack(status: status_pb2.Status) -> list[Message]:
+    found: list[Message] = []
+    for packed in status.details:
+        kind = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2], None)
+        if kind is not None:
+            found.append(kind.FromString(packed.value))
+    return found

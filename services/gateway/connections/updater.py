@@ -1,0 +1,277 @@
+"""Weight updates on all instances, in the phases of `fleet.update_book`."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+from redis.exceptions import RedisError
+
+from paceline.v1 import weight_pb2 as pb
+from services.contracts.errors import DataLoss, FailedPrecondition, ServiceError, Unavailable
+from services.gateway.connections.connection import Connection, InstanceResult, on_all
+from services.gateway.connections.roster import Roster
+from services.gateway.dispatch.placer import Placer
+from services.gateway.dispatch.running_batch import ActiveBatches
+from services.gateway.fleet.health import FleetHealth, MemberState
+from services.gateway.fleet.update_book import UpdateBook, UpdatePhase, WeightUpdate
+from services.gateway.journal.fenced_records import Fenced, VersionStore
+from services.gateway.metrics import GatewayMetrics
+from services.platform.backoff import ExponentialBackoff
+
+log = structlog.get_logger(__name__)
+
+_SAVE_DELAY, _LONGEST_SAVE_DELAY = 0.1, 2.0
+# Codes by which an instance says that it is unwell itself, rather than that the weights are wrong.
+_UNWELL = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+    }
+)
+
+
+@dataclass(eq=False)
+class Updater:
+    """Coordinator of weight updates, one at a time.
+
+    An update that its trainer abandons is dropped; applying goes on to its end even if the trainer goes away.
+    """
+
+    book: UpdateBook
+    store: VersionStore
+    fleet: FleetHealth
+    roster: Roster
+    batches: ActiveBatches
+    placer: Placer
+    metrics: GatewayMetrics
+    _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    # Instance id -> result of the last staging.
+    _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
+    _last: list[pb.InstanceUpdate] = field(init=False, default_factory=list)
+    _tasks: set[asyncio.Task[object]] = field(init=False, default_factory=set)
+
+    async def run(self) -> None:
+        """Drop abandoned updates until cancelled.
+
+        First finishes an update that a former gateway left half applied.
+        """
+        try:
+            if self.book.is_applying():
+                async with self._lock:
+                    await self._roll_forward()
+            while True:
+                await asyncio.sleep(min(1.0, self.book.timeout / 4))
+                async with self._lock:
+                    await self._drop_abandoned()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    async def start(self, run_id: str, version: int) -> WeightUpdate:
+        """Start an update (phase 1)."""
+        async with self._lock:
+            if self.book.version is None:
+                raise Unavailable("no instance has registered yet, so there is no current version")
+            await self._drop_abandoned()
+            update = self.book.start(uuid.uuid4().hex, run_id, version, time.time())
+            try:
+                await self.store.save(self.book)
+            except RedisError:
+                self.book.drop()
+                raise
+        log.info("update_started", update=update.update_id, version=version)
+        return update
+
+    async def stage(self, update_id: str, disk: pb.DiskWeights) -> list[pb.InstanceUpdate]:
+        """Have every live instance check and stage the weights (phase 2).
+
+        An instance that finds them wrong ends the attempt everywhere, with its error; one that does not
+        answer does not count.
+        """
+        async with self._lock:
+            update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+            await self.roster.settled()
+            begin = time.perf_counter()
+            results = await on_all(
+                self.roster.live(), lambda each: each.stage(update.version, disk), self.roster.pace
+            )
+            self.metrics.update_seconds.labels("stage").observe(time.perf_counter() - begin)
+            checksum = await self._judge_staging(update, results)
+            self.book.staged(update_id, disk.path, checksum, time.time())
+            await self.store.save(self.book)
+        log.info("update_staged", update=update.update_id, version=update.version, path=disk.path)
+        return [result.update for result in results]
+
+    async def finish(self, update_id: str) -> list[pb.InstanceUpdate]:
+        """Apply the weights and publish the version (phase 3). Answers again for the last update."""
+        published = self.book.published
+        if published is not None and published.update_id == update_id and self.book.active is None:
+            return self._last
+        return await self._to_the_end(self._finish(update_id))
+
+    async def abort(self, update_id: str) -> None:
+        """Drop the update instead of finishing it."""
+        async with self._lock:
+            self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+            await self._forget("aborted")
+
+    # Staging -------------------------------------------------------------------------------------------
+
+    async def _judge_staging(self, update: WeightUpdate, results: Sequence[InstanceResult]) -> str:
+        """Return the checksum of the staged weights, if enough instances could stage them and all agree."""
+        for result in results:
+            if result.error is not None and result.error.code not in _UNWELL:
+                await self._discard(update.version)
+                error, instance_id = result.error, result.connection.instance_id
+                raise ServiceError(f"{instance_id}: {error.message}", *error.details, code=error.code)
+        self._staged = {}
+        for result in results:
+            instance_id = result.connection.instance_id
+            if result.error is None:
+                self._staged[instance_id] = result.update
+            else:
+                # It serves the old version for as long as that is published, and is brought up after.
+                log.warning("not_staged", instance=instance_id, error=result.error.message)
+        if not self._staged:
+            raise Unavailable("no instance could stage the weights", retry_after=2.0)
+        checksums = {instance_id: staged.checksum for instance_id, staged in self._staged.items()}
+        if len(set(checksums.values())) > 1:
+            await self._discard(update.version)
+            raise DataLoss(f"instances read different weights from the same path: {checksums}")
+        return next(iter(checksums.values()))
+
+    async def _discard(self, version: int) -> None:
+        for result in await on_all(self.roster.live(), lambda each: each.discard(version), self.roster.pace):
+            if result.error is not None:
+                instance_id = result.connection.instance_id
+                log.warning("discard_failed", instance=instance_id, error=result.error.message)
+
+    # Applying ------------------------------------------------------------------------------------------
+
+    async def _finish(self, update_id: str) -> list[pb.InstanceUpdate]:
+        async with self._lock:
+            update = self.book.open_for(update_id, UpdatePhase.STAGED, UpdatePhase.APPLYING)
+            if update.phase is UpdatePhase.APPLYING:
+                # An earlier attempt broke off past the point of no return.
+                await self._roll_forward()
+                return self._last
+            staged = [each for each in self.roster.live() if each.staged_version == update.version]
+            if not staged:
+                raise Unavailable("every instance that had staged the weights is gone; stage them again")
+            # No await between this check and the phase that keeps new samples out.
+            self.book.applying(update_id, self.batches.unfinished, time.time())
+            # The bubble coordinator must learn that nothing is to be pre-generated now.
+            self.batches.progress.set()
+            try:
+                await self.store.save(self.book)
+            except (RedisError, Fenced):
+                update.phase = UpdatePhase.STAGED
+                raise
+            results = await self._apply_on(staged, update)
+            applied = [result.connection for result in results if result.error is None]
+            if not applied:
+                await self._forget("failed")
+                await self._reconcile()
+                raise FailedPrecondition(
+                    "NO_INSTANCE_APPLIED",
+                    f"no instance applied version {update.version}; {self.book.version} stays the published one",
+                    current=str(self.book.version),
+                    requested=str(update.version),
+                )
+            await self._publish()
+            for connection in applied:
+                self.roster.confirm(connection, update.version, updated=True)
+            await self._reconcile()
+            self._last = [result.update for result in results]
+            return self._last
+
+    async def _apply_on(
+        self, connections: Sequence[Connection], update: WeightUpdate
+    ) -> list[InstanceResult]:
+        begin = time.perf_counter()
+        results = await on_all(connections, lambda each: each.apply(update.version), self.roster.pace)
+        self.metrics.update_seconds.labels("apply").observe(time.perf_counter() - begin)
+        for result in results:
+            connection = result.connection
+            connection.staged_version = 0
+            if result.error is not None:
+                reason = f"did not apply {update.version}: {result.error.message}"
+                self.roster.quarantine(connection, reason)
+            elif staged := self._staged.get(connection.instance_id):
+                result.update.checksum = staged.checksum
+                result.update.stage_time.CopyFrom(staged.stage_time)
+        return results
+
+    async def _publish(self) -> None:
+        published = self.book.publish()
+        # From here on GetVersions tells it.
+        self.metrics.updates.labels("published").inc()
+        await self._save_for_sure()
+        self.fleet.publish(published.version, recorded=True, now=asyncio.get_running_loop().time())
+        log.info("version_published", version=published.version, path=published.path)
+
+    async def _reconcile(self) -> None:
+        """Reconnect to instances without the published version, so that they are brought to it."""
+        for connection in list(self.roster.connections.values()):
+            await self.roster.pace.wait()
+            stale = connection.ready and connection.member.state is MemberState.STALE
+            if stale and not connection.gone.is_set():
+                self.roster.recycle(connection)
+        self.roster.notify(changed=True)
+        self.placer.pump_soon()
+
+    async def _roll_forward(self) -> None:
+        """Publish the version of a half applied update, which some instances may have already.
+
+        The roster then brings all of them to it, from the recorded path.
+        """
+        update = self.book.active
+        assert update is not None, "nothing to roll forward"
+        log.warning("update_rolled_forward", update=update.update_id, version=update.version)
+        await self._publish()
+        await self._reconcile()
+
+    # All phases ----------------------------------------------------------------------------------------
+
+    async def _drop_abandoned(self) -> None:
+        update = self.book.expired(time.time())
+        if update is not None:
+            log.warning("update_abandoned", update=update.update_id, version=update.version)
+            await self._forget("abandoned")
+
+    async def _forget(self, outcome: str) -> None:
+        update = self.book.active
+        assert update is not None, "nothing to forget"
+        self.book.drop()
+        self.metrics.updates.labels(outcome).inc()
+        log.info("update_dropped", update=update.update_id, version=update.version, outcome=outcome)
+        await self._save_for_sure()
+        if self.roster.live():
+            await self._discard(update.version)
+        self.roster.notify(changed=True)
+
+    async def _save_for_sure(self) -> None:
+        """Save what has happened already and cannot be undone: repeat until Redis answers."""
+        backoff = ExponentialBackoff(_SAVE_DELAY, _LONGEST_SAVE_DELAY)
+        while True:
+            try:
+                return await self.store.save(self.book)
+            except RedisError as error:
+                delay = backoff.failed()
+                log.warning("version_not_saved", error=str(error), retry_in=delay)
+                await asyncio.sleep(delay)
+
+    async def _to_the_end(self, work: Awaitable[list[pb.InstanceUpdate]]) -> list[pb.InstanceUpdate]:
+        """Wait for the work, which goes on if the waiting is given up."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)

@@ -1,0 +1,1 @@
+"""Place samples on instances and collect the tokens that they generate."""

@@ -1,0 +1,222 @@
+"""Life of batches in the gateway: begin, cancel, deadline, delivery and drop.
+
+A sample flows through this folder as follows. `Dispatcher` lets it wait, `Placer` gives it to an instance
+over a `WorkLink`, `InstanceEvents` takes in what the instance sends, `Settlement`
+puts it back into the queue, or accounts for its end and has it journaled. Everything runs on
+one event loop and, apart from deadlines, only in reaction to something: a batch, a message of an instance, a
+lost instance. What walks over many samples is done in `Turns`: between two samples the batch may be dropped,
+and a sample may be placed, end or wait again.
+"""
+
+import asyncio
+import time
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import structlog
+
+from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.batches.sample import EventEffect, SamplePhase
+from services.gateway.dispatch.estimator import Coverage, WorkEstimator
+from services.gateway.dispatch.placer import Placer
+from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
+from services.gateway.dispatch.settlement import Settlement
+from services.gateway.dispatch.turns import Steps, Turns
+from services.gateway.metrics import GatewayMetrics
+
+log = structlog.get_logger(__name__)
+
+# Samples of one batch rank within this range after its order.
+_ORDER_STEP = 1 << 32
+
+
+@dataclass(eq=False)
+class Dispatcher:
+    """Begins batches and ends them.
+
+    `abort_seconds`: a cancelled sample ends after this time even if its instance has not answered.
+    """
+
+    batches: ActiveBatches
+    estimator: WorkEstimator
+    placer: Placer
+    settlement: Settlement
+    turns: Turns
+    metrics: GatewayMetrics
+    abort_seconds: float
+    _orders: int = field(init=False, default=0)
+
+    def add(
+        self, batch: RolloutBatch, *, private: bool = False, events: int = 0, coverage: Coverage | None = None
+    ) -> RunningBatch:
+        """Begin or resume a batch.
+
+        `events` of its samples are in the journal already; `coverage` are the drafts that exist of its
+        samples (None: its step was not hinted).
+        """
+        self._orders += _ORDER_STEP
+        running = RunningBatch(batch, self._orders, private, events)
+        self.batches.add(running)
+        self.batches.unfinished += batch.unfinished
+        if not private:
+            self.settlement.begin(batch, coverage)
+        running.call_later(max(0.0, batch.deadline_at - time.time()), self._expire, running)
+        self.turns.run(self._enqueue(running))
+        return running
+
+    def cancel(
+        self, running: RunningBatch, indexes: Iterable[int], keep_partial: bool
+    ) -> asyncio.Future[int]:
+        """End samples as ABORTED, now or when their instance has answered; the result is how many."""
+        return self.turns.run(self._cancel(running, indexes, keep_partial))
+
+    def drop(self, running: RunningBatch) -> None:
+        """Forget a batch, and abort its samples on instances."""
+        batch = running.batch
+        if self.batches.by_key.get(batch.key) is not running:
+            return
+        running.stop_timers()
+        running.dropped = True
+        running.trace.end(delivered=running.events)
+        self.batches.remove(running)
+        self.batches.unfinished -= batch.unfinished
+        self.estimator.forget(batch)
+        if not running.private:
+            self.settlement.drop(batch)
+        self.batches.progress.set()
+        running.changed.notify()
+        self.turns.run(self._clear(running))
+
+    def journaled(self, key: BatchKey, events: int) -> None:
+        """Let finished samples be delivered: the journal now has so many of the batch.
+
+        The batch ends with its last one.
+        """
+        running = self.batches.by_key.get(key)
+        if running is None:
+            return
+        running.events = events
+        if events >= len(running.batch.samples):
+            self.metrics.batch_seconds.observe(time.time() - running.batch.accepted_at)
+            log.info("batch_finished", batch=key, samples=running.events)
+            self.drop(running)
+            self.batches.finished.put_nowait(key)
+        running.changed.notify()
+
+    def reopen(self, key: BatchKey, indexes: list[int]) -> None:
+        """Generate samples that had ended again, from their seeds, because the journal has lost them."""
+        running = self.batches.by_key.get(key)
+        if running is None:
+            return
+        if indexes:
+            log.warning("samples_lost_by_journal", batch=key, samples=len(indexes))
+            self.metrics.resubmissions.labels("journal").inc(len(indexes))
+            self.turns.run(self._reopen(running, indexes))
+        self.settlement.writer.touch(running.batch)
+
+    def taken(self, key: BatchKey) -> None:
+        """Drop a batch that a successor has."""
+        running = self.batches.by_key.get(key)
+        if running is not None:
+            self.drop(running)
+
+    def _reopen(self, running: RunningBatch, indexes: Iterable[int]) -> Steps:
+        for index in indexes:
+            if running.dropped:
+                return
+            self.settlement.reopen(running, index)
+            if running.batch.samples[index].cancelled:
+                self._abort(running, index)
+            else:
+                self.placer.enqueue(running, index)
+            yield
+        # The deadline may have passed while they had ended.
+        running.call_later(max(0.0, running.batch.deadline_at - time.time()), self._expire, running)
+        self.settlement.save(running)
+        self.placer.pump_soon()
+
+    def _enqueue(self, running: RunningBatch) -> Steps:
+        for sample in running.batch.samples:
+            if running.dropped:
+                return
+            if sample.phase is SamplePhase.WAITING:
+                if sample.cancelled:
+                    self._abort(running, sample.index)
+                else:
+                    self.settlement.enqueue(running, sample.index)
+            yield
+        self.settlement.save(running)
+        # Not before, so that the longest goes first.
+        self.placer.pump_soon()
+
+    def _cancel(
+        self, running: RunningBatch, indexes: Iterable[int], keep_partial: bool
+    ) -> Generator[None, None, int]:
+        cancelled, asked = 0, []
+        for index in indexes:
+            if running.dropped:
+                break
+            phase = running.batch.cancel(index, keep_partial)
+            cancelled += phase is not SamplePhase.ENDED
+            if phase is SamplePhase.ASSIGNED and index in running.places:
+                link, handle = running.places[index]
+                link.abort(handle)
+                asked.append(index)
+            elif phase is not SamplePhase.ENDED:
+                # It waits, or is moving to another instance, where it will be claimed only to be aborted.
+                self.placer.discard(running, index)
+                self._abort(running, index)
+            yield
+        if not running.dropped:
+            if asked:
+                running.call_later(self.abort_seconds, self._abort_unanswered, running, asked)
+            self.settlement.save(running)
+        return cancelled
+
+    def _clear(self, running: RunningBatch) -> Steps:
+        """Take the samples of a dropped batch out of the queue and off their instances, and free them."""
+        if running.batch.unfinished:
+            for index in range(len(running.batch.samples)):
+                self.placer.discard(running, index)
+                yield
+        while running.places:
+            _, (link, handle) = running.places.popitem()
+            link.abort(handle)
+            yield
+        self.placer.show_queue()
+        # One by one: all at once would take long.
+        last_references = [*running.batch.samples, *running.batch.groups]
+        del running
+        while last_references:
+            last_references.pop()
+            yield
+
+    def _abort(self, running: RunningBatch, index: int) -> EventEffect:
+        effect = running.batch.abort(index, time.time())
+        self.settlement.settle(running, index, effect)
+        return effect
+
+    def _abort_unanswered(self, running: RunningBatch, indexes: Iterable[int]) -> None:
+        self.turns.run(self._abort_all(running, indexes))
+
+    def _abort_all(self, running: RunningBatch, indexes: Iterable[int]) -> Steps:
+        unanswered = 0
+        for index in indexes:
+            if running.dropped:
+                return
+            unanswered += self._abort(running, index) is EventEffect.ENDED
+            yield
+        if unanswered:
+            log.warning("abort_unanswered", batch=running.batch.key, samples=unanswered)
+            self.settlement.save(running)
+
+    def _expire(self, running: RunningBatch) -> None:
+        expiring = self.cancel(running, range(len(running.batch.samples)), keep_partial=True)
+        expiring.add_done_callback(partial(self._expired, running))
+
+    def _expired(self, running: RunningBatch, expiring: asyncio.Future[int]) -> None:
+        if not expiring.cancelled() and (samples := expiring.result()):
+            log.warning("deadline_passed", batch=running.batch.key, samples=samples)
+            self.metrics.expired.inc(samples)

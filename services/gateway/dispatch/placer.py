@@ -1,0 +1,170 @@
+"""Placement of waiting samples on the instances with a work stream."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import structlog
+
+from services.gateway.batches.messages import work_item
+from services.gateway.dispatch.estimator import WorkEstimator
+from services.gateway.dispatch.placement import InstancePool, InstanceSlots
+from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch, SampleRef
+from services.gateway.dispatch.turns import LONGEST_TURN
+from services.gateway.dispatch.waiting_queue import Placement, WaitingQueue, WaitingSample
+from services.gateway.dispatch.work_link import Attempt, WorkLink
+from services.gateway.fleet.health import FleetHealth, MemberState
+from services.gateway.journal.backlog import JournalBacklog
+from services.gateway.metrics import GatewayMetrics
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Placer:
+    """Queue of waiting samples, and the links to the instances that may take them.
+
+    `affinity_slack`: see `InstancePool.choose`.
+    """
+
+    batches: ActiveBatches
+    estimator: WorkEstimator
+    fleet: FleetHealth
+    metrics: GatewayMetrics
+    backlog: JournalBacklog
+    affinity_slack: float
+    turn_seconds: float = LONGEST_TURN
+    links: dict[str, WorkLink] = field(init=False, default_factory=dict)
+    _queue: WaitingQueue[SampleRef] = field(init=False, default_factory=WaitingQueue)
+    _pool: InstancePool = field(init=False)
+    # Revision of the fleet that the pool knows of.
+    _revision: int = field(init=False, default=-1)
+    _pump_due: bool = field(init=False, default=False)
+    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+
+    def __post_init__(self) -> None:
+        self._pool = InstancePool(self._takes_samples)
+
+    def add(self, link: WorkLink) -> None:
+        """Place samples on an instance from now on."""
+        self.links[link.instance_id] = link
+        self._pool.add(link.slots)
+
+    def remove(self, link: WorkLink) -> None:
+        """Place no more samples on an instance."""
+        if self.links.get(link.instance_id) is link:
+            del self.links[link.instance_id]
+            self._pool.remove(link.slots)
+            self.metrics.running.labels(link.instance_id).set(0)
+
+    def enqueue(self, running: RunningBatch, index: int) -> None:
+        """Let a sample wait, or move it to the place of its new prediction."""
+        batch, run_id = running.batch, running.batch.key[0]
+        predicted = self.estimator.remaining(batch, index)
+        running.left.set(index, predicted, waiting=True)
+        self._queue.push(
+            WaitingSample(
+                ref=(running, index),
+                prompt=(run_id, batch.group_of(index).prompt_id),
+                policy_version=batch.policy_version,
+                predicted=predicted,
+                order=running.order + index,
+                run=run_id,
+                priority=batch.priority,
+                weight=batch.weight,
+            )
+        )
+
+    def discard(self, running: RunningBatch, index: int) -> bool:
+        """Take a sample out of the queue; return False if it did not wait."""
+        return self._queue.discard((running, index))
+
+    def is_waiting(self, running: RunningBatch, index: int) -> bool:
+        """Return True if the sample is in the queue."""
+        return (running, index) in self._queue
+
+    def pump_soon(self) -> None:
+        """Place waiting samples once the current event has been dealt with."""
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+
+    def place_on(self, running: RunningBatch, index: int, instance_id: str) -> bool:
+        """Place a waiting sample on this instance.
+
+        Returns False if the instance cannot take it; then it waits for any.
+        """
+        link, ref = self.links.get(instance_id), (running, index)
+        if self.backlog.paused or link is None or ref not in self._queue or not self._is_open(link):
+            return False
+        if link.slots.room < 1 or link.slots.policy_version != running.batch.policy_version:
+            return False
+        waiting = self._queue.take(ref)
+        if waiting is None:
+            return False
+        link.slots.take(waiting.prompt, waiting.predicted)
+        self._give(Placement(waiting, instance_id))
+        return True
+
+    def pause(self, link: WorkLink) -> None:
+        """Give nothing to an instance that has just refused, for longer with each refusal in a row."""
+        pause = link.refusals.failed()
+        link.closed_until = self._loop.time() + pause
+        self._loop.call_later(pause, self._resume)
+
+    def is_paused(self, link: WorkLink) -> bool:
+        """Return True if nothing is given to the instance since it refused."""
+        return link.closed_until > self._loop.time()
+
+    def show_queue(self) -> None:
+        """Export the length of the queue."""
+        self.metrics.queued.set(len(self._queue))
+
+    def _resume(self) -> None:
+        self._pool.look_again()
+        self.pump_soon()
+
+    def _pump(self) -> None:
+        """Place what fits; after `turn_seconds` let others have the event loop, and then go on."""
+        self._pump_due = False
+        if self.backlog.paused:
+            self.show_queue()
+            return
+        if self._revision != self.fleet.revision:
+            self._revision = self.fleet.revision
+            self._pool.look_again()
+        until = time.perf_counter() + self.turn_seconds
+        while (placement := self._queue.place_next(self._pool, self.affinity_slack)) is not None:
+            self._give(placement)
+            if time.perf_counter() > until:
+                self.pump_soon()
+                break
+        self.show_queue()
+        self.batches.progress.set()
+
+    def _takes_samples(self, slots: InstanceSlots) -> bool:
+        return self._is_open(self.links[slots.instance_id])
+
+    def _is_open(self, link: WorkLink) -> bool:
+        member = self.fleet.member(link.instance_id, link.epoch)
+        return member is not None and member.state is MemberState.SERVING and not self.is_paused(link)
+
+    def _give(self, placement: Placement[SampleRef]) -> None:
+        waiting, link = placement.waiting, self.links[placement.instance_id]
+        (running, index), now = waiting.ref, time.time()
+        if running.dropped:
+            # What is left of its samples in the queue is being removed.
+            link.slots.give_back(waiting.prompt, waiting.predicted)
+            return
+        number = running.batch.assign(index, link.instance_id, now)
+        handle, span = link.next_handle(), running.begin_span(index)
+        item = work_item(running.batch, running.batch.samples[index], handle, streamed=running.private)
+        item.trace_parent = span.traceparent
+        link.give(Attempt(running.batch, index, number, waiting.prompt, waiting.predicted, span), item)
+        running.places[index] = (link, handle)
+        running.left.place(index)
+        self.metrics.placements.labels(link.instance_id).inc()
+        self.metrics.running.labels(link.instance_id).set(len(link.held))
+        if number == 1:
+            self.metrics.queue_seconds.observe(now - running.batch.accepted_at)
+        log.debug("placed", batch=running.batch.key, sample=index, instance=link.instance_id, attempt=number)

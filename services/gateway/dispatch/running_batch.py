@@ -1,0 +1,185 @@
+"""Batches in work: the state of each, and what the process keeps with it."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from services.contracts.errors import ResourceExhausted
+from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.dispatch.work_link import Attempt, WorkLink
+from services.gateway.metrics import GatewayMetrics
+from services.platform.notify import Notifier
+from services.platform.observability import tracing
+from services.platform.observability.span import NO_SPAN, TraceSpan
+
+
+class WorkLeft:
+    """Predicted tokens that the samples of a batch still need, kept up to date sample by sample."""
+
+    def __init__(self) -> None:
+        self.waiting_samples = self.running_samples = 0
+        self.waiting_tokens = self.running_tokens = 0.0
+        # Sample index -> its tokens, and whether it waits for an instance.
+        self._samples: dict[int, tuple[float, bool]] = {}
+
+    def set(self, index: int, tokens: float, *, waiting: bool) -> None:
+        """Set what a sample needs."""
+        self.end(index)
+        self._samples[index] = (tokens, waiting)
+        self._add(1, tokens, waiting)
+
+    def place(self, index: int) -> None:
+        """Record that a sample runs, and needs what it needed before."""
+        tokens, _ = self._samples.get(index, (1.0, False))
+        self.set(index, tokens, waiting=False)
+
+    def generated(self, index: int, tokens: int) -> None:
+        """Record tokens of a running sample. It needs at least one more until it ends."""
+        left, waiting = self._samples.get(index, (1.0, False))
+        self.set(index, max(1.0, left - tokens), waiting=waiting)
+
+    def end(self, index: int) -> None:
+        """Record that a sample needs nothing more."""
+        known = self._samples.pop(index, None)
+        if known is not None:
+            self._add(-1, -known[0], known[1])
+
+    def _add(self, samples: int, tokens: float, waiting: bool) -> None:
+        # Without samples exactly 0: rounding errors must not add up.
+        if waiting:
+            self.waiting_samples += samples
+            self.waiting_tokens = self.waiting_tokens + tokens if self.waiting_samples else 0.0
+        else:
+            self.running_samples += samples
+            self.running_tokens = self.running_tokens + tokens if self.running_samples else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class RunningBatch:
+    """One batch in work. `order` ranks its samples after those of earlier batches.
+
+    A private batch belongs to a Generate call: it is not journaled and ends with the call.
+    """
+
+    batch: RolloutBatch
+    order: int
+    private: bool = False
+    # Finished samples in the journal: those that may be delivered.
+    events: int = 0
+    changed: Notifier = field(default_factory=Notifier)
+    timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
+    _timer_numbers: Iterator[int] = field(default_factory=count)
+    # Sample index -> its link and its handle there.
+    places: dict[int, tuple[WorkLink, int]] = field(default_factory=dict)
+    left: WorkLeft = field(default_factory=WorkLeft)
+    # Nobody works on it any more.
+    dropped: bool = False
+    # From here to the last delivery.
+    trace: TraceSpan = NO_SPAN
+
+    def __post_init__(self) -> None:
+        self.trace = tracing.begin(
+            "batch", root=True, run_id=self.batch.key[0], step=self.batch.step, samples=self.batch.unfinished
+        )
+
+    def begin_span(self, index: int) -> TraceSpan:
+        """Begin the span of a sample's attempt, which lasts until the sample leaves the instance."""
+        sample = self.batch.samples[index]
+        return tracing.begin(
+            "sample",
+            self.trace.traceparent,
+            prompt_id=self.batch.group_of(index).prompt_id,
+            slot=sample.slot,
+            attempt=sample.attempt,
+            instance_id=sample.instance_id,
+            prefix_tokens=len(sample.tokens),
+        )
+
+    def call_later(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
+        """Do something after a time, unless the timers are stopped before."""
+        number = next(self._timer_numbers)
+        self.timers[number] = asyncio.get_running_loop().call_later(seconds, self._fire, number, do, args)
+
+    def _fire(self, number: int, do: Callable[..., object], args: tuple[Any, ...]) -> None:
+        del self.timers[number]
+        do(*args)
+
+    def stop_timers(self) -> None:
+        """Cancel the deadline and all other timers."""
+        for timer in self.timers.values():
+            timer.cancel()
+        self.timers.clear()
+
+
+# A sample of a batch in work, by its index.
+SampleRef = tuple[RunningBatch, int]
+
+
+class ActiveBatches:
+    """All batches in work, by key, and the signals of their progress.
+
+    At most `max_samples` samples may be unfinished.
+    """
+
+    def __init__(self, metrics: GatewayMetrics, max_samples: int) -> None:
+        self.by_key: dict[BatchKey, RunningBatch] = {}
+        # Samples that have not ended, including those that are about to be accepted.
+        self.unfinished = 0
+        # Samples in memory: all of the batches in work, ended or not.
+        self.held = 0
+        # Finished batches that the journal still lists as unfinished.
+        self.finished: asyncio.Queue[BatchKey] = asyncio.Queue()
+        # Set whenever a sample was placed, waits again or has ended; cleared by the task that follows it.
+        self.progress = asyncio.Event()
+        # When those were accepted that are no Generate calls, of which there may be thousands.
+        self._accepted: dict[BatchKey, float] = {}
+        self._metrics = metrics
+        self._max_samples = max_samples
+
+    def add(self, running: RunningBatch) -> None:
+        """Add a batch."""
+        self.by_key[running.batch.key] = running
+        if not running.private:
+            self._accepted[running.batch.key] = running.batch.accepted_at
+        self.held += len(running.batch.samples)
+        self._show()
+
+    def remove(self, running: RunningBatch) -> None:
+        """Remove a batch."""
+        del self.by_key[running.batch.key]
+        self._accepted.pop(running.batch.key, None)
+        self.held -= len(running.batch.samples)
+        self._show()
+
+    def of(self, attempt: Attempt) -> RunningBatch | None:
+        """Return the batch of an attempt, if it is still in work."""
+        running = self.by_key.get(attempt.batch.key)
+        return running if running is not None and running.batch is attempt.batch else None
+
+    @contextmanager
+    def reserve(self, samples: int) -> Iterator[None]:
+        """Count samples as unfinished while they are being recorded.
+
+        Neither the bound of the queue nor a weight update may overlook them. ResourceExhausted beyond the
+        bound.
+        """
+        if self.unfinished + samples > self._max_samples:
+            raise ResourceExhausted(
+                "queued_samples",
+                f"{samples} more samples on top of {self.unfinished} unfinished ones would exceed "
+                f"{self._max_samples}",
+                retry_after=None if samples > self._max_samples else 5.0,
+            )
+        self.unfinished += samples
+        try:
+            yield
+        finally:
+            self.unfinished -= samples
+
+    def _show(self) -> None:
+        self._metrics.batches.set(len(self.by_key))
+        self._metrics.oldest_batch.set(min(self._accepted.values(), default=0.0))

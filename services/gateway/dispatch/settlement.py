@@ -1,0 +1,215 @@
+"""Settlement of samples after an event: back to the queue, or ended, accounted for, and into the journal.
+
+The bubble of an instance is the time from the end of its last sample of a step to the end of the step's last
+sample; where it had none, from the beginning. Times are unix seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import structlog
+
+from paceline.v1 import sample_pb2
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.batches.sample import EventEffect, GenerationSpan, SampleEnding
+from services.gateway.dispatch.estimator import Coverage, WorkEstimator
+from services.gateway.dispatch.placer import Placer
+from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
+from services.gateway.dispatch.work_link import Attempt
+from services.gateway.finished.history_writer import HistoryWriter
+from services.gateway.finished.learner_feed import LearnerFeed
+from services.gateway.journal.journal_writer import JournalWriter
+from services.gateway.metrics import GatewayMetrics
+
+log = structlog.get_logger(__name__)
+
+# Larger groups keep the place that they have in the queue: a better one is not worth the walk at each end.
+_MOST_SIBLINGS = 256
+
+
+@dataclass(slots=True)
+class StepReport:
+    """Report of a step that is over.
+
+    `ends`: end of the last sample of each instance. `tokens` of its samples; `pregenerated` of them existed
+    before, None where the step was not hinted.
+    """
+
+    run_id: str
+    step: int
+    begun_at: float
+    ended_at: float
+    unfinished: int = 0
+    ends: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    pregenerated: int | None = None
+
+    def bubbles(self, serving: Iterable[str]) -> dict[str, float]:
+        """Return the idle seconds of each instance that had samples of the step or could have had some."""
+        names = {*self.ends, *serving}
+        return {name: max(0.0, self.ended_at - self.ends.get(name, self.begun_at)) for name in names}
+
+
+class IdleTimeBook:
+    """Steps in work. Batches of the same step count as one while they overlap."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[str, int], StepReport] = {}
+
+    def begin(
+        self, run_id: str, step: int, samples: int, now: float, pregenerated: int | None = None
+    ) -> None:
+        """Begin so many samples of a step."""
+        key = (run_id, step)
+        report = self._steps.setdefault(key, StepReport(run_id, step, now, now))
+        report.unfinished += samples
+        if pregenerated is not None:
+            report.pregenerated = pregenerated + (report.pregenerated or 0)
+        self._close(key)
+
+    def cover(self, run_id: str, step: int, tokens: int) -> None:
+        """Count tokens of a step's samples that existed before it began."""
+        report = self._steps.get((run_id, step))
+        if report is not None and report.pregenerated is not None:
+            report.pregenerated += tokens
+
+    def end(
+        self, run_id: str, step: int, spans: Iterable[GenerationSpan], tokens: int, now: float
+    ) -> StepReport | None:
+        """Record the end of a sample; return the report if it was the last one of the step."""
+        report = self._steps.get((run_id, step))
+        if report is None:
+            return None
+        for span in spans:
+            if span.instance_id:
+                report.ends[span.instance_id] = max(span.end, report.ends.get(span.instance_id, 0.0))
+        report.tokens += tokens
+        report.ended_at = max(report.ended_at, now)
+        report.unfinished -= 1
+        return self._close((run_id, step))
+
+    def drop(self, run_id: str, step: int, samples: int) -> None:
+        """Give up so many samples of a step."""
+        report = self._steps.get((run_id, step))
+        if report is not None:
+            report.unfinished -= samples
+            self._close((run_id, step))
+
+    def _close(self, key: tuple[str, int]) -> StepReport | None:
+        return self._steps.pop(key) if self._steps[key].unfinished <= 0 else None
+
+
+@dataclass(eq=False)
+class Settlement:
+    """Route from the effect of an event to the queue, the journal and the accounts of steps.
+
+    Completed and truncated samples go to `history` (the draft store) and `feed` (the learner), where there
+    are such.
+    """
+
+    batches: ActiveBatches
+    estimator: WorkEstimator
+    placer: Placer
+    writer: JournalWriter
+    metrics: GatewayMetrics
+    history: HistoryWriter | None
+    feed: LearnerFeed | None
+    _steps: IdleTimeBook = field(init=False, default_factory=IdleTimeBook)
+
+    def begin(self, batch: RolloutBatch, coverage: Coverage | None) -> None:
+        """Begin a batch, of whose samples these drafts exist (None: its step was not hinted)."""
+        if coverage is not None:
+            self.estimator.cover(batch, coverage)
+        pregenerated = None if coverage is None else 0
+        self._steps.begin(batch.key[0], batch.step, batch.unfinished, batch.accepted_at, pregenerated)
+        self.metrics.show_run(batch.key[0], time.time(), step=batch.step)
+
+    def enqueue(self, running: RunningBatch, index: int) -> None:
+        """Let a sample of a batch that begins wait, and count the tokens of its draft."""
+        self.placer.enqueue(running, index)
+        covered = self.estimator.covered(running.batch, index)
+        if covered is not None:
+            self._steps.cover(running.batch.key[0], running.batch.step, covered.tokens)
+
+    def reopen(self, running: RunningBatch, index: int) -> None:
+        """Let a sample that has ended wait again, without its tokens."""
+        batch = running.batch
+        batch.reopen(index)
+        self.batches.unfinished += 1
+        self._steps.begin(batch.key[0], batch.step, 1, time.time())
+
+    def drop(self, batch: RolloutBatch) -> None:
+        """Give up what remains of a batch."""
+        self._steps.drop(batch.key[0], batch.step, batch.unfinished)
+
+    def take_back(self, attempt: Attempt, effect: EventEffect, cause: str = "") -> None:
+        """Settle a sample that has left its instance; `cause` is why it has to be resumed elsewhere, if so."""
+        tokens = len(attempt.sample.tokens)
+        attempt.trace.end(verdict=effect.value, cause=cause, tokens=tokens)
+        running = self.batches.of(attempt)
+        if running is not None:
+            self.settle(running, attempt.index, effect, cause)
+            self.save(running)
+
+    def settle(self, running: RunningBatch, index: int, effect: EventEffect, cause: str = "") -> None:
+        """Let a sample wait again, or account for its end."""
+        if effect is EventEffect.IGNORED:
+            return
+        running.places.pop(index, None)
+        self.batches.progress.set()
+        if effect is EventEffect.WAITING:
+            self.placer.enqueue(running, index)
+            if cause:
+                self.metrics.resubmissions.labels(cause).inc()
+            return
+        self.batches.unfinished -= 1
+        running.left.end(index)
+        self._account(running, index)
+
+    def save(self, running: RunningBatch) -> None:
+        """Have new tokens and endings written to the journal; wake the readers of a private batch."""
+        if running.private:
+            running.changed.notify()
+        elif running.batch.endings or running.batch.unjournaled:
+            self.writer.touch(running.batch)
+
+    def _account(self, running: RunningBatch, index: int) -> None:
+        """Account for a sample that has just ended, with its tokens still in place."""
+        batch, sample = running.batch, running.batch.samples[index]
+        ending = batch.endings[-1]
+        self.metrics.samples.labels(sample_pb2.SampleStatus.Name(ending.status)[14:].lower()).inc()
+        self.metrics.sample_tokens.observe(len(sample.tokens))
+        if ending.status == sample_pb2.SAMPLE_STATUS_FAILED:
+            log.warning("sample_failed", batch=batch.key, sample=index, error=ending.error)
+        if ending.is_whole:
+            if not running.private:
+                self._keep(batch, ending)
+            siblings = batch.group_indexes(index)
+            if self.estimator.observe(batch, index) and len(siblings) <= _MOST_SIBLINGS:
+                # Those that still wait have a better prediction now.
+                for sibling in siblings:
+                    if self.placer.is_waiting(running, sibling):
+                        self.placer.enqueue(running, sibling)
+        if not running.private:
+            self._end_in_step(batch, ending)
+
+    def _keep(self, batch: RolloutBatch, ending: SampleEnding) -> None:
+        sample = batch.samples[ending.index]
+        level = sample_pb2.ExactnessLevel.Name(batch.exactness.level)[16:].lower()
+        self.metrics.count_whole(level, len(sample.tokens), *sample.reuse)
+        if self.history is not None:
+            self.history.offer(batch, ending)
+        if self.feed is not None:
+            self.feed.offer(batch, ending)
+
+    def _end_in_step(self, batch: RolloutBatch, ending: SampleEnding) -> None:
+        sample = batch.samples[ending.index]
+        report = self._steps.end(batch.key[0], batch.step, sample.spans, len(sample.tokens), ending.at)
+        if report is not None:
+            bubbles = report.bubbles(self.placer.links)
+            seconds = report.ended_at - report.begun_at
+            self.metrics.step_over(seconds, list(bubbles.values()), report.tokens, report.pregenerated)
+            log.info("step_over", run=report.run_id, step=report.step, bubbles=bubbles)

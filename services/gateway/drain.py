@@ -1,0 +1,50 @@
+"""Command that deletes the batches of a journal, so that a gateway of another format begins with an empty one.
+
+python -m services.gateway.drain --redis-url redis://... --namespace paceline
+
+Samples that their trainer has not received are lost by it: let the gateway that wrote the batches finish them
+first. What is published, hints, and all that other services keep stays.
+"""
+
+import asyncio
+import sys
+from typing import Any
+
+from services.contracts.gateway_keys import GatewayKeys
+from services.gateway.config import GatewayConfig
+from services.platform.config.sources import load_config
+from services.platform.redis.connection import connect
+
+_CHUNK = 500
+
+
+async def drain(config: GatewayConfig) -> int:
+    """Delete the keys of all batches; return how many. RuntimeError while a gateway leads."""
+    redis: Any = connect(config)
+    keys = GatewayKeys(config.namespace)
+    try:
+        holder = await redis.get(keys.lease)
+        if holder is not None:
+            raise RuntimeError(f"gateway {holder.decode()} leads: stop the gateways first")
+        deleted = 0
+        # A tag with a colon is a batch's: run:batch. The registry's are excluded by their name.
+        async for name in redis.scan_iter(match=f"{config.namespace}:{{*:*}}:*", count=_CHUNK):
+            if not name.startswith(f"{config.namespace}:{{registry:".encode()):
+                deleted += await redis.unlink(name)
+        await redis.delete(keys.batches, keys.format)
+        return deleted
+    finally:
+        await redis.aclose()
+
+
+def main() -> None:
+    """Run the command."""
+    try:
+        deleted = asyncio.run(drain(load_config(GatewayConfig)))
+    except RuntimeError as error:
+        sys.exit(str(error))
+    print(f"deleted {deleted} keys")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Writer of finished samples to the draft store, for later epochs to reuse.
+
+In the background and without acknowledgement: what the store does not get in time costs speed in a later
+epoch, and nothing else. Neither the event loop nor the delivery of a sample ever waits for it.
+"""
+
+import asyncio
+
+import numpy as np
+
+from services.contracts.rollout import Rollout, RolloutKind
+from services.drafts.client import DraftStores
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.batches.sample import SampleEnding
+from services.gateway.finished.outbox import Outbox
+from services.gateway.metrics import GatewayMetrics
+
+MOST_WAITING = 32 << 20
+"""Most bytes that wait for the store: minutes of a fleet's output. Above it the oldest are dropped."""
+MOST_PUT = 4 << 20
+"""Bytes of one put: little enough to be stored within its deadline, enough to carry its round trip."""
+PAUSE = 0.25
+"""Seconds between searches for a store, while there is none."""
+
+
+class HistoryWriter:
+    """Writer of finished samples to the draft store. `offer` only queues; `run` writes."""
+
+    def __init__(self, store: DraftStores, metrics: GatewayMetrics, most_waiting: int = MOST_WAITING) -> None:
+        self._store = store
+        self._metrics = metrics
+        dropped = metrics.history.labels("dropped").inc
+        self._waiting: Outbox[Rollout] = Outbox(most_waiting, lambda rollout: rollout.nbytes, dropped)
+
+    def offer(self, batch: RolloutBatch, ending: SampleEnding) -> None:
+        """Queue a sample that has just ended, tokens still in place, if it is worth storing."""
+        rollout = rollout_of(batch, ending)
+        if rollout is not None:
+            self._waiting.put(rollout)
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await self._waiting.wait()
+            if self._store.available:
+                await self._put(self._waiting.take(MOST_PUT))
+            else:
+                await asyncio.sleep(PAUSE)
+
+    async def _put(self, rollouts: list[Rollout]) -> None:
+        stored = await self._store.put(rollouts)
+        if stored == 0 and not self._store.available:
+            # The store went away under the put. It may be repeated: a rollout is stored under its name.
+            self._waiting.put_back(rollouts)
+            return
+        self._metrics.history.labels("stored").inc(stored)
+        self._metrics.history.labels("not_stored").inc(len(rollouts) - stored)
+
+
+def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> Rollout | None:
+    """Return the rollout of a sample; None if it ended early, or has a log-probability that is not a number.
+
+    Log-probabilities are those under the batch's policy version: of what a LENIENT sample took over from
+    its cached rollout, the ones that it was verified with, not the ones that the sample is delivered with.
+    """
+    state = batch.samples[ending.index]
+    if not ending.is_whole or not state.tokens:
+        return None
+    # Copies: the sample's own arrays are let go once they are in the journal.
+    logprobs = np.array(state.logprobs, dtype=np.float32)
+    logprobs[: len(state.verified)] = state.verified
+    if np.isnan(logprobs).any():
+        return None
+    return Rollout(
+        run_id=batch.key[0],
+        prompt_id=batch.groups[state.group].prompt_id,
+        slot=state.slot,
+        version=batch.policy_version,
+        kind=RolloutKind.HISTORY,
+        step=batch.step,
+        seed=state.seed,
+        tokens=np.array(state.tokens, dtype=np.uint32),
+        logprobs=logprobs,
+        finished=True,
+    )

@@ -1,0 +1,185 @@
+"""Feed of finished samples and their rewards to the learner, through a stream in Redis.
+
+In the background: an entry that is lost costs the drafter something to learn from, and nothing else. Neither
+the event loop nor the delivery of a sample ever waits for it. While no learner is registered, and none was
+lately, nothing is queued and nothing is sent.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paceline.v1 import rollout_pb2, sample_pb2
+from services.contracts.drafter.keys import DrafterKeys
+from services.contracts.gateway_keys import BatchKey
+from services.contracts.learner_feed import Fed, FedRewards, FedSample, encode, size_of
+from services.contracts.sampling import resolve
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.batches.sample import SampleEnding
+from services.gateway.config import GatewayConfig
+from services.gateway.finished.outbox import Outbox
+from services.gateway.metrics import GatewayMetrics
+from services.platform.redis.connection import OUTAGES
+from services.platform.redis.registry import Registry
+from services.platform.tasks import end, is_cancelled
+
+log = structlog.get_logger(__name__)
+
+SERVICE = "drafter"
+"""Name of the learner in the registry."""
+MOST_WAITING = 32 << 20
+"""Most bytes that wait for Redis. Above it the oldest are dropped."""
+MOST_PUT = 1 << 20
+"""Bytes of one round trip: little enough not to be in the way of the journal's."""
+_LOOK, _PAUSE = 1.0, 0.5
+# What nobody came for in so long is of a policy that is long gone.
+_KEPT_SECONDS = 86_400
+# Share of its bound by which the stream grows before it is measured, which takes Redis milliseconds.
+_MEASURED_SHARE = 16
+# Memory of an entry in Redis beside its values.
+_ENTRY_BYTES = 128
+
+# KEYS: feed. ARGV: bytes. Removes the oldest entries of a stream that has more; returns how many.
+# Entries differ in size, so the share that has to go is estimated from the mean until the rest fits.
+_TRIM = """
+local most, trimmed = tonumber(ARGV[1]), 0
+local used = redis.call('MEMORY', 'USAGE', KEYS[1], 'SAMPLES', 0) or 0
+local left = redis.call('XLEN', KEYS[1])
+while used > most and left > 0 do
+  left = left - math.ceil(left * (used - most) / used)
+  trimmed = trimmed + redis.call('XTRIM', KEYS[1], 'MAXLEN', left)
+  used = redis.call('MEMORY', 'USAGE', KEYS[1], 'SAMPLES', 0)
+end
+return trimmed
+"""
+
+
+class LearnerFeed:
+    """Writer of the feed. `offer` and `reward` only queue; `run` writes."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        redis: Redis,
+        registry: Registry,
+        metrics: GatewayMetrics,
+        most_waiting: int = MOST_WAITING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._redis: Any = redis
+        self._key = DrafterKeys(config.namespace).feed
+        self._linger = config.learner_linger_seconds
+        self._most_bytes = config.learner_feed_bytes
+        # Bytes that the stream may have grown by since it was measured.
+        self._unmeasured = self._most_bytes
+        self._registry = registry
+        self._metrics = metrics
+        self._clock = clock
+        dropped = metrics.learner_feed.labels("dropped").inc
+        self._waiting: Outbox[Fed] = Outbox(most_waiting, size_of, dropped)
+        self._seen_at: float | None = None
+
+    @property
+    def active(self) -> bool:
+        """Return True if there is a learner, or was one lately.
+
+        It finds the entries that came while it was away.
+        """
+        return self._seen_at is not None and self._clock() - self._seen_at <= self._linger
+
+    def offer(self, batch: RolloutBatch, ending: SampleEnding) -> None:
+        """Queue a sample that has just ended, tokens still in place, if it is one to learn from."""
+        if self.active and (sample := sample_of(batch, ending)) is not None:
+            self._waiting.put(sample)
+
+    def reward(self, batch: BatchKey, rewards: Iterable[rollout_pb2.Reward]) -> None:
+        """Queue rewards of finished samples."""
+        if not self.active:
+            return
+        found = {(each.prompt_id, each.slot): each.reward for each in rewards}
+        if found:
+            self._waiting.put(FedRewards(batch, found))
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        looking = asyncio.create_task(self._look(), name="learner-look")
+        try:
+            while True:
+                await self._waiting.wait()
+                await self._put()
+        finally:
+            await end([looking])
+
+    async def _look(self) -> None:
+        while not is_cancelled():
+            try:
+                if await self._registry.list(SERVICE):
+                    self._seen_at = self._clock()
+            except OUTAGES:
+                # What was seen last is the best guess, for as long as it is believed.
+                log.debug("registry_unreachable", service=SERVICE)
+            await asyncio.sleep(_LOOK)
+
+    async def _put(self) -> None:
+        taken = self._waiting.take(MOST_PUT)
+        pipe = self._redis.pipeline(transaction=False)
+        for fields in map(encode, taken):
+            pipe.xadd(self._key, fields)
+            self._unmeasured += _ENTRY_BYTES + sum(map(len, fields.values()))
+        pipe.expire(self._key, _KEPT_SECONDS)
+        step = self._most_bytes // _MEASURED_SHARE
+        measured = self._unmeasured >= step
+        if measured:
+            pipe.eval(_TRIM, 1, self._key, self._most_bytes - 2 * step)
+        try:
+            replies = await pipe.execute()
+        except OUTAGES as error:
+            # They may be there all the same; the learner recognizes a repetition.
+            log.warning("feed_unreachable", error=str(error), entries=len(taken))
+            self._waiting.put_back(taken)
+            await asyncio.sleep(_PAUSE)
+        except RedisError as error:
+            log.error("feed_refused", error=str(error), entries=len(taken))
+            self._metrics.learner_feed.labels("refused").inc(len(taken))
+            await asyncio.sleep(_PAUSE)
+        else:
+            self._metrics.learner_feed.labels("fed").inc(len(taken))
+            if measured:
+                self._unmeasured = 0
+                self._metrics.learner_feed.labels("trimmed").inc(replies[-1])
+
+
+def sample_of(batch: RolloutBatch, ending: SampleEnding) -> FedSample | None:
+    """Return the entry of a sample; None if nothing of the policy is to be learned from it.
+
+    That is a sample that did not end by itself, or is not EXACT.
+    """
+    state = batch.samples[ending.index]
+    if batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_EXACT:
+        return None
+    if not ending.is_whole or not state.tokens:
+        return None
+    group = batch.groups[state.group]
+    return FedSample(
+        batch=batch.key,
+        prompt_id=group.prompt_id,
+        slot=state.slot,
+        seed=state.seed if _is_plain(group.sampling) else None,
+        policy_version=batch.policy_version,
+        prompt=tuple(group.prompt_token_ids),
+        response=tuple(state.tokens),
+    )
+
+
+def _is_plain(params: sample_pb2.SamplingParams) -> bool:
+    """Return True if every token is the policy's own choice at temperature 1."""
+    it = resolve(params)
+    shaped = (it.temperature, it.top_p, it.repetition_penalty) != (1.0, 1.0, 1.0)
+    return not (
+        shaped or it.top_k or it.min_p or it.presence_penalty or it.frequency_penalty or it.min_tokens
+    )

@@ -1,0 +1,1 @@
+"""Health of instances and phases of weight updates, as pure state machines."""

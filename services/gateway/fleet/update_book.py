@@ -1,0 +1,175 @@
+"""Phases of a weight update, and the published version.
+
+Pure: times are passed in (unix seconds); the caller does the staging and applying.
+
+    start -> STARTED -> staged -> STAGED -> applying -> APPLYING -> publish
+                |          (again)  |                       |
+                +------ abort ------+                       +-> fail: nothing is published
+
+From APPLYING on there is no way back: instances may already have the new weights, so a gateway that
+restarts goes forward.
+"""
+
+import enum
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from services.contracts.errors import FailedPrecondition, NotFound
+
+
+class JsonRecord:
+    """Base of dataclasses that are kept in Redis as a JSON object of their fields."""
+
+    __slots__ = ()
+
+    def to_json(self: Any) -> str:
+        """Serialise all fields."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Parse the result of `to_json`."""
+        return cls(**json.loads(text))
+
+
+class UpdatePhase(enum.StrEnum):
+    """Phase of an update."""
+
+    STARTED = "started"
+    STAGED = "staged"
+    APPLYING = "applying"
+
+
+@dataclass(slots=True)
+class WeightUpdate(JsonRecord):
+    """Update that is not finished. `touched_at`: time of the last call of its trainer."""
+
+    update_id: str
+    run_id: str
+    version: int
+    phase: UpdatePhase
+    touched_at: float
+    path: str = ""
+    checksum: str = ""
+
+    def __post_init__(self) -> None:
+        self.phase = UpdatePhase(self.phase)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion(JsonRecord):
+    """Version that samples are generated with. Without a path it is the one that the fleet started with."""
+
+    version: int
+    path: str = ""
+    checksum: str = ""
+    update_id: str = ""
+
+
+@dataclass(eq=False)
+class UpdateBook:
+    """Published version, and the one update that may be in progress.
+
+    Every refusal is a FailedPrecondition whose metadata names the present and the requested state.
+    """
+
+    timeout: float
+    published: PublishedVersion | None = None
+    active: WeightUpdate | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The published version; None while no instance has reported one."""
+        return self.published.version if self.published else None
+
+    def begin_with(self, version: int) -> None:
+        """Publish the version that the fleet starts with, if none is published yet."""
+        if self.published is None:
+            self.published = PublishedVersion(version)
+
+    def is_applying(self) -> bool:
+        """Return True while instances are replacing their weights."""
+        return self.active is not None and self.active.phase is UpdatePhase.APPLYING
+
+    def expired(self, now: float) -> WeightUpdate | None:
+        """Return the update in progress, if its trainer has been silent for longer than the timeout."""
+        update = self.active
+        if update is None or update.phase is UpdatePhase.APPLYING:
+            return None
+        return update if now - update.touched_at > self.timeout else None
+
+    def start(self, update_id: str, run_id: str, version: int, now: float) -> WeightUpdate:
+        """Start an update, or return the same one: the answer may have been lost, or its trainer restarted.
+
+        An expired one must have been dropped before.
+        """
+        if self.active is not None:
+            same = (self.active.run_id, self.active.version) == (run_id, version)
+            if same and not self.is_applying():
+                self.active.touched_at = now
+                return self.active
+            raise FailedPrecondition(
+                "UPDATE_IN_PROGRESS",
+                f"update {self.active.update_id} to version {self.active.version} is in progress",
+                update_id=self.active.update_id,
+                version=str(self.active.version),
+                phase=self.active.phase.value,
+            )
+        if self.version is not None and version <= self.version:
+            raise FailedPrecondition(
+                "VERSION_NOT_NEWER",
+                f"version {version} is not above the current version {self.version}",
+                current=str(self.version),
+                requested=str(version),
+            )
+        self.active = WeightUpdate(update_id, run_id, version, UpdatePhase.STARTED, now)
+        return self.active
+
+    def open_for(self, update_id: str, *phases: UpdatePhase) -> WeightUpdate:
+        """Return the update of this id, which must be in one of these phases."""
+        update = self.active
+        if update is None or update.update_id != update_id:
+            raise NotFound("update", update_id)
+        if update.phase not in phases:
+            raise FailedPrecondition(
+                "WRONG_PHASE",
+                f"update {update_id} is {update.phase.value}; allowed: {', '.join(p.value for p in phases)}",
+                update_id=update_id,
+                phase=update.phase.value,
+            )
+        return update
+
+    def staged(self, update_id: str, path: str, checksum: str, now: float) -> WeightUpdate:
+        """Record that the weights are staged on every instance that answers."""
+        update = self.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+        update.phase, update.touched_at = UpdatePhase.STAGED, now
+        update.path, update.checksum = path, checksum
+        return update
+
+    def applying(self, update_id: str, unfinished: int, now: float) -> WeightUpdate:
+        """Pass the point of no return; refused while samples of the old version are unfinished."""
+        update = self.open_for(update_id, UpdatePhase.STAGED)
+        if unfinished:
+            raise FailedPrecondition(
+                "SAMPLES_UNFINISHED",
+                f"{unfinished} samples of version {self.version} are running or queued: "
+                "wait for them or cancel them first",
+                unfinished=str(unfinished),
+                current=str(self.version),
+            )
+        update.phase, update.touched_at = UpdatePhase.APPLYING, now
+        return update
+
+    def publish(self) -> PublishedVersion:
+        """Publish the version of the update that is being applied."""
+        update = self.active
+        assert update is not None, "nothing to publish"
+        assert update.phase is UpdatePhase.APPLYING, f"cannot publish from {update.phase}"
+        self.published = PublishedVersion(update.version, update.path, update.checksum, update.update_id)
+        self.active = None
+        return self.published
+
+    def drop(self) -> None:
+        """Drop the update in progress."""
+        self.active = None

@@ -1,0 +1,1 @@
+"""Keep hints about coming batches and forward them to the bubble coordinator."""

@@ -1,0 +1,1 @@
+"""Keep batches, versions and lenience in Redis, where they outlive the gateway."""

@@ -1,0 +1,237 @@
+"""Record of a batch as the gateway knows it: which samples have ended, under which cursors, and where they are.
+
+Redis may forget what it acknowledged, so this record, and not Redis, decides what a cursor names. A cursor is
+`(term << 32) | n`: terms ascend whatever Redis forgets, so the cursors of a new term are higher than all that
+a trainer has seen. `reconcile` compares the record with what is there. What is missing is written again where its
+bytes are still in memory, at the same cursor, and is lost otherwise: then the sample is generated again, from its
+seed, and gets a new cursor. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from paceline.v1 import rollout_pb2 as pb
+from paceline.v1 import sample_pb2
+from services.contracts.gateway_keys import BatchKey
+from services.gateway.journal.sample_chunks import WHOLE, Head
+
+_TERM_BITS = 32
+
+
+def first_cursor(term: int) -> int:
+    """Return the cursor before all cursors of a term."""
+    return term << _TERM_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class BatchHead:
+    """Constant part of a batch's record. `lenience` is the l of its samples, None where the level has none."""
+
+    fingerprint: str
+    accepted_at: float
+    total: int
+    lenience: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """Content of Redis about a batch.
+
+    `done`: sample index -> cursor. `events`: indexes whose samples are there, with all their chunks. `acked`: the
+    acknowledged cursor.
+    """
+
+    done: dict[int, int] = field(default_factory=dict)
+    events: frozenset[int] = frozenset()
+    acked: int = 0
+    cancels: tuple[pb.CancelRolloutsRequest, ...] = ()
+
+
+class BatchRecord:
+    """Samples of one batch that have ended, as the leader of `term` knows them."""
+
+    def __init__(self, request: pb.SubmitRolloutsRequest, head: BatchHead, term: int) -> None:
+        self.key: BatchKey = (request.run_id, request.batch_id)
+        self.head = head
+        self.exactness: sample_pb2.Exactness = request.exactness
+        self.request: pb.SubmitRolloutsRequest | None = request
+        """None once every sample has been acknowledged."""
+        self.cancels: list[pb.CancelRolloutsRequest] = []
+        self.unwritten: dict[int, bytes] = {}
+        """Sample index -> payload that has a cursor and is not in Redis, as far as known. Empty: acknowledged."""
+        self.unwritten_bytes = 0
+        """Bytes of these payloads."""
+        self.heads: dict[int, Head] = {}
+        """Of these samples, those whose first tokens are in Redis as chunks; the others are written whole."""
+        self.forgotten: set[int] = set()
+        """Samples that Redis has to forget."""
+        self.repairing = False
+        """Redis has lost something, or has what it should not: the next writes correct it."""
+        self.written = 0
+        """Cursor up to which samples may be delivered: Redis has acknowledged them."""
+        self.acked = 0
+        """Cursor up to which the trainer has acknowledged samples."""
+        self._trimmed = 0
+        self._last = first_cursor(term)
+        self._cursors: dict[int, int] = {}
+        # The same, ascending.
+        self._order: list[int] = []
+        self._indexes: list[int] = []
+        self._stored: set[int] = set()
+        self._groups: dict[str, tuple[int, int]] = {}
+        first = 0
+        for group in request.groups:
+            self._groups[group.prompt_id] = (first, group.samples)
+            first += group.samples
+
+    @property
+    def total(self) -> int:
+        """Number of samples of the batch."""
+        return self.head.total
+
+    @property
+    def last(self) -> int:
+        """Highest cursor that can have been delivered."""
+        return self._last
+
+    @property
+    def stored(self) -> int:
+        """Number of samples that Redis should know as done."""
+        return len(self._stored)
+
+    @property
+    def safe(self) -> int:
+        """Number of ended samples that need not be written."""
+        return len(self._cursors) - len(self.unwritten)
+
+    @property
+    def finished(self) -> int:
+        """Number of samples that may be delivered or have been."""
+        return bisect_right(self._order, self.written)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if every sample has ended and Redis has them all."""
+        return self.safe == self.total and not self.forgotten
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Return True if every sample has been acknowledged."""
+        return len(self._order) == self.total and self._order[-1] <= self.acked
+
+    def index_of(self, prompt_id: str, slot: int) -> int | None:
+        """Return the index of a sample; None if the batch does not have it."""
+        first, samples = self._groups.get(prompt_id, (0, 0))
+        return first + slot if slot < samples else None
+
+    def has_ended(self, index: int) -> bool:
+        """Return True if a sample has ended."""
+        return index in self._cursors
+
+    def ended(self) -> Iterable[int]:
+        """Return the indexes of all samples that have ended."""
+        return self._cursors.keys()
+
+    def cursor_of(self, index: int) -> int:
+        """Return the cursor of a sample that has ended."""
+        return self._cursors[index]
+
+    def after(self, cursor: int, count: int) -> list[tuple[int, int]]:
+        """Return (cursor, sample index) of up to `count` samples after `cursor` that may be delivered."""
+        begin = bisect_right(self._order, cursor)
+        end = min(begin + count, self.finished)
+        return list(zip(self._order[begin:end], self._indexes[begin:end], strict=True))
+
+    def end(self, index: int, payload: bytes, head: Head = WHOLE) -> int:
+        """Give a sample that has ended its cursor, and keep its bytes until they are written."""
+        self._last += 1
+        self._put(index, self._last)
+        self.unwritten[index] = payload
+        self.unwritten_bytes += len(payload)
+        if head.chunks:
+            self.heads[index] = head
+        return self._last
+
+    def confirm(self, indexes: Iterable[int]) -> None:
+        """Record that Redis has acknowledged samples, and that it has forgotten what it should."""
+        for index in indexes:
+            self.unwritten_bytes -= len(self.unwritten.pop(index, b""))
+            self.heads.pop(index, None)
+            self._stored.add(index)
+            self.written = max(self.written, self._cursors[index])
+        self.repairing = self.repairing and bool(self.unwritten or self.forgotten)
+
+    def reconcile(self, there: StoredBatch, kept: Callable[[int], bytes | None]) -> list[int]:
+        """Correct the record after a look at Redis; return the samples that are lost.
+
+        `kept` returns the bytes of a sample that are still in memory. A record that is new takes over what is
+        there.
+        """
+        fresh = not self._cursors
+        self.acked = max(self.acked, there.acked)
+        if fresh:
+            self._take_over(there)
+        lost = []
+        for index, cursor in self._cursors.items():
+            acked = cursor <= self.acked
+            if there.done.get(index) == cursor and (acked or index in there.events):
+                self.unwritten.pop(index, None)
+                self.written = max(self.written, cursor)
+            elif acked:
+                self.unwritten[index] = b""
+            elif index not in self.unwritten:
+                payload = kept(index)
+                if payload is None:
+                    lost.append(index)
+                else:
+                    self.unwritten[index] = payload
+        self._remove(lost)
+        self.heads.clear()
+        self.unwritten = dict(sorted(self.unwritten.items(), key=lambda item: self._cursors[item[0]]))
+        self.unwritten_bytes = sum(map(len, self.unwritten.values()))
+        self.forgotten = {*there.done, *there.events} - self._cursors.keys()
+        self._stored = set(there.done) - self.forgotten
+        self.repairing = True
+        return lost
+
+    def follow(self, former: BatchRecord) -> None:
+        """Begin after the cursors of a former batch of this id, which was discarded."""
+        self._last = max(self._last, former.last)
+
+    def acknowledge(self, cursor: int) -> list[int]:
+        """Record an acknowledgement; return the samples that Redis need not keep any more because of it."""
+        self.acked = max(self.acked, min(cursor, self.written))
+        begin, end = bisect_right(self._order, self._trimmed), bisect_right(self._order, self.acked)
+        return self._indexes[begin:end]
+
+    def trimmed(self, cursor: int) -> None:
+        """Record that Redis does not keep samples up to `cursor` any more."""
+        self._trimmed = max(self._trimmed, cursor)
+        if self.is_acknowledged:
+            self.request = None
+
+    def _take_over(self, there: StoredBatch) -> None:
+        known = ((cursor, index) for index, cursor in there.done.items())
+        for cursor, index in sorted(known):
+            if index < self.total and (cursor <= there.acked or index in there.events):
+                self._put(index, cursor)
+        self.written = self._order[-1] if self._order else 0
+        self._last = max(self._last, self.written)
+        self._trimmed = there.acked
+        self.cancels = list(there.cancels)
+
+    def _put(self, index: int, cursor: int) -> None:
+        self._cursors[index] = cursor
+        self._order.append(cursor)
+        self._indexes.append(index)
+
+    def _remove(self, lost: list[int]) -> None:
+        if not lost:
+            return
+        for index in lost:
+            del self._cursors[index]
+        kept = sorted((cursor, index) for index, cursor in self._cursors.items())
+        self._order, self._indexes = [cursor for cursor, _ in kept], [index for _, index in kept]

@@ -1,0 +1,147 @@
+"""Records that outlive the gateway and that only the leader may write: versions, and the lenience of each run.
+
+The l of a run that asks for a KL target is in Redis, so that it outlives the gateway. Each reported batch
+moves it once (services/gateway/batches/adaptive_lenience.py says how far), however often and by whichever
+gateway its report is taken.
+"""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from paceline.v1 import sample_pb2
+from services.contracts.errors import Unavailable
+from services.contracts.gateway_keys import BatchKey, GatewayKeys
+from services.gateway.batches.adaptive_lenience import FLOOR, next_lenience
+from services.gateway.fleet.update_book import PublishedVersion, UpdateBook, WeightUpdate
+from services.gateway.journal import scripts
+from services.gateway.metrics import GatewayMetrics
+
+log = structlog.get_logger(__name__)
+
+# A run that reports nothing for so long begins anew.
+_KEPT_SECONDS = 30 * 86400
+# Reported batches that are remembered: far more than a trainer has in flight.
+_REMEMBERED = 64
+
+
+class Fenced(Unavailable):
+    """Raised when another gateway has taken over."""
+
+
+async def eval_fenced(redis: Any, script: str, keys: tuple[str, ...], *args: object) -> None:
+    """Run a script that checks the lease. Fenced if another gateway has it."""
+    try:
+        await redis.eval(script, len(keys), *keys, *args)
+    except ResponseError as error:
+        if str(error).startswith("FENCED"):
+            raise Fenced(str(error)) from error
+        raise
+
+
+class VersionStore:
+    """Reader and writer of the UpdateBook, as the holder of the lease."""
+
+    def __init__(self, redis: Redis, namespace: str, token: str) -> None:
+        self._redis: Any = redis
+        self._keys = GatewayKeys(namespace)
+        self._token = token
+
+    async def load(self, abandoned_after: float) -> UpdateBook:
+        """Return the book as it was last saved."""
+        published, update = await self._redis.mget(self._keys.published, self._keys.update)
+        return UpdateBook(
+            abandoned_after,
+            PublishedVersion.from_json(published) if published else None,
+            WeightUpdate.from_json(update) if update else None,
+        )
+
+    async def save(self, book: UpdateBook) -> None:
+        """Record the book. Fenced if another gateway has taken over.
+
+        The version that the fleet started with is not recorded: it has no path, and the instances themselves
+        report it.
+        """
+        recorded = book.published is not None and bool(book.published.path)
+        published = book.published.to_json() if book.published and recorded else ""
+        update = book.active.to_json() if book.active else ""
+        keys = (self._keys.lease, self._keys.published, self._keys.update)
+        await eval_fenced(self._redis, scripts.RECORD, keys, self._token, published, update)
+
+
+@dataclass(frozen=True, slots=True)
+class RunLenience:
+    """The l of a run's next batch, and the batches whose reports it contains, the latest last. Pure."""
+
+    lenience: float
+    reported: tuple[str, ...] = ()
+
+    def after(self, batch_id: str, kl: float, target: float) -> "RunLenience":
+        """Return the lenience after the report of one more batch; itself if that was reported before."""
+        if batch_id in self.reported:
+            return self
+        reported = (*self.reported, batch_id)[-_REMEMBERED:]
+        return RunLenience(next_lenience(self.lenience, kl, target), reported)
+
+    def to_json(self) -> str:
+        """Serialise for Redis."""
+        return json.dumps({"lenience": self.lenience, "reported": self.reported})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "RunLenience":
+        """Parse the result of `to_json`."""
+        kept = json.loads(text)
+        return cls(float(kept["lenience"]), tuple(kept["reported"]))
+
+
+class Leniences:
+    """Leniences of all runs, as the holder of the lease. Methods raise what Redis raises."""
+
+    def __init__(self, redis: Redis, namespace: str, token: str, metrics: GatewayMetrics) -> None:
+        self._redis: Any = redis
+        self._keys = GatewayKeys(namespace)
+        self._token = token
+        self._metrics = metrics
+        self._lock = asyncio.Lock()
+
+    async def choose(self, run_id: str, requested: sample_pb2.Exactness) -> float | None:
+        """Return the l of a batch (or sample) that asks for this exactness; None when its level has none."""
+        if requested.level != sample_pb2.EXACTNESS_LEVEL_LENIENT:
+            return None
+        chosen = requested.lenience if requested.HasField("lenience") else FLOOR
+        if requested.HasField("kl_target"):
+            known = await self._load(run_id)
+            chosen = chosen if known is None else known.lenience
+        self._metrics.show_run(run_id, time.time(), lenience=chosen)
+        return chosen
+
+    async def report(self, key: BatchKey, used: float, kl: float, target: float) -> None:
+        """Adapt the l of a run to the KL measured on one of its batches, which had the l `used`.
+
+        Fenced if another gateway has taken over.
+        """
+        run_id, batch_id = key
+        async with self._lock:
+            before = await self._load(run_id) or RunLenience(used)
+            after = before.after(batch_id, kl, target)
+            if after is before:
+                return
+            await self._save(run_id, after)
+        log.info(
+            "lenience_moved", run=run_id, batch=batch_id, kl=kl, target=target, to=after.lenience, used=used
+        )
+
+    async def _load(self, run_id: str) -> RunLenience | None:
+        text = await self._redis.get(self._keys.lenience(run_id))
+        return None if text is None else RunLenience.from_json(text)
+
+    async def _save(self, run_id: str, state: RunLenience) -> None:
+        keys = (self._keys.lease, self._keys.lenience(run_id))
+        args = (self._token, state.to_json(), _KEPT_SECONDS)
+        await eval_fenced(self._redis, scripts.KEEP, keys, *args)

@@ -1,0 +1,247 @@
+"""Journal of batches in Redis, which makes streams resumable and survives the gateway.
+
+Per batch it holds the request, the tokens so far of unfinished samples, and the finished samples until they
+are acknowledged. Nothing is delivered that Redis has not acknowledged. Reads and writes are small and may be
+repeated; the caller decides what an outage means, and what to do where Redis has lost something
+(services/gateway/journal/batch_record.py).
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis, RedisCluster
+from redis.exceptions import NoScriptError, ResponseError
+
+from paceline.v1 import rollout_pb2 as pb
+from services.contracts.errors import FailedPrecondition
+from services.contracts.gateway_keys import BatchKey, BatchKeys, GatewayKeys
+from services.gateway.journal import scripts
+from services.gateway.journal.batch_record import BatchHead, BatchRecord, StoredBatch
+from services.gateway.journal.fenced_records import Fenced
+from services.gateway.journal.journal_write import MOST_PARTS, JournalWrite
+from services.gateway.journal.sample_chunks import Head, PartialSample
+from services.gateway.journal.stored_samples import parse_ended, read_chunks, read_ended, read_heads
+
+FORMAT = "3"
+"""Version of what the journal's keys hold."""
+_WRITE_DIGEST = hashlib.sha1(scripts.WRITE.encode(), usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedBatch:
+    """A batch that belongs to this term now, as Redis has it. `request` is None where it was not asked for."""
+
+    head: BatchHead
+    request: pb.SubmitRolloutsRequest | None
+    there: StoredBatch
+
+
+class JournalHole(Exception):
+    """Raised when Redis has less of a batch than it acknowledged."""
+
+
+class BatchGone(JournalHole):
+    """Raised when Redis has nothing of a batch."""
+
+
+class Journal:
+    """Reader and writer of the journal as the leader of `term`.
+
+    A finished batch is kept for `retention_seconds`, and for `acked_seconds` once all of it is acknowledged.
+    """
+
+    def __init__(
+        self, redis: Redis, namespace: str, term: int, retention_seconds: float, acked_seconds: float
+    ) -> None:
+        self._redis: Any = redis
+        self._namespace = namespace
+        self.term = term
+        self._retention = max(1, int(retention_seconds))
+        self._acked = max(1, int(acked_seconds))
+        self._keys = GatewayKeys(namespace)
+
+    async def check_format(self) -> None:
+        """Check that the journal is of this format. FailedPrecondition names the command for one that is not."""
+        known = _text(await self._eval(scripts.FORMAT, (self._keys.format, self._keys.batches), FORMAT))
+        if known != FORMAT:
+            command = f"python -m services.gateway.drain --namespace {self._namespace}"
+            raise FailedPrecondition(
+                "JOURNAL_FORMAT",
+                f"the journal in Redis has format {known}, this gateway reads {FORMAT}: let the gateway that wrote "
+                f"it finish its batches, then stop it and run `{command} --redis-url ...`",
+                found=known,
+                known=FORMAT,
+            )
+
+    async def create(self, record: BatchRecord, payload: bytes) -> bool:
+        """Record a batch, whose serialised request is `payload`; False if there is one of this id already.
+
+        Fenced if a successor has recorded it.
+        """
+        # Listed first: a batch that is recorded but not listed would be resumed only when somebody asks for it.
+        await self._redis.sadd(self._keys.batches, ":".join(record.key))
+        names, head = BatchKeys(self._namespace, record.key), record.head
+        lenience = "" if head.lenience is None else repr(head.lenience)
+        cancels = [cancel.SerializeToString() for cancel in record.cancels]
+        args = (head.fingerprint, payload, repr(head.accepted_at), head.total, lenience, *cancels)
+        return bool(await self._eval(scripts.CREATE, names.all, self.term, *args))
+
+    async def write(self, pieces: Sequence[tuple[JournalWrite, BatchRecord]], now: float) -> list[Any]:
+        """Write everything in one round trip, each piece atomically.
+
+        Returns for each the samples whose earlier chunks were missing, or why it could not be written: Fenced,
+        JournalHole, BatchGone, or an error of Redis.
+        """
+        calls = [self._write_arguments(write, record, now) for write, record in pieces]
+        # A pipeline of a cluster takes no EVALSHA.
+        by_digest = not isinstance(self._redis, RedisCluster)
+        replies = await self._run_all(calls, by_digest=by_digest)
+        unknown = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if unknown:
+            again = await self._run_all([calls[at] for at in unknown], by_digest=False)
+            for at, reply in zip(unknown, again, strict=True):
+                replies[at] = reply
+        return [_judge(reply) for reply in replies]
+
+    async def events(self, key: BatchKey, indexes: Sequence[int]) -> list[bytes | None]:
+        """Return the serialised samples with these indexes, None for those that are not there."""
+        return await read_ended(self._redis, BatchKeys(self._namespace, key), indexes)
+
+    async def adopt(self, key: BatchKey, *, with_request: bool) -> AdoptedBatch | None:
+        """Make a batch this term's and return what there is of it; None if it is not known.
+
+        Fenced if a successor has it.
+        """
+        names = BatchKeys(self._namespace, key)
+        reply = await self._eval(scripts.ADOPT, names.all, self.term, int(with_request))
+        if reply is None:
+            return None
+        (fingerprint, accepted_at, total, lenience, acked, request), done, events, cancels = reply
+        head = BatchHead(_text(fingerprint), float(accepted_at), int(total), _number(lenience))
+        # Up to 65,536 samples: more than a turn of the event loop may take.
+        cursors, heads, indexes = await asyncio.to_thread(parse_ended, done, events)
+        there = StoredBatch(
+            cursors,
+            await self._whole(names, indexes, heads),
+            int(acked or 0),
+            tuple(pb.CancelRolloutsRequest.FromString(cancel) for cancel in cancels),
+        )
+        parsed = pb.SubmitRolloutsRequest.FromString(request) if with_request else None
+        return AdoptedBatch(head, parsed, there)
+
+    async def partials(self, key: BatchKey, indexes: Sequence[int]) -> list[PartialSample]:
+        """Return the chunks of these unfinished samples, as far as they are there."""
+        names = BatchKeys(self._namespace, key)
+        return await read_chunks(self._redis, names, await read_heads(self._redis, names, indexes))
+
+    async def cancel(self, request: pb.CancelRolloutsRequest) -> None:
+        """Record a cancellation, so that a restart does not forget it. BatchGone: Redis has lost the batch."""
+        names = BatchKeys(self._namespace, (request.run_id, request.batch_id))
+        await self._eval(scripts.CANCEL, names.all, self.term, request.SerializeToString())
+
+    async def acknowledge(self, record: BatchRecord, indexes: Sequence[int]) -> int:
+        """Drop acknowledged samples; return how many were there. Nothing happens where the batch is not known."""
+        names, trimmed = BatchKeys(self._namespace, record.key), 0
+        for begin in range(0, max(1, len(indexes)), MOST_PARTS):
+            last = begin + MOST_PARTS >= len(indexes)
+            expiry = self._acked if last and record.is_acknowledged else ""
+            args = (record.acked, expiry, *indexes[begin : begin + MOST_PARTS])
+            try:
+                trimmed += await self._eval(scripts.ACK, names.all, self.term, *args)
+            except BatchGone:
+                return trimmed
+        return trimmed
+
+    async def discard(self, key: BatchKey) -> None:
+        """Forget a finished batch."""
+        await self._eval(scripts.DISCARD, BatchKeys(self._namespace, key).all, self.term)
+
+    async def unfinished(self) -> list[BatchKey]:
+        """Return the batches that are listed as unfinished."""
+        names = await self._redis.smembers(self._keys.batches)
+        pairs = (_text(name).split(":", 1) for name in names)
+        return sorted((run_id, batch_id) for run_id, batch_id in pairs)
+
+    async def unlist(self, key: BatchKey) -> None:
+        """Take a batch off the list of unfinished ones."""
+        await self._redis.srem(self._keys.batches, ":".join(key))
+
+    async def check_lease(self) -> None:
+        """Check that no other gateway leads. Fenced if one does."""
+        holder = await self._redis.get(self._keys.lease)
+        if holder is not None and _text(holder) != str(self.term):
+            raise Fenced(f"the lease belongs to {_text(holder)}")
+
+    async def _whole(
+        self, names: BatchKeys, there: Sequence[int], heads: Mapping[int, Head]
+    ) -> frozenset[int]:
+        """Return the ended samples of which nothing is missing; `there` are those that have an event."""
+        chunked = [index for index in there if heads[index].chunks]
+        found = await read_heads(self._redis, names, chunked)
+        return frozenset(
+            index for index in there if not heads[index].chunks or heads[index] == found.get(index)
+        )
+
+    async def _eval(self, script: str, keys: Sequence[str], *args: object) -> Any:
+        try:
+            return await self._redis.eval(script, len(keys), *keys, *args)
+        except ResponseError as error:
+            raise _typed(error) from error
+
+    async def _run_all(
+        self, calls: Sequence[tuple[list[str], list[object]]], *, by_digest: bool
+    ) -> list[Any]:
+        """Run WRITE with each keys and arguments, named by its digest or sent along, in one round trip."""
+        pipe = self._redis.pipeline(transaction=False)
+        for keys, args in calls:
+            if by_digest:
+                pipe.evalsha(_WRITE_DIGEST, len(keys), *keys, *args)
+            else:
+                pipe.eval(scripts.WRITE, len(keys), *keys, *args)
+        replies: list[Any] = await pipe.execute(raise_on_error=False)
+        return replies
+
+    def _write_arguments(
+        self, write: JournalWrite, record: BatchRecord, now: float
+    ) -> tuple[list[str], list[object]]:
+        keys = list(BatchKeys(self._namespace, write.key).all)
+        expiry = self._acked if record.is_acknowledged else self._retention
+        counts = (len(write.extensions), len(write.forgotten))
+        args: list[object] = [self.term, write.done, int(write.repair), expiry, repr(now), *counts]
+        for chunk in write.extensions:
+            args += (chunk.index, chunk.number, chunk.begin, chunk.end, chunk.payload)
+        args += write.forgotten
+        for each in write.ended:
+            args += (each.index, each.cursor, each.head.chunks, each.head.tokens, each.rest)
+        return keys, args
+
+
+def _judge(reply: object) -> object:
+    return _typed(reply) if isinstance(reply, ResponseError) else reply
+
+
+def _typed(error: ResponseError) -> Exception:
+    for prefix, kind in (("FENCED", Fenced), ("GONE", BatchGone), ("HOLE", JournalHole)):
+        if str(error).startswith(prefix):
+            return kind(str(error))
+    return error
+
+
+def cancelled_indexes(record: BatchRecord, keys: Iterable[pb.SampleKey]) -> list[int]:
+    """Return the indexes of these samples, of all if none are named; unknown ones are left out."""
+    wanted = list(keys)
+    if not wanted:
+        return list(range(record.total))
+    found = (record.index_of(key.prompt_id, key.slot) for key in wanted)
+    return [index for index in found if index is not None]
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _number(value: bytes | str | None) -> float | None:
+    return float(value) if value else None

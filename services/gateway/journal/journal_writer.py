@@ -1,0 +1,253 @@
+"""Writer of new tokens and finished samples into the journal, many changes per round trip.
+
+One writer serves all batches. While a round trip is under way further changes gather in the batches, so
+its size follows the load and no link ever waits for Redis. In an outage it tries again with growing
+delays, indefinitely: writes may be repeated, and what is not written is not delivered. A batch that Redis
+refuses is tried again with a delay of its own, and holds up no other.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+from redis.exceptions import RedisError
+
+from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.journal.backlog import JournalBacklog
+from services.gateway.journal.batch_record import BatchRecord, StoredBatch
+from services.gateway.journal.fenced_records import Fenced
+from services.gateway.journal.journal import BatchGone, Journal, JournalHole
+from services.gateway.journal.journal_write import JournalWrite, collect, has_more, settle, undo
+from services.gateway.journal.recorded_batches import RecordedBatches
+from services.gateway.metrics import GatewayMetrics
+from services.platform.backoff import ExponentialBackoff
+
+log = structlog.get_logger(__name__)
+
+FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
+# Bytes of a token and its log-probability in memory.
+_TOKEN_BYTES = 8
+# Bytes of one round trip.
+_MOST_BYTES = 1 << 20
+
+
+class JournalReader(Protocol):
+    """Follower of the writer's progress."""
+
+    def journaled(self, key: BatchKey, events: int) -> None:
+        """Take note that so many samples of a batch have ended and are in the journal."""
+
+    def reopen(self, key: BatchKey, indexes: list[int]) -> None:
+        """Generate samples again that had ended and are lost."""
+
+    def taken(self, key: BatchKey) -> None:
+        """Let go of a batch that a successor has."""
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """One batch on its way into the journal, with the write that Redis has not answered yet."""
+
+    batch: RolloutBatch
+    write: JournalWrite | None = None
+    # Bytes that the backlog has of it.
+    nbytes: int = 0
+    backoff: ExponentialBackoff = field(
+        default_factory=lambda: ExponentialBackoff(FIRST_DELAY, LONGEST_DELAY)
+    )
+
+
+class JournalWriter:
+    """Queue of changed batches, and the task that writes them."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        records: RecordedBatches,
+        backlog: JournalBacklog,
+        metrics: GatewayMetrics,
+        least_tokens: int,
+    ) -> None:
+        """Write unfinished samples once they have grown by `least_tokens` since the last time."""
+        self._journal = journal
+        self._backlog = backlog
+        self._least_tokens = least_tokens
+        self._records = records
+        self._metrics = metrics
+        self._due: dict[BatchKey, None] = {}
+        # Batches that changed and are not all written, or that Redis refused.
+        self._lanes: dict[BatchKey, _Lane] = {}
+        self._refused: dict[BatchKey, asyncio.TimerHandle] = {}
+        self._wake = asyncio.Event()
+
+    def touch(self, batch: RolloutBatch) -> None:
+        """Have the batch's new tokens and endings written."""
+        lane = self._lanes.get(batch.key)
+        if lane is None or lane.batch is not batch:
+            self._remove(batch.key)
+            lane = self._lanes[batch.key] = _Lane(batch)
+            self._stop_waiting(batch.key)
+        self._weigh(lane)
+        if batch.key not in self._refused:
+            self._make_due(batch.key)
+
+    async def run(self, reader: JournalReader) -> None:
+        """Write until cancelled. Raises Fenced when another gateway leads."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                pieces = await self._collect()
+                if not pieces:
+                    continue
+                replies = await self._write([(write, record) for _, write, record in pieces])
+                for (lane, write, record), reply in zip(pieces, replies, strict=True):
+                    if self._lanes.get(write.key) is lane:
+                        await self._follow(lane, write, record, reply, reader)
+        finally:
+            for timer in self._refused.values():
+                timer.cancel()
+
+    async def _collect(self) -> list[tuple[_Lane, JournalWrite, BatchRecord]]:
+        pieces, nbytes = [], 0
+        for key in list(self._due):
+            if nbytes >= _MOST_BYTES:
+                self._wake.set()
+                break
+            del self._due[key]
+            lane, record = self._lanes.get(key), self._records.get(key)
+            if lane is None:
+                continue
+            if record is not None and lane.write is None:
+                lane.write = collect(lane.batch, record, self._least_tokens) or None
+            if record is None or lane.write is None:
+                self._remove(key)
+                continue
+            self._weigh(lane)
+            pieces.append((lane, lane.write, record))
+            nbytes += lane.write.nbytes
+            # Each takes milliseconds.
+            await asyncio.sleep(0)
+        return pieces
+
+    async def _follow(
+        self, lane: _Lane, write: JournalWrite, record: BatchRecord, reply: Any, reader: JournalReader
+    ) -> None:
+        if isinstance(reply, Fenced):
+            await self._check_lease()
+            log.error("batch_taken", batch=write.key, reason=str(reply))
+            self._remove(write.key)
+            reader.taken(write.key)
+        elif isinstance(reply, JournalHole):
+            log.warning("journal_hole", batch=write.key, reason=str(reply))
+            self._metrics.journal_holes.labels("gone" if isinstance(reply, BatchGone) else "hole").inc()
+            await self._repair(lane, write, record, reader)
+        elif isinstance(reply, Exception):
+            log.error("journal_refused", batch=write.key, error=str(reply))
+            self._metrics.journal_errors.inc()
+            self._try_later(lane)
+        else:
+            lane.backoff.succeeded()
+            lane.write = None
+            self._metrics.journal_holes.labels("torn").inc(len(reply))
+            settle(lane.batch, record, write, [int(index) for index in reply])
+            self._records.keep(write)
+            self._metrics.journal_chunks.inc(len(write.extensions))
+            self._weigh(lane)
+            if has_more(lane.batch, record):
+                self._make_due(write.key)
+            else:
+                self._remove(write.key)
+            if write.ended or write.repair:
+                reader.journaled(write.key, record.safe)
+
+    async def _repair(
+        self, lane: _Lane, write: JournalWrite, record: BatchRecord, reader: JournalReader
+    ) -> None:
+        """Look at what is there, and have written again or generated again what is not."""
+        try:
+            there = await self._look(record)
+            if there is None:
+                self._remove(write.key)
+                return
+        except Fenced as fenced:
+            await self._follow(lane, write, record, fenced, reader)
+            return
+        except RedisError as error:
+            log.warning("journal_unreachable", error=str(error))
+            self._metrics.journal_errors.inc()
+            self._try_later(lane)
+            return
+        undo(lane.batch, write)
+        lane.write = None
+        lost = record.reconcile(there, lambda index: self._records.results.get(write.key, index))
+        self._weigh(lane)
+        self._make_due(write.key)
+        if lost:
+            reader.reopen(write.key, lost)
+        reader.journaled(write.key, record.safe)
+
+    async def _look(self, record: BatchRecord) -> StoredBatch | None:
+        """Return what there is of a batch, recorded anew if need be; None if all of it was acknowledged."""
+        adopted = await self._journal.adopt(record.key, with_request=False)
+        if adopted is not None:
+            return adopted.there
+        if record.request is None:
+            return None
+        await self._journal.create(record, record.request.SerializeToString(deterministic=True))
+        return StoredBatch()
+
+    async def _check_lease(self) -> None:
+        try:
+            await self._journal.check_lease()
+        except RedisError as error:
+            log.warning("journal_unreachable", error=str(error))
+
+    def _weigh(self, lane: _Lane) -> None:
+        """Tell the backlog of what has ended in a batch and is not written."""
+        record = self._records.get(lane.batch.key)
+        nbytes = _TOKEN_BYTES * lane.batch.ended_tokens + (0 if record is None else record.unwritten_bytes)
+        self._backlog.add(nbytes - lane.nbytes)
+        lane.nbytes = nbytes
+
+    def _remove(self, key: BatchKey) -> None:
+        lane = self._lanes.pop(key, None)
+        if lane is not None:
+            self._backlog.add(-lane.nbytes)
+
+    def _make_due(self, key: BatchKey) -> None:
+        self._due[key] = None
+        self._wake.set()
+
+    def _try_later(self, lane: _Lane) -> None:
+        key = lane.batch.key
+        loop = asyncio.get_running_loop()
+        self._refused[key] = loop.call_later(lane.backoff.failed(), self._try_again, key)
+
+    def _try_again(self, key: BatchKey) -> None:
+        self._stop_waiting(key)
+        self._make_due(key)
+
+    def _stop_waiting(self, key: BatchKey) -> None:
+        timer = self._refused.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    async def _write(self, pieces: list[tuple[JournalWrite, BatchRecord]]) -> list[Any]:
+        """Make one round trip, repeated until Redis answers; return the reply to each piece."""
+        backoff = ExponentialBackoff(FIRST_DELAY, LONGEST_DELAY)
+        while True:
+            begin = time.perf_counter()
+            try:
+                replies = await self._journal.write(pieces, time.time())
+            except RedisError as error:
+                delay = backoff.failed()
+                log.warning("journal_unreachable", error=str(error), writes=len(pieces), retry_in=delay)
+                self._metrics.journal_errors.inc()
+                await asyncio.sleep(delay)
+            else:
+                self._metrics.journal_seconds.observe(time.perf_counter() - begin)
+                return replies

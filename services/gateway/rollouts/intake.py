@@ -1,0 +1,75 @@
+"""Collaborators that submission, recovery and delivery of batches share, and checks against the fleet."""
+
+from dataclasses import dataclass
+
+from services.contracts.errors import FailedPrecondition, Unavailable
+from services.contracts.sampling import ModelLimits
+from services.gateway.batches.messages import BatchBuilder
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.dispatch.running_batch import ActiveBatches
+from services.gateway.fleet.health import FleetHealth
+from services.gateway.fleet.update_book import UpdateBook
+from services.gateway.journal.fenced_records import Leniences
+from services.gateway.journal.headroom import RedisHeadroom
+from services.gateway.journal.journal import Journal
+from services.gateway.journal.recorded_batches import RecordedBatches
+
+
+@dataclass(eq=False)
+class RolloutIntake:
+    """Collaborators of submission and delivery, and checks of requests against the fleet.
+
+    Checked are the policy version of the fleet and the limits of its model.
+    """
+
+    fleet: FleetHealth
+    book: UpdateBook
+    builder: BatchBuilder
+    journal: Journal
+    records: RecordedBatches
+    headroom: RedisHeadroom
+    batches: ActiveBatches
+    dispatcher: Dispatcher
+    leniences: Leniences
+
+    @property
+    def version(self) -> int:
+        """The published policy version; 0 if there is none."""
+        return self.book.version or 0
+
+    def check_version(self, version: int) -> None:
+        """Check that samples of this policy version can be generated now.
+
+        Raises:
+            FailedPrecondition: an update is being applied, or the fleet has another version.
+            Unavailable: no instance is serving.
+        """
+        if self.book.is_applying():
+            raise FailedPrecondition(
+                "UPDATE_APPLYING", "a weight update is being applied; come again after it"
+            )
+        current = self.book.version
+        if current is None or not self.fleet.usable():
+            raise Unavailable("no instance is serving", retry_after=2.0)
+        if version != current:
+            model = self.fleet.usable()[0].record.model
+            raise FailedPrecondition(
+                "VERSION_MISMATCH",
+                f"policy version {version} was asked for; this pool has version {current} of {model}. Submit for "
+                f"version {current}, or update the weights to {version} first; a run that needs both at once, or "
+                f"another model, needs a pool of its own with version {version}: a gateway and instances with "
+                "another namespace",
+                current=str(current),
+                requested=str(version),
+                model=model,
+            )
+
+    def limits(self) -> ModelLimits:
+        """Return the limits that every usable instance can keep. Unavailable if there is none."""
+        records = [member.record for member in self.fleet.usable()]
+        if not records:
+            raise Unavailable("no instance is serving", retry_after=2.0)
+        return ModelLimits(
+            vocab_size=min(record.vocab_size for record in records),
+            max_model_len=min(record.max_model_len for record in records),
+        )

@@ -1,0 +1,123 @@
+"""Submission, hinting and cancellation of batches."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from paceline.errors import Violation
+from paceline.v1 import rollout_pb2 as pb
+from services.contracts.errors import AlreadyExists, InvalidArgument, Unavailable
+from services.gateway.batches.admission import check_names, check_submit
+from services.gateway.hints.book import as_submission
+from services.gateway.hints.bubble_link import BubbleLink
+from services.gateway.hints.hinting import Hinting
+from services.gateway.journal.batch_record import BatchHead, BatchRecord
+from services.gateway.journal.journal import BatchGone, cancelled_indexes
+from services.gateway.rollouts.intake import RolloutIntake
+from services.gateway.rollouts.recovery import BatchRecovery, serialised
+from services.platform.collection import pause_collection
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Submissions:
+    """Batches of all runs, for one term of leadership."""
+
+    intake: RolloutIntake
+    recovery: BatchRecovery
+    hinting: Hinting
+    bubbles: BubbleLink
+
+    async def submit(self, request: pb.SubmitRolloutsRequest) -> pb.SubmitRolloutsResponse:
+        """Accept a batch. The same request again gets the same answer, whatever happened since."""
+        key = (request.run_id, request.batch_id)
+        if violations := check_names(*key):
+            raise InvalidArgument(violations)
+        payload, fingerprint = await serialised(request)
+        async with self.recovery.lock(key):
+            known = await self.recovery.take_up(key)
+            if known is not None and not known.is_acknowledged:
+                return _same_again(request, known, fingerprint)
+            self.intake.check_version(request.policy_version)
+            # What walks over a request is done in a thread; the event loop has other work meanwhile.
+            if violations := await asyncio.to_thread(check_submit, request, self.intake.limits()):
+                raise InvalidArgument(violations)
+            self.intake.check_version(request.policy_version)
+            self.intake.headroom.check()
+            total = sum(group.samples for group in request.groups)
+            with self.intake.batches.reserve(total):
+                pause_collection(self.intake.batches.unfinished)
+                accepted_at = time.time()
+                lenience = await self.intake.leniences.choose(request.run_id, request.exactness)
+                coverage = await self.bubbles.coverage(request.run_id, request.step)
+                head = BatchHead(fingerprint, accepted_at, total, lenience)
+                record = await asyncio.to_thread(BatchRecord, request, head, self.intake.journal.term)
+                if known is not None:
+                    # Its trainer has had all of it, and wants it again: it was restarted.
+                    record.follow(known)
+                    await self.intake.journal.discard(key)
+                    self.intake.records.forget(key)
+                if not await self.intake.journal.create(record, payload):
+                    raise Unavailable(f"batch {'/'.join(key)} was recorded by another gateway; come again")
+                batch = await asyncio.to_thread(
+                    self.intake.builder.from_submission, request, accepted_at, lenience
+                )
+            self.intake.records.add(record)
+            self.hinting.begin(batch)
+            self.intake.dispatcher.add(batch, coverage=coverage)
+        log.info("batch_accepted", batch=key, samples=total, version=request.policy_version)
+        return pb.SubmitRolloutsResponse(batch_id=request.batch_id, samples=total)
+
+    async def hint(self, request: pb.HintNextBatchRequest) -> int:
+        """Keep a hint, checked like the batch that it announces; return how many samples may be pre-generated.
+
+        0, and no error, if the step has begun, is too far ahead, or there is no room.
+        """
+        announced = await asyncio.to_thread(as_submission, request)
+        if violations := check_names(announced.run_id, announced.batch_id):
+            raise InvalidArgument(violations)
+        if violations := await asyncio.to_thread(check_submit, announced, self.intake.limits()):
+            raise InvalidArgument(violations)
+        return await self.hinting.hint(request)
+
+    async def cancel(self, request: pb.CancelRolloutsRequest) -> int:
+        """End samples of a batch; return how many were not finished or cancelled before."""
+        key = (request.run_id, request.batch_id)
+        record = await self.recovery.known(key)
+        _check_samples(record, request)
+        running = self.intake.batches.by_key.get(key)
+        if running is None:
+            return 0
+        record.cancels.append(request)
+        # One that is gone is recorded anew, with its cancellations, by its next write.
+        with contextlib.suppress(BatchGone):
+            await self.intake.journal.cancel(request)
+        if self.intake.batches.by_key.get(key) is not running:
+            return 0
+        indexes = cancelled_indexes(record, request.samples)
+        cancelled = await self.intake.dispatcher.cancel(running, indexes, request.keep_partial)
+        log.info("cancelled", batch=key, samples=cancelled, keep_partial=request.keep_partial)
+        return cancelled
+
+
+def _same_again(
+    request: pb.SubmitRolloutsRequest, known: BatchRecord, fingerprint: str
+) -> pb.SubmitRolloutsResponse:
+    if known.head.fingerprint != fingerprint:
+        name = f"{request.run_id}/{request.batch_id}"
+        raise AlreadyExists("batch", name, f"batch {name} was submitted before with another content")
+    return pb.SubmitRolloutsResponse(batch_id=request.batch_id, samples=known.total, already_submitted=True)
+
+
+def _check_samples(record: BatchRecord, request: pb.CancelRolloutsRequest) -> None:
+    violations = [
+        Violation(f"samples[{number}]", f"prompt {each.prompt_id!r} slot {each.slot} is not in the batch")
+        for number, each in enumerate(request.samples)
+        if record.index_of(each.prompt_id, each.slot) is None
+    ]
+    if violations:
+        raise InvalidArgument(violations)

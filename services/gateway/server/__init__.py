@@ -1,0 +1,1 @@
+"""Serve the gRPC services of the gateway."""

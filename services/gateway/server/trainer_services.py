@@ -1,0 +1,181 @@
+"""gRPC servicers of RolloutService and WeightService."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+
+from paceline.errors import Violation
+from paceline.v1 import rollout_pb2 as pb
+from paceline.v1 import rollout_pb2_grpc, weight_pb2, weight_pb2_grpc
+from services.contracts.errors import InvalidArgument, Unimplemented
+from services.contracts.weight_folder import check_weight_folder
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.term import LeadershipTerm
+
+Context = grpc.aio.ServicerContext
+
+_TRANSPORTS = {
+    weight_pb2.WEIGHT_TRANSPORT_STREAM: "tensors in the call's stream are not there yet; use DISK",
+    weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE: "a collective with the trainer is not there yet; use DISK",
+}
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Servicer for the term of leadership that `term` returns.
+
+    `term` raises Unavailable while another gateway leads.
+    """
+
+    def __init__(self, term: Callable[[], LeadershipTerm], metrics: GatewayMetrics) -> None:
+        self._term = term
+        self._metrics = metrics
+
+    async def SubmitRollouts(
+        self, request: pb.SubmitRolloutsRequest, context: Context
+    ) -> pb.SubmitRolloutsResponse:
+        return await self._term().submissions.submit(request)
+
+    async def StreamRollouts(
+        self, request: pb.StreamRolloutsRequest, context: Context
+    ) -> AsyncIterator[pb.StreamRolloutsResponse]:
+        with self._metrics.streams.track_inprogress():
+            key = (request.run_id, request.batch_id)
+            async for response in self._term().delivery.stream(key, request.cursor):
+                yield response
+
+    async def AckRollouts(self, request: pb.AckRolloutsRequest, context: Context) -> pb.AckRolloutsResponse:
+        key = (request.run_id, request.batch_id)
+        trimmed = await self._term().delivery.acknowledge(key, request.cursor)
+        return pb.AckRolloutsResponse(trimmed=trimmed)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        with self._metrics.streams.track_inprogress():
+            async for response in self._term().delivery.generate(request):
+                yield response
+
+    async def CancelRollouts(
+        self, request: pb.CancelRolloutsRequest, context: Context
+    ) -> pb.CancelRolloutsResponse:
+        cancelled = await self._term().submissions.cancel(request)
+        return pb.CancelRolloutsResponse(cancelled=cancelled)
+
+    async def HintNextBatch(
+        self, request: pb.HintNextBatchRequest, context: Context
+    ) -> pb.HintNextBatchResponse:
+        samples = await self._term().submissions.hint(request)
+        return pb.HintNextBatchResponse(samples=samples)
+
+    async def ReportRewards(
+        self, request: pb.ReportRewardsRequest, context: Context
+    ) -> pb.ReportRewardsResponse:
+        matched = await self._term().reports.report(request)
+        return pb.ReportRewardsResponse(matched=matched)
+
+
+class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
+    """Servicer for the term of leadership that `term` returns.
+
+    `term` raises Unavailable while another gateway leads. Weights have to be in `weights_root`, if there is one.
+    """
+
+    def __init__(self, term: Callable[[], LeadershipTerm], weights_root: Path | None = None) -> None:
+        self._term = term
+        self._weights_root = weights_root
+
+    async def StartUpdate(
+        self, request: weight_pb2.StartUpdateRequest, context: Context
+    ) -> weight_pb2.StartUpdateResponse:
+        _check_start(request)
+        updater = self._term().updater
+        update = await updater.start(request.run_id, request.policy_version)
+        return weight_pb2.StartUpdateResponse(
+            update_id=update.update_id, policy_version=updater.book.version or 0
+        )
+
+    async def UpdateWeights(
+        self, request_iterator: AsyncIterator[weight_pb2.UpdateWeightsRequest], context: Context
+    ) -> weight_pb2.UpdateWeightsResponse:
+        term, update_id, disk = self._term(), "", None
+        async for request in request_iterator:
+            update_id = update_id or request.update_id
+            if request.WhichOneof("source") == "chunk":
+                raise InvalidArgument([Violation("chunk", "is set; the transport of this update is DISK")])
+            if disk is not None:
+                raise InvalidArgument([Violation("disk", "was sent twice; one message names the weights")])
+            disk = request.disk
+        disk = disk or weight_pb2.DiskWeights()
+        check_weight_folder(disk.path, self._weights_root)
+        return weight_pb2.UpdateWeightsResponse(instances=await term.updater.stage(update_id, disk))
+
+    async def FinishUpdate(
+        self, request: weight_pb2.FinishUpdateRequest, context: Context
+    ) -> weight_pb2.FinishUpdateResponse:
+        _check_in_flight(request.in_flight)
+        term = self._term()
+        instances = await term.updater.finish(request.update_id)
+        return weight_pb2.FinishUpdateResponse(
+            policy_version=term.updater.book.version or 0,
+            drafter_version=term.drafter_version.value,
+            instances=instances,
+        )
+
+    async def AbortUpdate(
+        self, request: weight_pb2.AbortUpdateRequest, context: Context
+    ) -> weight_pb2.AbortUpdateResponse:
+        updater = self._term().updater
+        await updater.abort(request.update_id)
+        return weight_pb2.AbortUpdateResponse(policy_version=updater.book.version or 0)
+
+    async def GetVersions(
+        self, request: weight_pb2.GetVersionsRequest, context: Context
+    ) -> weight_pb2.GetVersionsResponse:
+        term = self._term()
+        published, active = term.book.published, term.book.active
+        return weight_pb2.GetVersionsResponse(
+            policy_version=published.version if published else 0,
+            policy_path=published.path if published else "",
+            policy_checksum=published.checksum if published else "",
+            drafter_version=term.drafter_version.value,
+            update_id=active.update_id if active else "",
+            instances=[
+                weight_pb2.InstanceUpdate(
+                    instance_id=member.instance_id,
+                    applied=published is not None and member.version == published.version,
+                    policy_version=member.version,
+                    error=member.reason,
+                )
+                for _, member in sorted(term.fleet.members.items())
+            ],
+        )
+
+
+def _check_in_flight(in_flight: weight_pb2.InFlight) -> None:
+    if in_flight in (weight_pb2.IN_FLIGHT_ABORT, weight_pb2.IN_FLIGHT_CONTINUE):
+        name = weight_pb2.InFlight.Name(in_flight).removeprefix("IN_FLIGHT_")
+        reason = "weights are applied only while no sample is unfinished; use REFUSE"
+        raise Unimplemented("in_flight", f"in_flight: {name} is not served yet: {reason}")
+    if in_flight not in (weight_pb2.IN_FLIGHT_UNSPECIFIED, weight_pb2.IN_FLIGHT_REFUSE):
+        found = f"is {in_flight}; must be REFUSE, ABORT or CONTINUE"
+        raise InvalidArgument([Violation("in_flight", found)])
+
+
+def _check_start(request: weight_pb2.StartUpdateRequest) -> None:
+    if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
+        raise Unimplemented("DRAFTER", "drafters from trainers are not there yet; target POLICY")
+    if request.transport in _TRANSPORTS:
+        name = weight_pb2.WeightTransport.Name(request.transport)
+        raise Unimplemented(name, _TRANSPORTS[request.transport])
+    violations = []
+    if not request.run_id:
+        violations.append(Violation("run_id", "is empty"))
+    if request.target != weight_pb2.WEIGHT_TARGET_POLICY:
+        violations.append(Violation("target", f"is {request.target}; must be POLICY or DRAFTER"))
+    if request.transport != weight_pb2.WEIGHT_TRANSPORT_DISK:
+        violations.append(
+            Violation("transport", f"is {request.transport}; must be DISK, STREAM or COLLECTIVE")
+        )
+    if violations:
+        raise InvalidArgument(violations)
