@@ -3,47 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
-from functools import partial
-from typing import Any
 
 import structlog
 from prometheus_client import REGISTRY
 
-from paceline.internal.v1 import drafter_pb2_grpc as drafter_rpc
-from paceline.internal.v1 import generation_pb2_grpc as rpc
-from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
-from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
+from services.contracts.errors import Unavailable
+from services.generation.build import GenerationProcess, build
 from services.generation.config import GenerationConfig
-from services.generation.draft_models import DraftModels
-from services.generation.draft_service import DraftModelService
-from services.generation.instance import Instance
-from services.generation.knobs import KnobService
-from services.generation.loop import EngineLoop
-from services.generation.metrics import EngineMetrics
-from services.generation.migration.metrics import MigrationMetrics
-from services.generation.migration.migration import Migration
-from services.generation.migration.service import MigrationService
-from services.generation.pregeneration.context import pregenerating
-from services.generation.pregeneration.metrics import PregenerationMetrics
-from services.generation.rollouts.stores import watched_stores
-from services.generation.service import GenerationService
-from services.platform.errors import Unavailable
 from services.platform.heap import keep_freed_memory
-from services.platform.process import Shutdown, run
-from services.platform.registry import Registration, Registry
-from services.platform.server import GrpcServer
-from services.platform.store import OUTAGES, Keys, connect
-from services.platform.tasks import end, is_cancelled
-from services.policy.machine import on_cpu
+from services.platform.process import Shutdown, begun, run
+from services.platform.redis.connection import OUTAGES, connect
+from services.platform.tasks import end, is_cancelled, until_one_ends
+from services.step_time.machine import on_cpu
 
 _log = structlog.get_logger(__name__)
 _HEARTBEAT_SECONDS = 1.0
 # How long the engine's thread may keep the interpreter when another thread wants it. Python's own 5 ms are more
-# than a step of a small model, and a moved sample waits for several such hand-overs while it is frozen.
+# than a step of a small model, and a moved sample waits for several such hand-overs while it is paused.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -52,135 +32,94 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     if on_cpu():
         keep_freed_memory()
-    metrics = EngineMetrics(REGISTRY)
-    loop = EngineLoop(
-        lambda: _build_engine(config),
-        metrics,
-        flush_interval=config.flush_interval_seconds,
-        max_waiting=config.max_waiting,
-    )
-    loop.start()
-    await asyncio.wrap_future(loop.ready)
-    instance = Instance(config, loop, metrics)
-    server = GrpcServer(config, service="generation")
-    rpc.add_GenerationServiceServicer_to_server(GenerationService(instance), server.server)
-    engine = loop.ready.result()
-    knobs = KnobService(config, instance, engine.dtype, engine.device)
-    policy_rpc.add_KnobServiceServicer_to_server(knobs, server.server)
-    draft_models = DraftModels(config, instance, metrics)
-    drafter_rpc.add_DraftModelServiceServicer_to_server(DraftModelService(draft_models), server.server)
-    migration = Migration(config, instance, MigrationMetrics(REGISTRY))
-    migration_rpc.add_MigrationServiceServicer_to_server(MigrationService(migration), server.server)
-    await server.start()
-    instance.address = server.address
-    instance.metrics_address = f"{server.address.rpartition(':')[0]}:{shutdown.metrics_port}"
-    async with connect(config) as store, AsyncExitStack() as stack:
-        keys = Keys(config.namespace)
-        registry = Registry(store, keys)
-        await knobs.recall(store)
-        await draft_models.recall(store, keys)
-        await migration.open(server.address)
-        stack.push_async_callback(migration.close)
-        if config.drafts:
-            looking = watched_stores(config, registry, config.draft_fetch_seconds)
-            stores = await stack.enter_async_context(looking)
-            stack.push_async_callback(instance.fetch_from(stores).close)
-        registration = Registration(store, keys, instance.record())
-        instance.evacuators = partial(_are_there, registry, "reallocator")
-        instance.epoch = await registration.register()
+    async with connect(config) as redis, AsyncExitStack() as stack:
+        # Importing vLLM makes very many objects that stay: to look through them again and again is a fifth of it.
+        gc.disable()
+        process = await build(config, redis, REGISTRY)
+        gc.enable()
+        server, registration = process.server, process.registration
+        await server.start()
+        registration.told = server.set_store
+        await registration.update(
+            address=server.address,
+            metrics_address=f"{server.address.rpartition(':')[0]}:{shutdown.metrics_port}",
+        )
+        await process.knobs.recall(redis)
+        await process.draft_models.recall(redis, config.namespace)
+        await process.migration.open(server.address)
+        stack.push_async_callback(process.migration.close)
+        if process.stores is not None and process.fetcher is not None:
+            stack.push_async_callback(process.stores.close)
+            stack.push_async_callback(end, [asyncio.create_task(process.stores.run())])
+            stack.push_async_callback(process.fetcher.close)
+        await registration.update(**process.instance.status())
+        if not await begun(registration.register(), shutdown):
+            return await _leave(process, 0)
         await server.set_serving(True)
         shutdown.ready(server.address)
         try:
-            if config.drafts and config.pregenerate:
-                ahead = pregenerating(config, instance, stores, registry, PregenerationMetrics(REGISTRY))
-                await stack.enter_async_context(ahead)
-            await _until_over(shutdown, loop, _heartbeat(instance, registration))
+            if process.pregenerator is not None:
+                running = asyncio.create_task(process.pregenerator.run(), name="pregenerate")
+                stack.push_async_callback(end, [running])
+            await _until_over(process, shutdown)
             await server.set_serving(False)
-            await _evacuate(instance, registration)
+            await _evacuate(process)
         finally:
-            await _leave(config, instance, server, registration)
+            await _leave(process, config.shutdown_grace_seconds)
 
 
-async def _until_over(shutdown: Shutdown, loop: EngineLoop, beating: Coroutine[Any, Any, None]) -> None:
+async def _until_over(process: GenerationProcess, shutdown: Shutdown) -> None:
     """Wait until the process should end. Raises what broke the engine, or why this process may not go on."""
-    beats = asyncio.create_task(beating)
-    ends: set[asyncio.Future[Any]] = {
-        asyncio.create_task(shutdown.wait()),
-        beats,
-        # Shielded: what is cancelled below must not be the loop's own future.
-        asyncio.shield(asyncio.wrap_future(loop.broken)),
-    }
-    done, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for other in others:
-        other.cancel()
-    if loop.broken.done():
-        raise RuntimeError("the engine failed") from loop.broken.result()
-    if beats in done:
-        beats.result()
+    broken = process.loop.broken
+    await until_one_ends(
+        [
+            asyncio.create_task(shutdown.wait()),
+            asyncio.create_task(_heartbeat(process)),
+            # Shielded: what is cancelled at the end must not be the loop's own future.
+            asyncio.shield(asyncio.wrap_future(broken)),
+        ]
+    )
+    if broken.done():
+        raise RuntimeError("the engine failed") from broken.result()
 
 
-async def _evacuate(instance: Instance, registration: Registration) -> None:
+async def _evacuate(process: GenerationProcess) -> None:
     """Let the samples be moved away. The instance is alive meanwhile, and says that it is draining."""
-    emptying = asyncio.create_task(instance.evacuate(instance.evacuation_seconds))
+    evacuation = asyncio.create_task(process.instance.evacuate(process.instance.evacuation_seconds))
     # Once begun: the first heartbeat is to say so.
     await asyncio.sleep(0)
-    beats = asyncio.create_task(_heartbeat(instance, registration))
+    heartbeats = asyncio.create_task(_heartbeat(process))
     try:
-        await asyncio.wait((emptying, beats), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((evacuation, heartbeats), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end((emptying, beats))
+        await end((evacuation, heartbeats))
     # Unavailable: the engine broke meanwhile, and has ended the streams itself.
     with suppress(Unavailable, asyncio.CancelledError):
-        emptying.result()
+        evacuation.result()
 
 
-async def _are_there(registry: Registry, service: str) -> bool:
-    try:
-        return bool(await registry.list(service))
-    except OUTAGES:
-        return False
-
-
-async def _leave(
-    config: GenerationConfig, instance: Instance, server: GrpcServer, registration: Registration
-) -> None:
+async def _leave(process: GenerationProcess, grace_seconds: float) -> None:
     """Hand back every sample, leave the fleet, stop."""
-    await server.set_serving(False)
+    await process.server.set_serving(False)
     # Unavailable: the engine is gone, and has ended the streams itself.
     with suppress(Unavailable):
-        await instance.drain()
-        if instance.pregenerator is not None:
-            await instance.pregenerator.stored()
-        await asyncio.wrap_future(instance.loop.stop())
+        await process.instance.drain()
+        if process.pregenerator is not None:
+            await process.pregenerator.stored()
+        await asyncio.wrap_future(process.loop.stop())
     with suppress(*OUTAGES):
-        await registration.deregister()
-    await server.stop(config.shutdown_grace_seconds)
+        await process.registration.deregister()
+    await process.server.stop(grace_seconds)
 
 
-def _build_engine(config: GenerationConfig) -> object:
-    # Read by vLLM's CPU platform when the worker starts.
-    if config.threads_bind is not None:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.threads_bind
-    from services.generation.engine.core import Engine
-    from services.generation.engine.warmup import warm_up
-
-    engine = Engine(config.engine_options())
-    warm_up(engine)
-    return engine
-
-
-async def _heartbeat(instance: Instance, registration: Registration) -> None:
+async def _heartbeat(process: GenerationProcess) -> None:
     """Report state and load. A hung device is not reported alive: the process ends and its samples move on."""
     while not is_cancelled():
-        if instance.hung:
-            _log.error("engine_hung", load=instance.load_values())
+        if process.instance.hung:
+            _log.error("engine_hung", load=process.instance.load_values())
             os._exit(1)
-        await registration.update(
-            state=instance.state,
-            policy_version=instance.loop.policy_version,
-            load=instance.load_values(),
-        )
-        await asyncio.sleep(_HEARTBEAT_SECONDS)
+        await process.registration.update(**process.instance.status())
+        await asyncio.sleep(process.registration.pause(_HEARTBEAT_SECONDS))
 
 
 if __name__ == "__main__":

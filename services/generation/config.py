@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
-from services.platform.config import ServiceConfig
+from services.platform.config.settings import ServiceConfig
 
 _W4_GROUPS = (32, 64, 128, 256)
 
@@ -23,6 +24,8 @@ class GenerationConfig(ServiceConfig):
     """Stable name of the instance; a process that comes back under it gets a new epoch."""
     initial_version: int = Field(default=0, ge=0)
     """Policy version of the weights in `model`."""
+    weights_root: Path | None = None
+    """Folder that the weights of an update must be in, symbolic links followed. Unset: they may be in any."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the model's own."""
     max_num_seqs: int = Field(default=128, ge=1)
@@ -42,7 +45,7 @@ class GenerationConfig(ServiceConfig):
     enable_prefix_caching: bool = True
     """Share the KV of common prefixes, such as a group's prompt."""
     enforce_eager: bool | None = None
-    """No CUDA graphs. Default: eager on CPU only."""
+    """Run without CUDA graphs. Default: on CPU only."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that one instance spans."""
     executor: Literal["local", "ray"] = "local"
@@ -52,30 +55,38 @@ class GenerationConfig(ServiceConfig):
     """auto: Triton kernels on CUDA, if they compile and give the right tokens, and the references elsewhere.
     triton: an instance that cannot use them does not start. reference: never."""
     flush_interval_seconds: float = Field(default=0.05, gt=0)
-    """How often new tokens are reported; a lost instance costs at most what it generated since."""
+    """How often ends of samples are reported, and new tokens of samples whose caller reads along."""
+    checkpoint_tokens: int = Field(default=512, ge=1)
+    """A sample of a batch reports once it has so many new tokens. What a lost instance has not reported is
+    generated again, and is the same."""
+    checkpoint_seconds: float = Field(default=5.0, gt=0, allow_inf_nan=False)
+    """It also reports once its last report is so old. A fifth of this, at most 1 s, lies between two messages."""
     step_timeout_seconds: float = Field(default=300, gt=0)
     """An engine step that takes longer is a hung device: heartbeats stop and the process ends."""
     evacuation_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Time for a reallocator to move the samples away, once the instance is told to stop or to drain; what is left
     then is handed back. Where no reallocator is registered that is done at once."""
     speculation: Literal["off", "fixed", "toggle", "solver", "planner"] = "planner"
-    """off: plain decoding, whatever the knobs say. fixed: verify the best offer of the drafters, up to draft_window
+    """off: plain decoding, whatever the knobs say. fixed: verify the best proposal, up to draft_window
     tokens. toggle: that, in the steps in which it pays by their predicted time. solver: drafts of the length that a
     table has for the batch. planner: as many tokens, over the whole batch, as pay. Knobs can change the mode."""
+    sweep_seconds: float = Field(default=2.0, ge=0, le=600, allow_inf_nan=False)
+    """Time in which the instance measures its own step times before it serves; 0: it learns them as it serves."""
     calibration: Path | None = None
-    """Fit of `paceline calibrate` for the planner. Unset: it starts from a guess and learns from measured steps."""
+    """Sweep saved by `paceline calibrate`, or a folder of them, which takes the place of that measurement where it
+    is of the same device, tensor parallelism, model and dtype."""
     draft_margin: float = Field(default=0.02, ge=0, allow_inf_nan=False)
     """Least gain over plain decoding, as a share, for which the planner verifies drafts."""
-    drafters: tuple[Literal["given", "suffix"], ...] = ("given", "suffix")
-    """Which drafters make offers."""
+    drafters: tuple[Literal["reference", "suffix"], ...] = ("reference", "suffix")
+    """Drafters beside the draft models."""
     pool: str = ""
     """Name of the pool that the instance belongs to; knobs can be set for one."""
-    self_w4: bool = False
-    """Keep a 4-bit twin of the weights, and draft with it where other drafts are worse and its steps pay."""
-    self_w4_group: int = 128
-    """Weights that share a scale in the twin: 32, 64, 128 or 256; must divide the inputs of every linear layer."""
-    self_w4_tokens: int = Field(default=8, ge=1, le=64)
-    """Most tokens that the twin drafts for a sample in one step; so many KV slots are kept ahead of each."""
+    quantized: bool = False
+    """Keep a quantized (4-bit) copy of the weights; it drafts where other drafts are worse and its steps pay."""
+    quantized_group: int = 128
+    """Weights of the copy that share a scale: 32, 64, 128 or 256; must divide the inputs of every linear layer."""
+    quantized_tokens: int = Field(default=8, ge=1, le=64)
+    """Most tokens that the copy drafts for a sample in one step; so many KV slots are kept ahead of each."""
     eagle3: Path | None = None
     """Folder of an EAGLE-3 head for the model, to start with: it drafts where other drafts are worse and its steps
     pay. The one that the drafter service has published takes its place. What it reads of the model is kept with the
@@ -93,9 +104,9 @@ class GenerationConfig(ServiceConfig):
     draft_window: int = Field(default=16, ge=1, le=128)
     """Most draft tokens of a sample in one step."""
     draft_floor: float = Field(default=0.3, ge=0, le=1)
-    """Offers whose first token is less likely to be accepted than this are left out."""
+    """Proposals whose first token is less likely to be accepted than this are left out."""
     survival_floor: float = Field(default=0.1, ge=0, le=1)
-    """Offers are cut where a token is less likely than this to be reached and accepted."""
+    """Proposals are cut where a token is less likely than this to be reached and accepted."""
     drafts: bool = True
     """Look for rollouts of the samples' prompts in the draft store, where there is one."""
     draft_cache_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
@@ -117,7 +128,7 @@ class GenerationConfig(ServiceConfig):
     migration_timeout_seconds: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """Longest time that moving a sample may take, where the caller does not say; then it stays."""
     migration_stall_seconds: float = Field(default=2.0, gt=0, allow_inf_nan=False)
-    """Longest time that a sample is kept from decoding while the rest of its KV is sent, and as long again until
+    """Longest time that a sample is paused while the rest of its KV is sent, and as long again until
     the receiver has it."""
     migration_claim_seconds: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """A moved sample that no gateway claims for so long is given up."""
@@ -125,12 +136,15 @@ class GenerationConfig(ServiceConfig):
     """Samples that leave at once."""
     migration_incoming: int = Field(default=8, ge=1)
     """Samples that come at once."""
+    migration_connections: int = Field(default=64, ge=1)
+    """Connections to the port for KV at once; more than samples that come at once. Of more, the oldest that has not
+    identified itself makes way."""
     migration_chunk_bytes: int = Field(default=8 * 1024 * 1024, ge=1)
     """KV that is packed and sent at a time."""
     threads_bind: str | None = None
     """CPU cores that the CPU engine's threads are bound to, such as 0 or 0-3."""
 
-    @field_validator("self_w4_group")
+    @field_validator("quantized_group")
     @classmethod
     def _known_group(cls, group: int) -> int:
         if group not in _W4_GROUPS:
@@ -138,24 +152,12 @@ class GenerationConfig(ServiceConfig):
         return group
 
     def engine_options(self) -> EngineOptions:
-        """The part that the engine is built from."""
+        """Return the part that the engine is built from."""
+        passed = {each.name for each in fields(EngineOptions)} - {"quantized", "eagle3"}
         return EngineOptions(
-            model=self.model,
-            dtype=self.dtype,
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            block_size=self.block_size,
-            enable_prefix_caching=self.enable_prefix_caching,
-            enforce_eager=self.enforce_eager,
-            tensor_parallel_size=self.tensor_parallel_size,
-            executor=self.executor,
-            sleep_mode=self.sleep_mode,
-            kernels=self.kernels,
-            self_w4=W4Options(self.self_w4_group, self.self_w4_tokens)
-            if self.self_w4 and self.speculation != "off"
+            **self.model_dump(include=passed),
+            quantized=W4Options(self.quantized_group, self.quantized_tokens)
+            if self.quantized and self.speculation != "off"
             else None,
             eagle3=Eagle3Options(str(self.eagle3), self.eagle3_tokens, self.eagle3_catch_up_tokens)
             if self.eagle3 is not None and self.speculation != "off"

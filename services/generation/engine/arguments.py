@@ -1,17 +1,19 @@
-"""What vLLM is asked for, and what the model says of itself.
+"""Build vLLM's options, and read the end-of-sequence tokens of a model.
 
 Imported by `core` only, which sets the environment that vLLM reads first.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, SELF_W4_KEY, EngineOptions
+from services.generation.engine.model_classes import import_model_classes
+from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, QUANTIZED_KEY, EngineOptions
 
 _WORKERS = {
     "cpu": "services.generation.engine.worker.CoupledCPUWorker",
@@ -20,7 +22,7 @@ _WORKERS = {
 
 
 def engine_args(options: EngineOptions) -> EngineArgs:
-    """vLLM's form of our options. ValueError for options that exclude each other."""
+    """Build vLLM's arguments from our options. ValueError for options that exclude each other."""
     on_cpu = current_platform.is_cpu()
     kind = "cpu" if on_cpu else "cuda"
     chosen: dict[str, Any] = {
@@ -30,13 +32,17 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "block_size": options.block_size,
         "speculative_config": options.vllm_speculation,
         "additional_config": _for_workers(options) or None,
-        # vLLM refuses it on CPU, where its worker passes over sleeping.
+        # vLLM refuses it on CPU, where its worker ignores sleeping.
         "enable_sleep_mode": (options.sleep_mode and not on_cpu) or None,
     }
     if options.coupled and options.vllm_speculation is not None:
         raise ValueError("vLLM's own speculation needs vLLM's own runner: coupled=False")
-    if (options.self_w4 is not None or options.eagle3 is not None) and not options.coupled:
-        raise ValueError("self_w4 and eagle3 need the coupled runner")
+    if (options.quantized is not None or options.eagle3 is not None) and not options.coupled:
+        raise ValueError("quantized and eagle3 need the coupled runner")
+    if on_cpu:
+        import_model_classes(options.model)
+        if options.eagle3 is not None:
+            import_model_classes(options.eagle3.checkpoint)
     return EngineArgs(
         model=options.model,
         tokenizer=options.model,
@@ -58,10 +64,10 @@ def engine_args(options: EngineOptions) -> EngineArgs:
 
 
 def _for_workers(options: EngineOptions) -> dict[str, Any]:
-    """What workers are told beyond vLLM's own options."""
+    """Return what workers are told beyond vLLM's own options."""
     found: dict[str, Any] = {}
-    if options.self_w4 is not None:
-        found[SELF_W4_KEY] = asdict(options.self_w4)
+    if options.quantized is not None:
+        found[QUANTIZED_KEY] = asdict(options.quantized)
     if options.eagle3 is not None:
         found[EAGLE3_KEY] = asdict(options.eagle3)
     if options.kernels != "auto":
@@ -78,10 +84,19 @@ def _executor(options: EngineOptions, on_cpu: bool) -> str:
 
 
 def end_tokens(model_config: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of the model, from its generation config or else its config."""
+    """Return the end-of-sequence ids of the model, from its generation config or else its config."""
     declared = model_config.try_get_generation_config().get("eos_token_id")
     if declared is None:
         declared = getattr(model_config.hf_text_config, "eos_token_id", None)
     if declared is None:
         return ()
     return (declared,) if isinstance(declared, int) else tuple(declared)
+
+
+def refuse_early_numba() -> None:
+    """Raise RuntimeError if numba is loaded on CPU.
+
+    vLLM's CPU platform walks all loaded modules while it builds a worker, and fails on llvmlite's proxies.
+    """
+    if current_platform.is_cpu() and "llvmlite.binding" in sys.modules:
+        raise RuntimeError("numba was imported before the engine was built; vLLM 0.32 cannot start after it")

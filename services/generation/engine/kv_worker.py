@@ -1,18 +1,18 @@
-"""What a worker does for migration: it has the port of its rank's KV."""
+"""Worker side of migration: the port of its rank's KV."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from typing import Any
 
-from services.generation.migration.nixl import make_agent
-from services.generation.migration.port import KvPort
-from services.generation.migration.reason import NotMoved
-from services.generation.migration.store import Geometry, KvStore
+from services.generation.kv_transfer.block_store import Geometry, KvStore
+from services.generation.kv_transfer.nixl import make_agent
+from services.generation.kv_transfer.port import KvPort
+from services.generation.kv_transfer.reason import NotMoved
 
 
 class KvWorkerMixin:
-    """Put in front of vLLM's worker. The annotations name what is used of it."""
+    """Mixin for vLLM's worker. The annotations name what it uses of the worker."""
 
     model_runner: Any
     rank: int
@@ -22,7 +22,7 @@ class KvWorkerMixin:
     def open_kv_port(
         self, blocks: int, block_size: int, chunk_bytes: int, senders: int, agent: str
     ) -> Geometry:
-        """Make the port (see `KvPort`), for caches of so many blocks; the geometry of a rank's KV."""
+        """Create the port of this rank (see `KvPort`); returns the geometry of its KV."""
         store = KvStore(self.model_runner.kv_caches, blocks, block_size)
         nixl = make_agent(f"{agent}/{self.rank}") if agent else None
         self._kv_port = KvPort(store, self.rank, chunk_bytes=chunk_bytes, senders=senders, agent=nixl)
@@ -30,13 +30,13 @@ class KvWorkerMixin:
         return store.geometry
 
     def own_kv_port(self) -> KvPort:
-        """The port itself, for an engine in this process."""
+        """Return the port itself, for an engine in this process."""
         return self._kv_port
 
     def call_kv_port(self, method: str, *args: Any) -> Any:
-        """Call a method of the port, from another process: what raises NotMoved there is returned.
+        """Call a method of the port from another process. NotMoved is returned, not raised.
 
-        `send` returns nothing here; `sent` says what became of it, None while it is under way.
+        `send` returns nothing here; `sent` returns its result, or None while it is under way.
         """
         try:
             if method == "send":

@@ -1,6 +1,6 @@
-"""What the sampler tells the engine of each emitted token beside its log-probability.
+"""Marks that the sampler passes to the engine with each emitted token.
 
-It travels where vLLM has the rank of each token, which nobody asks for here. vLLM cuts these, tokens and
+They take the place of vLLM's rank of each token, which Paceline does not use. vLLM cuts marks, tokens and
 log-probabilities alike at a stop token and at the length limit.
 """
 
@@ -15,7 +15,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def pack(drafted: IntArray, reused: IntArray, width: int) -> npt.NDArray[np.int32]:
-    """The marks of n samples with `width` places each, [n * width].
+    """Return the marks of n samples with `width` places each, [n * width].
 
     Args:
         drafted: [n], draft tokens that the step verified.
@@ -27,7 +27,7 @@ def pack(drafted: IntArray, reused: IntArray, width: int) -> npt.NDArray[np.int3
 
 
 def unpack(marks: npt.NDArray[Any]) -> tuple[int, int]:
-    """(drafted, reused) of one sample from the marks of its tokens; (0, 0) without any."""
+    """Return (drafted, reused) of one sample from the marks of its tokens; (0, 0) without any."""
     if not len(marks):
         return 0, 0
     first = int(marks[0])

@@ -1,4 +1,4 @@
-"""What migration has to do with vLLM: samples leave and enter the engine with their KV, between two steps.
+"""Let samples leave and enter vLLM's engine with their KV, between two steps.
 
 A sample that decodes has valid KV for all of its tokens but the last. Leaving: it is taken off the running samples,
 which keeps its blocks and what the worker knows of it, and is put back or ended. Entering: blocks are allocated to
@@ -14,17 +14,18 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
-from services.generation.engine.types import SampleRequest
-from services.generation.migration.engine import Exported, KvSpace, Reserved
-from services.generation.migration.reason import NotMoved, Reason
-from services.generation.migration.store import Geometry, UnsupportedCaches
+from services.generation.engine.kv_types import Exported, KvSpace, Reserved
+from services.generation.engine.types import EngineRequest
+from services.generation.kv_transfer.block_store import Geometry, UnsupportedCaches
+from services.generation.kv_transfer.reason import NotMoved, Reason
 
 
 class EngineMigration:
-    """Samples in transit of one engine. Called by the engine's thread only, as the engine itself."""
+    """Samples of one engine in transit. For the engine thread only."""
 
-    def __init__(self, core: Any, make_request: Callable[[SampleRequest], Request], coupled: bool) -> None:
-        """
+    def __init__(self, core: Any, make_request: Callable[[EngineRequest], Request], coupled: bool) -> None:
+        """Migrate samples of an engine core.
+
         Args:
             core: vLLM's engine core.
             make_request: vLLM's form of a sample, its prefix as output.
@@ -34,24 +35,18 @@ class EngineMigration:
         self._scheduler: Any = core.scheduler
         self._make_request = make_request
         self._coupled = coupled
-        # Requests that have blocks and are unknown to the scheduler, and samples that are frozen.
+        # Requests that have blocks and are unknown to the scheduler, and samples that are paused.
         self._reserved: dict[str, Request] = {}
-        self._frozen: set[str] = set()
+        self._paused: set[str] = set()
         # Called for each reservation that is dropped for the engine's sake; nothing writes to it when it returns.
         self.on_withdrawn: Callable[[str], None] = lambda sample_id: None
 
     # -- the workers --------------------------------------------------------------------------------------
 
-    @property
-    def ranks(self) -> int:
-        """Workers; each has the KV of a part of the heads."""
-        count: int = self._scheduler.vllm_config.parallel_config.tensor_parallel_size
-        return count
-
     def open_ports(self, chunk_bytes: int, senders: int, agent: str = "") -> Geometry:
-        """Make the port of every rank (see `KvPort`); the geometry that they have in common.
+        """Create the port of every rank (see `KvPort`); returns their common geometry.
 
-        With the name of an `agent` KV goes by NIXL.
+        KV travels by NIXL if an `agent` is named.
 
         Raises:
             UnsupportedCaches: the KV of this model cannot be moved.
@@ -69,11 +64,11 @@ class EngineMigration:
         return geometries[0]
 
     def own_port(self) -> Any:
-        """The port of the only rank, which is in this process."""
+        """Return the port of the only rank, which is in this process."""
         return self._core.collective_rpc("own_kv_port")[0]
 
     def call_ports(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every rank's port; the answers by rank.
+        """Call a method of every rank's port; returns the answers by rank.
 
         Raises:
             NotMoved: that of a rank.
@@ -87,11 +82,11 @@ class EngineMigration:
     # -- leaving ------------------------------------------------------------------------------------------
 
     def blocks_of(self, sample_id: str) -> int:
-        """KV blocks that a sample in the engine holds."""
+        """Return the number of KV blocks that a sample holds."""
         return len(self._scheduler.kv_cache_manager.get_block_ids(sample_id)[0])
 
     def export(self, sample_id: str) -> Exported:
-        """The KV that a sample has now. Its whole blocks are not written to any more while it is not preempted.
+        """Return the present KV of a sample. Its full blocks are never written again, unless it is preempted.
 
         Raises:
             NotMoved: it is not decoding.
@@ -103,8 +98,8 @@ class EngineMigration:
             sample_id, request.num_computed_tokens, tuple(blocks[:count]), request.num_preemptions
         )
 
-    def freeze(self, exported: Exported) -> Exported:
-        """Keep a sample out of the coming steps; the KV that it has.
+    def pause(self, exported: Exported) -> Exported:
+        """Keep a sample out of further steps; returns its KV.
 
         Raises:
             NotMoved: it is not decoding, or was preempted since it was exported.
@@ -115,24 +110,24 @@ class EngineMigration:
         request = self._scheduler.requests[exported.sample_id]
         self._scheduler.running.remove(request)
         request.spec_token_ids = []
-        self._frozen.add(exported.sample_id)
+        self._paused.add(exported.sample_id)
         return now
 
-    def thaw(self, sample_id: str) -> None:
-        """Let a frozen sample go on here. One that has ended meanwhile is passed over."""
-        if sample_id in self._frozen:
-            self._frozen.discard(sample_id)
+    def resume(self, sample_id: str) -> None:
+        """Let a paused sample decode again. One that has ended meanwhile is ignored."""
+        if sample_id in self._paused:
+            self._paused.discard(sample_id)
             self._run(self._scheduler.requests[sample_id])
 
     def forget(self, sample_id: str) -> None:
-        """A sample has ended: it is not frozen any more."""
-        self._frozen.discard(sample_id)
+        """Forget that a sample is paused, because it has ended."""
+        self._paused.discard(sample_id)
 
     def _decoding(self, sample_id: str) -> Request:
         request = self._scheduler.requests.get(sample_id)
         if request is None:
             raise NotMoved(Reason.UNKNOWN_SAMPLE, "there is no such sample")
-        if sample_id in self._frozen:
+        if sample_id in self._paused:
             raise NotMoved(Reason.IN_TRANSIT, "the sample is being moved")
         if request.status != RequestStatus.RUNNING:
             reason = Reason.PREEMPTED if request.num_preemptions else Reason.NOT_DECODING
@@ -145,26 +140,26 @@ class EngineMigration:
 
     @property
     def space(self) -> KvSpace:
-        """KV blocks now. Reservations count as used."""
+        """Present KV blocks; reserved ones count as used."""
         pool = self._scheduler.kv_cache_manager.block_pool
         return KvSpace(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1, self._scheduler.block_size)
 
     @property
-    def free_seats(self) -> int:
-        """How many samples could be received now: those that run, wait, are frozen or expected have seats."""
+    def free_capacity(self) -> int:
+        """Number of samples that could be received; running, waiting, paused and expected ones hold seats."""
         scheduler = self._scheduler
         taken = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
-        taken += len(self._frozen) + len(self._reserved)
+        taken += len(self._paused) + len(self._reserved)
         return max(scheduler.max_num_running_reqs - taken, 0)
 
-    def reserve(self, request: SampleRequest, capacity: int) -> Reserved:
-        """Allocate blocks for so many tokens of a sample, prompt and response, whose prefix is its response so far.
+    def reserve(self, request: EngineRequest, capacity: int) -> Reserved:
+        """Allocate blocks for `capacity` tokens of an arriving sample; its prefix is the response so far.
 
         Raises:
             NotMoved: there are not enough, or no seat is free. Then nothing has changed.
         """
-        if not self.free_seats:
-            raise NotMoved(Reason.NO_SEAT, "the engine runs as many samples as it may")
+        if not self.free_capacity:
+            raise NotMoved(Reason.FULL, "the engine runs as many samples as it may")
         manager, size = self._scheduler.kv_cache_manager, self._scheduler.block_size
         sample = self._make_request(request)
         # As for a sample that resumes: more than its prompt may be in the prefix cache.
@@ -188,8 +183,20 @@ class EngineMigration:
         self._reserved[request.sample_id] = sample
         return Reserved(request.sample_id, tuple(manager.get_block_ids(request.sample_id)[0]), shared)
 
+    def adopt(self, sample: Request, request: EngineRequest) -> None:
+        """Prepare to resume a sample from its prefix: vLLM sees a preempted request, whose tokens are output."""
+        if not self._coupled:
+            raise ValueError("a sample with a prefix needs the coupled runner")
+        sample.status = RequestStatus.PREEMPTED
+        # vLLM asserts that a first prefill finds no more than the prompt in the prefix cache. The output of a
+        # resumed sample may be cached as well, if this engine generated it.
+        sample.num_preemptions = 1
+        blocks: tuple[list[int], ...] = tuple([] for _ in self._scheduler.kv_cache_config.kv_cache_groups)
+        args = (request.sample_id, list(request.prompt), list(request.prefix), sample.sampling_params, blocks)
+        self._core.collective_rpc("adopt_sample", args=args)
+
     def enter(self, sample_id: str, new_tokens: list[int]) -> None:
-        """Run a reserved sample, with the response tokens that it got since. All of its KV is in its blocks.
+        """Run a reserved sample whose KV is complete, with the response tokens that it got since.
 
         Raises:
             NotMoved: the reservation was dropped.
@@ -208,19 +215,19 @@ class EngineMigration:
         self._run(sample)
 
     def cancel(self, sample_id: str) -> None:
-        """Free a reservation. Nothing may write to its blocks any more. Unknown ones are passed over."""
+        """Free a reservation, to whose blocks nothing may write any more. Unknown ones are ignored."""
         sample = self._reserved.pop(sample_id, None)
         if sample is not None:
             self._scheduler.kv_cache_manager.free(sample)
 
     def withdraw_all(self) -> None:
-        """Drop every reservation: their blocks must be free before KV is dropped."""
+        """Drop every reservation, because blocks must be free before KV is dropped."""
         for sample_id in list(self._reserved):
             self.on_withdrawn(sample_id)
             self.cancel(sample_id)
 
     def _run(self, sample: Request) -> None:
-        """Put a sample with KV among the running ones; where its seat was taken it is the next that gets one."""
+        """Run a sample that has KV; if its seat was taken, it gets the next one."""
         scheduler = self._scheduler
         if len(scheduler.running) < scheduler.max_num_running_reqs:
             sample.status = RequestStatus.RUNNING

@@ -15,11 +15,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from services.generation.engine.features import Features
+from services.generation.engine.draft_models.features import Features
 from services.generation.engine.marks import pack
-from services.generation.engine.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
-from services.generation.engine.rows import Rows
-from services.generation.engine.sampler import Verified, sample
+from services.generation.engine.sampling.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
+from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.sampling.sampler import Verified, sample
 from services.generation.engine.symbols import FILLER
 
 
@@ -97,7 +97,7 @@ class CoupledRunnerMixin:
         return _sampler_output(rows, verified, logits.device)
 
     def _followed_in(self, batch: Any) -> dict[int, CachedRollout]:
-        """The cached rollouts of the samples in the batch, by index.
+        """Return the cached rollouts of the samples in the batch, by index.
 
         Not of those whose prompt is only partly computed: what is sampled from their rows is thrown away.
         """
@@ -153,5 +153,5 @@ def _sampler_output(rows: Rows, verified: Verified, device: torch.device) -> Sam
 
 
 def coupled(runner_class: type) -> type:
-    """The coupled version of a model runner class."""
+    """Return the coupled version of a model runner class."""
     return type(f"Coupled{runner_class.__name__}", (CoupledRunnerMixin, runner_class), {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
 
 
 class Finish(Enum):
@@ -20,7 +20,7 @@ class Finish(Enum):
 
 
 class Verifier(StrEnum):
-    """How the drafts of a sample are verified. The first two give samples of the policy.
+    """Verification of a sample's drafts. The first two give samples of the policy.
 
     COUPLED: accepted iff equal to the token that the sample's noise picks, so drafts do not change the tokens.
     REJECTION: standard speculative sampling, whose tokens depend on the drafts.
@@ -35,15 +35,15 @@ class Verifier(StrEnum):
 
 KERNELS_KEY = "paceline_kernels"
 """Where vLLM's additional_config has the name of the kernels' backend, if it is not auto."""
-SELF_W4, EAGLE3 = "self_w4", "eagle3"
+QUANTIZED, EAGLE3 = "quantized", "eagle3"
 """Names of the drafters that have a model of their own."""
-SELF_W4_KEY, EAGLE3_KEY = "paceline_self_w4", "paceline_eagle3"
+QUANTIZED_KEY, EAGLE3_KEY = "paceline_quantized", "paceline_eagle3"
 """Where vLLM's additional_config has the fields of `W4Options` and `Eagle3Options`, if the engine has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class W4Options:
-    """The 4-bit twin of the self_w4 drafter: input columns that share a scale, and the most tokens of a draft."""
+    """Quantized self-draft: input columns that share a scale, and the most tokens of a draft."""
 
     group: int = 128
     most_tokens: int = 8
@@ -51,8 +51,11 @@ class W4Options:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Options:
-    """The eagle3 drafter: the folder of its checkpoint (services/drafter/checkpoint.py), the most tokens of a
-    draft, and the most tokens that it reads before one step to catch up with what was decoded without it."""
+    """EAGLE-3 drafter: the folder of its checkpoint (services/contracts/drafter/checkpoint.py) and its limits.
+
+    `most_tokens` of a draft; `catch_up_tokens` that it computes before one step, for samples that decoded without
+    it.
+    """
 
     checkpoint: str
     most_tokens: int = 6
@@ -61,11 +64,11 @@ class Eagle3Options:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What an engine is built from. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
+    """Options of an engine. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
 
     With `sleep_mode` an engine that sleeps moves its weights to host memory; nothing moves on CPU.
     `kernels`: auto, triton or reference (kernels/backend.py), for this process and its workers.
-    `self_w4`: keep a 4-bit twin of the weights that drafts; None: there is none. `eagle3`: likewise a trained head.
+    `quantized`: draft with a quantized copy of the weights; `eagle3`: with a trained head; None: without.
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
     `vllm_speculation`, only with that, is a `speculative_config` of vLLM's.
     """
@@ -86,13 +89,13 @@ class EngineOptions:
     sleep_mode: bool = False
     coupled: bool = True
     kernels: str = "auto"
-    self_w4: W4Options | None = None
+    quantized: W4Options | None = None
     eagle3: Eagle3Options | None = None
     vllm_speculation: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRequest:
+class EngineRequest:
     """One sample to generate. `prefix` holds response tokens that exist already: they count as output.
 
     `given` is a guess of the whole response and `prompt_id` names the prompt: for drafters, not for the engine.
@@ -114,13 +117,13 @@ class SampleRequest:
 
     @property
     def follows(self) -> bool:
-        """Whether the sample begins by taking over its cached rollout."""
+        """True if the sample begins by reusing its cached rollout."""
         return self.verifier is Verifier.LENIENT and bool(self.cached) and not self.prefix
 
 
 @dataclass(slots=True)
 class SampleStep:
-    """What one engine step did for one sample.
+    """Result of one engine step for one sample.
 
     `token_ids` and `logprobs` have the same length: accepted draft tokens and the one after them.
     `drafted` and `accepted` count the draft tokens that this step verified. The first `reused` tokens were taken
@@ -138,8 +141,10 @@ class SampleStep:
 
 
 class Ask(NamedTuple):
-    """A sample to draft for: its tokens so far, prompt included, how many draft tokens are wanted, and how often it
-    was preempted, after which its KV is in other blocks."""
+    """Sample to draft for: its length, prompt included, and the number of draft tokens wanted.
+
+    After another number of `preemptions` its KV is in other blocks.
+    """
 
     sample_id: str
     length: int
@@ -148,7 +153,7 @@ class Ask(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class ModelProposal:
     """Draft tokens of a model drafter, [k], and of each the log-probability that the drafter drew it with, [k]."""
 
     tokens: list[int]
@@ -157,9 +162,9 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What a model drafter drafted, by sample, and how many tokens it read first, to be where the samples are."""
+    """Proposals of a draft model by sample, and the tokens that it computed first, to catch up with the samples."""
 
-    proposals: dict[str, Proposal]
+    proposals: dict[str, ModelProposal]
     caught_up: int = 0
 
 
@@ -173,7 +178,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleState:
+class EngineSampleState:
     """A running sample as a drafter sees it. The lists are the engine's own: read, never keep or change."""
 
     sample_id: str

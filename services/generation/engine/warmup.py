@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from services.contracts.sampling import Sampling
 from services.generation.engine.core import Engine
-from services.generation.engine.types import SampleRequest
-from services.platform.sampling import Sampling
+from services.generation.engine.types import EngineRequest
 
 _PROMPT_TOKENS = 8
 _RESPONSE_TOKENS = 4
@@ -17,7 +17,7 @@ def warm_up(engine: Engine) -> None:
     for batch in (1, 8, 64):
         for i in range(batch):
             prompt = tuple((i + j) % engine.limits.vocab_size for j in range(length))
-            engine.add(SampleRequest(f"warm-up-{batch}-{i}", prompt, (), sampling, i))
+            engine.add(EngineRequest(f"warm-up-{batch}-{i}", prompt, (), sampling, i))
         while engine.has_work:
             for drafts in engine.model_drafts.values():
                 drafts.propose({state.sample_id: 1 for state in engine.decoding()})

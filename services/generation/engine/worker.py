@@ -1,4 +1,4 @@
-"""The workers that vLLM is told to use: its own, with our model runner in them."""
+"""Workers for vLLM: its own, with our model runner in them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from services.generation.engine.attention import use_attention
-from services.generation.engine.eagle3 import Eagle3
-from services.generation.engine.kernel_choice import use_kernels
+from services.generation.engine.attention.backend import use_attention
+from services.generation.engine.attention.kernel_choice import use_kernels
+from services.generation.engine.draft_models.eagle3 import Eagle3
+from services.generation.engine.draft_models.interface import ModelDrafter
+from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
 from services.generation.engine.kv_worker import KvWorkerMixin
-from services.generation.engine.model_drafter import ModelDrafter
 from services.generation.engine.runner import coupled
-from services.generation.engine.self_w4 import SelfW4
 from services.generation.engine.types import (
     EAGLE3,
     EAGLE3_KEY,
     KERNELS_KEY,
-    SELF_W4,
-    SELF_W4_KEY,
+    QUANTIZED,
+    QUANTIZED_KEY,
     Ask,
     Drafted,
     Eagle3Options,
@@ -36,7 +36,7 @@ _AT_ONCE = float("inf")
 
 
 class _CoupledWorkerMixin(KvWorkerMixin):
-    """What our engine asks of a worker beyond vLLM's own interface."""
+    """Methods of a worker beyond vLLM's own interface."""
 
     model_runner: Any
     vllm_config: Any
@@ -44,23 +44,23 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     drafters: dict[str, ModelDrafter]
 
     def use_kernels(self) -> None:
-        """Choose what computes in this process (see `kernel_choice.use_kernels` and `attention.use_attention`)."""
+        """Choose the kernels of this process (see `kernel_choice.use_kernels` and `attention.use_attention`)."""
         config = self.vllm_config
         use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
         use_attention(config.model_config, config.parallel_config, self.device)
 
     def adopt_sample(self, *args: Any) -> None:
-        """Make a sample with prior output known to the runner (see `CoupledRunnerMixin.adopt_sample`)."""
+        """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""
         self.model_runner.adopt_sample(*args)
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, and make the drafters that have their own: before what is left is given to KV."""
+        """Load the model, and create draft models before the remaining memory is given to KV."""
         super().load_model(**kwargs)  # type: ignore[misc]
         told = self.vllm_config.additional_config
         self.drafters = {}
-        # The twin first: it is a copy of the target as it is without features.
-        if SELF_W4_KEY in told:
-            self.drafters[SELF_W4] = SelfW4(self.model_runner, W4Options(**told[SELF_W4_KEY]))
+        # The quantized copy first: it is a copy of the target as it is without features.
+        if QUANTIZED_KEY in told:
+            self.drafters[QUANTIZED] = QuantizedSelfDraft(self.model_runner, W4Options(**told[QUANTIZED_KEY]))
         if EAGLE3_KEY in told:
             with self.among_weights():
                 self.drafters[EAGLE3] = Eagle3(self.model_runner, Eagle3Options(**told[EAGLE3_KEY]))
@@ -69,25 +69,25 @@ class _CoupledWorkerMixin(KvWorkerMixin):
             self.build_drafter(name, _AT_ONCE)
 
     def among_weights(self) -> AbstractContextManager[object]:
-        """What is allocated in it sleeps as the target's weights do."""
+        """Return a context whose allocations sleep with the target's weights."""
         return nullcontext()
 
     def begin_drafter(self, name: str, version: int) -> None:
-        """The target has these weights (see `ModelDrafter.begin`)."""
+        """Prepare a draft model for the target's weights (see `ModelDrafter.begin`)."""
         self.drafters[name].begin(version)
 
     def build_drafter(self, name: str, seconds: float) -> bool:
-        """A slice of getting the drafter ready; whether it is (see `ModelDrafter.build`)."""
+        """Do a slice of that preparation; returns whether it is ready (see `ModelDrafter.build`)."""
         with set_current_vllm_config(self.vllm_config):
             return self.drafters[name].build(seconds)
 
     def forget_drafter(self, name: str, drop: bool) -> None:
-        """The drafter is not for the weights that are to come; with `drop` the device is to be left."""
+        """Let a draft model forget the target's weights, and with `drop` free its memory."""
         drafter = self.drafters[name]
         drafter.drop() if drop else drafter.forget()
 
     def swap_drafter(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give a drafter other weights (see `ModelDrafter.swap`)."""
+        """Replace the weights of a draft model (see `ModelDrafter.swap`)."""
         self.drafters[name].swap(tensors)
 
     def draft_tokens(self, name: str, version: int, asks: Sequence[Ask]) -> Drafted:
@@ -95,12 +95,12 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         return self.drafters[name].propose(version, asks)
 
     def drafter_bytes(self, name: str) -> int:
-        """Memory of a drafter's weights, in bytes."""
+        """Return the memory of a draft model's weights, in bytes."""
         return self.drafters[name].nbytes
 
 
 class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
-    """vLLM's CPU worker. It builds its runner inside `init_device`, so the runner is re-classed after it."""
+    """vLLM's CPU worker. `init_device` builds its runner, so the runner's class is replaced afterwards."""
 
     def init_device(self) -> None:
         """Build the device state and the coupled model runner."""
@@ -110,7 +110,7 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
         self.model_runner.init_coupled()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, with the output head packed anew.
+        """Load weights as vLLM does, and pack the output head again.
 
         A head that is tied to the embedding has no weights of its own to load. vLLM passes it over, and its CPU
         kernel would go on with a packed copy of the old ones.
@@ -132,11 +132,11 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
         return runner
 
     def load_model(self, **kwargs: Any) -> None:
-        """As above; the drafter counts as weights where vLLM works out what is left for KV."""
+        """Load the model as above; draft models count as weights when vLLM sizes the KV cache."""
         super().load_model(**kwargs)
         self.model_runner.model_memory_usage += sum(map(self.drafter_bytes, self.drafters))
 
     def among_weights(self) -> AbstractContextManager[object]:
-        """See above: the pool of vLLM's sleep mode, if that is on."""
+        """Return the memory pool of vLLM's sleep mode, if that is on."""
         context: AbstractContextManager[object] = self._maybe_get_memory_pool_context(tag="weights")
         return context

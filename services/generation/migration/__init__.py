@@ -1,1 +1,1 @@
-"""Live migration of running samples between instances: the sample's KV goes along, nothing is computed again."""
+"""Live migration of running samples between instances, with their KV."""

@@ -1,7 +1,7 @@
-"""The receiver: takes samples in, runs them, and hands them to the gateway that claims them.
+"""Receive migrating samples: reserve room, run them, and hand them to the gateway that claims them.
 
-What decides is in `receiver.py`; here it is done. Everything that changes a migration happens in the engine thread,
-between two steps, so that a commit, a claim and a deadline cannot cross each other.
+`receiver.py` decides, this module acts. Migrations change in the engine thread only, between two steps, so that a
+commit, a claim and a deadline cannot race.
 """
 
 from __future__ import annotations
@@ -14,36 +14,39 @@ from dataclasses import dataclass, field, replace
 import structlog
 from google.rpc import code_pb2
 
-from paceline.internal.v1 import draft_pb2, generation_pb2
+from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import migration_pb2 as pb
-from services.drafts import convert
-from services.drafts.rollout import Rollout
-from services.generation.engine.types import SampleRequest
-from services.generation.items import Terms, check_item
-from services.generation.loop import EngineLoop
+from paceline.times import seconds_of
+from services.contracts import rollout_messages as convert
+from services.contracts.errors import InvalidArgument, ServiceError
+from services.contracts.rollout import Rollout
+from services.contracts.sampling import check_tokens
+from services.generation.config import GenerationConfig
+from services.generation.engine.kv_types import MigrationEngine
+from services.generation.engine.types import EngineRequest
+from services.generation.kv_transfer.reason import NotMoved, Reason
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.samples import RunningSample
+from services.generation.loop.work_items import AdmissionTerms, check_item
+from services.generation.loop.work_stream import WorkStream
 from services.generation.migration import image
-from services.generation.migration.engine import MigrationEngine
 from services.generation.migration.metrics import MigrationMetrics
-from services.generation.migration.reason import NotMoved, Reason
-from services.generation.migration.receiver import Incoming, Ledger, State
-from services.generation.migration.terms import Limits
+from services.generation.migration.receiver import Incoming, ReceiverLedger, ReceiverState
 from services.generation.migration.unclaimed import HANDLE, Unclaimed
 from services.generation.rollouts.origin import Origin
-from services.generation.samples import RunningSample, WorkStream
-from services.platform.errors import InvalidArgument, ServiceError
-from services.platform.sampling import check_tokens
 
 
 @dataclass(slots=True)
 class _Arriving:
-    """A sample that blocks are reserved for."""
+    """Sample for which blocks are reserved."""
 
-    request: SampleRequest
+    request: EngineRequest
     origin: Origin
     rollout: Rollout | None
     migrations: int
     trace_parent: str
-    # Its form in the engine, once its drafters have begun.
+    streamed: bool
+    # The running sample, once its drafters have begun.
     sample: RunningSample | None = None
     stream: Unclaimed = field(default_factory=Unclaimed)
 
@@ -52,47 +55,46 @@ _log = structlog.get_logger(__name__)
 
 
 class Arrivals:
-    """The samples that come to one instance. All methods are called in the engine thread."""
+    """Samples that migrate to one instance. All methods are called in the engine thread."""
 
     def __init__(
         self,
         loop: EngineLoop,
         engine: MigrationEngine,
-        limits: Limits,
+        config: GenerationConfig,
         metrics: MigrationMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loop = loop
         self._engine = engine
-        self._limits = limits
+        self._config = config
         self._metrics = metrics
         self._clock = clock
-        self._ledger = Ledger(limits.incoming)
+        self._ledger = ReceiverLedger(config.migration_incoming)
         self._arriving: dict[str, _Arriving] = {}
         # Committed and not claimed.
         self._waiting: dict[str, tuple[RunningSample, Unclaimed]] = {}
         engine.on_withdrawn = self._withdrawn
 
     def __len__(self) -> int:
-        """Those that are on their way, or wait for their gateway."""
+        """Count the samples on their way, or waiting for their gateway."""
         return len(self._arriving) + len(self._waiting)
 
     @property
     def room(self) -> int:
-        """Samples that could be taken right now."""
-        return 0 if self._ledger.full else self._engine.free_seats
+        """Number of samples that could be taken right now."""
+        return 0 if self._ledger.full else self._engine.free_capacity
 
     def get(self, migration_id: str) -> Incoming | None:
-        """A migration that is known here."""
+        """Return a migration; None if it is unknown."""
         return self._ledger.get(migration_id)
 
     # -- before the commit --------------------------------------------------------------------------------
 
-    def reserve(self, asked: pb.ReserveRequest, terms: Terms, token: bytes) -> int:
-        """Take a sample's reservation; how many of its leading blocks are here already.
+    def reserve(self, asked: pb.ReserveRequest, terms: AdmissionTerms, token: bytes) -> int:
+        """Reserve room for a sample; returns how many of its leading blocks the prefix cache holds.
 
-        Raises:
-            NotMoved: it is refused, and nothing has changed.
+        NotMoved when it is refused; nothing has changed then.
         """
         migration_id, loop = asked.migration_id, self._loop
         if self._ledger.get(migration_id) is not None:
@@ -109,11 +111,12 @@ class Arrivals:
         if not tokens <= capacity <= terms.limits.max_model_len:
             allowed = f"must be in [{tokens}, {terms.limits.max_model_len}]"
             raise NotMoved(Reason.INVALID, f"capacity_tokens: {capacity} is not allowed; {allowed}")
-        # They give way to a real sample.
+        # Background samples make way for a real one.
         loop.end_background()
         reserved = self._engine.reserve(arriving.request, capacity)
         size = self._engine.space.block_size
-        seconds = min(asked.timeout_seconds or self._limits.timeout, 10 * self._limits.timeout)
+        timeout = self._config.migration_timeout_seconds
+        seconds = min(seconds_of(asked.timeout) or timeout, 10 * timeout)
         try:
             args = (migration_id, token, reserved.blocks, reserved.shared_blocks * size, seconds)
             self._engine.call_ports("expect", *args)
@@ -124,15 +127,20 @@ class Arrivals:
         self._arriving[migration_id] = arriving
         return reserved.shared_blocks
 
-    def drafters(self, migration_id: str, states: bytes) -> None:
-        """What the drafters know of a sample is here, ahead of its last KV: let ours begin."""
+    def begin_drafters(self, migration_id: str, states: bytes) -> None:
+        """Let the drafters begin with a sample whose drafter state arrived ahead of its last KV."""
         arriving = self._arriving.get(migration_id)
         if arriving is not None and arriving.sample is None:
             self._begin(arriving, pb.DrafterStates.FromString(states))
 
     def _begin(self, arriving: _Arriving, states: pb.DrafterStates) -> RunningSample:
         sample = RunningSample(
-            HANDLE, arriving.request, arriving.stream, self._loop.now, origin=arriving.origin
+            HANDLE,
+            arriving.request,
+            arriving.stream,
+            self._loop.now,
+            arriving.streamed,
+            origin=arriving.origin,
         )
         if arriving.rollout is not None:
             sample.follow(arriving.rollout)
@@ -143,12 +151,12 @@ class Arrivals:
     # -- commit -------------------------------------------------------------------------------------------
 
     def commit(self, asked: pb.CommitRequest, closed: str = "") -> pb.CommitResponse:
-        """Run a sample whose KV is here. Said twice, it is done once. `closed`: why nothing is taken now, if so."""
+        """Run a sample whose KV has arrived. Idempotent. `closed` says why nothing is taken now, if so."""
         migration_id = asked.migration_id
         incoming = self._ledger.get(migration_id)
         arriving = self._arriving.get(migration_id)
-        if incoming is None or incoming.state is not State.OPEN or arriving is None:
-            return _answer(incoming)
+        if incoming is None or incoming.state is not ReceiverState.OPEN or arriving is None:
+            return image.commit_answer(incoming)
         try:
             if closed:
                 raise NotMoved(Reason.CLOSED, closed)
@@ -157,14 +165,14 @@ class Arrivals:
         except NotMoved as error:
             self.cancel(migration_id, error.reason, error.message)
         except Exception:
-            # Whatever it was, the sample must not be in two places.
+            # Whatever failed, the sample must not run in two places.
             self._loop.release(incoming.sample_id)
             self.cancel(migration_id, Reason.INTERNAL, "the receiver could not take the sample in")
             raise
-        return _answer(self._ledger.get(migration_id))
+        return image.commit_answer(self._ledger.get(migration_id))
 
     def _check(self, asked: pb.CommitRequest, arriving: _Arriving) -> None:
-        """NotMoved unless what is here is what was sent, all of it."""
+        """Raise NotMoved unless everything that was sent has arrived intact."""
         request = arriving.request
         response = [*request.prefix, *asked.new_token_ids]
         if image.tokens_crc(response) != asked.tokens_crc:
@@ -179,7 +187,7 @@ class Arrivals:
     def _run(self, asked: pb.CommitRequest, arriving: _Arriving, incoming: Incoming) -> None:
         migration_id, now = incoming.migration_id, self._clock()
         sample = arriving.sample or self._begin(arriving, asked.drafters)
-        # Nothing is told: the donor waits for this answer, and closes the connections itself.
+        # Without a reason: the donor waits for this answer, and closes the connections itself.
         self._engine.call_ports("drop", migration_id)
         self._engine.enter(incoming.sample_id, list(asked.new_token_ids))
         prefix = (*arriving.request.prefix, *asked.new_token_ids)
@@ -187,19 +195,19 @@ class Arrivals:
         sample.response = list(prefix)
         image.take_counters(sample, asked.counters, self._loop.now)
         sample.acceptance, sample.migrations = asked.acceptance, arriving.migrations + 1
-        sample.resumed = lambda: self._metrics.resumed(self._clock() - now)
+        sample.resumed = lambda: self._metrics.resume_seconds.observe(self._clock() - now)
         sample.entered(arriving.trace_parent)
         self._loop.enter(sample)
-        self._ledger.commit(migration_id, now + self._limits.claim)
+        self._ledger.commit(migration_id, now + self._config.migration_claim_seconds)
         del self._arriving[migration_id]
         self._waiting[migration_id] = (sample, arriving.stream)
-        self._metrics.arrived(State.COMMITTED)
+        self._metrics.arrived(ReceiverState.COMMITTED)
         self._metrics.unclaimed.set(len(self._waiting))
 
     # -- after it -----------------------------------------------------------------------------------------
 
     def claim(self, stream: WorkStream, claim: generation_pb2.Claim) -> None:
-        """Hand a sample to the stream of its gateway."""
+        """Hand a sample to the stream of the gateway that claims it."""
         if claim.handle in stream.samples or claim.handle in stream.parked:
             message = f"{claim.handle} names a sample that is still running"
             stream.refuse(_refused(claim, code_pb2.ALREADY_EXISTS, message, "handle"))
@@ -208,47 +216,48 @@ class Arrivals:
             stream.refuse(_refused(claim, code_pb2.NOT_FOUND, message))
         else:
             _, unclaimed = self._waiting.pop(claim.migration_id)
-            unclaimed.hand_over(stream, claim.handle)
-            self._metrics.arrived(State.CLAIMED)
+            unclaimed.hand_over(stream, claim.handle, self._loop.now)
+            self._metrics.arrived(ReceiverState.CLAIMED)
             self._metrics.unclaimed.set(len(self._waiting))
-            # The caller has waited for what came together.
+            # The gateway has waited for the tokens so far.
             self._loop.flush()
 
     def cancel(
         self, migration_id: str, reason: Reason, message: str = "", *, disown: bool = False
     ) -> Incoming:
-        """Free what is reserved, or end a committed sample that its donor disowns; the migration as it is then."""
+        """Free a reservation, or end a sample that its donor disowns; returns the migration."""
         incoming, ended = self._ledger.cancel(migration_id, reason, message, disown=disown)
         if ended:
             self._end(incoming, reason)
         return incoming
 
     def sweep(self, failures: dict[str, NotMoved]) -> None:
-        """End what is past its deadline, and reservations whose connections have failed."""
+        """End migrations past their deadline, and reservations whose connections have failed."""
         for migration_id, error in failures.items():
             incoming = self._ledger.get(migration_id)
-            if incoming is not None and incoming.state is State.OPEN:
+            if incoming is not None and incoming.state is ReceiverState.OPEN:
                 self.cancel(migration_id, error.reason, error.message)
         for incoming, _ in self._ledger.expire(self._clock()):
             self._end(incoming, Reason.DEADLINE)
 
     def end_unclaimed(self) -> None:
-        """End the samples that no gateway has claimed: new weights are coming, and nobody waits for these."""
+        """End the samples that no gateway has claimed, before new weights are applied."""
         for migration_id in list(self._waiting):
             self.cancel(migration_id, Reason.WITHDRAWN, "the receiver gets new weights", disown=True)
 
     def end_all(self, reason: Reason, message: str) -> None:
-        """Free every reservation. Samples that are committed are left as they are."""
+        """Free every reservation. Committed samples stay."""
         for migration_id in list(self._arriving):
             self.cancel(migration_id, reason, message)
 
     def _end(self, incoming: Incoming, reason: Reason) -> None:
-        """Free what a migration holds that the ledger says is over."""
+        """Free what an ended migration holds."""
         arriving = self._arriving.pop(incoming.migration_id, None)
         if arriving is not None:
             self._engine.call_ports("drop", incoming.migration_id, reason)
             self._engine.cancel(incoming.sample_id)
-            self._forget_drafts(arriving)
+            if arriving.sample is not None:
+                self._loop.drafts.end(arriving.request.sample_id)
         waiting = self._waiting.pop(incoming.migration_id, None)
         if waiting is not None:
             self._loop.abort_samples([waiting[0]])
@@ -259,46 +268,27 @@ class Arrivals:
         )
 
     def _withdrawn(self, sample_id: str) -> None:
-        """The engine drops a reservation: tell the donor, and be sure that nothing writes to its blocks."""
+        """Cancel a reservation that the engine drops, so that nothing writes to its blocks any more."""
         for migration_id, arriving in list(self._arriving.items()):
             if arriving.request.sample_id == sample_id:
                 self.cancel(migration_id, Reason.WITHDRAWN, "the receiver's KV is dropped")
 
-    def _forget_drafts(self, arriving: _Arriving) -> None:
-        if arriving.sample is not None:
-            self._loop.drafts.end(arriving.request.sample_id)
 
-
-def _arriving(asked: pb.ReserveRequest, terms: Terms, loop: EngineLoop) -> _Arriving:
-    """The sample that is asked about. NotMoved when it cannot be taken."""
+def _arriving(asked: pb.ReserveRequest, terms: AdmissionTerms, loop: EngineLoop) -> _Arriving:
+    """Return the sample of a request. NotMoved when it cannot be taken."""
     try:
         request = check_item(asked.item, terms, (), loop.next_sample_id)
         if violations := check_tokens(
             asked.cached_token_ids, terms.limits, "cached_token_ids", allow_empty=True
         ):
             raise InvalidArgument(violations)
-        rollout = _rollout(asked.rollout) if asked.HasField("rollout") else None
+        rollout = convert.from_proto(asked.rollout) if asked.HasField("rollout") else None
     except ServiceError as error:
         raise NotMoved(Reason.INVALID, error.message) from error
     if asked.cached_token_ids:
         request = replace(request, cached=tuple(asked.cached_token_ids))
     origin, trace = Origin.of(asked.item), asked.item.trace_parent
-    return _Arriving(request, origin, rollout, asked.migrations, trace)
-
-
-def _rollout(message: draft_pb2.Rollout) -> Rollout:
-    return convert.from_proto(message)
-
-
-def _answer(incoming: Incoming | None) -> pb.CommitResponse:
-    if incoming is None:
-        unknown = "there is no such reservation"
-        return pb.CommitResponse(
-            state=pb.MIGRATION_STATE_CANCELLED, reason=Reason.WITHDRAWN.value, message=unknown
-        )
-    state: pb.MigrationState = incoming.state.value
-    reason = pb.MOVE_REASON_UNSPECIFIED if incoming.reason is None else incoming.reason.value
-    return pb.CommitResponse(state=state, reason=reason, message=incoming.message)
+    return _Arriving(request, origin, rollout, asked.migrations, trace, asked.item.streamed)
 
 
 def _refused(
@@ -308,5 +298,5 @@ def _refused(
 
 
 def new_token() -> bytes:
-    """What a donor shows on its connections; once."""
+    """Return a token that a donor presents on its connections."""
     return secrets.token_bytes(32)

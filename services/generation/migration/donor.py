@@ -1,9 +1,9 @@
-"""What a donor does next with a sample that it moves. Pure: events in, actions out.
+"""State machine of a move at its donor. Pure: events in, actions out.
 
-The sample is the donor's until the receiver has confirmed it, so whatever fails before that ends with the sample
-decoding on here and with the reservation freed there. When the confirmation does not come, the receiver is asked
-to cancel: its answer decides. When it cannot be asked either, the donor goes on: what the receiver may have is
-nobody's, because only the gateway can claim it and is not told of it, and it is dropped after a while.
+The donor owns the sample until the receiver has confirmed the commit, so any failure before that ends with the
+sample decoding here and the reservation freed there. Without a confirmation the receiver is asked to cancel, and
+its answer decides. If it cannot be reached either, the donor continues: a sample that the receiver may have is
+dropped at its deadline, because only the gateway can claim it and was not told of it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from services.generation.migration.reason import Reason
+from services.generation.kv_transfer.reason import Reason
 
 
 class Stage(Enum):
-    """Where a move is."""
+    """Stage of a move."""
 
     RESERVING = auto()
     # Stage 1: whole blocks are sent while the sample decodes on.
     COPYING = auto()
-    FREEZING = auto()
-    # Stage 2: the rest is sent while it is frozen.
+    PAUSING = auto()
+    # Stage 2: the remaining KV is sent while the sample is paused.
     SENDING = auto()
     COMMITTING = auto()
     # Commit was not answered.
@@ -31,59 +31,59 @@ class Stage(Enum):
 
 
 class Event(Enum):
-    """What has happened. DONE is the success of what the stage does."""
+    """Event of a move. DONE is the success of its stage."""
 
     DONE = auto()
-    # The receiver said no, and has nothing of the sample.
+    # The receiver refused, and has nothing of the sample.
     REFUSED = auto()
-    # It did not work; what the receiver has is not known.
+    # The stage failed; the receiver may or may not have the sample.
     FAILED = auto()
     # The sample has ended here: finished, aborted, or its engine is gone.
     LEFT = auto()
 
 
 class Action(Enum):
-    """What is to be done, in this order."""
+    """Action that the donor takes next; several are taken in order."""
 
     COPY = auto()
-    FREEZE = auto()
+    PAUSE = auto()
     SEND = auto()
     COMMIT = auto()
-    # Ask the receiver to cancel, and hear what it says: DONE if it has the sample, REFUSED if it never will.
+    # Ask the receiver to cancel: DONE if it has the sample, REFUSED if it never will.
     DECIDE = auto()
-    # Let the sample decode on here.
-    THAW = auto()
+    # Let the sample decode here again.
+    RESUME = auto()
     # End the sample here without a Finished, and tell its stream where it is.
     RELEASE = auto()
-    # Tell the receiver, without waiting for it: to free the reservation; to end its sample, even a committed one.
+    # Tell the receiver to free the reservation, or (DISOWN) to end its sample even if it is committed.
     CANCEL = auto()
     DISOWN = auto()
 
 
 class Fate(Enum):
-    """What became of the sample."""
+    """Fate of the sample."""
 
-    # Still with the donor, or ended there.
+    # It is still at the donor, or ended there.
     KEPT = auto()
     MOVED = auto()
 
 
 _FORWARD = {
     Stage.RESERVING: (Stage.COPYING, Action.COPY),
-    Stage.COPYING: (Stage.FREEZING, Action.FREEZE),
-    Stage.FREEZING: (Stage.SENDING, Action.SEND),
+    Stage.COPYING: (Stage.PAUSING, Action.PAUSE),
+    Stage.PAUSING: (Stage.SENDING, Action.SEND),
     Stage.SENDING: (Stage.COMMITTING, Action.COMMIT),
     Stage.COMMITTING: (Stage.RELEASING, Action.RELEASE),
     Stage.DECIDING: (Stage.RELEASING, Action.RELEASE),
 }
-_FROZEN = frozenset({Stage.SENDING, Stage.COMMITTING, Stage.DECIDING, Stage.RELEASING})
+_PAUSED = frozenset({Stage.SENDING, Stage.COMMITTING, Stage.DECIDING, Stage.RELEASING})
 # The receiver may have run the sample already.
 _OFFERED = frozenset({Stage.COMMITTING, Stage.DECIDING, Stage.RELEASING})
 
 
 @dataclass(slots=True)
 class Donor:
-    """One move, from Reserve on. `reason` and `message` say why the sample is kept, once that is so."""
+    """One move, from Reserve on. `reason` and `message` say why the sample was kept."""
 
     stage: Stage = Stage.RESERVING
     fate: Fate = Fate.KEPT
@@ -93,12 +93,12 @@ class Donor:
     refused: bool = field(default=False)
 
     @property
-    def frozen(self) -> bool:
-        """Whether the sample is kept out of the donor's steps."""
-        return self.stage in _FROZEN
+    def paused(self) -> bool:
+        """True while the sample is kept out of engine steps."""
+        return self.stage in _PAUSED
 
     def on(self, event: Event, reason: Reason = Reason.INTERNAL, message: str = "") -> list[Action]:
-        """What to do after an event; nothing any more once the move is over. `reason` is of what went wrong."""
+        """Return the actions after an event; none once the move is over. `reason` says what went wrong."""
         stage = self.stage
         if stage is Stage.OVER:
             return []
@@ -117,13 +117,13 @@ class Donor:
             return [Action.DECIDE]
         self.refused = event is Event.REFUSED and stage is Stage.RESERVING
         self.stage = Stage.OVER
-        # The sample first: it has waited.
-        actions = [Action.THAW] if stage in _FROZEN else []
+        # Resume the sample first, because it is stalled.
+        actions = [Action.RESUME] if stage in _PAUSED else []
         if event is Event.FAILED:
             actions.append(Action.DISOWN if stage in _OFFERED else Action.CANCEL)
         return actions
 
     def _note(self, reason: Reason, message: str) -> None:
-        """Keep the first reason: what follows from it says less."""
+        """Keep the first reason, because later ones are its consequences."""
         if self.reason is None or reason in (Reason.FINISHED, Reason.ABORTED):
             self.reason, self.message = reason, message

@@ -1,23 +1,27 @@
-"""A sample as it travels: everything that makes it go on elsewhere as if nothing had happened. Translation only.
+"""Translate a running sample to messages and back, so that it continues elsewhere as if nothing had happened.
 
-Its noise is a function of seed and position, so there is no generator to carry; its log-probabilities have been
-sent to its caller before it leaves; the suffix index of the receiver is built from its own copy of the rollouts.
+Its noise is a function of seed and position, so no generator state is carried. Its log-probabilities go to the
+gateway with the event that it has moved. The receiver builds its suffix index from its own copy of the rollouts.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
-from paceline.internal.v1 import generation_pb2, migration_pb2
+from paceline.internal.v1 import generation_pb2
+from paceline.internal.v1 import migration_pb2 as pb
+from paceline.times import seconds_of
 from paceline.v1 import sample_pb2
-from services.drafts import convert
+from services.contracts import rollout_messages as convert
+from services.contracts.sampling import Sampling
 from services.generation.engine.types import Verifier
-from services.generation.migration.reason import Reason
-from services.generation.samples import DraftCount, RunningSample
-from services.platform.sampling import Sampling
+from services.generation.kv_transfer.reason import Reason
+from services.generation.loop.samples import RunningSample
+from services.generation.migration.receiver import Incoming
 
 _LEVELS = {
     Verifier.COUPLED: sample_pb2.EXACTNESS_LEVEL_EXACT,
@@ -26,12 +30,10 @@ _LEVELS = {
 }
 
 
-def reserve_request(
-    sample: RunningSample, migration_id: str, policy_version: int
-) -> migration_pb2.ReserveRequest:
-    """What the receiver must know to take a sample; donor, geometry and times are the caller's to add."""
+def reserve_request(sample: RunningSample, migration_id: str, policy_version: int) -> pb.ReserveRequest:
+    """Describe a sample to a receiver; the caller adds donor, geometry, capacity and timeout."""
     rollout = sample.rollout
-    return migration_pb2.ReserveRequest(
+    return pb.ReserveRequest(
         migration_id=migration_id,
         item=item_of(sample, policy_version),
         rollout=None if rollout is None else convert.to_proto(rollout),
@@ -41,7 +43,7 @@ def reserve_request(
 
 
 def item_of(sample: RunningSample, policy_version: int) -> generation_pb2.WorkItem:
-    """The item that a sample would be gone on with; its prefix is its response so far."""
+    """Return the work item that continues a sample; its prefix is the response so far."""
     request, origin = sample.request, sample.origin
     exactness = sample_pb2.Exactness(level=_LEVELS[request.verifier])
     if request.verifier is Verifier.LENIENT:
@@ -53,62 +55,77 @@ def item_of(sample: RunningSample, policy_version: int) -> generation_pb2.WorkIt
         exactness=exactness,
         seed=request.seed,
         policy_version=policy_version,
-        given_draft=request.given,
+        reference_token_ids=request.given,
         prompt_id=request.prompt_id,
         run_id=origin.run_id,
         slot=origin.slot,
         step=origin.step,
         trace_parent=sample.trace.traceparent,
+        streamed=sample.streamed,
     )
 
 
 def sampling_params(sampling: Sampling) -> sample_pb2.SamplingParams:
-    """The message that `services.platform.sampling.resolve` reads as these parameters."""
-    processed = sample_pb2.LOGPROBS_MODE_PROCESSED
-    return sample_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        logprobs_mode=processed if sampling.processed_logprobs else sample_pb2.LOGPROBS_MODE_RAW,
-    )
+    """Return the message that `services.contracts.sampling.resolve` turns into these parameters."""
+    fields = asdict(sampling)
+    del fields["unknown_logprobs_mode"]
+    processed = fields.pop("processed_logprobs")
+    mode = sample_pb2.LOGPROBS_MODE_PROCESSED if processed else sample_pb2.LOGPROBS_MODE_RAW
+    return sample_pb2.SamplingParams(logprobs_mode=mode, **fields)
 
 
 def take_counters(sample: RunningSample, counters: generation_pb2.Finished, now: float) -> None:
-    """Let an arrived sample count on from where it was; `now` is of the loop's clock, in seconds."""
-    sample.started = now - counters.generation_seconds
-    sample.arrived = sample.started - counters.queue_seconds
+    """Continue the counters of an arrived sample; `now` is a time of the loop's clock, in seconds."""
+    sample.started = now - seconds_of(counters.generation_time)
+    sample.arrived = sample.started - seconds_of(counters.queue_time)
     sample.decode_steps, sample.verify_steps = counters.decode_steps, counters.verify_steps
     sample.cached_tokens, sample.reused_prefix = counters.cached_tokens, counters.reused_prefix
-    sample.drafts = {
-        source.drafter: DraftCount(source.drafted, source.accepted) for source in counters.draft_sources
-    }
+    sample.drafts = {source.drafter: source for source in counters.draft_sources}
 
 
-def drafter_states(states: Mapping[str, bytes]) -> migration_pb2.DrafterStates:
-    """What drafters know of a sample, by their names."""
-    return migration_pb2.DrafterStates(
-        states=[migration_pb2.DrafterState(drafter=name, state=state) for name, state in states.items()]
+def drafter_states(states: Mapping[str, bytes]) -> pb.DrafterStates:
+    """Wrap the state of a sample's drafters, by drafter name."""
+    return pb.DrafterStates(
+        states=[pb.DrafterState(drafter=name, state=state) for name, state in states.items()]
     )
 
 
-def carried(message: migration_pb2.DrafterStates) -> dict[str, bytes]:
-    """Reads `drafter_states`."""
+def carried(message: pb.DrafterStates) -> dict[str, bytes]:
+    """Read `drafter_states`."""
     return {each.drafter: each.state for each in message.states}
 
 
 def tokens_crc(tokens: Sequence[int]) -> int:
-    """CRC-32 of a response, as the protocol has it."""
+    """Return the CRC-32 of a response, as the protocol defines it."""
     return zlib.crc32(np.asarray(tokens, "<u4").tobytes())
 
 
-def refusal(reason: Reason, message: str) -> migration_pb2.Refusal:
-    """Why a sample is not taken."""
-    return migration_pb2.Refusal(reason=reason.value, message=message)
+def migration(incoming: Incoming, receiver_id: str) -> pb.Migration:
+    """Return the report of an arrival."""
+    return pb.Migration(
+        migration_id=incoming.migration_id,
+        state=incoming.state.value,
+        reason=reason_value(incoming.reason),
+        message=incoming.message,
+        key=incoming.sample_id,
+        receiver_id=receiver_id,
+    )
+
+
+def commit_answer(incoming: Incoming | None) -> pb.CommitResponse:
+    """Return the answer to a commit, given the migration as it is then; None for an unknown one."""
+    if incoming is None:
+        return pb.CommitResponse(
+            state=pb.MIGRATION_STATE_CANCELLED,
+            reason=Reason.WITHDRAWN.value,
+            message="there is no such reservation",
+        )
+    return pb.CommitResponse(
+        state=incoming.state.value, reason=reason_value(incoming.reason), message=incoming.message
+    )
+
+
+def reason_value(reason: Reason | None) -> pb.MoveReason:
+    """Return the protocol's value of a reason; UNSPECIFIED for None."""
+    value: pb.MoveReason = pb.MOVE_REASON_UNSPECIFIED if reason is None else reason.value
+    return value

@@ -1,68 +1,41 @@
-"""The ports of an instance's ranks, as its event loop and its engine thread use them."""
+"""Ports of an instance's ranks, as the event loop uses them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from services.generation.loop import EngineLoop
-from services.generation.migration.engine import MigrationEngine
-from services.generation.migration.outgoing import Part, Sent
-from services.generation.migration.port import KvPort
-from services.generation.migration.reason import NotMoved
+from services.generation.engine.kv_types import MigrationEngine
+from services.generation.kv_transfer.outgoing import KvPart, KvSent
+from services.generation.kv_transfer.port import KvPort
+from services.generation.kv_transfer.reason import NotMoved
+from services.generation.loop.engine_loop import EngineLoop
 
 _POLL_SECONDS = 0.002
 
 
-class Ports(Protocol):
-    """What is waited for. All else is called through the engine, by its thread (`MigrationEngine.call_ports`)."""
+class Ports:
+    """Ports of all ranks.
 
-    async def send(
-        self, migration_id: str, addresses: Sequence[str], token: bytes, seconds: float, part: Part
-    ) -> list[Sent]:
-        """Have every rank send its part to its peer; by rank, what has arrived. NotMoved when one fails."""
+    The port of an only rank is in this process and called at once. Those of several ranks are in processes of their
+    own, and called by the engine thread between two steps.
+    """
 
-    async def failures(self) -> dict[str, NotMoved]:
-        """The samples that are expected here and whose connection is over, on any rank."""
-
-    async def end(self, migration_id: str) -> None:
-        """Close the connections of a sample that was sent."""
-
-
-class LocalPort:
-    """The port of the one rank, which is in this process: nobody has to wait for a step of the engine."""
-
-    def __init__(self, port: KvPort) -> None:
-        self._port = port
-
-    async def send(
-        self, migration_id: str, addresses: Sequence[str], token: bytes, seconds: float, part: Part
-    ) -> list[Sent]:
-        """See `Ports`."""
-        return [await asyncio.wrap_future(self._port.send(migration_id, addresses, token, seconds, part))]
-
-    async def failures(self) -> dict[str, NotMoved]:
-        """See `Ports`."""
-        return self._port.failures()
-
-    async def end(self, migration_id: str) -> None:
-        """See `Ports`."""
-        self._port.end(migration_id)
-
-
-class RankPorts:
-    """The ports of ranks in processes of their own: they are asked between two steps."""
-
-    def __init__(self, loop: EngineLoop, engine: MigrationEngine) -> None:
+    def __init__(self, loop: EngineLoop, engine: MigrationEngine, local: KvPort | None) -> None:
+        """Use `local` as the port of the only rank; None with several ranks."""
         self._loop = loop
         self._engine = engine
+        self._local = local
 
     async def send(
-        self, migration_id: str, addresses: Sequence[str], token: bytes, seconds: float, part: Part
-    ) -> list[Sent]:
-        """See `Ports`."""
+        self, migration_id: str, addresses: Sequence[str], token: bytes, seconds: float, part: KvPart
+    ) -> list[KvSent]:
+        """Have every rank send its part to its peer; returns what has arrived, by rank. NotMoved when one fails."""
+        if self._local is not None:
+            sending = self._local.send(migration_id, addresses, token, seconds, part)
+            return [await asyncio.wrap_future(sending)]
         await self._call("send", migration_id, tuple(addresses), token, seconds, part)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -73,12 +46,17 @@ class RankPorts:
         raise TimeoutError(f"the ranks had not sent their KV after {seconds:.1f} s")
 
     async def failures(self) -> dict[str, NotMoved]:
-        """See `Ports`."""
+        """Return the expected samples whose connection has failed on any rank, by migration id."""
+        if self._local is not None:
+            return self._local.failures()
         return {name: error for rank in await self._call("failures") for name, error in rank.items()}
 
     async def end(self, migration_id: str) -> None:
-        """See `Ports`."""
-        await self._call("end", migration_id)
+        """Close the connections of a sample that was sent."""
+        if self._local is not None:
+            self._local.end(migration_id)
+        else:
+            await self._call("end", migration_id)
 
     async def _call(self, method: str, *args: object) -> list[Any]:
-        return await asyncio.wrap_future(self._loop.call(lambda: self._engine.call_ports(method, *args)))
+        return await self._loop.execute(lambda: self._engine.call_ports(method, *args))

@@ -1,17 +1,18 @@
-"""The stream of a sample that has arrived and that no caller has claimed yet."""
+"""Stand-in for the stream of a sample that has arrived and that no gateway has claimed yet."""
 
 from __future__ import annotations
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2
-from services.generation.samples import RunningSample, WorkStream
+from services.generation.loop.samples import RunningSample
+from services.generation.loop.work_stream import WorkStream
 
-# The sample is alone on its stream.
+# Handle of the only sample on such a stream.
 HANDLE = 0
 
 
 class Unclaimed:
-    """Keeps what becomes of the sample, until it is handed over. Used by the engine thread only."""
+    """Stream that keeps the events of its sample until it is handed over. For the engine thread only."""
 
     background = False
 
@@ -21,24 +22,33 @@ class Unclaimed:
         self._finished: pb.Finished | None = None
         self._refused: pb.Refused | None = None
 
+    def add(self, sample: RunningSample, now: float) -> None:
+        """Take in the sample."""
+        self.samples[sample.handle] = sample
+
+    def reached(self, sample: RunningSample) -> None:
+        """Do nothing: tokens stay with the sample."""
+
     def finish(self, sample: RunningSample, event: pb.Finished) -> None:
-        """It has ended before it was claimed."""
+        """Keep the end of the sample."""
         self._ended, self._finished = sample, event
         self.samples.clear()
 
     def refuse(self, event: pb.Refused) -> None:
-        """It could not go on."""
+        """Keep the refusal of the sample."""
         self._refused = event
         self.samples.clear()
 
-    def flush(self, load: fleet_pb2.InstanceLoad, policy_version: int) -> None:
-        """Nothing: its tokens stay with it."""
+    def flush(
+        self, load: fleet_pb2.InstanceLoad, policy_version: int, now: float, *, everything: bool = False
+    ) -> None:
+        """Do nothing: tokens stay with the sample."""
 
     def put(self, event: Exception | None) -> None:
-        """Nothing: who would claim it finds the engine gone."""
+        """Do nothing: a gateway that claims the sample finds the engine gone."""
 
-    def hand_over(self, stream: WorkStream, handle: int) -> None:
-        """Make the sample a stream's. Its tokens so far, and its end if it has one, go out with the next flush."""
+    def hand_over(self, stream: WorkStream, handle: int, now: float) -> None:
+        """Give the sample to a gateway's stream; its tokens, and its end if any, go out with the next flush."""
         if self._refused is not None:
             self._refused.handle = handle
             stream.refuse(self._refused)
@@ -47,5 +57,4 @@ class Unclaimed:
             stream.finish(self._ended, self._finished)
         else:
             for sample in self.samples.values():
-                sample.handle, sample.stream = handle, stream
-                stream.samples[handle] = sample
+                stream.take_over(sample, handle, now)

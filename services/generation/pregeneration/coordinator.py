@@ -1,4 +1,4 @@
-"""The coordinator of pre-generation as an instance sees it."""
+"""Connection of an instance to the coordinator of bubbles."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import structlog
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
-from services.platform.channel import open_channel
-from services.platform.config import ServiceConfig
-from services.platform.registry import Registry
-from services.platform.store import OUTAGES
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.channel import open_channel
+from services.platform.redis.connection import OUTAGES
+from services.platform.redis.registry import Registry
 
 _log = structlog.get_logger(__name__)
 
@@ -19,11 +19,11 @@ SERVICE = "bubbles"
 
 
 class CoordinatorGone(Exception):
-    """There is none, or it does not answer; the message says which."""
+    """No coordinator is registered, or it does not answer; the message says which."""
 
 
-class Coordinator:
-    """A connection to whoever is registered as coordinator. Dropped at a failure, and found anew."""
+class CoordinatorConnection:
+    """Connection to the registered coordinator; dropped at a failure, and found anew."""
 
     def __init__(self, config: ServiceConfig, registry: Registry) -> None:
         self._config = config
@@ -31,10 +31,10 @@ class Coordinator:
         self._channel: grpc.aio.Channel | None = None
 
     async def find(self) -> None:
-        """Connect, unless connected: to the coordinator that registered last.
+        """Connect to the coordinator that registered last, unless connected.
 
         Raises:
-            CoordinatorGone: none is registered, or who is cannot be known.
+            CoordinatorGone: none is registered, or the registry cannot be read.
         """
         if self._channel is not None:
             return
@@ -52,7 +52,7 @@ class Coordinator:
         _log.info("coordinator_found", coordinator=record.instance_id, address=record.address)
 
     async def poll(self, request: pb.PollWorkRequest, seconds: float) -> pb.PollWorkResponse:
-        """One poll of the coordinator found; waits at most `seconds`.
+        """Poll the coordinator that was found; waits at most `seconds`.
 
         Raises:
             CoordinatorGone: it did not answer, or with an error.

@@ -1,4 +1,4 @@
-"""The stream that background samples belong to: what the engine thread tells the event loop about them."""
+"""The stream of background samples: reports of the engine thread to the event loop."""
 
 from __future__ import annotations
 
@@ -8,35 +8,18 @@ from dataclasses import dataclass, field
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2, sample_pb2
-from services.generation.background import Background
-from services.generation.samples import RunningSample
+from services.generation.loop.sample_table import SampleTable
+from services.generation.loop.samples import RunningSample
 
 POLL_STEPS = 50
 """Engine steps between two reports, until the coordinator says otherwise."""
 
-_BY_ITSELF = {sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH}
+_FINISHED = {sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH}
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
-    """New tokens of a sample and their log-probabilities."""
-
-    handle: int
-    tokens: list[int]
-    logprobs: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A sample is over: by itself, or because it was ended or could not go on."""
-
-    handle: int
-    finished: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Whether the engine may take background samples, whether real ones are in it, and its policy version."""
+class EngineAvailability:
+    """State of the engine: free for background samples, serving real ones, and its policy version."""
 
     free: bool = False
     serving: bool = False
@@ -44,78 +27,115 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What has happened since the last one. `due`: as many engine steps as lie between two polls."""
+class PollSituation:
+    """The instance as the poller sees it.
 
-    standing: Standing
+    `running` tasks are being generated; `news`: one has ended that the coordinator does not know of; `due`: it is
+    time to report.
+    """
+
+    engine: EngineAvailability
+    running: int
+    news: bool
     due: bool
-    grown: list[Grown] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
+
+    @property
+    def calls_for_poll(self) -> bool:
+        """True if there is something to report, or more that could be done.
+
+        Beside real work no task is asked for, but tasks that it interrupted are given back for others to go on.
+        """
+        return self.news or (self.engine.free and (self.due or not self.running))
+
+    def room(self, seats: int, reserved: int) -> int:
+        """Return how many tasks could start now, of `seats` samples at once; `reserved` are for real ones."""
+        return max(0, seats - reserved - self.running) if self.engine.free else 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundReport:
+    """Events since the last report.
+
+    `due`: as many engine steps have passed as lie between two polls. `ended` holds (handle, finished) of samples
+    that are over; finished is False when a sample was ended or could not go on.
+    """
+
+    engine: EngineAvailability
+    due: bool
+    deltas: list[pb.Delta] = field(default_factory=list)
+    ended: list[tuple[int, bool]] = field(default_factory=list)
 
 
 class BackgroundStream:
-    """Collects what background samples give. A report goes out when `poll_steps` engine steps have passed, when
-    a sample has ended, and when the engine becomes free, is needed or has other weights; None at the end.
+    """Collects the tokens of background samples.
 
-    Filled by the engine thread, emptied by the event loop.
+    Sends a report when `poll_steps` engine steps have passed, when a sample has ended, and when the engine becomes
+    free, is needed or has other weights; None at the end. Filled by the engine thread, emptied by the event loop.
     """
 
     background = True
 
     def __init__(
-        self, events: asyncio.AbstractEventLoop, background: Background, is_open: Callable[[], bool]
+        self, events: asyncio.AbstractEventLoop, table: SampleTable, is_open: Callable[[], bool]
     ) -> None:
-        """`is_open` says whether the instance takes work at all; asked in the engine thread."""
-        self.outbox: asyncio.Queue[Report | None] = asyncio.Queue()
+        """`is_open` returns True if the instance takes work at all; called in the engine thread."""
+        self.outbox: asyncio.Queue[BackgroundReport | None] = asyncio.Queue()
         self.samples: dict[int, RunningSample] = {}
         self.poll_steps = POLL_STEPS
         self._events = events
-        self._background = background
+        self._table = table
         self._is_open = is_open
-        self._standing = Standing()
+        self._engine = EngineAvailability()
         self._reported_at = 0
-        self._grown: list[Grown] = []
-        self._ended: list[Ended] = []
+        self._deltas: list[pb.Delta] = []
+        self._ended: list[tuple[int, bool]] = []
+
+    def add(self, sample: RunningSample, now: float) -> None:
+        """Take in a sample that has entered the engine."""
+        self.samples[sample.handle] = sample
+
+    def reached(self, sample: RunningSample) -> None:
+        """Do nothing: background samples report after a number of engine steps."""
 
     def finish(self, sample: RunningSample, event: pb.Finished) -> None:
-        """Keep the last tokens of a sample, and that it has ended."""
+        """Keep the last tokens of a sample that has ended."""
         self._grow(sample)
-        self._ended.append(Ended(sample.handle, event.finish_reason in _BY_ITSELF))
+        self._ended.append((sample.handle, event.finish_reason in _FINISHED))
         self.samples.pop(sample.handle, None)
 
     def refuse(self, event: pb.Refused) -> None:
-        """A sample cannot go on."""
-        self._ended.append(Ended(event.handle, finished=False))
+        """Note that a sample cannot go on."""
+        self._ended.append((event.handle, False))
 
-    def flush(self, load: fleet_pb2.InstanceLoad, policy_version: int) -> None:
-        """Report, if there is something to say."""
+    def flush(
+        self, load: fleet_pb2.InstanceLoad, policy_version: int, now: float, *, everything: bool = False
+    ) -> None:
+        """Send a report, if there is something to say."""
         real = load.running + load.waiting
-        free = self._is_open() and self._background.allowed(real)
-        standing = Standing(free, real > 0, policy_version)
-        due = bool(self.samples) and self._background.steps - self._reported_at >= self.poll_steps
-        if not (due or self._ended or standing != self._standing):
-            return
-        for sample in self.samples.values():
-            self._grow(sample)
-        self._send(Report(standing, due, self._grown, self._ended))
-        self._standing = standing
-        self._grown, self._ended = [], []
-        self._reported_at = self._background.steps
+        free = self._is_open() and self._table.allows_background(real)
+        engine = EngineAvailability(free, real > 0, policy_version)
+        due = bool(self.samples) and self._table.background_steps - self._reported_at >= self.poll_steps
+        if due or self._ended or engine != self._engine:
+            self._report(engine, due)
+            self._engine = engine
+            self._reported_at = self._table.background_steps
 
     def put(self, event: Exception | None) -> None:
-        """The engine has ended, whatever with; what is left of the samples is what they have."""
-        for sample in self.samples.values():
-            self._grow(sample)
-        self._ended += [Ended(handle, finished=False) for handle in self.samples]
+        """End the stream with the engine: the samples keep the tokens that they have."""
+        self._ended += [(handle, False) for handle in self.samples]
+        self._report(EngineAvailability(), False)
         self.samples.clear()
-        self._send(Report(Standing(), False, self._grown, self._ended))
-        self._grown, self._ended = [], []
         self._send(None)
 
-    def _grow(self, sample: RunningSample) -> None:
-        if sample.tokens:
-            self._grown.append(Grown(sample.handle, sample.tokens, sample.logprobs))
-            sample.tokens, sample.logprobs = [], []
+    def _report(self, engine: EngineAvailability, due: bool) -> None:
+        for sample in self.samples.values():
+            self._grow(sample)
+        self._send(BackgroundReport(engine, due, self._deltas, self._ended))
+        self._deltas, self._ended = [], []
 
-    def _send(self, event: Report | None) -> None:
+    def _grow(self, sample: RunningSample) -> None:
+        if delta := sample.take_delta():
+            self._deltas.append(delta)
+
+    def _send(self, event: BackgroundReport | None) -> None:
         self._events.call_soon_threadsafe(self.outbox.put_nowait, event)

@@ -1,4 +1,4 @@
-"""The rollouts that an instance has at hand. Pure: no clock, no I/O."""
+"""Cache of rollouts on an instance. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.drafts.rollout import Kind, Rollout
+from services.contracts.rollout import Rollout, RolloutKind
+from services.generation.rollouts.diversity import reuse_allowed
 from services.generation.rollouts.origin import Origin, PromptKey
 
 ROLLOUT_OVERHEAD = 512
@@ -17,10 +18,10 @@ PROMPT_OVERHEAD = 512
 """Bytes charged for a prompt, rollouts or not."""
 
 Shards = Mapping[PromptKey, tuple[int | None, Sequence[Rollout]]]
-"""What the store has of some prompts: for each, the step that it was asked for, and all rollouts. None instead of
-the step: there may be more, which did not arrive."""
+"""Rollouts of some prompts from the store: for each prompt, the step that they were fetched for, and all rollouts.
+None instead of the step: there may be more, which did not arrive."""
 
-_Name = tuple[int, Kind, int | None]
+_Name = tuple[int, RolloutKind, int | None]
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class _Prompt:
 class DraftCache:
     """Rollouts by prompt, bounded in bytes; the prompt that was used least recently goes first.
 
-    Belongs to the engine thread. `fetched_for` may be asked from another: it only looks.
+    Belongs to the engine thread. `fetched_for` may be called from another: it only reads.
     """
 
     def __init__(self, vocab_size: int, budget_bytes: int) -> None:
@@ -46,29 +47,28 @@ class DraftCache:
         self.nbytes = 0
 
     def __len__(self) -> int:
-        """Prompts that are known."""
+        """Return the number of prompts."""
         return len(self._prompts)
 
     def fetched_for(self, prompt: PromptKey) -> int | None:
-        """The step for which the rollouts of a prompt were last fetched; None when they are not here."""
+        """Return the step for which the rollouts of a prompt were last fetched; None when they are not here."""
         known = self._prompts.get(prompt)
         return None if known is None else known.fetched_for
 
     def add(self, rollouts: Iterable[Rollout]) -> list[Rollout]:
-        """Take rollouts in; the ones that bring new tokens.
+        """Take rollouts in; returns those that bring new tokens.
 
-        History takes the place of the same version's, a pre-generated rollout that of an earlier step or of a
-        shorter one. What is not sound is left out.
+        History replaces that of the same version, a pre-generated rollout one of an earlier step or a shorter one.
+        Unsound rollouts are left out.
         """
         taken = [rollout for rollout in rollouts if self._is_sound(rollout) and self._add(rollout)]
         self._shrink()
         return taken
 
     def add_shards(self, shards: Shards) -> list[Rollout]:
-        """Take in all that the store has of some prompts.
+        """Take in the store's rollouts of some prompts; returns the sound ones, new here or not.
 
-        What is not among them and of no use any more is forgotten, if they are all: history, and what was
-        pre-generated for an earlier step. Returns all that is sound, new here or not.
+        Where they are complete, other history, and rollouts pre-generated for an earlier step, are forgotten.
         """
         sound: list[Rollout] = []
         for key, (step, rollouts) in shards.items():
@@ -83,16 +83,16 @@ class DraftCache:
         return sound
 
     def same_seed(self, origin: Origin, seed: int) -> Rollout | None:
-        """The longest rollout that was made with a sample's own noise; of equal ones the newest."""
+        """Return the longest rollout that was made with a sample's own noise; of equal ones the newest."""
         found = [each for each in self.all(origin.prompt) if each.seed == seed and each.slot == origin.slot]
         return max(found, key=lambda rollout: (len(rollout.tokens), rollout.version), default=None)
 
     def of_slot(self, origin: Origin, delay: int = 0) -> Rollout | None:
-        """The history of a sample's slot: the newest version, or the `delay`-th before it; None: not that many."""
+        """Return the newest history of a sample's slot, or the `delay`-th version before it, if there is one."""
         return _older([each for each in self.all(origin.prompt) if each.slot == origin.slot], delay)
 
     def group(self, origin: Origin, delay: int = 0) -> list[Rollout]:
-        """`of_slot` for every slot of a sample's group."""
+        """Return `of_slot` for every slot of a sample's group."""
         slots: dict[int, list[Rollout]] = {}
         for rollout in self.all(origin.prompt):
             slots.setdefault(rollout.slot, []).append(rollout)
@@ -100,7 +100,7 @@ class DraftCache:
         return [rollout for rollout in found if rollout is not None]
 
     def all(self, prompt: PromptKey | None) -> list[Rollout]:
-        """Every rollout of a prompt."""
+        """Return every rollout of a prompt."""
         known = None if prompt is None else self._prompts.get(prompt)
         if prompt is None or known is None:
             return []
@@ -113,9 +113,9 @@ class DraftCache:
         return bool(named and whole and int(rollout.tokens.max()) < self._vocab_size)
 
     def _forget_others(self, prompt: _Prompt, names: set[_Name], step: int) -> None:
-        """The store has these for a step, and no others."""
+        """Forget rollouts that the store does not have for a step."""
         for name, rollout in list(prompt.rollouts.items()):
-            if name not in names and (rollout.kind is Kind.HISTORY or rollout.step < step):
+            if name not in names and (rollout.kind is RolloutKind.HISTORY or rollout.step < step):
                 self._drop(prompt, name)
         prompt.fetched_for = step
 
@@ -124,7 +124,7 @@ class DraftCache:
         name = _name(rollout)
         known = prompt.rollouts.get(name)
         if known is not None:
-            if rollout.kind is Kind.PREGENERATED and _rank(known) >= _rank(rollout):
+            if rollout.kind is RolloutKind.PREGENERATED and _rank(known) >= _rank(rollout):
                 return False
             self._drop(prompt, name)
         prompt.rollouts[name] = rollout
@@ -151,15 +151,50 @@ class DraftCache:
 
 
 def _name(rollout: Rollout) -> _Name:
-    return (rollout.slot, rollout.kind, rollout.version if rollout.kind is Kind.HISTORY else None)
+    return (rollout.slot, rollout.kind, rollout.version if rollout.kind is RolloutKind.HISTORY else None)
 
 
 def _rank(rollout: Rollout) -> tuple[int, int, int]:
-    """A later step is of more use, then a longer text, then a newer policy."""
+    """Return the sort key of usefulness: a later step, then more tokens, then a newer policy."""
     return (rollout.step, len(rollout.tokens), rollout.version)
 
 
 def _older(rollouts: Sequence[Rollout], delay: int) -> Rollout | None:
-    history = [rollout for rollout in rollouts if rollout.kind is Kind.HISTORY]
+    history = [rollout for rollout in rollouts if rollout.kind is RolloutKind.HISTORY]
     history.sort(key=lambda rollout: rollout.version, reverse=True)
     return history[delay] if delay < len(history) else None
+
+
+def reusable(
+    cache: DraftCache, origin: Origin, seed: int, delay: int = 0, diversity_floor: float | None = None
+) -> Rollout | None:
+    """Return the rollout that a sample may take over, if there is one.
+
+    Args:
+        cache: searched for the slot's history; pre-generated rollouts are not samples of any step.
+        origin: of the sample.
+        seed: of the sample; it decides who reuses in a group that has become too much alike.
+        delay: how many newer versions of the slot's history are passed over.
+        diversity_floor: least share of distinct n-grams in the group's cached rollouts; None: any.
+    """
+    rollout = cache.of_slot(origin, delay)
+    if rollout is None or not has_logprobs(rollout):
+        return None
+    if diversity_floor is not None:
+        group = [each.tokens.tolist() for each in cache.group(origin, delay)]
+        if not reuse_allowed(group, diversity_floor, seed):
+            return None
+    return rollout
+
+
+def has_logprobs(rollout: Rollout) -> bool:
+    """Return True if the rollout has a log-probability for each of its tokens."""
+    logprobs = rollout.logprobs
+    return len(logprobs) == len(rollout.tokens) and bool(np.all(np.isfinite(logprobs) & (logprobs <= 0)))
+
+
+def agreement(rollout: Rollout, response: Sequence[int]) -> int:
+    """Return how many leading tokens a response shares with a rollout."""
+    length = min(len(rollout.tokens), len(response))
+    differs = rollout.tokens[:length] != np.asarray(response[:length], np.int64)
+    return int(differs.argmax()) if differs.any() else length

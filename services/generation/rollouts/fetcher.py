@@ -1,20 +1,20 @@
-"""Fetches the rollouts of prompts from the draft store, in the background and once per prompt and step."""
+"""Fetch the rollouts of prompts from the draft store, in the background and once per prompt and step."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import structlog
 
-from services.drafts.fetched import Fetched
-from services.drafts.rollout import Rollout
+from services.contracts.errors import ServiceError
+from services.contracts.rollout import Rollout
+from services.drafts.client import DraftStores
 from services.generation.rollouts.cache import Shards
 from services.generation.rollouts.metrics import RolloutMetrics
 from services.generation.rollouts.origin import Origin, PromptKey
-from services.platform.errors import ServiceError
 
 _log = structlog.get_logger(__name__)
 # A shard is put into the cache between two engine steps: more prompts at once would be felt.
@@ -25,33 +25,26 @@ _CALLS = 4
 _Want = tuple[PromptKey, int]
 
 
-class Stores(Protocol):
-    """What is used of `services.drafts.client.DraftStores`."""
-
-    @property
-    def available(self) -> bool: ...
-    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> Fetched: ...
-
-
 class ShardFetcher:
-    """Has the rollouts fetched that samples of a prompt can draft from.
+    """Fetches the rollouts that samples of a prompt can draft from.
 
-    Usage, in the event loop: `want` for every sample that comes, `close` at the end. What cannot be had is not
-    there: no call fails, and a prompt that was missed is asked for again with its next sample.
+    Usage, in the event loop: `want` for every sample that comes, `close` at the end. No call fails; a prompt that
+    was missed is fetched again with its next sample.
     """
 
     def __init__(
         self,
-        stores: Stores,
+        stores: DraftStores,
         fetched_for: Callable[[PromptKey], int | None],
         deliver: Callable[[Shards], Awaitable[None]],
         metrics: RolloutMetrics,
     ) -> None:
-        """
+        """Fetch from stores.
+
         Args:
-            stores: whom to ask.
-            fetched_for: the step for which a prompt's rollouts were fetched last, if they are still at hand.
-            deliver: takes what was fetched; a ServiceError from it means that nobody needs it any more.
+            stores: replicas of the draft store.
+            fetched_for: returns the step for which a prompt's rollouts were fetched last, if they are still cached.
+            deliver: takes the rollouts; a ServiceError from it means that nobody needs them any more.
             metrics: where fetches are counted.
         """
         self._stores = stores
@@ -59,15 +52,15 @@ class ShardFetcher:
         self._deliver = deliver
         self._metrics = metrics
         self._wanted: dict[_Want, asyncio.Future[None]] = {}
-        # Of these, the ones that no call asks for yet, in order.
+        # Of these, the ones that no call fetches yet, in order.
         self._queue: dict[_Want, None] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
     def want(self, origin: Origin) -> asyncio.Future[None] | None:
-        """See to it that the rollouts for a sample are here.
+        """Fetch the rollouts for a sample.
 
-        Resolves when they are, or when they cannot be had. None: there is nothing to wait for, because they are
-        here already, the sample belongs to no run, or there is no store that could be asked.
+        The future resolves when they are cached, or when they cannot be had. None: there is nothing to wait for,
+        because they are cached already, the sample belongs to no run, or no store is available.
         """
         prompt = origin.prompt
         if prompt is None or not self._stores.available or self._fetched_for(prompt) == origin.step:
@@ -77,12 +70,12 @@ class ShardFetcher:
             self._wanted[want] = asyncio.get_running_loop().create_future()
             self._queue[want] = None
             if len(self._calls) < _CALLS:
-                # Begins after this turn of the event loop: what is wanted in the same one goes into one call.
+                # Begins after this turn of the event loop: prompts wanted in the same turn go into one call.
                 self._calls.add(asyncio.create_task(self._call()))
         return self._wanted[want]
 
     async def close(self) -> None:
-        """Give up what is under way; whoever waits for it goes on without."""
+        """Give up the calls under way; samples that wait for them start without."""
         calls, self._calls = self._calls, set()
         for call in calls:
             call.cancel()
@@ -106,7 +99,7 @@ class ShardFetcher:
         self._calls.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _take(self) -> list[_Want]:
-        """The next prompts for one call: of the same run and step."""
+        """Return the next prompts for one call, all of the same run and step."""
         batch: list[_Want] = []
         for want in self._queue:
             (run_id, _), step = want

@@ -1,4 +1,4 @@
-"""Where a sample belongs. Pure."""
+"""Origin of a sample: its run, prompt, slot and step. Pure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Origin:
 
     @classmethod
     def of(cls, item: pb.WorkItem) -> Origin:
-        """The origin of a work item."""
+        """Return the origin of a work item."""
         return cls(item.run_id, item.prompt_id, item.slot, item.step)
 
     @property
     def prompt(self) -> PromptKey | None:
-        """The prompt whose rollouts are cached; None when there are none to be had."""
+        """The prompt whose rollouts are cached; None for a sample that belongs to no run."""
         return (self.run_id, self.prompt_id) if self.run_id and self.prompt_id else None
 
 

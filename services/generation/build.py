@@ -1,0 +1,264 @@
+"""Composition root of an instance: builds its engine, and every object that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from paceline.internal.v1 import drafter_pb2_grpc as drafter_rpc
+from paceline.internal.v1 import generation_pb2_grpc as rpc
+from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
+from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
+from services.contracts.knobs import Knobs
+from services.drafts.client import DraftStores
+from services.generation.config import GenerationConfig
+from services.generation.drafters.draft_model.drafter import DraftModelDrafter
+from services.generation.drafters.reference import alignment
+from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.drafters.reference.lenient_reuse import Reuse
+from services.generation.drafters.suffix.drafter import SuffixDrafter
+from services.generation.engine.types import EAGLE3, QUANTIZED
+from services.generation.loop.checkpoints import CheckpointRules
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.sample_table import SampleTable
+from services.generation.migration.metrics import MigrationMetrics
+from services.generation.migration.migration import Migration
+from services.generation.pregeneration.coordinator import CoordinatorConnection
+from services.generation.pregeneration.metrics import PregenerationMetrics
+from services.generation.pregeneration.pregenerator import Pregenerator
+from services.generation.pregeneration.upload_queue import UploadQueue
+from services.generation.rollouts.cache import DraftCache, Shards
+from services.generation.rollouts.fetcher import ShardFetcher
+from services.generation.server.draft_model_service import DraftModelService
+from services.generation.server.generation_service import GenerationService
+from services.generation.server.instance import GenerationInstance
+from services.generation.server.knob_service import KnobService
+from services.generation.server.sample_intake import SampleIntake
+from services.generation.server.weight_updates import WeightUpdates
+from services.generation.speculation import acceptance
+from services.generation.speculation.active_knobs import OriginOf
+from services.generation.speculation.drafter import TokenDrafter
+from services.generation.speculation.knob_driven_planner import DraftFloors, KnobDrivenPlanner
+from services.generation.speculation.selection import selection
+from services.generation.speculation.speculation import Speculation
+from services.platform.grpc.server import GrpcServer
+from services.platform.redis.connection import OUTAGES, Keys
+from services.platform.redis.registry import InstanceRecord, Registration, Registry
+from services.step_time.estimator import StepTimeEstimator
+from services.step_time.estimator import warm_up as warm_up_estimator
+from services.step_time.prior import MeasuredStep
+from services.step_time.saved_sweep import SavedSweep, SweepSubject
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationProcess:
+    """The parts of an instance whose lives `services.generation.__main__` begins and ends."""
+
+    loop: EngineLoop
+    instance: GenerationInstance
+    server: GrpcServer
+    registration: Registration
+    knobs: KnobService
+    draft_models: DraftModelService
+    migration: Migration
+    stores: DraftStores | None
+    fetcher: ShardFetcher | None
+    pregenerator: Pregenerator | None
+
+
+async def build(
+    config: GenerationConfig, redis: Redis, metrics_registry: CollectorRegistry
+) -> GenerationProcess:
+    """Load the model, and build the instance around its engine. Nothing of it serves yet."""
+    keys = Keys(config.namespace)
+    registry = Registry(redis, keys)
+    metrics = EngineMetrics(metrics_registry)
+    loop = await _start_loop(config, metrics)
+    registration = Registration(redis, keys, _record(config, loop.ready.result()))
+    instance = GenerationInstance(
+        config, loop, registration, partial(_any_registered, registry, "reallocator")
+    )
+    stores = DraftStores(config, registry, timeout=config.draft_fetch_seconds) if config.drafts else None
+    fetcher = None if stores is None else _shard_fetcher(stores, loop, metrics)
+    migration = Migration(config, loop, instance.terms, fetcher, MigrationMetrics(metrics_registry))
+    intake = SampleIntake(
+        loop, instance.terms, fetcher, migration.arrivals.claim, metrics.rollouts, config.draft_wait_seconds
+    )
+    pregenerator = None
+    if stores is not None and config.pregenerate:
+        pregeneration_metrics = PregenerationMetrics(metrics_registry)
+        uploads = UploadQueue(stores, pregeneration_metrics)
+        coordinator = CoordinatorConnection(config, registry)
+        pregenerator = Pregenerator(
+            config, loop, instance.terms, registration, fetcher, coordinator, uploads, pregeneration_metrics
+        )
+    weights = WeightUpdates(config, loop, migration.arrivals.end_unclaimed, pregenerator, metrics)
+    speculation = loop.drafts.speculation
+    planner = None if speculation is None else speculation.plan
+    drafters = {} if speculation is None else {each.name: each for each in speculation.drafters}
+    knobs = KnobService(config, loop, cast("KnobDrivenPlanner | None", planner), registration)
+    eagle3 = cast("DraftModelDrafter | None", drafters.get(EAGLE3))
+    draft_models = DraftModelService(config.eagle3, loop, eagle3, metrics.eagle3)
+
+    server = GrpcServer(config, service="generation")
+    checkpoints = CheckpointRules(config.checkpoint_tokens, config.checkpoint_seconds)
+    generation = GenerationService(instance, intake, weights, checkpoints)
+    rpc.add_GenerationServiceServicer_to_server(generation, server.server)
+    policy_rpc.add_KnobServiceServicer_to_server(knobs, server.server)
+    drafter_rpc.add_DraftModelServiceServicer_to_server(draft_models, server.server)
+    migration_rpc.add_MigrationServiceServicer_to_server(migration, server.server)
+    return GenerationProcess(
+        loop, instance, server, registration, knobs, draft_models, migration, stores, fetcher, pregenerator
+    )
+
+
+async def _start_loop(config: GenerationConfig, metrics: EngineMetrics) -> EngineLoop:
+    """Start the engine's thread; returns when it has loaded the model."""
+    samples = SampleTable(metrics.background, config.background_threshold)
+    loop = EngineLoop(
+        partial(build_engine, config, metrics, samples.origin_of),
+        metrics,
+        samples,
+        flush_interval=config.flush_interval_seconds,
+        max_waiting=config.max_waiting,
+        policy_version=config.initial_version,
+    )
+    loop.start()
+    engine = await asyncio.wrap_future(loop.ready)
+    metrics.policy_version.set(config.initial_version)
+    metrics.most_running.set(config.max_num_seqs)
+    metrics.engine.info({"model": config.model, "device": engine.device, "speculation": config.speculation})
+    return loop
+
+
+def build_engine(
+    config: GenerationConfig, metrics: EngineMetrics, origin_of: OriginOf
+) -> tuple[Any, SampleDrafts]:
+    """Build the engine and the drafts of its samples; called in the thread that steps it."""
+    # Read by vLLM's CPU platform when the worker starts.
+    if config.threads_bind is not None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.threads_bind
+    from services.generation.engine.core import Engine
+    from services.generation.engine.warmup import warm_up
+
+    engine = Engine(config.engine_options())
+    warm_up(engine)
+    return engine, build_drafts(config, engine, metrics, origin_of)
+
+
+def build_drafts(
+    config: GenerationConfig, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
+) -> SampleDrafts:
+    """Build the drafts of an engine's samples: the cache, and the drafters and planner that the config names."""
+    cache = DraftCache(engine.limits.vocab_size, config.draft_cache_bytes)
+    return SampleDrafts(
+        metrics, cache, _speculation(config, engine, metrics, origin_of), Reuse(config.reuse_chunk)
+    )
+
+
+def _speculation(
+    config: GenerationConfig, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
+) -> Speculation | None:
+    if config.speculation == "off":
+        return None
+    makers: dict[str, Callable[[], TokenDrafter]] = {
+        "reference": _reference_drafter,
+        "suffix": lambda: _suffix_drafter(config, metrics),
+    }
+    # These import numba, which vLLM must come before.
+    acceptance.warm_up()
+    selection.warm_up()
+    warm_up_estimator()
+    knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
+    floors = DraftFloors(config.draft_floor, config.survival_floor)
+    step_time = StepTimeEstimator(_swept(config, engine))
+    planner = KnobDrivenPlanner(knobs, step_time, origin_of, floors=floors, metrics=metrics.planner)
+    drafters: list[TokenDrafter] = [makers[name]() for name in config.drafters]
+    drafters += [
+        DraftModelDrafter(
+            model, planner, metrics=metrics.quantized if model.name == QUANTIZED else metrics.eagle3
+        )
+        for model in engine.model_drafts.values()
+    ]
+    return Speculation(drafters, planner, engine.limits.vocab_size, metrics)
+
+
+def _swept(config: GenerationConfig, engine: Any) -> Sequence[MeasuredStep]:
+    """Return the saved sweep of this engine, or measure one; nothing if step times are learned as they come."""
+    if config.calibration is not None:
+        size, dtype = config.tensor_parallel_size, engine.dtype
+        subject = SweepSubject.of(Path(config.model), engine.hardware, size, dtype)
+        if (saved := SavedSweep.load(config.calibration, subject)) is not None:
+            return saved.steps
+        _log.warning("no_saved_sweep", path=str(config.calibration), subject=subject.model_dump())
+    if not config.sweep_seconds:
+        return ()
+    from services.generation.engine.sweep import measure_steps
+
+    try:
+        return measure_steps(engine, config.sweep_seconds)
+    except Exception:
+        # An engine that cannot serve says so with its first sample; one that can learns step times as they come.
+        _log.exception("sweep_failed")
+        return ()
+
+
+def _reference_drafter() -> TokenDrafter:
+    # Imports numba, which vLLM must come before.
+    alignment.warm_up()
+    return ReferenceDrafter()
+
+
+def _suffix_drafter(config: GenerationConfig, metrics: EngineMetrics) -> TokenDrafter:
+    # Imports numba, which vLLM must come before.
+    from kernels.suffix_index import SuffixIndex, warm_up
+
+    warm_up()
+    index = SuffixIndex(max_tokens=config.draft_index_tokens, floor=config.survival_floor)
+    return SuffixDrafter(
+        index,
+        capacity=config.draft_index_tokens,
+        tokens_per_step=config.draft_index_step_tokens,
+        metrics=metrics.rollouts,
+    )
+
+
+def _shard_fetcher(stores: DraftStores, loop: EngineLoop, metrics: EngineMetrics) -> ShardFetcher:
+    async def deliver(shards: Shards) -> None:
+        await loop.execute(lambda: loop.drafts.add_shards(shards, loop.samples))
+
+    return ShardFetcher(stores, loop.drafts.cache.fetched_for, deliver, metrics.rollouts)
+
+
+def _record(config: GenerationConfig, engine: Any) -> InstanceRecord:
+    return InstanceRecord(
+        service="generation",
+        instance_id=config.instance_id,
+        max_running=config.max_num_seqs,
+        max_model_len=engine.limits.max_model_len,
+        vocab_size=engine.limits.vocab_size,
+        model=config.model,
+        device=engine.device,
+        registered_at=time.time(),
+    )
+
+
+async def _any_registered(registry: Registry, service: str) -> bool:
+    try:
+        return bool(await registry.list(service))
+    except OUTAGES:
+        return False

@@ -1,0 +1,1 @@
+"""Drafters: sources of draft tokens, one folder each."""

@@ -1,0 +1,1 @@
+"""Draft from a reference sequence: a complete earlier rollout of the same prompt."""

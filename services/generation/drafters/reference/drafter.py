@@ -1,0 +1,102 @@
+"""Draft from a reference sequence: a complete earlier rollout of the same prompt and seed.
+
+Under coupled sampling the reference token at position t is usually the token that the target draws there, so drafts
+are position-aligned and survive mismatches. After a mismatch the drafter keeps its offset, with a lower acceptance
+estimate until tokens match again, or re-aligns: to the place near the current one where the latest tokens of the
+sample occur, or back to offset 0, if more of the last eight tokens match there.
+
+Acceptance depends on the number of matches since the last mismatch. It is learned by comparing every token of every
+response with its reference, proposed or not, for each source separately.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from services.generation.drafters.reference.alignment import AlignedSamples, Alignments
+from services.generation.drafters.reference.alignment.row import UNBROKEN
+from services.generation.engine.types import EngineSampleState
+from services.generation.speculation.acceptance import AcceptanceTable
+from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposals, TokenDrafter
+
+# First number of matches in a row of each bucket, and its prior acceptance: a text that diverged once and is
+# re-aligning.
+_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, UNBROKEN)
+_PRIORS = (0.35, 0.55, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.96, 0.96, 0.96)
+# Bucket of each number of matches, up to the first of the last wide bucket.
+_RAMP = np.array([bisect_right(_BUCKETS, matched) - 1 for matched in range(_BUCKETS[-2] + 1)], np.int64)
+# Share of the counts learned under a policy version that still counts under the next.
+_KNOWN_OF_OLD = 0.5
+
+
+class ReferenceDrafter(TokenDrafter):
+    """Follows the reference of each sample, which each proposal compares with the response."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._alignments = Alignments(_RAMP)
+        # By source, in order of first use.
+        self._sources: list[str] = []
+        self._tables: list[AcceptanceTable] = []
+        # Newest policy version of any sample.
+        self._version = 0
+
+    def begin(self, context: DraftContext) -> None:
+        """Take the reference of a sample, if it has one."""
+        if context.version > self._version:
+            self._version = context.version
+            for table in self._tables:
+                table.fade(_KNOWN_OF_OLD)
+        if len(context.reference):
+            self._follow(context.sample_id, context.reference, context.source)
+            if state := context.carried.get(self.name):
+                self._alignments.go_on(context.sample_id, state)
+
+    def carry(self, sample_id: str) -> bytes:
+        """Return the alignment of a sample to its reference."""
+        return self._alignments.state(sample_id)
+
+    def add_rollouts(self, arrival: NewRollouts) -> None:
+        """Take references of running samples; their responses are compared at the next proposal."""
+        for sample_id, rollout in arrival.references.items():
+            self._follow(sample_id, rollout.tokens, rollout.kind.value)
+
+    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
+        """Return the next tokens of each sample's reference."""
+        if not self._alignments:
+            return None
+        counts = np.zeros((2, len(self._tables), len(_BUCKETS)), np.int64)
+        aligned = self._alignments.compare(samples, *counts)
+        # All samples' counts go in first, because a query of the tables costs more than an update.
+        for table, tried, kept in zip(self._tables, *counts, strict=True):
+            table.observe_all(tried, kept)
+        tokens = np.zeros((len(samples), window), np.int32)
+        acceptance = np.zeros((len(samples), window))
+        probabilities = np.array([table.probabilities for table in self._tables])
+        if not self._alignments.propose(aligned, probabilities, tokens, acceptance):
+            return None
+        return Proposals(tokens, acceptance, self._sources_of(aligned, len(samples)))
+
+    def end(self, sample_id: str, response: Sequence[int]) -> None:
+        """Forget the reference."""
+        self._alignments.forget(sample_id)
+
+    def _follow(self, sample_id: str, reference: ArrayLike, source: str) -> None:
+        if source not in self._sources:
+            self._sources.append(source)
+            self._tables.append(AcceptanceTable(_PRIORS))
+        self._alignments.follow(sample_id, reference, self._sources.index(source))
+
+    def _sources_of(self, aligned: AlignedSamples, samples: int) -> list[str]:
+        """Return the source of each sample's reference; any source for samples without one."""
+        if len(self._sources) == 1:
+            return self._sources * samples
+        found = [""] * samples
+        for place, source in zip(aligned.places.tolist(), self._alignments.sources(aligned), strict=True):
+            found[place] = self._sources[source]
+        return found

@@ -1,0 +1,1 @@
+"""Draft from the suffix index over all known rollouts of a prompt."""

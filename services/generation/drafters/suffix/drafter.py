@@ -1,0 +1,240 @@
+"""Drafter `suffix`: proposes what followed the longest matching suffix in all known rollouts of the prompt.
+
+All samples of an instance share one suffix index. A running sample is a growing text in it, so that the samples
+of a group draft from each other, and the text stays when the sample ends. Rollouts from elsewhere wait in a
+queue; a part of it is indexed with each step, so that decoding never waits for the index, and the rest while
+the engine idles. Texts are never removed by name, and no prompt is added after its rollouts: both would rebuild
+its automaton.
+
+Acceptance is the index's own estimate: it compares every prediction with the text that follows, verified or not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from services.contracts.rollout import Rollout
+from services.generation.engine.types import EngineSampleState
+from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposals, TokenDrafter
+
+if TYPE_CHECKING:
+    from kernels.suffix_index import Continuations, Name, SuffixIndex
+
+# Default capacity, in tokens, of the index and of the queues of rollouts.
+_CAPACITY = 4_000_000
+# Default number of queued tokens that a step indexes: a fraction of a millisecond.
+_TOKENS_PER_STEP = 4096
+
+
+class IndexCostMetrics(Protocol):
+    """Counter of the cost of the index, by phase: `insert` of rollouts, or `step` of running samples."""
+
+    def indexed(self, phase: str, seconds: float, tokens: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A growing text: its handle, its prompt, and the number of response tokens appended to it."""
+
+    handle: int
+    prompt: Name
+    taken: int = 0
+
+
+class Backlog:
+    """Rollouts that wait to be indexed, by prompt, first in, first out.
+
+    Beyond `capacity` tokens the oldest prompts are dropped.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._prompts: OrderedDict[tuple[str, str], deque[Rollout]] = OrderedDict()
+        self.tokens = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._prompts)
+
+    def push(self, rollout: Rollout) -> None:
+        """Add a rollout."""
+        self._prompts.setdefault((rollout.run_id, rollout.prompt_id), deque()).append(rollout)
+        self.tokens += len(rollout.tokens)
+        while self.tokens > self._capacity:
+            self.pop_prompt(next(iter(self._prompts)))
+
+    def pop(self) -> Rollout:
+        """Remove and return the next rollout; there must be one."""
+        prompt, rollouts = next(iter(self._prompts.items()))
+        rollout = rollouts.popleft()
+        self.tokens -= len(rollout.tokens)
+        if not rollouts:
+            del self._prompts[prompt]
+        return rollout
+
+    def pop_prompt(self, prompt: tuple[str, str]) -> list[Rollout]:
+        """Remove and return all rollouts of a prompt."""
+        rollouts = list(self._prompts.pop(prompt, ()))
+        self.tokens -= sum(len(rollout.tokens) for rollout in rollouts)
+        return rollouts
+
+
+class SuffixDrafter(TokenDrafter):
+    """Proposes what followed in other rollouts of the prompt, and earlier in the sample's own."""
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        index: SuffixIndex | None = None,
+        *,
+        capacity: int = _CAPACITY,
+        tokens_per_step: int = _TOKENS_PER_STEP,
+        metrics: IndexCostMetrics | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Begin with an empty index.
+
+        Args:
+            index: without one, an index of `capacity` tokens is made, which imports numba.
+            capacity: most tokens in the queue; the oldest rollouts beyond it are dropped.
+            tokens_per_step: queued tokens that a step indexes.
+            metrics: of the cost.
+            clock: seconds.
+        """
+        self._index = _new_index(capacity) if index is None else index
+        self._tokens_per_step = tokens_per_step
+        self._metrics = metrics
+        self._clock = clock
+        self._samples: dict[str, _Sample] = {}
+        # Number of running samples by prompt.
+        self._running: Counter[Name] = Counter()
+        # Rollouts to index, and those whose prompt has no sample here yet: it must be indexed first.
+        self._waiting = Backlog(capacity)
+        self._early = Backlog(capacity)
+
+    def begin(self, context: DraftContext) -> None:
+        """Open a text for the sample; its response is appended with the first proposal."""
+        prompt = _prompt_name(context)
+        name: Name = (context.seed, context.version)
+        if not context.run_id or self._index.has(prompt, name):
+            # Its rollout is indexed already, or is growing: this is another attempt.
+            name = context.sample_id
+        try:
+            self._index.put_prompt(prompt, np.asarray(context.prompt, np.int32))
+            handle = self._index.open(prompt, name, context.version)
+        except ValueError:
+            # No room beside all running samples: this one gets no proposals.
+            return
+        self._samples[context.sample_id] = _Sample(handle, prompt)
+        self._running[prompt] += 1
+        for rollout in self._early.pop_prompt((context.run_id, context.prompt_id)):
+            self._waiting.push(rollout)
+
+    def add_rollouts(self, arrival: NewRollouts) -> None:
+        """Queue rollouts to be indexed."""
+        for rollout in arrival.rollouts:
+            self._waiting.push(rollout)
+
+    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
+        """Return the continuation that the index predicts for each sample."""
+        self._absorb(self._tokens_per_step)
+        known = [self._samples.get(state.sample_id) for state in samples]
+        taking: list[_Sample] = []
+        news: list[Sequence[int]] = []
+        for state, sample in zip(samples, known, strict=True):
+            if sample is None:
+                continue
+            taking.append(sample)
+            news.append(state.response[sample.taken :])
+            sample.taken = len(state.response)
+        return _proposals(known, self._step(taking, news, window)) if taking else None
+
+    def end(self, sample_id: str, response: Sequence[int]) -> None:
+        """Append the tokens of the last step, and keep the text for later samples."""
+        sample = self._samples.pop(sample_id, None)
+        if sample is None:
+            return
+        if rest := response[sample.taken :]:
+            self._step([sample], [rest], 1)
+        self._index.close(sample.handle)
+        self._running[sample.prompt] -= 1
+        if not self._running[sample.prompt]:
+            del self._running[sample.prompt]
+
+    def idle_work(self) -> bool:
+        """Index as many queued rollouts as a step would; return True if there are more."""
+        self._absorb(self._tokens_per_step)
+        return bool(self._waiting)
+
+    def _step(self, samples: Sequence[_Sample], news: Sequence[Sequence[int]], window: int) -> Continuations:
+        """Append new tokens to growing texts, and return their predicted continuations."""
+        began = self._clock()
+        handles = np.fromiter((sample.handle for sample in samples), np.int64, len(samples))
+        cu = np.zeros(len(news) + 1, np.int64)
+        np.cumsum([len(each) for each in news], out=cu[1:])
+        tokens = np.fromiter(chain.from_iterable(news), np.int32, int(cu[-1]))
+        found = self._index.step(handles, tokens, cu, window)
+        self._built("step", began, len(tokens))
+        return found
+
+    def _absorb(self, budget: int) -> None:
+        """Index queued rollouts, at least one, until `budget` tokens are reached."""
+        if not self._waiting:
+            return
+        began, tokens = self._clock(), 0
+        while self._waiting and tokens < budget:
+            tokens += self._insert(self._waiting.pop())
+        self._built("insert", began, tokens)
+
+    def _insert(self, rollout: Rollout) -> int:
+        """Index a rollout unless it is there; return the number of tokens indexed."""
+        prompt, name = (rollout.run_id, rollout.prompt_id), (rollout.seed, rollout.version)
+        if not self._running[prompt]:
+            self._early.push(rollout)
+            return 0
+        if self._index.has(prompt, name):
+            return 0
+        try:
+            self._index.insert(prompt, name, rollout.version, rollout.tokens.astype(np.int32))
+        except ValueError:
+            # No room for it beside all running samples.
+            return 0
+        return len(rollout.tokens)
+
+    def _built(self, phase: str, began: float, tokens: int) -> None:
+        if self._metrics is not None:
+            self._metrics.indexed(phase, self._clock() - began, tokens)
+
+
+def _proposals(known: Sequence[_Sample | None], found: Continuations) -> Proposals | None:
+    """Return proposals in the order of `known`; `found` has a row for each of its samples."""
+    if not found.counts.any():
+        return None
+    if len(found.counts) == len(known):
+        return Proposals(found.tokens, found.shares.astype(np.float64))
+    rows = [i for i, sample in enumerate(known) if sample is not None]
+    shape = (len(known), found.tokens.shape[1])
+    proposals = Proposals(np.zeros(shape, np.int32), np.zeros(shape))
+    proposals.tokens[rows], proposals.acceptance[rows] = found.tokens, found.shares
+    return proposals
+
+
+def _prompt_name(context: DraftContext) -> Name:
+    """Return the name of a prompt in the index; a hash of its tokens if it has no name."""
+    if context.prompt_id:
+        return (context.run_id, context.prompt_id)
+    return blake2b(np.asarray(context.prompt, np.int32).tobytes(), digest_size=16).hexdigest()
+
+
+def _new_index(capacity: int) -> SuffixIndex:
+    from kernels.suffix_index import SuffixIndex
+
+    return SuffixIndex(max_tokens=capacity)

@@ -1,0 +1,1 @@
+"""Attention backend for short queries, and the choice of kernels."""

@@ -1,0 +1,227 @@
+"""vLLM's attention with our short-query attention in it.
+
+The backends here are vLLM's own, Triton and FlashAttention, with one thing changed: a step in which no request has
+more than 16 query tokens, decoding and verification in any mixture, goes through one launch of
+`kernels.short_query_attention`. KV layout, writes, metadata, CUDA graphs, and all steps with a prefill in them are
+vLLM's. They take the places of their originals in vLLM's registry, so vLLM chooses among backends as ever, layer by
+layer, and where it chooses another one (MLA, FlashInfer on Blackwell), nothing of ours is there.
+
+Graphs: a launch depends on shapes and on upper bounds that the capture holds for every replay (a graph for plain
+decoding has one query token a request; one for any batch of n tokens has at most n), and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from kernels.backend import Backend, choose, in_use
+from kernels.short_query_attention import AttentionStep
+from kernels.short_query_attention.launch import Scratch
+from kernels.short_query_attention.selfcheck import check_attention
+from services.generation.engine.attention.rules import LONGEST_SHORT_QUERY, LayerTraits, is_short, refusal
+
+_log = logging.getLogger(__name__)
+_SPECIAL_MASKS = (
+    "mm_prefix_range", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens"
+)  # fmt: skip
+"""Fields of vLLM's metadata that are None unless some queries see other positions than those before them."""
+
+
+class ShortQueryMixin:
+    """Mixin for an `AttentionImpl` of vLLM's whose KV layout is the one that rules.py describes."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        traits = traits_of(self)
+        reason = refusal(traits)
+        if reason is not None:
+            _say_once(reason)
+        self._ours = reason is None
+        self._window = traits.window
+        self._prepared = False
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As vLLM's: `output` [T, Hq, D] is written for the query tokens of requests, and returned."""
+        scratch = _scratch(self._rows, self.head_size, query.device) if self._ours else None
+        scales = (output_scale, output_block_scale)
+        if scratch is None or not self._takes(query, kv_cache, attn_metadata, output, scales):
+            rest = (layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+            vllms: torch.Tensor = super().forward(*rest)  # type: ignore[misc]
+            return vllms
+        from kernels.short_query_attention.triton_attend import attend_triton, prepare
+
+        step = self._step(query, kv_cache, attn_metadata)
+        if not self._prepared and not _capturing(query.device):
+            prepare(step, LONGEST_SHORT_QUERY, scratch)
+            self._prepared = True
+        attend_triton(step, out=output[: len(step.query)], scratch=scratch)
+        return output
+
+    @property
+    def _rows(self) -> int:
+        return Scratch.rows_for(LONGEST_SHORT_QUERY, self.num_heads // self.num_kv_heads)
+
+    def _takes(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        scales: tuple[torch.Tensor | None, ...],
+    ) -> bool:
+        """Return whether our kernel computes this step. Without metadata, vLLM measures memory."""
+        return (
+            metadata is not None
+            and scales == (None, None)
+            and query.dtype == kv_cache.dtype == output.dtype
+            and is_short(
+                metadata.max_query_len,
+                metadata.causal,
+                any(getattr(metadata, name, None) is not None for name in _SPECIAL_MASKS),
+            )
+        )
+
+    def _step(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> AttentionStep:
+        """Wrap vLLM's metadata as a step, without copies and without reading from the device."""
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return AttentionStep(
+            query=query[: metadata.num_actual_tokens],
+            keys=keys,
+            values=values,
+            block_table=metadata.block_table,
+            lengths=metadata.seq_lens,
+            cu_queries=metadata.query_start_loc,
+            longest_query=metadata.max_query_len,
+            longest=metadata.max_seq_len,
+            scale=self.scale,
+            window=self._window,
+        )
+
+
+def traits_of(impl: Any) -> LayerTraits:
+    """Return the traits of a layer, from vLLM's own implementation of its attention."""
+    config = get_current_vllm_config_or_none()
+    before = impl.sliding_window[0]
+    return LayerTraits(
+        head_size=impl.head_size,
+        heads=impl.num_heads,
+        kv_heads=impl.num_kv_heads,
+        decoder=impl.attn_type == AttentionType.DECODER,
+        kv_dtype=impl.kv_cache_dtype,
+        window=None if before < 0 else before + 1,
+        alibi=impl.alibi_slopes is not None,
+        soft_cap=float(impl.logits_soft_cap),
+        sinks=impl.sinks is not None,
+        lookback=getattr(impl, "chunk_lookback", -1) > -1,
+        context_parallel=impl.total_cp_world_size > 1,
+        microbatches=config is not None and config.parallel_config.use_ubatching,
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+    )
+
+
+class ShortQueryTritonImpl(ShortQueryMixin, TritonAttentionImpl):
+    """vLLM's Triton attention for prefills, ours for short queries."""
+
+
+class ShortQueryTritonBackend(TritonAttentionBackend):
+    """As vLLM's TRITON_ATTN, whose name it keeps."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        """Return the implementation."""
+        return ShortQueryTritonImpl
+
+
+class ShortQueryFlashImpl(ShortQueryMixin, FlashAttentionImpl):
+    """FlashAttention for prefills, ours for short queries."""
+
+
+class ShortQueryFlashBackend(FlashAttentionBackend):
+    """As vLLM's FLASH_ATTN, whose name it keeps."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        """Return the implementation."""
+        return ShortQueryFlashImpl
+
+
+_REPLACED: dict[AttentionBackendEnum, type] = {
+    AttentionBackendEnum.FLASH_ATTN: ShortQueryFlashBackend,
+    AttentionBackendEnum.TRITON_ATTN: ShortQueryTritonBackend,
+}
+
+
+def use_attention(model_config: Any, parallel_config: Any, device: torch.device) -> bool:
+    """Put our attention into vLLM's registry in this process, or take it out; whether it is in.
+
+    It is in on CUDA, where the switch of all kernels is at Triton, for models whose shape of attention it computes
+    rightly here. With `auto` one that does not compile, or is wrong, is left out; with `triton` that is an error.
+    To be called after `use_kernels`, and before the model is built.
+    """
+    wanted = device.type == "cuda" and choose(device) is Backend.TRITON and not model_config.use_mla
+    if wanted and _is_right(model_config, parallel_config, device):
+        for place, ours in _REPLACED.items():
+            register_backend(place, f"{ours.__module__}.{ours.__qualname__}")
+        return True
+    for place in _REPLACED:
+        place.clear_override()
+    return False
+
+
+def _is_right(model_config: Any, parallel_config: Any, device: torch.device) -> bool:
+    heads = model_config.get_num_attention_heads(parallel_config)
+    kv_heads = model_config.get_num_kv_heads(parallel_config)
+    size = model_config.get_head_size()
+    reason = refusal(LayerTraits(size, heads, kv_heads))
+    if reason is not None:
+        _say_once(reason)
+        return False
+    try:
+        check_attention(device, heads, kv_heads, size, model_config.dtype)
+    except Exception as error:  # A compiler's errors are of many kinds.
+        if in_use() is Backend.TRITON:
+            raise
+        _log.warning("our attention is left out: %s: %s", type(error).__name__, error)
+        return False
+    return True
+
+
+@cache
+def _scratch(rows: int, size: int, device: torch.device) -> Scratch:
+    """Memory of the pieces, one for all layers of a shape: they come one after the other."""
+    return Scratch.of(rows, size, device)
+
+
+@cache
+def _say_once(reason: str) -> None:
+    _log.info("a layer's attention is vLLM's own: %s", reason)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

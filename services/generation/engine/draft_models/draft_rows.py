@@ -1,0 +1,130 @@
+"""Samples for which a draft model drafts together: their positions, free KV slots, and noise.
+
+A draft step writes the KV of what it reads behind the target's, into slots that the scheduler has allocated ahead.
+That KV is provisional: the target's next step writes its own over it before anything reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from services.generation.engine.sampling.noise import SampleNoise
+from services.generation.engine.sampling.rows import IntArray, Rows
+from services.generation.engine.sampling.sampler import sample
+from services.generation.engine.types import Ask, ModelProposal, Verifier
+
+Forward = Callable[[IntArray, IntArray, int], torch.Tensor]
+"""Logits, [m, V], after the latest token of each live sample, [m], which are the second argument, [m]; in the draft
+step of this number, from 0."""
+
+
+class DraftRows:
+    """Samples of one drafting round. Row i of every array is sample i; `places` are rows of the batch.
+
+    One whose drafts are verified by rejection is left out: its noise is no help to a draft.
+    """
+
+    def __init__(self, runner: Any, asks: Sequence[Ask]) -> None:
+        """Select the samples that can be drafted for.
+
+        Args:
+            runner: vLLM's model runner, between two steps.
+            asks: at least one token per sample. Samples that the runner's batch does not hold as the scheduler
+                sees them, or without a free slot, are left out.
+        """
+        batch = runner.input_batch
+        self._runner = runner
+        table = batch.block_table[0]
+        found: list[tuple[int, Ask, int]] = []
+        for ask in asks:
+            place = batch.req_id_to_index.get(ask.sample_id)
+            if place is None or int(batch.num_tokens_no_spec[place]) != ask.length:
+                continue
+            if runner._noise_of(ask.sample_id).verifier is Verifier.REJECTION:
+                continue
+            slots = int(table.num_blocks_per_row[place]) * table.block_size - (ask.length - 1)
+            if min(ask.tokens, slots) > 0:
+                found.append((place, ask, min(ask.tokens, slots)))
+        self.asks = [ask for _, ask, _ in found]
+        self.places: IntArray = np.array([place for place, _, _ in found], np.int64)
+        self.limits: IntArray = np.array([limit for _, _, limit in found], np.int64)
+        # Position of the sample's latest token, whose KV the target has not computed yet.
+        self.positions: IntArray = np.array([ask.length - 1 for _, ask, _ in found], np.int64)
+        # Of drafted tokens the log-probabilities are asked for with which they were drawn.
+        own: list[SampleNoise] = [runner._noise_of(ask.sample_id) for ask in self.asks]
+        self._noise = [replace(noise, processed_logprobs=True) for noise in own]
+        params = [runner.requests[ask.sample_id].sampling_params for ask in self.asks]
+        self._stops = [frozenset(each.stop_token_ids or ()) for each in params]
+
+    def __len__(self) -> int:
+        return len(self.asks)
+
+    def tokens_at(self, places: IntArray, positions: IntArray) -> IntArray:
+        """Return the tokens of rows of the batch at some positions, [m]."""
+        tokens: IntArray = self._runner.input_batch.token_ids_cpu[places, positions].astype(np.int64)
+        return tokens
+
+    def draft(self, live: IntArray, forward: Forward) -> dict[str, ModelProposal]:
+        """Draft for the `live` samples, one token each per draft step, up to their limits; returned by sample id.
+
+        A draft ends at a stop token, and where nothing can be drawn: the target finds out for itself.
+        """
+        made = [ModelProposal([], []) for _ in self.asks]
+        drafted = [proposal.tokens for proposal in made]
+        tokens, first = self.tokens_at(self.places[live], self.positions[live]), self._response_positions()
+        step = 0
+        while len(live):
+            logits = forward(tokens, live, step)
+            layout = Rows(np.arange(len(live) + 1), first[live] + step, np.empty(0, np.int64))
+            noise = [self._noise[i] for i in live.tolist()]
+            verified = sample(logits, layout, self._sampling(live, drafted), noise, {})
+            goes_on = np.zeros(len(live), bool)
+            for j, (i, token) in enumerate(zip(live.tolist(), verified.tokens.tolist(), strict=True)):
+                # Not finite: the drafter has not this token, or is broken; nothing is told of such a draw.
+                if token < 0 or not np.isfinite(verified.logprobs[j]):
+                    continue
+                made[i].tokens.append(token)
+                made[i].logprobs.append(float(verified.logprobs[j]))
+                goes_on[j] = step + 1 < self.limits[i] and token not in self._stops[i]
+            live, tokens = live[goes_on], verified.tokens[goes_on]
+            step += 1
+        pairs = zip(self.asks, made, strict=True)
+        return {ask.sample_id: proposal for ask, proposal in pairs if proposal.tokens}
+
+    def _response_positions(self) -> IntArray:
+        """Return the response position that the first draft token has, [n]."""
+        prompts: npt.NDArray[Any] = self._runner.input_batch.num_prompt_tokens[self.places]
+        found: IntArray = (self.positions + 1 - prompts).astype(np.int64)
+        return found
+
+    def _sampling(self, live: IntArray, drafted: Sequence[Sequence[int]]) -> SamplingMetadata:
+        """Return vLLM's sampling parameters of some samples, with their draft tokens so far as output."""
+        whole: SamplingMetadata = self._runner.input_batch.sampling_metadata
+        places = self.places[live]
+
+        def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor[torch.from_numpy(places).to(tensor.device)]
+
+        chosen: dict[str, Any] = {
+            name: part(getattr(whole, name)) for name in ("temperature", "top_p", "top_k")
+        }
+        if not whole.no_penalties:
+            penalties = (
+                "prompt_token_ids",
+                "frequency_penalties",
+                "presence_penalties",
+                "repetition_penalties",
+            )
+            chosen |= {name: part(getattr(whole, name)) for name in penalties}
+            chosen["output_token_ids"] = [
+                [*whole.output_token_ids[place], *drafted[i]]
+                for place, i in zip(places.tolist(), live.tolist(), strict=True)
+            ]
+        return replace(whole, **chosen)

@@ -1,0 +1,1 @@
+"""Coupled sampling and verification inside the engine's forward step."""

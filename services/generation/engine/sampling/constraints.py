@@ -1,0 +1,93 @@
+"""Apply penalties and masks row by row: vLLM's own, and ours for min-p and min-tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.penalties import apply_all_penalties
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from services.generation.engine.sampling.noise import SampleNoise
+from services.generation.engine.sampling.rows import Rows
+
+
+def temperatures(metadata: SamplingMetadata, n: int) -> npt.NDArray[np.float32]:
+    """Return the temperature of each sample, [n]; 0 is greedy."""
+    if metadata.all_greedy or metadata.temperature is None:
+        return np.zeros(n, np.float32)
+    return metadata.temperature[:n].cpu().numpy()  # type: ignore[no-any-return]
+
+
+def constrain(
+    raw: torch.Tensor,
+    rows: Rows,
+    metadata: SamplingMetadata,
+    noise: list[SampleNoise],
+    temperature: npt.NDArray[np.float32],
+) -> tuple[torch.Tensor, bool]:
+    """Apply penalties and masks by row. Returns the logits and whether they were divided by temperature."""
+    penalised = not metadata.no_penalties
+    withheld = any(item.min_tokens for item in noise) and _withheld(rows, noise)
+    masked = metadata.top_k is not None or metadata.top_p is not None or any(item.min_p for item in noise)
+    if not (penalised or withheld or masked):
+        return raw, False
+    logits = raw.clone()
+    index = torch.from_numpy(rows.samples).to(logits.device)
+    if penalised:
+        logits = _penalise(logits, index, rows, metadata)
+    for row, tokens in withheld or ():
+        logits[row, tokens] = float("-inf")
+    if masked:
+        _mask(logits, index, metadata, noise, temperature)
+    return logits, masked
+
+
+def _withheld(rows: Rows, noise: list[SampleNoise]) -> list[tuple[int, list[int]]]:
+    """Return the rows that may not end their sample yet, with the tokens that would."""
+    found = []
+    positions = rows.row_positions
+    for row, owner in enumerate(rows.samples):
+        item = noise[owner]
+        if item.forbidden and positions[row] < item.min_tokens:
+            found.append((row, list(item.forbidden)))
+    return found
+
+
+def _penalise(
+    logits: torch.Tensor, index: torch.Tensor, rows: Rows, metadata: SamplingMetadata
+) -> torch.Tensor:
+    outputs: list[list[int]] = []
+    for i in range(len(rows.cu) - 1):
+        history, drafts = list(metadata.output_token_ids[i]), rows.drafts_of(i).tolist()
+        outputs.extend([*history, *drafts[:j]] for j in range(len(drafts) + 1))
+    assert metadata.prompt_token_ids is not None
+    return apply_all_penalties(
+        logits,
+        metadata.prompt_token_ids[index],
+        metadata.presence_penalties[index],
+        metadata.frequency_penalties[index],
+        metadata.repetition_penalties[index],
+        outputs,
+    )
+
+
+def _mask(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    metadata: SamplingMetadata,
+    noise: list[SampleNoise],
+    temperature: npt.NDArray[np.float32],
+) -> None:
+    """Divide by temperature, then apply min-p, top-k and top-p in vLLM's order, in place."""
+    divisor = torch.from_numpy(np.where(temperature > 0, temperature, 1).astype(np.float32))
+    logits.div_(divisor.to(logits.device)[index].unsqueeze(1))
+    if any(item.min_p for item in noise):
+        min_p = torch.tensor([item.min_p for item in noise], device=logits.device)[index]
+        probabilities = logits.softmax(dim=-1)
+        floor = probabilities.amax(dim=-1, keepdim=True) * min_p.unsqueeze(1)
+        logits.masked_fill_(probabilities < floor, float("-inf"))
+    top_k = None if metadata.top_k is None else metadata.top_k[index]
+    top_p = None if metadata.top_p is None else metadata.top_p[index]
+    logits.copy_(apply_top_k_top_p(logits, top_k, top_p))

@@ -1,0 +1,54 @@
+"""Settings that travel with a sample from the engine to its sampler, in SamplingParams.extra_args."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.generation.engine.types import EngineRequest, Verifier
+
+# The keys of a sample's `SampleNoise`, as a dict of its fields, and of its `CachedRollout`, where it has one.
+NOISE_KEY = "paceline_noise"
+CACHED_KEY = "paceline_cached"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleNoise:
+    """Seed of a sample, and the settings that vLLM's batch does not keep by row.
+
+    `min_p` is a probability relative to the largest; `forbidden` may not be sampled before `min_tokens`
+    response tokens are there.
+    """
+
+    seed: int
+    min_p: float = 0.0
+    min_tokens: int = 0
+    forbidden: tuple[int, ...] = ()
+    processed_logprobs: bool = False
+    verifier: Verifier = Verifier.COUPLED
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRollout:
+    """Cached rollout of a sample: tokens [L], their log-probabilities then [L], and the lenience, above 0."""
+
+    tokens: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float64]
+    lenience: float
+
+    @classmethod
+    def of(cls, request: EngineRequest, vocab_size: int) -> CachedRollout:
+        """Return the rollout of a request that follows one.
+
+        Raises:
+            ValueError: it is invalid. It comes from a store, and nobody else has checked it.
+        """
+        tokens = np.array(request.cached, np.int64)
+        logprobs = np.array(request.cached_logprobs, np.float64)
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"{len(tokens)} cached tokens have {len(logprobs)} log-probabilities")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise ValueError(f"a cached token is outside the vocabulary of {vocab_size}")
+        return cls(tokens, logprobs, request.lenience)

@@ -1,0 +1,146 @@
+"""Translate samples to vLLM's requests, and vLLM's output of a step to ours.
+
+Imported by `core` only, which sets the environment that vLLM reads first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import isnan
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.request import Request
+
+from services.contracts.sampling import ModelLimits, Sampling
+from services.generation.engine.marks import unpack
+from services.generation.engine.sampling.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
+from services.generation.engine.types import EngineRequest, Finish, SampleStep
+
+_FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
+
+
+class VllmRequests:
+    """Translator of one engine. Keeps the cached log-probabilities of samples that take over a cached rollout."""
+
+    def __init__(
+        self, limits: ModelLimits, end_tokens: tuple[int, ...], block_hasher: Any, *, coupled: bool
+    ) -> None:
+        """Translate for a model with these limits and end-of-sequence tokens, and vLLM's hasher of KV blocks."""
+        self._limits = limits
+        self._end_tokens = end_tokens
+        self._block_hasher = block_hasher
+        self._coupled = coupled
+        # Cached log-probabilities that a sample has not reached, by id; none once it takes over nothing more.
+        self.cached_logprobs: dict[str, Sequence[float]] = {}
+
+    def request(self, request: EngineRequest) -> Request:
+        """Build vLLM's request of a sample; the tokens of its prefix are output."""
+        sample = Request(
+            request_id=request.sample_id,
+            prompt_token_ids=list(request.prompt),
+            sampling_params=self._sampling_params(request),
+            pooling_params=None,
+            block_hasher=self._block_hasher,
+        )
+        if request.prefix:
+            sample.append_output_token_ids(list(request.prefix))
+        return sample
+
+    def finished_by_prefix(self, request: EngineRequest) -> Finish | None:
+        """Return how the prefix of a sample ends it already; None if it does not."""
+        if not request.prefix:
+            return None
+        if request.prefix[-1] in self._stop_tokens(request.sampling):
+            return Finish.STOP
+        return Finish.LENGTH if len(request.prefix) >= self._max_tokens(request) else None
+
+    def _sampling_params(self, request: EngineRequest) -> SamplingParams:
+        sampling = request.sampling
+        stops = self._stop_tokens(sampling)
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            max_tokens=self._max_tokens(request),
+            stop_token_ids=list(stops),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            skip_clone=True,
+            **self._by_row(request, stops),
+        )
+
+    def _by_row(self, request: EngineRequest, stops: tuple[int, ...]) -> dict[str, Any]:
+        """Return the parameters that our sampler applies itself, row by row.
+
+        vLLM's processors for min_p and min_tokens keep one value a request, wrong for the rows of a draft.
+        """
+        sampling = request.sampling
+        if not self._coupled:
+            return {"min_p": sampling.min_p, "min_tokens": sampling.min_tokens}
+        noise = SampleNoise(
+            seed=request.seed,
+            min_p=sampling.min_p,
+            min_tokens=sampling.min_tokens,
+            forbidden=stops if sampling.min_tokens else (),
+            processed_logprobs=sampling.processed_logprobs,
+            verifier=request.verifier,
+        )
+        extra: dict[str, Any] = {NOISE_KEY: asdict(noise)}
+        if request.follows:
+            extra[CACHED_KEY] = CachedRollout.of(request, self._limits.vocab_size)
+        return {"extra_args": extra}
+
+    def _max_tokens(self, request: EngineRequest) -> int:
+        room = self._limits.max_model_len - len(request.prompt)
+        return room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
+
+    def _stop_tokens(self, sampling: Sampling) -> tuple[int, ...]:
+        own = sampling.stop_token_ids
+        return own if sampling.ignore_eos else tuple(dict.fromkeys((*own, *self._end_tokens)))
+
+    def sample_step(self, output: EngineCoreOutput) -> SampleStep:
+        """Translate what one step did for one sample."""
+        tokens = output.new_token_ids
+        logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+        drafted = reused = 0
+        if self._coupled and output.new_logprobs is not None:
+            drafted, reused = unpack(output.new_logprobs.sampled_token_ranks)
+        step = SampleStep(
+            output.request_id,
+            tokens,
+            logprobs,
+            None if output.finish_reason is None else _FINISH.get(output.finish_reason, Finish.ERROR),
+            drafted,
+            min(max(len(tokens) - 1, 0), drafted) if drafted else 0,
+            reused,
+        )
+        if output.request_id in self.cached_logprobs:
+            self._set_cached_logprobs(step)
+        # A NaN makes the sum NaN, and the sum is all that most steps pay for the check.
+        if isnan(sum(logprobs)):
+            _cut_at_nan(step)
+        return step
+
+    def _set_cached_logprobs(self, step: SampleStep) -> None:
+        """Give reused tokens the log-probabilities with which they were generated."""
+        reused, left = step.reused, self.cached_logprobs.pop(step.sample_id)
+        step.verified_logprobs = step.logprobs[:reused]
+        step.logprobs[:reused] = left[:reused]
+        if step.finish is None and reused == len(step.token_ids) and reused < len(left):
+            self.cached_logprobs[step.sample_id] = left[reused:]
+
+
+def _cut_at_nan(step: SampleStep) -> None:
+    """End a sample as an error, before the first token that could not be sampled."""
+    keep = next((i for i, value in enumerate(step.logprobs) if isnan(value)), None)
+    if keep is None:
+        return
+    step.finish = Finish.ERROR
+    del step.token_ids[keep:], step.logprobs[keep:]

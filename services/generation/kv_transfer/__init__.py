@@ -1,0 +1,1 @@
+"""Transfer KV blocks between instances, over TCP or NIXL."""

@@ -1,0 +1,167 @@
+"""Listener of a port for KV: a limited number of connections, each with a thread.
+
+Anybody who reaches the port can connect. A connection that has not said HELLO with a valid token is a stranger's:
+it has a few seconds for that, TLS included, and makes way, the oldest first, when all places are taken. So idle
+connections cost no more than the limit, and keep no move out.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+
+from services.generation.kv_transfer.framing import BadFrame
+from services.generation.kv_transfer.transport import STALL_SECONDS, TcpLink
+from services.platform.config.settings import TlsConfig
+from services.platform.config.watched import Unreadable
+from services.platform.security.certificates import server_context
+
+_log = structlog.get_logger(__name__)
+CONNECTIONS = 64
+"""Connections at once, where nothing else is said."""
+# Longest time until a stranger's thread has ended after its connection, on a machine that hardly gets on.
+_LEAVE_SECONDS = 5.0
+_RETRY_SECONDS = 0.1
+_LOG_SECONDS = 10.0
+
+
+class Listener:
+    """Listener that gives each connection a thread, until it is closed."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        tls: TlsConfig | None,
+        serve: Callable[[TcpLink], None],
+        *,
+        limit: int = CONNECTIONS,
+        patience: float = STALL_SECONDS,
+    ) -> None:
+        """Listen, and serve connections from now on.
+
+        Args:
+            host: address to listen on.
+            port: port to listen on; 0 for any free one.
+            tls: certificates; None for plain text.
+            serve: called with each link in a thread of its own, and calls `identified` on it; the link is closed
+                when it returns.
+            limit: connections at once.
+            patience: seconds until a connection must have identified itself.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._tls = tls
+        self._serve = serve
+        self._limit = limit
+        self._patience = patience
+        self._over = threading.Event()
+        self._places = threading.Condition()
+        self._taken = 0
+        # Connections that have not identified themselves, by number, the oldest first.
+        self._strangers: dict[int, socket.socket] = {}
+        self._turned_away, self._told_at = 0, float("-inf")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host.strip("[]"), port), family=family)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="kv-listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections. Open ones continue."""
+        self._over.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        number = 0
+        while not self._over.is_set():
+            try:
+                connection, _ = self._socket.accept()
+                number += 1
+                if not self._enter(number, connection):
+                    connection.close()
+                    continue
+                answering = threading.Thread(
+                    target=self._answer, args=(number, connection), name="kv-link", daemon=True
+                )
+                try:
+                    answering.start()
+                except BaseException:
+                    connection.close()
+                    self._leave(number)
+                    raise
+            except (OSError, RuntimeError) as error:
+                # Also when there are no more files or threads; the next try may find some.
+                if not self._over.wait(_RETRY_SECONDS):
+                    _log.warning("kv_accept_failed", error=repr(error))
+
+    def _enter(self, number: int, connection: socket.socket) -> bool:
+        """Take a place for a connection, if need be that of the oldest stranger; return False if there is none."""
+        with self._places:
+            if self._taken >= self._limit and self._turn_away():
+                self._places.wait_for(lambda: self._taken < self._limit, _LEAVE_SECONDS)
+            if self._taken >= self._limit:
+                return False
+            self._taken += 1
+            self._strangers[number] = connection
+            return True
+
+    def _turn_away(self) -> bool:
+        """End the connection of the oldest stranger; return False if there is none. Say so, now and then."""
+        found = bool(self._strangers)
+        if found:
+            oldest = self._strangers.pop(next(iter(self._strangers)))
+            with suppress(OSError):
+                # Not that of an SSLSocket, which another thread uses. It wakes that thread.
+                socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+        self._turned_away += 1
+        if time.monotonic() - self._told_at >= _LOG_SECONDS:
+            _log.warning(
+                "kv_connections_turned_away",
+                port=self.port,
+                count=self._turned_away,
+                reason=f"migration_connections allows {self._limit} at once",
+            )
+            self._turned_away, self._told_at = 0, time.monotonic()
+        return found
+
+    def _leave(self, number: int) -> None:
+        with self._places:
+            self._strangers.pop(number, None)
+            self._taken -= 1
+            self._places.notify()
+
+    def _identified(self, number: int) -> None:
+        with self._places:
+            self._strangers.pop(number, None)
+
+    def _answer(self, number: int, connection: socket.socket) -> None:
+        deadline = time.monotonic() + self._patience
+        try:
+            # A limit of the whole handshake.
+            connection.settimeout(self._patience)
+            if self._tls is not None:
+                # Read for each connection, because certificates are replaced while the service runs.
+                context = server_context(self._tls)
+                connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                with self._places:
+                    if number not in self._strangers:
+                        raise ConnectionError("turned away")
+                    self._strangers[number] = connection
+                connection.do_handshake()
+            link = TcpLink(connection, deadline, lambda: self._identified(number))
+            self._serve(link)
+            link.close()
+        except (OSError, BadFrame, Unreadable) as error:
+            # Anybody can connect; failures of known migrations are logged with their outcome.
+            _log.debug("kv_connection_ended", error=repr(error))
+        finally:
+            connection.close()
+            self._leave(number)

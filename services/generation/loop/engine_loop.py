@@ -1,0 +1,295 @@
+"""The thread that owns the engine and steps it.
+
+Everything that touches the engine runs here, between two steps: new samples, aborts, pause, weights. Others
+hand in a function (`call`, `execute`) and get its result as a future.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from paceline.times import duration
+from paceline.v1 import fleet_pb2
+from services.contracts.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from services.generation.engine.types import EngineLoad, EngineRequest, Finish, SampleStep
+from services.generation.loop.engine_thread import EngineThread
+from services.generation.loop.metrics import EngineMetrics, EngineThroughput
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.sample_table import SampleTable
+from services.generation.loop.samples import RunningSample, SampleStream
+from services.generation.rollouts.origin import NOWHERE, Origin
+
+
+class EngineLoop(EngineThread):
+    """Steps the engine while there is work and nobody paused it.
+
+    When a step raises, streams get what there is and end with UNAVAILABLE. Without a comment that says otherwise
+    methods are called in the engine thread.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], tuple[Any, SampleDrafts]],
+        metrics: EngineMetrics,
+        samples: SampleTable,
+        *,
+        flush_interval: float,
+        max_waiting: int,
+        policy_version: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Send what streams have to say every `flush_interval` seconds; refuse samples while `max_waiting` wait."""
+        super().__init__(factory, clock)
+        self.paused = False
+        self.samples = samples
+        # Exit callbacks by sample id, called in the engine thread; the argument is True for a finished sample.
+        self.watchers: dict[str, Callable[[bool], None]] = {}
+        self.policy_version = policy_version
+        self._metrics = metrics
+        self._flush_interval = flush_interval
+        self._max_waiting = max_waiting
+        self._throughput = EngineThroughput()
+        self._streams: set[SampleStream] = set()
+        self._serial = 0
+        self._flushed_at = clock()
+
+    # -- from any thread ----------------------------------------------------------------------------------
+
+    @property
+    def load(self) -> fleet_pb2.InstanceLoad:
+        """The latest load by real samples; exact between steps, a snapshot otherwise."""
+        load = self.samples.real_load(self._engine.load if self._has_engine else EngineLoad(0, 0, 0))
+        return fleet_pb2.InstanceLoad(
+            running=load.running,
+            waiting=load.waiting,
+            kv_usage=load.kv_usage,
+            step_time=duration(self._throughput.step_seconds),
+            generated_tokens=self._throughput.tokens,
+            steps=self._throughput.steps,
+        )
+
+    @property
+    def now(self) -> float:
+        """The loop's clock, in seconds."""
+        return self._clock()
+
+    # -- in the engine thread: samples --------------------------------------------------------------------
+
+    def open(self, stream: SampleStream) -> None:
+        """Serve a stream from now on."""
+        self._streams.add(stream)
+
+    def close(self, stream: SampleStream) -> None:
+        """Forget a stream whose caller is gone, and abort its samples."""
+        self._streams.discard(stream)
+        orphans = [sample for sample in stream.samples.values() if sample.request.sample_id in self.samples]
+        self._engine.abort(sample.request.sample_id for sample in orphans)
+        for sample in orphans:
+            self._forget(sample)
+
+    def next_sample_id(self) -> str:
+        """Return an id that this engine has never seen: vLLM must not meet the same one twice."""
+        self._serial += 1
+        return f"s{self._serial}"
+
+    def start_sample(
+        self,
+        stream: SampleStream,
+        handle: int,
+        request: EngineRequest,
+        origin: Origin = NOWHERE,
+        trace_parent: str = "",
+        *,
+        streamed: bool = False,
+    ) -> None:
+        """Queue a sample for a stream. A real one ends the background samples that it leaves no place for.
+
+        It drafts from the cached rollout of its own seed, unless the request has a reference already. The tokens of
+        one that is `streamed` are reported as they come.
+
+        Raises:
+            FailedPrecondition: a background sample, and real ones have the engine.
+            ResourceExhausted: too many samples are waiting.
+            Unavailable: the engine slept and could not be woken.
+        """
+        yielded = self._make_way(stream)
+        if self.load.waiting >= self._max_waiting:
+            raise ResourceExhausted("engine queue", f"{self._max_waiting} samples are waiting already")
+        sample = RunningSample(
+            handle, request, stream, self._clock(), streamed, cached_tokens=len(request.cached), origin=origin
+        )
+        self.drafts.follow(sample)
+        finish = self._engine.finished_by_prefix(request)
+        if finish is not None:
+            stream.finish(sample, sample.finished(finish, self._clock()))
+            return
+        self.wake()
+        self._engine.add(request)
+        sample.entered(trace_parent)
+        self._add(sample)
+        self.drafts.begin(sample, self.policy_version)
+        if yielded:
+            # Not before the sample is in: what is reported must not look as if the engine were free.
+            self.flush()
+
+    def enter(self, sample: RunningSample) -> None:
+        """Add a sample that came with its KV and whose drafters have begun."""
+        self._make_way(sample.stream)
+        self._add(sample)
+
+    def release(self, sample_id: str) -> None:
+        """End a sample that runs in another engine, or could not enter this one, without an event to its stream."""
+        self._engine.abort([sample_id])
+        if sample_id in self.samples:
+            self._forget(self.samples[sample_id])
+
+    def abort_samples(self, samples: Iterable[RunningSample]) -> int:
+        """End samples as they are; each stream gets their tokens and a Finished. Returns how many were ended."""
+        ended = self._end_samples(samples)
+        self.flush()
+        return ended
+
+    def abort_all(self) -> int:
+        """End every sample as it is; returns how many real ones were ended."""
+        self.end_background()
+        return self.abort_samples(list(self.samples.values()))
+
+    def end_background(self) -> int:
+        """End the background samples as they are; returns how many were ended."""
+        return self.abort_samples(self.samples.background_samples()) if self.samples.background else 0
+
+    def flush(self, *, everything: bool = False) -> None:
+        """Send events and the tokens that are due to the streams now; with `everything` all tokens."""
+        load, now = self.load, self._clock()
+        # Before the events: who has seen a sample finish reads metrics that count its drafts.
+        self._metrics.load(load)
+        for stream in self._streams:
+            stream.flush(load, self.policy_version, now, everything=everything)
+        self._flushed_at = now
+
+    # -- in the engine thread: the device -----------------------------------------------------------------
+
+    def sleep(self) -> bool:
+        """End the background samples and leave the device to others; False when real samples are running.
+
+        The next sample wakes the engine, and so do new weights. Unavailable if the engine failed and is given up.
+        """
+        if self.samples.real_count:
+            return False
+        self.end_background()
+        self._or_fail(self._engine.sleep)
+        return True
+
+    def wake(self) -> None:
+        """Take the device back, if the engine sleeps. Unavailable if the engine failed and is given up."""
+        if self._engine.asleep:
+            self._or_fail(self._engine.wake)
+
+    def _or_fail(self, change: Callable[[], None]) -> None:
+        """Change the device. One that is half there would refuse every sample; another process can begin anew."""
+        try:
+            change()
+        except Exception as error:
+            self.fail(error)
+            raise Unavailable("the engine of this instance lost its device") from error
+
+    # -- each turn ----------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        idle = self.paused or not self._engine.has_work
+        unsettled = idle and self.drafts.idle_work()
+        self._run_commands(wait=idle and not unsettled)
+        self.last_progress = self._clock()
+        if self.paused or not self._engine.has_work:
+            # Nobody knows for how long, so nothing is held back.
+            self.flush(everything=True)
+            return
+        began = self._clock()
+        shape = self.drafts.put(self._engine)
+        stepping = self._clock()
+        steps = self._engine.step()
+        if shape is not None:
+            self.drafts.stepped(shape, self._clock() - stepping)
+        self._record(steps, began)
+        if self.samples.background and self.samples.real_count and self._engine.load.waiting:
+            # A real sample may be waiting because of them.
+            self.end_background()
+        if not self.samples or self._clock() - self._flushed_at >= self._flush_interval:
+            self.flush()
+
+    def _record(self, steps: list[SampleStep], began: float) -> None:
+        now, background = self._clock(), self.samples.background
+        seconds, real, had_background = now - began, self.samples.real_count, bool(background)
+        tokens = pregenerated = 0
+        for step in steps:
+            if had_background and step.sample_id in background:
+                pregenerated += len(step.token_ids)
+            else:
+                tokens += len(step.token_ids)
+            self._record_sample(step, began, now)
+        if had_background:
+            self.samples.record_background_step(seconds, pregenerated, real)
+        if real:
+            self._throughput.record(seconds, tokens)
+            self._metrics.step(seconds, tokens)
+
+    def _record_sample(self, step: SampleStep, began: float, now: float) -> None:
+        sample = self.samples.get(step.sample_id)
+        if sample is None:
+            return
+        sample.record(step, began, self.drafts.learn(step))
+        if step.finish is None:
+            if len(sample.tokens) >= sample.quota:
+                sample.stream.reached(sample)
+            return
+        self._forget(sample, finished=True)
+        if step.finish is Finish.ERROR:
+            sample.stream.samples.pop(sample.handle, None)
+            sample.stream.refuse(sample.unsampleable())
+            return
+        sample.stream.finish(sample, sample.finished(step.finish, now))
+
+    def _make_way(self, stream: SampleStream) -> bool:
+        """Refuse a background sample that has no place; end background samples for a real one.
+
+        Returns True if some were ended.
+        """
+        samples = self.samples
+        if stream.background:
+            if not samples.allows_background(samples.real_count):
+                raise FailedPrecondition("REAL_WORK", "real samples have the engine")
+        elif samples.background and not samples.allows_background(samples.real_count + 1):
+            ended = self._end_samples(samples.background_samples())
+            samples.record_yield(ended, self._clock() - self._called_at)
+            return True
+        return False
+
+    def _add(self, sample: RunningSample) -> None:
+        sample.stream.add(sample, self._clock())
+        self.samples.add(sample)
+
+    def _end_samples(self, samples: Iterable[RunningSample]) -> int:
+        chosen = [sample for sample in samples if sample.request.sample_id in self.samples]
+        self._engine.abort(sample.request.sample_id for sample in chosen)
+        for sample in chosen:
+            self._forget(sample)
+            sample.stream.finish(sample, sample.finished(None, self._clock()))
+        return len(chosen)
+
+    def _forget(self, sample: RunningSample, *, finished: bool = False) -> None:
+        sample.left()
+        watcher = self.watchers.pop(sample.request.sample_id, None)
+        if watcher is not None:
+            watcher(finished)
+        self.samples.remove(sample.request.sample_id)
+        self.drafts.end(sample.request.sample_id, sample.response)
+
+    def _end_streams(self, error: BaseException | None) -> None:
+        try:
+            self.flush(everything=True)
+        finally:
+            lost = Unavailable("the engine of this instance failed; resume elsewhere")
+            for stream in self._streams:
+                stream.put(None if error is None else lost)

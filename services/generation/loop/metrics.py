@@ -1,0 +1,169 @@
+"""Prometheus metrics of an instance's engine loop."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections import defaultdict
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Histogram, Info
+
+from paceline.v1 import fleet_pb2
+from services.generation.drafters.draft_model.metrics import Eagle3Metrics, QuantizedDrafterMetrics
+from services.generation.rollouts.metrics import RolloutMetrics
+from services.generation.speculation.modes.planner_metrics import PlannerMetrics
+from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+
+_STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.05, 0.1, 0.2, 0.5, 1, 5)
+DELAY_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+"""Seconds until background samples have ended."""
+# Weight of the newest step in the mean step time.
+_SMOOTHING = 0.05
+
+
+def reached(lengths: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Return (position, number of drafts longer than it), from counts of drafts by length."""
+    longest = max(lengths, default=0)
+    return [
+        (position, sum(count for length, count in lengths.items() if length > position))
+        for position in range(longest)
+    ]
+
+
+class EngineThroughput:
+    """Running figures of the engine steps that had real samples.
+
+    `step_seconds` is an exponential mean, `tokens` and `steps` are totals.
+    """
+
+    def __init__(self) -> None:
+        self.step_seconds = 0.0
+        self.tokens = 0
+        self.steps = 0
+
+    def record(self, seconds: float, tokens: int) -> None:
+        """Count one step."""
+        self.steps += 1
+        self.step_seconds += (seconds - self.step_seconds) * (_SMOOTHING if self.steps > 1 else 1)
+        self.tokens += tokens
+
+
+class BackgroundMetrics(MetricSet, prefix="paceline_generation_"):
+    """Metrics of background samples in the engine."""
+
+    samples = gauge("background_samples", "Samples of a coming step that are being generated.")
+    steps = counter(
+        "background_steps_total",
+        "Engine steps with such samples, alone or beside samples of the step.",
+        "beside",
+    )
+    seconds = counter(
+        "background_seconds_total", "Time of these steps; alone: bubble time that was used.", "beside"
+    )
+    tokens = counter("pregenerated_tokens_total", "Tokens generated for a coming step.")
+    yielded = counter("yielded_samples_total", "Background samples ended for real ones.")
+    yield_seconds = histogram(
+        "yield_seconds",
+        "Time from the arrival of a real sample until background samples had ended.",
+        DELAY_BUCKETS,
+    )
+
+    def record_step(self, seconds: float, tokens: int, beside_real: bool) -> None:
+        """Count an engine step with background samples and the tokens it generated for them."""
+        beside = "real" if beside_real else "nothing"
+        self.steps.labels(beside).inc()
+        self.seconds.labels(beside).inc(seconds)
+        self.tokens.inc(tokens)
+
+
+class DraftOutcomeMetrics(MetricSet, prefix="paceline_speculation_"):
+    """Metrics of verified drafts by drafter."""
+
+    drafted = counter("drafted_tokens_total", "Draft tokens verified.", "drafter", "position")
+    accepted = counter("accepted_tokens_total", "Draft tokens that verification kept.", "drafter", "position")
+    verify_steps = counter("verify_steps_total", "Drafts verified, one a sample and step.", "drafter")
+    block_efficiency = gauge("block_efficiency", "Tokens per verified draft: accepted + 1.", "drafter")
+    faults = counter(
+        "drafter_faults_total", "Proposals against the rules; planner: failed decisions.", "drafter"
+    )
+
+
+class ReuseMetrics(MetricSet, prefix="paceline_reuse_"):
+    """Metrics of cached rollouts that LENIENT samples take over."""
+
+    tokens = counter("tokens_total", "Tokens taken over from cached rollouts by the lenient rule.")
+    verify_steps = counter(
+        "verify_steps_total", "Verifications of a part of a cached rollout, one a sample and step."
+    )
+    verified_rows = counter("verified_rows_total", "Rows of logits that these took.")
+
+
+class EngineMetrics(MetricSet, prefix="paceline_generation_"):
+    """All metrics that the engine thread reports. Units are seconds and ratios."""
+
+    most_running = gauge("max_running_samples", "Most samples that run at once.")
+    steps = histogram("step_seconds", "Engine step time.", _STEP_BUCKETS)
+    tokens = counter("tokens_total", "Tokens generated.")
+    running = gauge("running_samples", "Samples in the running batch.")
+    waiting = gauge("waiting_samples", "Samples waiting for the engine.")
+    kv_usage = gauge("kv_usage_ratio", "Share of KV blocks in use, 0 to 1.")
+    policy_version = gauge("policy_version", "Policy version of the weights that are served.")
+    weight_seconds = histogram(
+        "weight_seconds", "Time to stage or apply weights.", Histogram.DEFAULT_BUCKETS, "phase"
+    )
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.engine = Info(
+            "paceline_generation_engine", "What this instance serves, and on what.", registry=registry
+        )
+        self.background = BackgroundMetrics(registry)
+        self.drafts = DraftOutcomeMetrics(registry)
+        self.planner = PlannerMetrics(registry)
+        self.quantized = QuantizedDrafterMetrics(registry)
+        self.eagle3 = Eagle3Metrics(registry)
+        self.reuse = ReuseMetrics(registry)
+        self.rollouts = RolloutMetrics(registry)
+        # Since the last publication, for each drafter: counts of drafts by length drafted and by length kept.
+        self._drafted: defaultdict[str, Counts[int]] = defaultdict(Counts)
+        self._accepted: defaultdict[str, Counts[int]] = defaultdict(Counts)
+
+    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
+        """Count one verified draft; published with the next `load`."""
+        self._drafted[drafter][drafted] += 1
+        self._accepted[drafter][accepted] += 1
+
+    def reused(self, tokens: int, rows: int) -> None:
+        """Count one verification of a part of a cached rollout: the tokens taken over and the rows it took."""
+        self.reuse.tokens.inc(tokens)
+        self.reuse.verify_steps.inc()
+        self.reuse.verified_rows.inc(rows)
+
+    def fault(self, drafter: str) -> None:
+        """Count a proposal that broke the rules."""
+        self.drafts.faults.labels(drafter).inc()
+
+    def step(self, seconds: float, tokens: int) -> None:
+        """Count one engine step."""
+        self.steps.observe(seconds)
+        self.tokens.inc(tokens)
+
+    def load(self, load: fleet_pb2.InstanceLoad) -> None:
+        """Publish the load of this moment, and the outcomes of drafts since the last one."""
+        self.running.set(load.running)
+        self.waiting.set(load.waiting)
+        self.kv_usage.set(load.kv_usage)
+        for drafter, drafted in self._drafted.items():
+            self._publish(drafter, drafted, self._accepted[drafter])
+        self._drafted.clear()
+        self._accepted.clear()
+
+    def _publish(self, drafter: str, drafted: Counts[int], accepted: Counts[int]) -> None:
+        for position, count in reached(drafted):
+            self.drafts.drafted.labels(drafter, position).inc(count)
+        for position, count in reached(accepted):
+            self.drafts.accepted.labels(drafter, position).inc(count)
+        steps = drafted.total()
+        kept = sum(length * count for length, count in accepted.items())
+        self.drafts.verify_steps.labels(drafter).inc(steps)
+        self.drafts.block_efficiency.labels(drafter).set(kept / steps + 1)

@@ -1,0 +1,164 @@
+"""Drafts for the samples of an engine: parts of cached rollouts, and proposals of drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from services.contracts.rollout import Rollout
+from services.generation.drafters.reference import lenient_reuse as reuse
+from services.generation.drafters.reference.lenient_reuse import Reuse
+from services.generation.engine.types import EngineSampleState, SampleStep
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.samples import RunningSample
+from services.generation.rollouts.cache import DraftCache, Shards
+from services.generation.speculation.drafter import DraftContext, NewRollouts
+from services.generation.speculation.plan import StepShape
+from services.generation.speculation.speculation import Speculation
+
+if TYPE_CHECKING:
+    from services.generation.engine.core import Engine
+
+
+class SampleDrafts:
+    """Drafts for the samples of one engine. Used by its thread only.
+
+    `speculation` is None where the engine decodes without drafters. `cache` holds the rollouts that samples can
+    draft from, `reuse` the samples that are taking over a cached rollout.
+    """
+
+    def __init__(
+        self,
+        metrics: EngineMetrics,
+        cache: DraftCache | None = None,
+        speculation: Speculation | None = None,
+        reuse: Reuse | None = None,
+    ) -> None:
+        """Without a `cache` no rollout is kept."""
+        self.cache = DraftCache(vocab_size=0, budget_bytes=0) if cache is None else cache
+        self.speculation = speculation
+        self.reuse = Reuse() if reuse is None else reuse
+        self._metrics = metrics
+
+    def begin(self, sample: RunningSample, policy_version: int) -> None:
+        """Start to draft for a sample that enters the engine."""
+        self.reuse.begin(sample.request)
+        self.resume(sample, policy_version, {})
+
+    def resume(self, sample: RunningSample, policy_version: int, carried: Mapping[str, bytes]) -> None:
+        """Go on drafting for a sample of another engine, with the states of the drafters there."""
+        if self.speculation is not None:
+            self.speculation.begin(_context(sample, policy_version, carried))
+
+    def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
+        """Forget a sample that left the engine, with this response where it is known."""
+        self.reuse.end(sample_id)
+        if self.speculation is not None:
+            self.speculation.end(sample_id, response)
+
+    def carry(self, sample_id: str) -> Mapping[str, bytes]:
+        """Return the drafters' states of a sample beyond its tokens, for another engine."""
+        return {} if self.speculation is None else self.speculation.carry(sample_id)
+
+    def follow(self, sample: RunningSample) -> Rollout | None:
+        """Let a sample follow the cached rollout of its own seed and return it.
+
+        None when there is none, or when the sample follows one as long.
+        """
+        rollout = self.cache.same_seed(sample.origin, sample.request.seed)
+        return rollout if rollout is not None and sample.follow(rollout) else None
+
+    # New rollouts ----------------------------------------------------------------------------------------
+
+    def add_rollouts(self, rollouts: Iterable[Rollout], samples: Mapping[str, RunningSample]) -> None:
+        """Cache rollouts that were generated here, and draft from new ones, for running samples too."""
+        self._draft_from(self.cache.add(rollouts), samples)
+
+    def add_shards(self, shards: Shards, samples: Mapping[str, RunningSample]) -> None:
+        """Cache the store's rollouts of some prompts, and draft from them, for running samples too."""
+        self._draft_from(self.cache.add_shards(shards), samples)
+
+    def _draft_from(self, rollouts: Sequence[Rollout], samples: Mapping[str, RunningSample]) -> None:
+        self._metrics.rollouts.cache_bytes.set(self.cache.nbytes)
+        followed: dict[str, Rollout] = {}
+        prompts = {(rollout.run_id, rollout.prompt_id) for rollout in rollouts}
+        for sample_id, sample in samples.items():
+            if sample.origin.prompt not in prompts:
+                continue
+            rollout = self.follow(sample)
+            if rollout is not None and not sample.request.given:
+                followed[sample_id] = rollout
+        if self.speculation is not None:
+            self.speculation.add_rollouts(NewRollouts(rollouts, followed))
+
+    # Each step -------------------------------------------------------------------------------------------
+
+    def idle_work(self) -> bool:
+        """Do a slice of the work that drafters put off until the engine idles; True if there is more."""
+        return self.speculation is not None and self.speculation.idle_work()
+
+    def put(self, engine: Engine) -> StepShape | None:
+        """Give the engine the drafts of the coming step.
+
+        Returns the shape of the step if the planner wants its time and it only decodes: prefill takes time that
+        the decoding samples do not explain.
+        """
+        speculation = self.speculation
+        if not self.reuse and (speculation is None or speculation.skips_again(engine.load.running)):
+            return None
+        states, load = engine.decoding(), engine.load
+        decodes = load.running == len(states) and not load.waiting
+        drafts = self._drafts(states, engine.row_capacity - (0 if decodes else engine.prompt_rows))
+        engine.put_drafts(drafts)
+        return speculation.shape(states, drafts) if decodes and speculation is not None else None
+
+    def _drafts(self, samples: Sequence[EngineSampleState], rows: int) -> dict[str, list[int]]:
+        """Return the draft tokens by sample id: of cached rollouts for samples that take one over, else proposals.
+
+        `rows` is the most verified tokens that the samples may have together.
+        """
+        made: dict[str, list[int]] = {}
+        free = samples
+        if self.reuse:
+            made = self.reuse.drafts(samples, rows - len(samples))
+            free = [sample for sample in samples if sample.sample_id not in self.reuse]
+        if self.speculation is not None:
+            taken = len(samples) - len(free) + sum(map(len, made.values()))
+            made |= self.speculation.drafts(free, rows - taken)
+        return made
+
+    def stepped(self, shape: StepShape, seconds: float) -> None:
+        """Report the time of a step whose shape `put` returned."""
+        if self.speculation is not None:
+            self.speculation.stepped(shape, seconds)
+
+    def learn(self, step: SampleStep) -> str:
+        """Report the outcome of a sample's draft to its source; returns the source's name, "" without a draft."""
+        reused = self.reuse.learn(step)
+        if reused is not None:
+            self._metrics.reused(reused.tokens, reused.rows)
+            return reuse.SOURCE
+        if self.speculation is None:
+            return ""
+        self.speculation.learn(step)
+        return self.speculation.drafter_of(step.sample_id)
+
+
+def _context(sample: RunningSample, version: int, carried: Mapping[str, bytes]) -> DraftContext:
+    """Return the context of a sample for drafters. The caller's draft goes before the rollout of the same seed."""
+    request, origin, rollout = sample.request, sample.origin, sample.rollout
+    given: Sequence[int]
+    given, source = reuse.guess_of(request)
+    if rollout is not None and not request.given:
+        given, source = rollout.tokens.tolist(), rollout.kind.value
+    return DraftContext(
+        request.sample_id,
+        request.prompt,
+        given,
+        request.prompt_id,
+        origin.run_id,
+        request.seed,
+        version,
+        source,
+        carried,
+    )

@@ -1,0 +1,197 @@
+"""Running samples of an instance, and the interface of the streams that they belong to."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.times import duration
+from paceline.v1 import fleet_pb2, sample_pb2
+from services.contracts.rollout import Rollout
+from services.generation.engine.types import EngineRequest, Finish, SampleStep, Verifier
+from services.generation.rollouts.cache import agreement
+from services.generation.rollouts.origin import NOWHERE, Origin
+from services.platform.observability import tracing
+from services.platform.observability.span import NO_SPAN, TraceSpan
+
+_FINISH_REASONS = {Finish.STOP: sample_pb2.FINISH_REASON_STOP, Finish.LENGTH: sample_pb2.FINISH_REASON_LENGTH}
+# Weight of the newest verify step in a sample's mean acceptance.
+_ACCEPTANCE_SMOOTHING = 0.2
+
+
+class SampleStream(Protocol):
+    """Interface of a stream to the engine loop. Methods are called in the engine thread."""
+
+    background: bool
+    """Its samples run only while the engine has nothing real to do."""
+    samples: dict[int, RunningSample]
+    """Its samples that are in the engine, by handle."""
+
+    def add(self, sample: RunningSample, now: float) -> None:
+        """Take in a sample that has entered the engine."""
+
+    def reached(self, sample: RunningSample) -> None:
+        """Note that a sample has `quota` unreported tokens."""
+
+    def finish(self, sample: RunningSample, event: pb.Finished) -> None:
+        """Note that a sample has ended."""
+
+    def refuse(self, event: pb.Refused) -> None:
+        """Note that an item is refused, or that its sample cannot go on."""
+
+    def flush(
+        self, load: fleet_pb2.InstanceLoad, policy_version: int, now: float, *, everything: bool = False
+    ) -> None:
+        """Hand events and the tokens that are due to the event loop; with `everything` all tokens."""
+
+    def put(self, event: Exception | None) -> None:
+        """End the stream: None, or the error that the engine ended with."""
+
+
+@dataclass(slots=True)
+class RunningSample:
+    """A sample in the engine. Times are seconds of the loop's clock; `tokens` were not reported yet.
+
+    `response` holds all tokens, prefix included; `rollout` is the cached one of the same seed; `drafts` counts
+    draft tokens by drafter.
+    """
+
+    handle: int
+    request: EngineRequest
+    stream: SampleStream
+    arrived: float
+    # Its caller reads along: tokens are reported as they come. Otherwise in checkpoints: at `quota` unreported
+    # tokens, or at the time `report_at`.
+    streamed: bool = False
+    quota: int = sys.maxsize
+    report_at: float = math.inf
+    started: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    generated: int = 0
+    decode_steps: int = 0
+    verify_steps: int = 0
+    drafts: dict[str, sample_pb2.DraftSource] = field(default_factory=dict)
+    # Log-probabilities under the current policy of the tokens among `tokens` that were taken over.
+    verified_logprobs: list[float] = field(default_factory=list)
+    # As in pb.Finished. `reused_prefix` of a LENIENT sample counts the tokens taken over.
+    cached_tokens: int = 0
+    reused_prefix: int = 0
+    origin: Origin = NOWHERE
+    rollout: Rollout | None = None
+    # From its arrival until it leaves the engine.
+    trace: TraceSpan = NO_SPAN
+    # Mean of draft tokens accepted in recent verify steps; 0 when nothing was verified.
+    acceptance: float = 0.0
+    # Moves between instances, and the callback for the first step after a move.
+    migrations: int = 0
+    resumed: Callable[[], None] | None = None
+    response: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.response = list(self.request.prefix)
+
+    def follow(self, rollout: Rollout) -> bool:
+        """Compare the sample with a rollout of its own seed; False when the one that it has is as long.
+
+        Of a LENIENT sample only the cached rollout that it takes over is counted.
+        """
+        if self.rollout is not None and len(self.rollout.tokens) >= len(rollout.tokens):
+            return False
+        self.rollout = rollout
+        if self.request.verifier is not Verifier.LENIENT:
+            self.cached_tokens = len(rollout.tokens)
+        return True
+
+    def record(self, step: SampleStep, began: float, drafter: str) -> None:
+        """Add the outcome of a step that began at `began`."""
+        if self.started is None:
+            self.started = began
+            self.trace.event("first_step")
+        self.tokens.extend(step.token_ids)
+        self.logprobs.extend(step.logprobs)
+        self.verified_logprobs.extend(step.verified_logprobs)
+        self.reused_prefix += step.reused
+        self.response.extend(step.token_ids)
+        self.generated += len(step.token_ids)
+        self.decode_steps += 1
+        if self.resumed is not None:
+            self.resumed()
+            self.resumed = None
+        if step.drafted:
+            weight = _ACCEPTANCE_SMOOTHING if self.verify_steps else 1.0
+            self.acceptance += (step.accepted - self.acceptance) * weight
+            self.verify_steps += 1
+            count = self.drafts.setdefault(drafter, sample_pb2.DraftSource(drafter=drafter))
+            count.drafted += step.drafted
+            count.accepted += step.accepted
+
+    def entered(self, trace_parent: str) -> None:
+        """Begin the sample's span, under this traceparent: the sample is in the engine."""
+        self.trace = tracing.begin(
+            "generate",
+            trace_parent,
+            run_id=self.origin.run_id,
+            prompt_id=self.request.prompt_id,
+            slot=self.origin.slot,
+            step=self.origin.step,
+            prefix_tokens=len(self.request.prefix),
+        )
+
+    def left(self) -> None:
+        """End the sample's span: the sample has left the engine."""
+        drafts = self.drafts.values()
+        self.trace.end(
+            tokens=self.generated,
+            decode_steps=self.decode_steps,
+            verify_steps=self.verify_steps,
+            drafted=sum(count.drafted for count in drafts),
+            accepted=sum(count.accepted for count in drafts),
+        )
+
+    def take_delta(self) -> pb.Delta | None:
+        """Return the tokens since the last call, or None when there are none."""
+        if not self.tokens:
+            return None
+        delta = pb.Delta(
+            handle=self.handle,
+            token_ids=self.tokens,
+            logprobs=self.logprobs,
+            verified_logprobs=self.verified_logprobs,
+        )
+        self.tokens, self.logprobs, self.verified_logprobs = [], [], []
+        return delta
+
+    def finished(self, finish: Finish | None, now: float) -> pb.Finished:
+        """Return the closing event. `finish` is None when the sample was ended from outside."""
+        started = self.arrived if self.started is None else self.started
+        reason = sample_pb2.FINISH_REASON_ABORTED if finish is None else _FINISH_REASONS[finish]
+        if self.rollout is not None and self.request.verifier is not Verifier.LENIENT:
+            self.reused_prefix = agreement(self.rollout, self.response)
+        return pb.Finished(
+            handle=self.handle,
+            finish_reason=reason,
+            draft_sources=self.drafts.values(),
+            decode_steps=self.decode_steps,
+            verify_steps=self.verify_steps,
+            queue_time=duration(started - self.arrived),
+            generation_time=duration(now - started if self.started is not None else 0.0),
+            reused_prefix=self.reused_prefix,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def unsampleable(self) -> pb.Refused:
+        """Return the refusal of a sample whose logits were NaN; other samples go on."""
+        position = len(self.request.prefix) + self.generated
+        return pb.Refused(
+            handle=self.handle,
+            code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
+            message=f"the model gives no finite logits at response position {position}",
+            field="prompt_token_ids",
+        )

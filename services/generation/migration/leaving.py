@@ -1,0 +1,215 @@
+"""Engine-thread half of a move at the donor: everything that touches the engine, between two engine steps.
+
+`departure.py` is the other half: it runs in the event loop, waits, and talks to the receiver.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.internal.v1 import generation_pb2
+from paceline.internal.v1 import migration_pb2 as pb
+from paceline.times import seconds_of
+from services.generation.config import GenerationConfig
+from services.generation.engine.kv_types import Exported, MigrationEngine
+from services.generation.engine.types import Verifier
+from services.generation.kv_transfer.reason import NotMoved, Reason
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.samples import RunningSample
+from services.generation.loop.work_stream import WorkStream
+from services.generation.migration import image
+from services.generation.migration.ports import Ports
+from services.generation.migration.terms import capacity_of
+
+
+@dataclass(frozen=True, slots=True)
+class DonorContext:
+    """Parts of the donor that a move uses."""
+
+    loop: EngineLoop
+    engine: MigrationEngine
+    ports: Ports
+    geometry: pb.KvGeometry
+    config: GenerationConfig
+    max_model_len: int
+
+
+class LeavingSample:
+    """Sample that is moved with its KV, as the engine thread sees it. All methods are called in the engine thread.
+
+    After `describe`, `exported` is the KV that the sample had when it was last looked at, at `looked_at`
+    (monotonic seconds); `capacity` is the number of tokens that the receiver reserves room for; `rate` is the
+    sample's tokens per second.
+    """
+
+    exported: Exported
+    capacity: int
+    rate: float
+    looked_at: float
+
+    def __init__(self, donor: DonorContext, request: pb.MoveRequest, on_left: Callable[[bool], None]) -> None:
+        """Prepare a move. `on_left` is called if the sample ends here, with True if it finished."""
+        self._donor = donor
+        self._request = request
+        self._on_left = on_left
+        self._sample: RunningSample | None = None
+        # Response tokens that the reservation told the receiver.
+        self._told = 0
+
+    def describe(self) -> pb.ReserveRequest:
+        """Check that the sample may leave, watch it, and describe it to the receiver.
+
+        The time limit of the reservation is the caller's to add. NotMoved when the sample may not leave.
+        """
+        donor, loop, key = self._donor, self._donor.loop, self._request.key
+        sample = movable_sample(loop, key)
+        self.exported, self.looked_at = donor.engine.export(key), time.monotonic()
+        loop.watchers[key] = self._on_left
+        self._sample, self._told = sample, len(sample.response)
+        prompt, longest = len(sample.request.prompt), donor.max_model_len
+        most = min(prompt + (sample.request.sampling.max_tokens or longest), longest)
+        step = seconds_of(loop.load.step_time)
+        self.rate = (1 + sample.acceptance) / step if step > 0 else 0.0
+        self.capacity = capacity_of(prompt + self._told, most, self.rate)
+        reserve = image.reserve_request(sample, self._request.migration_id, loop.policy_version)
+        reserve.donor_id, reserve.capacity_tokens = donor.config.instance_id, self.capacity
+        reserve.geometry.CopyFrom(donor.geometry)
+        return reserve
+
+    def refresh(self) -> None:
+        """Look at the KV that the sample has now. NotMoved if it was preempted or has outgrown its reservation."""
+        self._take(self._donor.engine.export(self._request.key))
+
+    def pause(self) -> None:
+        """Keep the sample out of further steps. NotMoved if it has ended, or as `refresh`."""
+        sample = self._present()
+        self._check_size(len(sample.request.prompt) + len(sample.response))
+        self._take(self._donor.engine.pause(self.exported))
+
+    def final_state(self) -> tuple[pb.CommitRequest, int]:
+        """Return what the receiver needs to run the paused sample, and the number of its response tokens."""
+        sample, loop = self._present(), self._donor.loop
+        commit = pb.CommitRequest(
+            migration_id=self._request.migration_id,
+            new_token_ids=sample.response[self._told :],
+            counters=sample.finished(None, loop.now),
+            drafters=image.drafter_states(loop.drafts.carry(self._request.key)),
+            acceptance=sample.acceptance,
+            tokens_crc=image.tokens_crc(sample.response),
+        )
+        return commit, len(sample.response)
+
+    def hand_over(self) -> None:
+        """End the sample here, and tell its stream where it runs now."""
+        sample, loop, request = self._present(), self._donor.loop, self._request
+        loop.watchers.pop(request.key, None)
+        stream = sample.stream
+        loop.release(request.key)
+        if isinstance(stream, WorkStream):
+            moved = generation_pb2.Moved(
+                handle=sample.handle,
+                migration_id=request.migration_id,
+                instance_id=request.receiver_id,
+                address=request.receiver_address,
+                response_tokens=len(sample.response),
+            )
+            stream.move(sample, moved)
+        loop.flush()
+
+    def resume(self) -> None:
+        """Let the sample decode again here."""
+        self._donor.engine.resume(self._request.key)
+
+    def restore(self) -> None:
+        """Stop watching the sample and let it decode here, however the move ended.
+
+        A sample that another move has is left alone: resumed, it would decode here while it is under way.
+        """
+        watchers, key = self._donor.loop.watchers, self._request.key
+        if watchers.get(key) == self._on_left:
+            del watchers[key]
+            self.resume()
+
+    def _present(self) -> RunningSample:
+        if self._sample is None or self._request.key not in self._donor.loop.samples:
+            raise NotMoved(Reason.FINISHED, "the sample ended at its donor")
+        return self._sample
+
+    def _take(self, exported: Exported) -> None:
+        if exported.preemptions != self.exported.preemptions:
+            raise NotMoved(Reason.PREEMPTED, "the donor preempted the sample")
+        self._check_size(exported.tokens + 1)
+        self.exported, self.looked_at = exported, time.monotonic()
+
+    def _check_size(self, tokens: int) -> None:
+        if tokens > self.capacity:
+            raise NotMoved(Reason.OUTGROWN, f"the sample has outgrown {self.capacity} tokens")
+
+
+def movable_sample(loop: EngineLoop, key: str) -> RunningSample:
+    """Return the sample of a key. NotMoved if it may not leave, or there is none."""
+    sample = loop.samples.get(key)
+    if sample is None or key in loop.samples.background:
+        raise NotMoved(Reason.UNKNOWN_SAMPLE, f"there is no sample {key!r}")
+    if key in loop.watchers or not isinstance(sample.stream, WorkStream):
+        raise NotMoved(Reason.IN_TRANSIT, "the sample is being moved, or not claimed yet")
+    if key in loop.drafts.reuse:
+        raise NotMoved(Reason.REUSING, "the sample is still taking over a cached rollout")
+    if sample.request.verifier is Verifier.LENIENT and sample.started is None:
+        raise NotMoved(Reason.NOT_DECODING, "the sample has not begun")
+    return sample
+
+
+def hand_back(loop: EngineLoop, request: pb.MoveRequest, report: pb.Migration) -> None:
+    """Move a sample by its prefix: end it here, and tell its stream where to resume it.
+
+    Only tokens move, by way of the gateway: those that it does not have yet go out with the end. The receiver
+    prefills them in one step, which is faster than sending KV for short contexts. NotMoved if the sample may not
+    leave, or there is none.
+    """
+    sample = movable_sample(loop, request.key)
+    stream = sample.stream
+    assert isinstance(stream, WorkStream)
+    report.response_tokens = len(sample.response)
+    finished = sample.finished(None, loop.now)
+    finished.resume_on = request.receiver_id
+    loop.release(request.key)
+    stream.finish(sample, finished)
+    loop.flush()
+    report.state, report.outcome = pb.MIGRATION_STATE_COMMITTED, pb.MOVE_OUTCOME_MOVED
+
+
+def listed_sample(
+    loop: EngineLoop, engine: MigrationEngine, key: str, max_model_len: int, unsupported: bool
+) -> pb.ListedSample:
+    """Describe a sample to the reallocator, and say whether it may leave."""
+    sample = loop.samples[key]
+    request, origin = sample.request, sample.origin
+    room = max_model_len - len(request.prompt)
+    return pb.ListedSample(
+        key=key,
+        handle=sample.handle,
+        prompt_tokens=len(request.prompt),
+        response_tokens=len(sample.response),
+        max_tokens=min(request.sampling.max_tokens or room, room),
+        acceptance=sample.acceptance,
+        kv_blocks=engine.blocks_of(key),
+        immovable=pb.MOVE_REASON_UNSUPPORTED if unsupported else _immovable(loop, engine, key),
+        run_id=origin.run_id,
+        prompt_id=request.prompt_id,
+        slot=origin.slot,
+        step=origin.step,
+        migrations=sample.migrations,
+    )
+
+
+def _immovable(loop: EngineLoop, engine: MigrationEngine, key: str) -> pb.MoveReason:
+    try:
+        movable_sample(loop, key)
+        engine.export(key)
+    except NotMoved as error:
+        reason: pb.MoveReason = error.reason.value
+        return reason
+    return pb.MOVE_REASON_UNSPECIFIED

@@ -1,0 +1,285 @@
+"""Pre-generation of one instance: polls the coordinator of bubbles for tasks, runs them, and stores their tokens.
+
+Two tasks of the event loop: one reads what the engine thread reports, the other polls. What must be fast does not
+pass through here: the engine thread itself ends background samples, the moment a real one comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import structlog
+
+from paceline.internal.v1 import bubble_pb2 as pb
+from paceline.times import seconds_of
+from services.contracts.errors import Unavailable
+from services.contracts.rollout import Rollout
+from services.generation.config import GenerationConfig
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.work_items import AdmissionTerms
+from services.generation.pregeneration.coordinator import CoordinatorConnection, CoordinatorGone
+from services.generation.pregeneration.leases import DraftLease, DraftLeases
+from services.generation.pregeneration.metrics import PregenerationMetrics
+from services.generation.pregeneration.stream import (
+    POLL_STEPS,
+    BackgroundReport,
+    BackgroundStream,
+    EngineAvailability,
+    PollSituation,
+)
+from services.generation.pregeneration.task_starter import TaskStarter
+from services.generation.pregeneration.upload_queue import UploadQueue
+from services.generation.rollouts.fetcher import ShardFetcher
+from services.platform.backoff import ExponentialBackoff
+from services.platform.redis.registry import Registration
+from services.platform.tasks import end
+
+_log = structlog.get_logger(__name__)
+
+# An instance that has tasks polls at least this often, however long its steps are.
+_SILENT_SECONDS = 3.0
+# The coordinator holds a poll back for less than this.
+_POLL_SECONDS = 30.0
+# How long an answer with tasks may still come when there is something newer to report: cancelled, they are lost.
+_GRACE_SECONDS = 0.1
+# From one poll of an idle instance to the next, when the first brought nothing.
+_IDLE_SECONDS = 0.25
+# After failures in a row, the first and the most.
+_FIRST_DELAY, _LONGEST_DELAY = 0.25, 2.0
+# How long an update, or the end of the process, waits for the drafts to be stored.
+_STORE_SECONDS = 1.0
+
+
+class Pregenerator:
+    """Generates samples of coming steps in bubbles.
+
+    Usage: `run` in a task of its own; `stored` before an update, or the process, is done.
+    """
+
+    def __init__(
+        self,
+        config: GenerationConfig,
+        loop: EngineLoop,
+        terms: Callable[[], AdmissionTerms],
+        registration: Registration,
+        fetcher: ShardFetcher | None,
+        coordinator: CoordinatorConnection,
+        uploads: UploadQueue,
+        metrics: PregenerationMetrics,
+    ) -> None:
+        """Pre-generate on an instance.
+
+        Args:
+            config: of the instance.
+            loop: of its engine.
+            terms: returns the terms on which samples are taken; called in the engine thread.
+            registration: of the instance; names its epoch.
+            fetcher: brings the store's rollouts of a prompt into the loop's cache.
+            coordinator: gives tasks.
+            uploads: sends rollouts to the draft store.
+            metrics: of pre-generation.
+        """
+        self.metrics = metrics
+        metrics.asleep.set_function(lambda: float(loop.asleep))
+        self._config = config
+        self._loop = loop
+        self._registration = registration
+        self._coordinator = coordinator
+        self._uploads = uploads
+        self._stream = BackgroundStream(
+            asyncio.get_running_loop(), loop.samples, lambda: not loop.paused and not terms().closed
+        )
+        self._starter = TaskStarter(loop, self._stream, terms, fetcher)
+        self._leases = DraftLeases()
+        self._engine = EngineAvailability()
+        self._due = False
+        self._running = False
+        self._polled_at = 0.0
+        # News of the leases that the coordinator knows.
+        self._told = 0
+        # Set when something happens that a poll under way does not know of.
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Pre-generate until cancelled or until the engine ends. A defect here costs drafts, nothing else."""
+        tasks = [asyncio.create_task(each) for each in (self._read(), self._poll(), self._uploads.run())]
+        self._running = True
+        try:
+            await self._loop.execute(lambda: self._loop.open(self._stream))
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # When the engine has ended its last reports are still to be read, and stored.
+            await asyncio.wait(tasks[:1], timeout=_STORE_SECONDS)
+            await self._uploads.sent(_STORE_SECONDS)
+            for task in done:
+                task.result()
+        except Unavailable:
+            _log.info("pregeneration_over")
+        except Exception:
+            _log.exception("pregeneration_failed")
+        finally:
+            self._running = False
+            await end(tasks)
+            self._loop.call(lambda: self._loop.close(self._stream))
+            await self._coordinator.leave()
+
+    async def stored(self) -> None:
+        """Return when what was generated so far is in the store, or would take too long to get there."""
+        if not self._running:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STORE_SECONDS):
+                await self._stream.outbox.join()
+                await self._uploads.sent(_STORE_SECONDS)
+
+    # -- reports of the engine ----------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        outbox = self._stream.outbox
+        over = False
+        while not over:
+            report = await outbox.get()
+            over = report is None
+            if report is not None:
+                self._take(report)
+            outbox.task_done()
+
+    def _take(self, report: BackgroundReport) -> None:
+        for delta in report.deltas:
+            self._leases.grow(delta.handle, delta.token_ids, delta.logprobs)
+        self._end(report.ended)
+        self._store(self._leases.growing())
+        self._engine = report.engine
+        self._due |= report.due
+        self._changed.set()
+
+    def _end(self, ends: Iterable[tuple[int, bool]]) -> None:
+        """Record the ends of tasks: (handle, True if finished by itself)."""
+        found = [self._leases.end(handle, finished=finished) for handle, finished in ends]
+        leases = [lease for lease in found if lease is not None]
+        for lease in leases:
+            self.metrics.ended(lease.finished, len(lease.tokens))
+        if rollouts := self._store(lease for lease in leases if lease.worth_storing):
+            # Real samples may come here too, and draft from them.
+            loop = self._loop
+            loop.call(lambda: loop.drafts.add_rollouts(rollouts, loop.samples))
+
+    def _store(self, leases: Iterable[DraftLease]) -> list[Rollout]:
+        rollouts = [lease.store() for lease in leases]
+        self._uploads.add(rollouts)
+        return rollouts
+
+    # -- the coordinator ----------------------------------------------------------------------------------
+
+    async def _poll(self) -> None:
+        backoff = ExponentialBackoff(_FIRST_DELAY, _LONGEST_DELAY)
+        while True:
+            await self._until_called_for()
+            began = time.monotonic()
+            try:
+                await self._coordinator.find()
+                busy = await self._poll_once()
+            except CoordinatorGone as error:
+                delay = backoff.failed()
+                if backoff.failures == 1:
+                    _log.info("coordinator_gone", reason=str(error))
+                await self._coordinator.leave()
+                await self._set_asleep(False)
+                await asyncio.sleep(delay)
+                continue
+            backoff.succeeded()
+            if not busy:
+                await self._until_changed(_IDLE_SECONDS - (time.monotonic() - began))
+
+    @property
+    def _situation(self) -> PollSituation:
+        news = self._leases.news > self._told
+        due = self._due or time.monotonic() - self._polled_at > _SILENT_SECONDS
+        return PollSituation(self._engine, self._leases.running, news, due)
+
+    async def _until_called_for(self) -> None:
+        while not self._situation.calls_for_poll:
+            self._changed.clear()
+            await self._until_changed(_SILENT_SECONDS)
+
+    async def _until_changed(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    async def _poll_once(self) -> bool:
+        """Poll and do what the answer says; True if there is something to do now."""
+        news = self._leases.news
+        request = self._request()
+        self._due, self._polled_at = False, time.monotonic()
+        self._changed.clear()
+        try:
+            answer = await self._answer(request)
+        except CoordinatorGone:
+            self.metrics.polls.labels("failed").inc()
+            raise
+        self.metrics.polls.labels("interrupted" if answer is None else "answered").inc()
+        if answer is None:
+            return True
+        self._told = news
+        await self._obey(answer, request)
+        return self._leases.running > 0
+
+    def _request(self) -> pb.PollWorkRequest:
+        config = self._config
+        return pb.PollWorkRequest(
+            instance_id=config.instance_id,
+            epoch=self._registration.record.epoch,
+            policy_version=self._loop.policy_version,
+            room=self._situation.room(config.max_num_seqs, config.background_threshold),
+            progress=self._leases.progress(),
+            coordinator_epoch=self._leases.epoch,
+            serving=self._engine.serving,
+        )
+
+    async def _answer(self, request: pb.PollWorkRequest) -> pb.PollWorkResponse | None:
+        """Return the answer; None when something happened meanwhile that makes another request better."""
+        polling = asyncio.create_task(self._coordinator.poll(request, _POLL_SECONDS))
+        changing = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({polling, changing}, return_when=asyncio.FIRST_COMPLETED)
+            if request.room and self._engine.free and not polling.done():
+                await asyncio.wait({polling}, timeout=_GRACE_SECONDS)
+            return polling.result() if polling.done() else None
+        finally:
+            await end([polling, changing])
+
+    async def _obey(self, answer: pb.PollWorkResponse, request: pb.PollWorkRequest) -> None:
+        leases = self._leases
+        if answer.coordinator_epoch == leases.epoch:
+            leases.told(request.progress)
+        else:
+            leases.void(answer.coordinator_epoch)
+        self._stream.poll_steps = answer.poll_steps or POLL_STEPS
+        if answer.halt:
+            await self._halt(seconds_of(answer.halted_at))
+        if unwanted := leases.revoke(answer.revoked):
+            await self._loop.execute(lambda: self._abort(unwanted))
+        await self._set_asleep(answer.sleep)
+        room = 0 if answer.halt or answer.sleep else request.room
+        refused = await self._starter.start(leases.take(answer.tasks, request.policy_version, room))
+        self._end((handle, False) for handle in refused)
+
+    async def _halt(self, step_ended_at: float) -> None:
+        """End all tasks now; `step_ended_at` in unix seconds, 0 when that is not why."""
+        ended = await self._loop.execute(self._loop.end_background)
+        if ended and step_ended_at:
+            # Clocks may differ a little.
+            self.metrics.halts.observe(max(0.0, time.time() - step_ended_at))
+
+    def _abort(self, handles: Iterable[int]) -> None:
+        samples = self._stream.samples
+        self._loop.abort_samples([samples[each] for each in handles if each in samples])
+
+    async def _set_asleep(self, asleep: bool) -> None:
+        """Leave the device to others, unless there is real work; or take it back."""
+        if self._loop.asleep != asleep:
+            change: Callable[[], object] = self._loop.sleep if asleep else self._loop.wake
+            await self._loop.execute(change)

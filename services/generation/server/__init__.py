@@ -1,0 +1,1 @@
+"""The gRPC services of an instance, and the instance itself."""

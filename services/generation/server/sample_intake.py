@@ -1,0 +1,148 @@
+"""Take in the items of work streams: start them, park them until their rollouts are here, abort them.
+
+A LENIENT sample needs its cached rollout before it starts. Until that has been fetched, or for so long, the item
+is parked with its stream; an abort or the end of the stream ends it there. All of that happens in the engine
+thread, in the order in which the requests came, so that an item can neither be lost nor start after its abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import structlog
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import sample_pb2
+from services.contracts.errors import ServiceError
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.work_items import AdmissionTerms, check_item, refusal
+from services.generation.loop.work_stream import WorkStream
+from services.generation.rollouts.fetcher import ShardFetcher
+from services.generation.rollouts.metrics import RolloutMetrics
+from services.generation.rollouts.origin import Origin
+
+_log = structlog.get_logger(__name__)
+
+Fetch = asyncio.Future[None]
+
+
+class SampleIntake:
+    """Takes requests of work streams in the event loop and carries them out in the engine thread."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        terms: Callable[[], AdmissionTerms],
+        fetcher: ShardFetcher | None,
+        claim: Callable[[WorkStream, pb.Claim], None],
+        metrics: RolloutMetrics,
+        wait_seconds: float,
+    ) -> None:
+        """Start samples on a loop.
+
+        Args:
+            loop: where samples run.
+            terms: returns the terms on which samples are taken now.
+            fetcher: of rollouts; None: there is no draft store, and nothing waits.
+            claim: hands a sample that was moved here to the stream that claims it, in the engine thread.
+            metrics: where waits are counted.
+            wait_seconds: longest time that an item is parked.
+        """
+        self._loop = loop
+        self._terms = terms
+        self._fetcher = fetcher
+        self._claim = claim
+        self._metrics = metrics
+        self._wait_seconds = wait_seconds
+        self._waits: set[asyncio.Task[None]] = set()
+
+    def open(self, stream: WorkStream) -> asyncio.Future[None]:
+        """Serve a stream; the future resolves when the engine does, with Unavailable when it has ended."""
+        return asyncio.wrap_future(self._loop.call(lambda: self._loop.open(stream)))
+
+    def take(self, stream: WorkStream, request: pb.WorkRequest) -> None:
+        """Start, claim and abort the samples of a request, in the background."""
+        items = [(item, self._fetch(item)) for item in request.start]
+        aborts = list(request.abort)
+        claims = list(request.claim)
+        self._loop.call(lambda: self._take(stream, items, aborts, claims))
+        waiting: dict[Fetch, list[pb.WorkItem]] = {}
+        for item, fetch in items:
+            if fetch is not None:
+                waiting.setdefault(fetch, []).append(item)
+        for fetch, those in waiting.items():
+            task = asyncio.create_task(self._release_in_time(stream, those, fetch))
+            self._waits.add(task)
+            task.add_done_callback(self._waits.discard)
+
+    def close(self, stream: WorkStream) -> None:
+        """Forget a stream whose caller is gone, and all of its samples."""
+
+        def forget() -> None:
+            stream.parked.clear()
+            self._loop.close(stream)
+
+        self._loop.call(forget)
+
+    def _fetch(self, item: pb.WorkItem) -> Fetch | None:
+        """Fetch the rollouts of an item's prompt; returns the fetch that the item has to wait for, if any."""
+        lenient = item.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
+        if self._fetcher is None or not (lenient or self._loop.drafts.speculation is not None):
+            return None
+        fetch = self._fetcher.want(Origin.of(item))
+        # A sample that is gone on with takes nothing over any more.
+        return fetch if lenient and not item.prefix_token_ids else None
+
+    async def _release_in_time(self, stream: WorkStream, items: Sequence[pb.WorkItem], fetch: Fetch) -> None:
+        # Not wait_for, which would cancel what others wait for too.
+        await asyncio.wait([fetch], timeout=self._wait_seconds)
+        if not fetch.done():
+            self._metrics.waits_expired.inc(len(items))
+        self._loop.call(lambda: self._release(stream, items))
+
+    # -- in the engine thread -----------------------------------------------------------------------------
+
+    def _take(
+        self,
+        stream: WorkStream,
+        items: Iterable[tuple[pb.WorkItem, Fetch | None]],
+        aborts: Iterable[int],
+        claims: Iterable[pb.Claim] = (),
+    ) -> None:
+        for item, fetch in items:
+            self._start(stream, item, parks=fetch is not None)
+        for claim in claims:
+            self._claim(stream, claim)
+        running = []
+        for handle in aborts:
+            if stream.parked.pop(handle, None) is not None:
+                stream.finish_unstarted(handle)
+            elif handle in stream.samples:
+                running.append(stream.samples[handle])
+        self._loop.abort_samples(running)
+
+    def _release(self, stream: WorkStream, items: Iterable[pb.WorkItem]) -> None:
+        for item in items:
+            # It may have been aborted meanwhile, and its handle used again.
+            if stream.parked.get(item.handle) is item:
+                del stream.parked[item.handle]
+                self._start(stream, item, parks=False)
+
+    def _start(self, stream: WorkStream, item: pb.WorkItem, *, parks: bool) -> None:
+        loop = self._loop
+        taken: ChainMap[int, Any] = ChainMap(stream.samples, stream.parked)  # type: ignore[arg-type]
+        try:
+            request = check_item(item, self._terms(), taken, loop.next_sample_id, loop.drafts.cache)
+            if parks:
+                stream.parked[item.handle] = item
+            else:
+                origin, trace = Origin.of(item), item.trace_parent
+                loop.start_sample(stream, item.handle, request, origin, trace, streamed=item.streamed)
+        except ServiceError as error:
+            stream.refuse(refusal(item.handle, error))
+        except Exception as error:
+            _log.exception("item_failed", handle=item.handle)
+            stream.refuse(refusal(item.handle, error))

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafter interface, acceptance estimates, and the plan of a step."""

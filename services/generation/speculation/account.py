@@ -1,0 +1,115 @@
+"""Account of speculation by run and step: how engine steps were planned and how drafts were accepted. Pure.
+
+An engine step is booked for the run and step of its first sample; batches of a synchronous run have no others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.contracts.step_totals import Acceptance, StepKey, StepTotals
+from services.generation.speculation.modes.decision import PlanDecision
+
+_MAX_STEPS, _MAX_SWITCHES = 8, 64
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSwitch:
+    """Switch of the toggle within a step; `time` is in Unix seconds, `serial` counts switches."""
+
+    serial: int
+    time: float
+    on: bool
+    speedup: float
+    requests: int
+    run_id: str
+    step: int
+
+
+class SpeculationAccount:
+    """Totals of the latest steps, and the latest switches of the toggle. `begin` says which step is booked for."""
+
+    def __init__(self) -> None:
+        self._steps: OrderedDict[StepKey, StepTotals] = OrderedDict()
+        self._switches: deque[SpeculationSwitch] = deque(maxlen=_MAX_SWITCHES)
+        self._serial = 0
+        self._key: StepKey | None = None
+        self._on: bool | None = None
+        # By source, [verifications, drafted tokens, accepted tokens] not booked yet.
+        self._verified: dict[str, list[int]] = {}
+
+    def begin(self, key: StepKey | None) -> bool:
+        """Book what follows for this step of a run, or for none; return True if it is another than before."""
+        if key == self._key:
+            return False
+        self._settle()
+        self._key = key
+        self._on = None
+        return True
+
+    def planned(self, decision: PlanDecision, mode: str) -> None:
+        """Book the plan of an engine step."""
+        totals = self._totals()
+        if totals is None:
+            return
+        totals.reasons[decision.reason] += 1
+        totals.planned_tokens += decision.tokens
+        totals.expected_tokens += decision.expected
+        totals.predicted_gain += decision.speedup - 1.0
+        totals.mode = mode
+
+    def toggled(self, on: bool, speedup: float, requests: int, now: float) -> None:
+        """Book the state of the toggle; it is a switch if it changed within the step."""
+        if on == self._on:
+            return
+        # A step that begins with plain decoding did not switch speculation off.
+        switched, self._on = on or self._on is not None, on
+        if not switched or self._key is None:
+            return
+        self._serial += 1
+        self._switches.append(SpeculationSwitch(self._serial, now, on, speedup, requests, *self._key))
+
+    def timed(self, predicted: float, measured: float) -> None:
+        """Book predicted and measured seconds of an engine step."""
+        totals = self._totals()
+        if totals is not None:
+            totals.predicted_seconds += predicted
+            totals.measured_seconds += measured
+
+    def verified(self, source: str, drafted: int, accepted: int) -> None:
+        """Book the outcome of one draft."""
+        counted = self._verified.get(source)
+        if counted is None:
+            counted = self._verified[source] = [0, 0, 0]
+        counted[0] += 1
+        counted[1] += drafted
+        counted[2] += accepted
+
+    def steps(self) -> Iterable[tuple[StepKey, StepTotals]]:
+        """Return the latest steps, oldest first."""
+        self._settle()
+        return self._steps.items()
+
+    def switches(self, after: int) -> list[SpeculationSwitch]:
+        """Return the switches with a serial number above `after`."""
+        return [each for each in self._switches if each.serial > after]
+
+    def _settle(self) -> None:
+        """Book the counted outcomes: there is no time to build an `Acceptance` for each draft of each step."""
+        totals = self._totals() if self._verified else None
+        if totals is not None:
+            for source, counted in self._verified.items():
+                totals.drafts[source] = totals.drafts.get(source, Acceptance(0, 0, 0)) + Acceptance(*counted)
+        self._verified.clear()
+
+    def _totals(self) -> StepTotals | None:
+        if self._key is None:
+            return None
+        totals = self._steps.get(self._key)
+        if totals is None:
+            totals = self._steps[self._key] = StepTotals()
+            while len(self._steps) > _MAX_STEPS:
+                self._steps.popitem(last=False)
+        return totals

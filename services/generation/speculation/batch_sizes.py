@@ -1,0 +1,50 @@
+"""Restrict the number of verified tokens of a step to sizes that recur. Pure.
+
+Kernels are specialised for the number of rows of a step: CPU matrix products are compiled for each new size,
+which takes as long as some steps of a small model, and only a limited number of them is cached; a GPU computes
+whole tiles and replays graphs captured for some sizes. So plans use a grid of sizes: the best size, or a few
+less. A coarser grid costs more than it saves, because every size left out is a token not verified.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+# The grid has every size up to _FINE, and above it so many in each octave.
+_FINE = 16
+_IN_OCTAVE = 16
+_OCTAVES = 16
+
+_GRID = np.concatenate(
+    [
+        np.arange(1, _FINE),
+        *[
+            (_FINE << octave) * (_IN_OCTAVE + np.arange(_IN_OCTAVE)) // _IN_OCTAVE
+            for octave in range(_OCTAVES)
+        ],
+    ]
+)
+
+
+def sizes_up_to(limit: int) -> list[int]:
+    """Return the numbers of verified tokens in the grid, up to `limit`, rising."""
+    return _GRID[: np.searchsorted(_GRID, limit, side="right")].tolist()
+
+
+@lru_cache(maxsize=1024)
+def draft_token_counts(num_samples: int, limit: int) -> NDArray[np.int64]:
+    """Return the numbers of draft tokens that a step may verify, from 0 to at most `limit`, rising.
+
+    With these, `num_samples` plus the draft tokens is a size of the grid; if no number above 0 is, `limit`
+    itself is returned. The array is cached and read-only.
+    """
+    first, last = np.searchsorted(_GRID, (num_samples, num_samples + limit), side="right")
+    counts = _GRID[first:last] - num_samples
+    if not len(counts) and limit > 0:
+        counts = np.array([limit])
+    counts = np.concatenate(([0], counts))
+    counts.flags.writeable = False
+    return counts

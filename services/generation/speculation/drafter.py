@@ -1,0 +1,152 @@
+"""Interface of a drafter: anything that can propose the next tokens of a sample.
+
+Under coupled sampling verification keeps exactly the tokens that the policy samples anyway, whatever was
+proposed. A drafter therefore cannot break correctness; it only owes honest predictions of how likely its tokens
+are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.contracts.rollout import Rollout
+from services.generation.engine.types import EngineSampleState
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """Description of a sample when it enters the engine.
+
+    `reference` is a position-aligned guess of the whole response, empty if there is none, and `source` its
+    origin: reference (given by the caller), pregenerated or history. Run and prompt name the prompt, seed and
+    policy version the sample among those of the prompt, for drafters that keep history; without a run the
+    sample has no name but its id. `carried` is the state of the drafters of its last engine, by drafter (see
+    `MigratableDrafter`).
+    """
+
+    sample_id: str
+    prompt: Sequence[int]
+    reference: Sequence[int] = ()
+    prompt_id: str = ""
+    run_id: str = ""
+    seed: int = 0
+    version: int = 0
+    source: str = "reference"
+    carried: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRollouts:
+    """Rollouts that arrived between two steps, and references among them for running samples, by sample id."""
+
+    rollouts: Sequence[Rollout] = ()
+    references: Mapping[str, Rollout] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens [k] for one sample, and the probability of each [k] to be accepted if all before it are.
+
+    `source` names their origin in results and metrics; if empty, the drafter's name does.
+    """
+
+    tokens: Sequence[int]
+    acceptance: Sequence[float]
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposals:
+    """Proposals of one drafter for the n samples of a step, of at most w tokens each.
+
+    tokens [n, w] are integers; acceptance [n, w] float64 is the probability that a token is accepted if all before
+    it are. The first 0 ends a proposal: tokens there and behind it do not count. sources [n] name the origins in
+    results and metrics; an empty one, or none at all, stands for the drafter's name.
+    """
+
+    tokens: NDArray[np.int32]
+    acceptance: NDArray[np.float64]
+    sources: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, made: Sequence[Proposal | None]) -> Self:
+        """Return the arrays of one proposal per sample, None where there is none."""
+        width = max((len(each.tokens) for each in made if each is not None), default=0)
+        tokens, acceptance = np.zeros((len(made), width), np.int32), np.zeros((len(made), width))
+        for i, each in enumerate(made):
+            if each is not None:
+                tokens[i, : len(each.tokens)] = each.tokens
+                acceptance[i, : len(each.tokens)] = each.acceptance
+        return cls(tokens, acceptance, ["" if each is None else each.source for each in made])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> Proposal | None:
+        """Return the proposal for sample i."""
+        ends = np.flatnonzero(self.acceptance[i] == 0)
+        length = int(ends[0]) if len(ends) else self.acceptance.shape[1]
+        if not length:
+            return None
+        source = self.sources[i] if self.sources else ""
+        return Proposal(self.tokens[i, :length].tolist(), self.acceptance[i, :length].tolist(), source)
+
+    def only(self, wanted: Sequence[bool]) -> Self:
+        """Return the proposals for the wanted samples [n] and none for the others."""
+        return type(self)(self.tokens, self.acceptance * np.asarray(wanted)[:, None], self.sources)
+
+
+class TokenDrafter(Protocol):
+    """Source of draft tokens, called from the engine thread only.
+
+    Each sample is begun, proposed for and verified any number of times, and ended; `add_rollouts` and `idle_work`
+    come at any time between two steps. Methods that a drafter does not need do nothing. A drafter that raises or
+    makes invalid proposals is left out of that step, and after some such steps it is switched off.
+    """
+
+    name: str
+
+    def begin(self, context: DraftContext) -> None:
+        """Register a sample that enters the engine."""
+        return
+
+    def add_rollouts(self, arrival: NewRollouts) -> None:
+        """Take in rollouts; running samples may be anywhere in their responses."""
+        return
+
+    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
+        """Return proposals of at most `window` tokens for the samples, in their order; None if there are none."""
+
+    def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
+        """Learn that `accepted` of its `drafted` tokens were accepted for this sample in the last step."""
+        return
+
+    def end(self, sample_id: str, response: Sequence[int]) -> None:
+        """Release a sample that left the engine with this response."""
+
+    def idle_work(self) -> bool:
+        """Do a slice of deferred work while the engine idles; return True if there is more."""
+        return False
+
+
+@runtime_checkable
+class SequentialDrafter(TokenDrafter, Protocol):
+    """Drafter whose tokens cost time, so that it is queried after the others and told their proposals."""
+
+    def propose_after(
+        self, samples: Sequence[EngineSampleState], window: int, others: Mapping[str, Proposals]
+    ) -> Proposals | None:
+        """Return proposals as `propose` does, which is not called; `others` are those of other drafters by name."""
+
+
+@runtime_checkable
+class MigratableDrafter(Protocol):
+    """Drafter with per-sample state beyond the tokens, which moves with the sample to another engine."""
+
+    def carry(self, sample_id: str) -> bytes:
+        """Return the state that `begin` finds in `DraftContext.carried` on the other engine; empty if none."""

@@ -1,0 +1,98 @@
+"""Explore other ways of decoding now and then, so that their step times stay measured. Pure.
+
+The estimator learns from the steps that are done. If it overestimates verification, it never sees a drafted step
+that would prove it wrong; if it underestimates it, it never sees a plain step to compare with, and beside the best
+number of draft tokens it never sees another. So other ways are done now and then: soon at first, more seldom
+later, and the more seldom the further apart their predicted rates are, so that the predicted cost of exploration
+stays a small share. After a surprise it begins anew. The first drafts in a batch of a new size wait until a plain
+step was done: nothing tells what drafts are worth before that. An exploration of plain against drafted takes two
+steps in a row, because the first step after a switch is slower (see `step_sampling`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# Steps until the first exploration and between later ones, for rates within this share of each other.
+_FIRST_INTERVAL, _MAX_INTERVAL = 8, 64
+_CLOSE = 0.1
+MIN_SPEEDUP, MAX_SPEEDUP = 0.85, 1.3
+"""Predicted speedups between which plain and drafted steps are explored: beyond them nothing is in doubt."""
+# Relative error of a predicted step time that is a surprise.
+_SURPRISE = 0.25
+_NEVER = 1 << 30
+# Share of the draft tokens that an exploration of fewer verifies.
+_FEWER = 0.5
+
+
+@dataclass(slots=True)
+class _Count:
+    """Steps since the last plain one, the last drafted one, and the last with fewer tokens; and their intervals."""
+
+    plain: int = _NEVER
+    drafted: int = 0
+    fewer: int = 0
+    interval: int = _FIRST_INTERVAL
+    fewer_interval: int = _FIRST_INTERVAL
+
+
+@dataclass(slots=True)
+class Exploration:
+    """Schedule of explorations, by octave of batch sizes."""
+
+    _counts: dict[int, _Count] = field(default_factory=dict)
+    # Interval of the octave that explored last; a new octave starts with it.
+    _interval: int = _FIRST_INTERVAL
+    # Decision (drafted or not) whose exploration has a second step to come.
+    _second_of: bool | None = None
+
+    def should_explore(self, num_samples: int, speedup: float, *, drafted: bool) -> bool:
+        """Return True if the step should be done the other way; it then counts as an exploration.
+
+        Args:
+            num_samples: samples of the step.
+            speedup: predicted rate of the best drafts over that of plain decoding.
+            drafted: the decision without exploration: True for drafts.
+        """
+        again, self._second_of = self._second_of, None
+        count = self._count(num_samples)
+        if drafted and count.plain >= _NEVER:
+            return True
+        if not MIN_SPEEDUP <= speedup <= MAX_SPEEDUP:
+            return False
+        if again is drafted:
+            return True
+        since = count.plain if drafted else count.drafted
+        if since < count.interval * max(1.0, abs(speedup - 1) / _CLOSE):
+            return False
+        count.interval = self._interval = min(2 * count.interval, _MAX_INTERVAL)
+        self._second_of = drafted
+        return True
+
+    def fewer(self, num_samples: int, tokens: int) -> int:
+        """Return how many of `tokens` draft tokens a step should verify at most: all, or now and then half."""
+        count = self._count(num_samples)
+        if count.fewer < count.fewer_interval:
+            return tokens
+        count.fewer, count.fewer_interval = 0, min(2 * count.fewer_interval, _MAX_INTERVAL)
+        return max(1, int(_FEWER * tokens))
+
+    def record_step(self, num_samples: int, *, drafted: bool) -> None:
+        """Count a step that was done with or without drafts."""
+        count = self._count(num_samples)
+        count.plain = min(count.plain + 1, _NEVER) if drafted else 0
+        count.drafted = 0 if drafted else count.drafted + 1
+        count.fewer += drafted
+
+    def record_error(self, num_samples: int, error: float) -> None:
+        """Take note of the relative error of a predicted step time."""
+        if abs(error) > _SURPRISE:
+            count = self._count(num_samples)
+            count.interval = count.fewer_interval = self._interval = _FIRST_INTERVAL
+
+    def _count(self, num_samples: int) -> _Count:
+        octave = num_samples.bit_length()
+        count = self._counts.get(octave)
+        if count is None:
+            count = self._counts[octave] = _Count(interval=self._interval)
+        return count

@@ -1,0 +1,1 @@
+"""Modes of speculation: the mechanisms that choose how many draft tokens a step verifies."""

@@ -1,0 +1,1 @@
+"""Selection of the proposed tokens that a step verifies, compiled."""

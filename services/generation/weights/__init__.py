@@ -1,0 +1,1 @@
+"""Stage new weights in host memory until the engine applies them."""
