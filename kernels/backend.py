@@ -18,7 +18,7 @@ import torch
 
 
 class Backend(StrEnum):
-    """What computes."""
+    """Implementation of the kernels."""
 
     AUTO = "auto"
     TRITON = "triton"
@@ -26,29 +26,29 @@ class Backend(StrEnum):
 
 
 class BackendUnavailable(ValueError):
-    """The backend that was asked for cannot run on these tensors."""
+    """The requested backend cannot run on these tensors."""
 
 
 class KernelMismatch(RuntimeError):
-    """A kernel compiled and ran, and its result is not the reference's."""
+    """A kernel ran, and its result differs from the reference's."""
 
 
 _chosen = Backend.AUTO
 
 
 def use(backend: Backend | str) -> None:
-    """Set what computes in this process where a call does not say. ValueError for an unknown name."""
+    """Set the default backend of this process. ValueError for an unknown name."""
     global _chosen
     _chosen = _named(backend)
 
 
 def in_use() -> Backend:
-    """What `use` set last; AUTO before."""
+    """Return the backend that `use` set last; AUTO before."""
     return _chosen
 
 
 def choose(device: torch.device, backend: Backend | str | None = None) -> Backend:
-    """TRITON or REFERENCE for tensors on `device`. BackendUnavailable where TRITON is asked for and cannot run."""
+    """Return TRITON or REFERENCE for tensors on `device`. BackendUnavailable if TRITON cannot run."""
     wanted = _chosen if backend is None else _named(backend)
     if wanted is Backend.REFERENCE:
         return wanted
@@ -66,12 +66,12 @@ def choose(device: torch.device, backend: Backend | str | None = None) -> Backen
 
 @cache
 def installed() -> bool:
-    """Whether Triton can be imported; does not import it."""
+    """Return whether Triton can be imported, without importing it."""
     return find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels in its interpreter. Imports Triton."""
+    """Return whether Triton runs kernels in its interpreter. Imports Triton."""
     import triton  # type: ignore[import-untyped]
 
     return bool(triton.knobs.runtime.interpret)

@@ -78,9 +78,9 @@ def product_rate() -> float:
 def measured(
     case: Case, ceilings: dict[str, float], timed: Callable[[Callable[[], Any]], float]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way of doing it; one that cannot be run here has its error instead of figures.
+    """Yield a row per implementation; one that cannot run here has its error instead of figures.
 
-    Raises whatever our own raises.
+    Raises what our own implementation raises.
     """
     roofline = max(case.moved / ceilings["bytes_per_second"], case.flops / ceilings["flops"])
     ours = None
@@ -137,7 +137,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def about() -> dict[str, Any]:
-    """The machine and the software."""
+    """Return the machine and the software."""
     return {
         "device": torch.cuda.get_device_name(),
         "software": {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")},

@@ -1,4 +1,4 @@
-"""What is measured: each kernel in the setting that it was made for, with what nobody can avoid moving or doing."""
+"""Benchmark cases: each kernel in its intended setting, with the least bytes and operations that it needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels import bench_rivals as rivals
 from kernels.coupled_sampler.sample import sample
 from kernels.kd_loss import kd_loss
 from kernels.kv_pack import pack, packed_shape, unpack
-from kernels.short_query_attention import Step, attend
+from kernels.short_query_attention import AttentionStep, attend
 from kernels.w4a16 import matmul, quantise
 
 Run = Callable[[], Any]
@@ -63,7 +63,7 @@ class Sizes:
 
 
 def just(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], Run]:
-    """A maker that has nothing to prepare."""
+    """Return a maker that has nothing to prepare."""
     return lambda: partial(function, *arguments, **options)
 
 
@@ -78,7 +78,7 @@ def attention(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         queries = torch.ones(requests, dtype=torch.int64)
         queries[:drafted] += sizes.drafts
         cu = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).to(torch.int32)
-        step = Step(
+        step = AttentionStep(
             query=torch.randn(int(cu[-1]), sizes.heads, sizes.head_size, dtype=BF16, device=device),
             keys=keys,
             values=values,
@@ -101,8 +101,8 @@ def attention(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         yield Case("attention", setting, moved, 4 * step.query.numel() * sizes.context, makers)
 
 
-def _split(step: Step, drafted: int) -> Run:
-    """The same by two launches: requests with drafts, and those without."""
+def _split(step: AttentionStep, drafted: int) -> Run:
+    """Return the same by two launches: requests with drafts, and those without."""
     rows = int(step.cu_queries[drafted])
     parts = [
         replace(
@@ -122,7 +122,7 @@ def _split(step: Step, drafted: int) -> Run:
 
 
 def sampler(device: torch.device, sizes: Sizes) -> Iterator[Case]:
-    """A row of logits for each of a batch, nearly flat and as peaked as a model's, with and without top-p."""
+    """Yield cases of the sampler: nearly flat logits and peaked ones, with and without top-p."""
     seeds = torch.arange(sizes.rows, device=device)
     ones, cu = torch.ones(sizes.rows, device=device), torch.arange(sizes.rows + 1)
     for name, spread in (("flat", 0.5), ("spread 4", 4.0)):
@@ -167,7 +167,7 @@ def w4a16(device: torch.device, sizes: Sizes) -> Iterator[Case]:
 
 
 def kv_pack(device: torch.device, sizes: Sizes) -> Iterator[Case]:
-    """A request out of its blocks, and into them."""
+    """Yield cases of packing a request's blocks and unpacking them."""
     shape = (sizes.blocks, 2, sizes.block, sizes.kv_heads, sizes.head_size)
     caches = [torch.randn(shape, dtype=BF16, device=device) for _ in range(sizes.layers)]
     blocks = torch.randperm(sizes.blocks)[: -(-sizes.packed_tokens // sizes.block)]

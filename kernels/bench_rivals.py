@@ -1,4 +1,4 @@
-"""What a user would have instead of the kernels, where it is installed: FlashInfer, and vLLM's own kernels.
+"""Alternatives to the kernels, where they are installed: FlashInfer, and vLLM's own kernels.
 
 They are looked up by name when a benchmark asks, never imported by anything else here. Each maker raises whatever
 its library does if it is absent, or other than vLLM 0.32, whose signatures were read, and FlashInfer 0.2. Neither
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from kernels.short_query_attention import Step
+from kernels.short_query_attention import AttentionStep
 
 Run = Callable[[], Any]
 
 
-def vllm_attention(step: Step) -> Run:
+def vllm_attention(step: AttentionStep) -> Run:
     """vLLM's FlashAttention over the same paged cache."""
     attention = import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
 
@@ -39,7 +39,7 @@ def vllm_attention(step: Step) -> Run:
     return run
 
 
-def vllm_unified_attention(step: Step) -> Run:
+def vllm_unified_attention(step: AttentionStep) -> Run:
     """vLLM's Triton attention, which takes prefills and decoding in one launch too, over the same paged cache."""
     attention = import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
     requests, heads, size = len(step.lengths), step.query.shape[1], step.query.shape[2]
@@ -81,7 +81,7 @@ def vllm_unified_attention(step: Step) -> Run:
     return run
 
 
-def flashinfer_attention(step: Step) -> Run:
+def flashinfer_attention(step: AttentionStep) -> Run:
     """FlashInfer's paged prefill with ragged queries; planning is left out of the time."""
     prefill = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
     device, block = step.query.device, step.keys.shape[1]

@@ -34,7 +34,7 @@ class _Case:
     top_p: torch.Tensor | None = None
 
     def sampled(self, drafts: torch.Tensor, device: torch.device, backend: Backend) -> Sampled:
-        """The case on a device."""
+        """Return the case on a device."""
         return sample(
             self.logits.to(device),
             self.seeds.to(device),

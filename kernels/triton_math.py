@@ -1,4 +1,4 @@
-"""What Triton kernels share. Imports Triton: only kernel modules import this.
+"""Functions that Triton kernels share. Imports Triton, so only kernel modules import this.
 
 Its interpreter knows bfloat16 only half: it multiplies the bits of bfloat16 matrices as if they were integers, and
 cuts off where it should round. `dot` and `narrow` give there what a GPU gives.
@@ -15,7 +15,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def dot(a, b):
-    """a @ b with float32 sums; float32 operands are multiplied as such, not as TF32."""
+    """Return a @ b with float32 sums; float32 operands are multiplied as such, not as TF32."""
     if _INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")

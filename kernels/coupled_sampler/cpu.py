@@ -19,9 +19,9 @@ from numba import float32, int64, types, uint64, void
 from numpy.typing import NDArray
 
 from kernels.coupled_sampler.cpu_row import make_scratch, sample_row
-from kernels.coupled_sampler.jit import entry, source_fingerprint
 from kernels.coupled_sampler.noise import Domain
 from kernels.coupled_sampler.verify import UNSAMPLED, check_ragged
+from kernels.jit import entry, source_fingerprint
 
 _UNSAMPLED = np.int64(UNSAMPLED)
 _NO_DRAFT = np.int64(-1)
@@ -148,7 +148,7 @@ def _vector(values: Any, dtype: Any) -> NDArray[Any]:
 
 
 def _readonly(array: NDArray[Any]) -> NDArray[Any]:
-    """A read-only view, so that one compiled signature serves writable and read-only arrays."""
+    """Return a read-only view, so that one compiled signature serves writable and read-only arrays."""
     view = array.view()
     view.flags.writeable = False
     return view

@@ -13,7 +13,6 @@ import sys
 
 import numpy as np
 
-from kernels.coupled_sampler.jit import kernel
 from kernels.coupled_sampler.noise import (
     EXPONENT_SHIFT,
     HALF,
@@ -24,6 +23,7 @@ from kernels.coupled_sampler.noise import (
     ULP_32,
 )
 from kernels.coupled_sampler.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
+from kernels.jit import kernel
 
 if sys.byteorder != "little":
     raise ImportError("the CPU sampler needs a little-endian machine")
@@ -104,7 +104,7 @@ def gumbel_of_word(word):
 
 @kernel
 def order_key(x):
-    """An int32 that orders as the float32 does: maxima of integers vectorise, those of floats do not."""
+    """Return an int32 that orders as the float32 does: maxima of integers vectorise, those of floats do not."""
     bits = np.float32(x).view(np.int32)
     return np.int32(bits ^ np.int32(np.int32(bits >> _SIGN_SHIFT) & _MAGNITUDE))
 

@@ -30,10 +30,10 @@ from kernels.coupled_sampler.cpu_noise import (
     order_key,
     schedule_keys,
 )
-from kernels.coupled_sampler.jit import kernel
 from kernels.coupled_sampler.noise import MAX_POSITION
 from kernels.coupled_sampler.philox import ROUNDS
 from kernels.coupled_sampler.reference import INVALID
+from kernels.jit import kernel
 
 CHUNK = 128
 """Entries per chunk: enough Philox blocks to fill vector registers, few enough for a bound that tells regions
@@ -131,7 +131,7 @@ def chunk_maxima(logits, row, width, maxima):
 
 @kernel
 def word_needed(best, scaled):
-    """The least word with which an entry of at most `scaled` could reach `best`; 0 if that is not known."""
+    """Return the least word with which an entry of at most `scaled` could reach `best`; 0 if unknown."""
     if best == -_INFINITY:
         return _NO_BOUND
     if scaled == -_INFINITY:
@@ -148,7 +148,7 @@ def word_needed(best, scaled):
 
 @kernel
 def largest(words, count):
-    """The largest of the first `count` uint32 words."""
+    """Return the largest of the first `count` uint32 words."""
     result = np.uint32(0)
     for j in range(count):
         result = max(result, words[j])

@@ -35,7 +35,7 @@ EXP_SERIES = tuple(np.float32(c) for c in (1, 1, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 
 
 
 def threshold(scaled: NDArray[np.float32], top_k: int, top_p: float) -> np.float32:
-    """The threshold of one row [V] float32 without NaN or +inf; -inf where both masks are off."""
+    """Return the threshold of one row [V] float32 without NaN or +inf; -inf where both masks are off."""
     lowest = np.float32(-np.inf)
     if 1 <= top_k < len(scaled):
         lowest = np.partition(scaled, len(scaled) - top_k)[len(scaled) - top_k]

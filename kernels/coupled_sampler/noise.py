@@ -2,7 +2,7 @@
 
 `g(seed, position, token)` is standard Gumbel noise and a pure function of three integers:
 
-    seed      64 bit, of the sample (services/platform/seeds.py)
+    seed      64 bit, of the sample (services/contracts/seeds.py)
     position  32 bit, the count of tokens of the sample so far, tool tokens included, prompt excluded
     token     token id; one Philox block serves four neighbouring ids
 
@@ -75,7 +75,7 @@ class Domain(IntEnum):
     RESIDUAL = 2
     """Gumbel noise independent of TOKEN: residual sampling after a rejected draft."""
     UNIFORM = 3
-    """Uniforms, told apart by `Purpose`."""
+    """Domain of uniforms, which `Purpose` distinguishes."""
 
 
 class Purpose(IntEnum):
@@ -88,7 +88,7 @@ class Purpose(IntEnum):
 
 
 def words(seed: int, position: int, vocab_size: int, domain: Domain = Domain.TOKEN) -> NDArray[np.uint32]:
-    """The integers of one position: [vocab_size] uint32. ValueError for a seed or position out of range."""
+    """Return the integers of one position: [vocab_size] uint32. ValueError for a seed or position out of range."""
     _check_position(position)
     blocks = (vocab_size + 3) // 4
     counter = np.zeros((blocks, 4), dtype=np.uint32)
@@ -111,7 +111,7 @@ def uniform(seed: int, position: int, purpose: Purpose) -> float:
 
 
 def gumbel_of_words(word: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """The Gumbel map on integers of any shape: uint32 -> float32, bit for bit as specified above."""
+    """Return the Gumbel map on integers of any shape: uint32 -> float32, bit for bit as specified above."""
     exponent, fraction = _split(word.astype(np.float32) + HALF)
     complement = -((~word).astype(np.float32) + HALF) * ULP_32
     remainder = np.where(exponent == 32, complement, fraction - ONE)

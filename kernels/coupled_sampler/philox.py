@@ -26,7 +26,7 @@ _WORD = np.uint64(32)
 
 
 def split_seed(seed: int) -> tuple[int, int]:
-    """The Philox key of a 64-bit seed: (low word, high word). ValueError outside [0, 2**64)."""
+    """Return the Philox key of a 64-bit seed: (low word, high word). ValueError outside [0, 2**64)."""
     if not 0 <= seed < 1 << 64:
         raise ValueError(f"seed must be in [0, 2**64), got {seed}")
     return seed & 0xFFFFFFFF, seed >> 32
@@ -51,5 +51,5 @@ def philox4x32(counter: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.
 
 
 def _high(product: Any) -> Any:
-    """The upper 32 bits of 64-bit products."""
+    """Return the upper 32 bits of 64-bit products."""
     return product >> _WORD

@@ -47,7 +47,7 @@ def _sample_row(
 
 
 def _is_valid(row: NDArray[np.float32], position: int, temperature: np.float32) -> bool:
-    """Whether the row names a distribution: max is NaN if any entry is."""
+    """Return whether the row defines a distribution: max is NaN if any entry is."""
     return (
         math.isfinite(row.max())
         and math.isfinite(temperature)

@@ -9,14 +9,7 @@ Order keys are those of cpu_noise.py, but unsigned: a larger float has the large
 import triton
 import triton.language as tl
 
-from kernels.coupled_sampler.noise import (
-    EXPONENT_SHIFT,
-    HALF,
-    LN2,
-    LOG_POLYNOMIAL,
-    TWO_THIRDS_BITS,
-    ULP_32,
-)
+from kernels.coupled_sampler.noise import EXPONENT_SHIFT, HALF, LN2, LOG_POLYNOMIAL, TWO_THIRDS_BITS, ULP_32
 from kernels.coupled_sampler.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
 
 _M0, _M1 = (tl.constexpr(m) for m in MULTIPLIERS)
@@ -30,7 +23,10 @@ _EXPONENT_SHIFT = tl.constexpr(int(EXPONENT_SHIFT))
 
 @triton.jit
 def words_of(seed, position, domain, first, BLOCK: tl.constexpr):
-    """The words of `BLOCK` tokens from `first` on, a multiple of 4: [BLOCK] uint32. seed uint64, position int64."""
+    """Return the words of `BLOCK` tokens from `first`, a multiple of 4: [BLOCK] uint32.
+
+    The seed is uint64, the position int64.
+    """
     c0 = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = tl.zeros((BLOCK // 4,), tl.uint32)
     c1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)

@@ -32,7 +32,7 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def _word_needed(best, scaled, table):
-    """The least word with which an entry of at most `scaled` could reach `best`, int64; 0 if that is not known."""
+    """Return the least word with which an entry of at most `scaled` could reach `best`, int64; 0 if unknown."""
     slack = _ABSOLUTE + _RELATIVE * (tl.abs(best) + tl.abs(scaled))
     above = best - scaled - slack - _LOWEST_GAP
     cell = tl.minimum(above * _CELLS_PER_UNIT, _CELLS * 1.0)
@@ -51,7 +51,7 @@ def _first_of(values, wanted, offset):
 
 @triton.jit
 def _sum_up(largest, total, block_largest, values):
-    """A running sum of exp(value - largest), with one more block; -inf entries add nothing."""
+    """Add a block to a running sum of exp(value - largest); -inf entries add nothing."""
     new = tl.maximum(largest, block_largest)
     shift = tl.where(new > -float("inf"), new, 0.0)
     return new, total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)

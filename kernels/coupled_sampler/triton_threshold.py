@@ -46,7 +46,7 @@ def _scaled(row, offset, width, temperature):
 
 @triton.jit
 def _search(row, width, temperature, largest, target, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key whose measure, of the entries that have at least it, reaches `target`, float64."""
+    """Return the largest key at which the measure of entries with at least this key reaches `target`, float64."""
     found = tl.zeros((), tl.int64)
     for digit in range(8):
         shift = 28 - 4 * digit

@@ -21,7 +21,7 @@ def check_ragged(rows: int, drafts: int, cu_rows: NDArray[np.int64]) -> None:
 
 
 def verify(tokens: Any, draft_ids: Any, cu_rows: Any) -> NDArray[np.int64]:
-    """How many tokens each request emits: accepted drafts + 1.
+    """Return how many tokens each request emits: accepted drafts + 1.
 
     tokens [R] the target's token of every row; request n has rows cu_rows[n] : cu_rows[n + 1], row i of it
     follows its first i drafts; draft_ids [R - N] are the drafts of all requests, one after the other.

@@ -1,4 +1,4 @@
-"""Where blocks and tokens lie in a KV cache, and how many elements a packed request has."""
+"""Layout of blocks and tokens in a KV cache, and the number of elements of a packed request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BlockLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class BlockRuns:
     """A packed request, in elements of the cache: per layer `full` whole blocks, then `rest` tokens of one more.
 
     A layer's cache is [outer, blocks, before, block, after], flat; the whole blocks are packed as [outer, full,
@@ -49,22 +49,22 @@ class Runs:
 
     @property
     def block_elements(self) -> int:
-        """Of one block, for one index of the outer axes."""
+        """Elements of one block, for one index of the outer axes."""
         return self.before * self.block * self.after
 
     @property
     def full_elements(self) -> int:
-        """Of the whole blocks of a layer."""
+        """Elements of the whole blocks of a layer."""
         return self.outer * self.full * self.block_elements
 
     @property
     def elements(self) -> int:
-        """Of a layer."""
+        """Elements of a layer."""
         return self.full_elements + self.outer * self.before * self.rest * self.after
 
 
-def runs(shape: Sequence[int], layout: BlockLayout, count: int, tokens: int | None) -> Runs:
-    """The runs of `count` blocks that hold `tokens` tokens (None: all full) in caches of a shape.
+def runs(shape: Sequence[int], layout: BlockLayout, count: int, tokens: int | None) -> BlockRuns:
+    """Return the runs of `count` blocks that hold `tokens` tokens (None: all full) in caches of a shape.
 
     ValueError if the layout does not fit the shape, or the tokens do not need exactly these blocks.
     """
@@ -77,7 +77,7 @@ def runs(shape: Sequence[int], layout: BlockLayout, count: int, tokens: int | No
             f"tokens must be in {max(0, (count - 1) * block + 1)}..{count * block} for {count} blocks of {block}, "
             f"got {tokens}"
         )
-    return Runs(
+    return BlockRuns(
         outer=math.prod(shape[: layout.block_axis]),
         blocks=shape[layout.block_axis],
         before=math.prod(shape[layout.block_axis + 1 : layout.token_axis]),

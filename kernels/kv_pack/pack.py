@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.backend import Backend, choose
-from kernels.kv_pack.layout import BlockLayout, Runs, check_blocks, check_buffer, check_caches, runs
+from kernels.kv_pack.layout import BlockLayout, BlockRuns, check_blocks, check_buffer, check_caches, runs
 from kernels.kv_pack.reference import pack_reference, unpack_reference
 
 
@@ -78,7 +78,7 @@ def _check(
     layout: BlockLayout,
     name: str,
     buffer: torch.Tensor,
-) -> Runs:
+) -> BlockRuns:
     check_caches(kv_caches)
     shape = runs(kv_caches[0].shape, layout, len(blocks), tokens)
     check_blocks(blocks, shape.blocks)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.kv_pack.layout import BlockLayout, Runs
+from kernels.kv_pack.layout import BlockLayout, BlockRuns
 
 
 def pack_reference(
@@ -14,7 +14,7 @@ def pack_reference(
     blocks: torch.Tensor,
     out: torch.Tensor,
     layout: BlockLayout,
-    shape: Runs,
+    shape: BlockRuns,
 ) -> None:
     """Copy the blocks of all layers into `out`."""
     index = blocks[: shape.full].to(out.device, torch.int64)
@@ -31,7 +31,7 @@ def unpack_reference(
     kv_caches: Sequence[torch.Tensor],
     blocks: torch.Tensor,
     layout: BlockLayout,
-    shape: Runs,
+    shape: BlockRuns,
 ) -> None:
     """Copy `packed` into the blocks of all layers."""
     index = blocks[: shape.full].to(packed.device, torch.int64)
@@ -48,9 +48,9 @@ def unpack_reference(
 
 
 def _parts(
-    row: torch.Tensor, cache: torch.Tensor, layout: BlockLayout, shape: Runs
+    row: torch.Tensor, cache: torch.Tensor, layout: BlockLayout, shape: BlockRuns
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's row of the buffer as the whole blocks and the partial one, shaped like the cache's."""
+    """Return a layer's row of the buffer as the whole blocks and the partial one, shaped like the cache's."""
     sizes = list(cache.shape)
     sizes[layout.block_axis] = shape.full
     whole = row[: shape.full_elements].view(sizes)
@@ -59,6 +59,8 @@ def _parts(
     return whole, row[shape.full_elements :].view(sizes)
 
 
-def _partial(cache: torch.Tensor, blocks: torch.Tensor, layout: BlockLayout, shape: Runs) -> torch.Tensor:
+def _partial(
+    cache: torch.Tensor, blocks: torch.Tensor, layout: BlockLayout, shape: BlockRuns
+) -> torch.Tensor:
     block = cache.select(layout.block_axis, int(blocks[shape.full]))
     return block.narrow(layout.token_axis - 1, 0, shape.rest)

@@ -1,4 +1,4 @@
-"""Copy between the blocks of all layers and one buffer, in one launch; see layout.Runs for both layouts.
+"""Copy between the blocks of all layers and one buffer, in one launch; see layout.BlockRuns for both layouts.
 
 A program copies a piece of one run: a whole block of one layer, or the tokens of the partial block for one index of
 the axes before them. Elements are moved as the widest integers that all runs are multiples of.
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.kv_pack.layout import Runs
+from kernels.kv_pack.layout import BlockRuns
 
 PIECE = 2048
 """Most units that a program copies: 16 KiB of 8-byte units, several loads in flight for each of 128 threads."""
@@ -27,7 +27,7 @@ def copy(
     kv_caches: Sequence[torch.Tensor],
     blocks: torch.Tensor,
     buffer: torch.Tensor,
-    shape: Runs,
+    shape: BlockRuns,
     *,
     unpacking: bool,
 ) -> None:
@@ -57,7 +57,7 @@ def copy(
 
 
 def _widened(buffer: torch.Tensor, width: int) -> torch.Tensor:
-    """The buffer as integers of `width` bytes, one long vector, which its rows need not be multiples of."""
+    """Return the buffer as integers of `width` bytes, one long vector, which its rows need not be multiples of."""
     return buffer.view(-1).view(torch.uint8).view(WIDTHS[width])
 
 

@@ -12,6 +12,6 @@ a key-value head fill one tile of the tensor cores, so a few more query tokens c
 """
 
 from kernels.short_query_attention.attend import attend
-from kernels.short_query_attention.inputs import Step
+from kernels.short_query_attention.inputs import AttentionStep
 
-__all__ = ["Step", "attend"]
+__all__ = ["AttentionStep", "attend"]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import Backend, choose
-from kernels.short_query_attention.inputs import Step
+from kernels.short_query_attention.inputs import AttentionStep
 from kernels.short_query_attention.reference import attend_reference
 
 
-def attend(step: Step, *, backend: Backend | str | None = None) -> torch.Tensor:
+def attend(step: AttentionStep, *, backend: Backend | str | None = None) -> torch.Tensor:
     """softmax(scale * q k) v over what each query token sees: [T, Hq, D] in the query's dtype.
 
     Sums are float32. The result of a request does not depend on the others but through `longest`, which with the
     batch decides where contexts are split. `backend`: see kernels/backend.py.
 
-    ValueError for inputs that do not fit (see Step). Values in device memory are trusted, but for positions outside
-    the block table, which are not read.
+    ValueError for inputs that do not fit (see AttentionStep). Values in device memory are trusted, but for
+    positions outside the block table, which are not read.
     """
     step.check()
     if choose(step.query.device, backend) is Backend.REFERENCE:

@@ -1,4 +1,4 @@
-"""What the attention of a step works on, and what is allowed."""
+"""Inputs of the attention of a step, and their limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD_SIZES = range(16, 257, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AttentionStep:
     """N requests with T query tokens in all; the keys and values of these tokens are in the caches already.
 
     query         [T, Hq, D] float32, bfloat16 or float16; D a multiple of 8 from 16 to 256

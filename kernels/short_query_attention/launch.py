@@ -1,7 +1,7 @@
-"""How a step is cut into programs, and the memory between its two kernels. Plain arithmetic: no Triton.
+"""Divide a step into programs, and size the memory between its two kernels. Plain arithmetic: no Triton.
 
 The number of programs follows from shapes and upper bounds only, never from a tensor's values, so that a captured
-CUDA graph does for contexts of any length. How long the pieces of a context are, the kernels work out themselves.
+CUDA graph works for contexts of any length. The kernels compute the length of the pieces themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cut(
     wanted: int = PROGRAMS_WANTED,
     least: int = LEAST_PIECE,
 ) -> Cut:
-    """The cut of a step whose requests see at most `reach` positions, for about `wanted` programs.
+    """Return the cut of a step whose requests see at most `reach` positions, for about `wanted` programs.
 
     A context has no more pieces than it has times `least` positions, and MOST_PIECES at most.
     """
@@ -55,7 +55,7 @@ def cut(
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What the pieces of a step leave for their sum, float32: `parts` [R, D], `peaks` and `sums` [R].
+    """Partial results of the pieces of a step, float32: `parts` [R, D], `peaks` and `sums` [R].
 
     A row is a piece with a query token and a head. One serves any number of launches, one after the other on one
     stream; a launch that does not fit into it cuts contexts into fewer pieces.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels.short_query_attention.inputs import Step
+from kernels.short_query_attention.inputs import AttentionStep
 
 
-def attend_reference(step: Step, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def attend_reference(step: AttentionStep, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """[T, Hq, D] in the query's dtype, computed in `dtype`; a query token that sees nothing gives zeros."""
     out = torch.zeros_like(step.query)
     block = step.keys.shape[1]
@@ -30,8 +30,8 @@ def attend_reference(step: Step, dtype: torch.dtype = torch.float32) -> torch.Te
     return out
 
 
-def _visible(step: Step, first: int, end: int, length: int) -> torch.Tensor:
-    """Which positions each query token of a request sees, [query tokens, length]."""
+def _visible(step: AttentionStep, first: int, end: int, length: int) -> torch.Tensor:
+    """Return which positions each query token of a request sees, [query tokens, length]."""
     device = step.query.device
     queries = end - first
     position = torch.arange(length, device=device)

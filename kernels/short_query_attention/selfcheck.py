@@ -8,7 +8,7 @@ import torch
 
 from kernels.backend import Backend, KernelMismatch
 from kernels.short_query_attention.attend import attend
-from kernels.short_query_attention.inputs import Step
+from kernels.short_query_attention.inputs import AttentionStep
 from kernels.short_query_attention.reference import attend_reference
 
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -33,7 +33,7 @@ def check_attention(device: torch.device, heads: int, kv_heads: int, size: int, 
             )
 
 
-def _attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype, block: int = 16) -> Step:
+def _attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype, block: int = 16) -> AttentionStep:
     """Four requests; their blocks lie in the cache in reverse."""
     generator = torch.Generator().manual_seed(0)
     lengths, queries = torch.tensor([5, 600, 0, 47]), torch.tensor([5, 1, 0, 16])
@@ -45,7 +45,7 @@ def _attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype, block: 
         filled[blocks] = (torch.arange(columns * block) < length).view(columns, block)
     cache = cache.masked_fill(~filled[:, None, :, None], torch.nan).to(dtype)
     keys, values = cache.transpose(1, 2).split(size, dim=-1)
-    return Step(
+    return AttentionStep(
         query=torch.randn(int(queries.sum()), heads, size, generator=generator).to(dtype),
         keys=keys,
         values=values,
@@ -58,8 +58,8 @@ def _attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype, block: 
     )
 
 
-def _moved(step: Step, device: torch.device) -> Step:
-    """The step on a device; keys and values stay halves of one tensor, with the strides that they have there."""
+def _moved(step: AttentionStep, device: torch.device) -> AttentionStep:
+    """Return the step on a device; keys and values stay halves of one tensor, with its strides."""
     tensors = {
         name: getattr(step, name).to(device) for name in ("query", "block_table", "lengths", "cu_queries")
     }

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.short_query_attention.inputs import Step
+from kernels.short_query_attention.inputs import AttentionStep
 from kernels.short_query_attention.launch import (
     LEAST_PIECE,
     MOST_PIECES,
@@ -37,7 +37,7 @@ _OF_THE_BATCH = ["window", "pieces", "least", "tiles", "tokens"]
 
 
 def attend_triton(
-    step: Step,
+    step: AttentionStep,
     programs_wanted: int = PROGRAMS_WANTED,
     least_piece: int = LEAST_PIECE,
     *,
@@ -90,7 +90,7 @@ def attend_triton(
     return out
 
 
-def prepare(step: Step, longest_query: int, scratch: Scratch) -> None:
+def prepare(step: AttentionStep, longest_query: int, scratch: Scratch) -> None:
     """Have every kernel compiled that steps like this one can need, up to `longest_query` query tokens a request.
 
     Without it the first step of each kind waits for the compiler, for about a second. Launches on a request without
@@ -116,7 +116,7 @@ def prepare(step: Step, longest_query: int, scratch: Scratch) -> None:
 
 @triton.jit
 def _begin(length, queries, window, WINDOW: tl.constexpr):
-    """The first position that any query token of a request sees."""
+    """Return the first position that any query token of a request sees."""
     if WINDOW:
         return tl.maximum(length - queries - window + 1, 0)
     else:

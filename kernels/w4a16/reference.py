@@ -56,7 +56,7 @@ def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def dequantise(weight: W4Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The [N, K] matrix that the 4 bits stand for, computed in float32; `dtype` defaults to that of the scales."""
+    """Return the [N, K] matrix of a 4-bit weight, computed in float32; `dtype` defaults to that of the scales."""
     q = unpack(weight.packed, weight.columns)
     width = weight.scales.shape[1] * weight.group
     q = torch.nn.functional.pad(q, (0, width - weight.columns)).view(weight.rows, -1, weight.group).float()

@@ -1,13 +1,14 @@
-"""How CPU kernels are compiled: strict IEEE arithmetic, without the GIL, the entry cached on disk.
+"""Compile numba functions for the CPU: strict IEEE arithmetic, without the GIL, entries cached on disk.
 
-The cache lies beside the source, or where NUMBA_CACHE_DIR says. In a container with a read-only root file
+Shared by everything that compiles with numba: the CPU kernels here, and the suffix index and planners of services.
+
+The cache is beside the source, or in NUMBA_CACHE_DIR. In a container with a read-only root file
 system set NUMBA_CACHE_DIR to a writable volume (or to one filled at image build): numba refuses to
-define a cached function when it finds nowhere to write, and then we compile anew in every process.
+define a cached function without a writable place, and then every process compiles again.
 
-Numba renews a cached function when its own file changes, but not when the functions and constants that went
-into it do. And a process that finds in the index what another one is just about to write gets the file that an
-earlier version left under that number. So only entries are cached, each under a name with a fingerprint of all
-its sources: no version ever meets the files of another.
+Numba invalidates a cached function when its own file changes, but not when functions and constants that it uses
+do. A process that reads the index while another one writes it may also load a file of an earlier version. So only
+entries are cached, each under a name with a fingerprint of all its sources: no version uses the files of another.
 """
 
 import hashlib
@@ -22,12 +23,12 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "nu
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """A compiled part of an entry: single-threaded, division by zero as IEEE has it."""
+    """Compile a part of an entry: single-threaded, division by zero as in IEEE 754."""
     return numba.njit(**_OPTIONS)(function)
 
 
 def entry(fingerprint: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a compiled function that is called from Python, of sources with this `source_fingerprint`."""
+    """Compile a function that is called from Python, and cache it under this `source_fingerprint`."""
 
     def compiled(function: Callable[..., Any]) -> Any:
         # What numba names the files after.
@@ -42,7 +43,7 @@ def entry(fingerprint: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def source_fingerprint(*folders: Path) -> str:
-    """A digest of the Python sources in these folders."""
+    """Return a digest of the Python sources in these folders."""
     digest = hashlib.blake2b(digest_size=16)
     for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
         source = path.read_bytes()

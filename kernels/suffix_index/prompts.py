@@ -1,0 +1,273 @@
+"""Prompts of an index: their automata, their cost, and their eviction.
+
+An automaton from which a text was removed is freed at once, and rebuilt from the other texts when next needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from math import log2
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.suffix_index.arena import Arena, Full
+from kernels.suffix_index.compiled.layout import NOWHERE
+from kernels.suffix_index.names import Name
+from kernels.suffix_index.prompt import TEXT_COST, GrowingRollout, IndexedPrompt, IndexedRollout
+
+# An occurrence in the prompt itself weighs next to nothing: it decides only where no rollout has been.
+_PROMPT_WEIGHT = 2.0**-100
+# Rollouts weigh between 2**-_DOUBLINGS and 2**_DOUBLINGS; beyond that the base version moves.
+_DOUBLINGS = 60
+# When finished rollouts have to go, 1 / _SLACK of the bound becomes free at once: each time costs rebuilding.
+_SLACK = 16
+
+
+class Prompts:
+    """The prompts of an index by name, the least recently used first.
+
+    arena: where their automata and growing rollouts lie. max_tokens, decay, reach: see SuffixIndex.
+    """
+
+    def __init__(self, arena: Arena, max_tokens: int, decay: float, reach: int) -> None:
+        self._arena = arena
+        self._max_tokens = max_tokens
+        self._doublings = -log2(decay)  # of weight, from one version to the next
+        self._reach = reach
+        self._entries: dict[Name, IndexedPrompt] = {}
+        self._cost = 0  # of everything but the tokens of growing rollouts
+        self.growing: dict[int, GrowingRollout] = {}
+        """The growing rollouts by handle."""
+        self.unbuilt: set[Name] = set()
+        """Prompts with growing rollouts whose automata have to be rebuilt before the next step."""
+
+    def __iter__(self) -> Iterator[tuple[Name, IndexedPrompt]]:
+        return iter(list(self._entries.items()))
+
+    @property
+    def used(self) -> int:
+        """Cost of everything against the bound, in tokens."""
+        return self._cost + self._arena.growing_tokens
+
+    def get(self, name: Name) -> IndexedPrompt | None:
+        """Return a prompt; None if unknown."""
+        return self._entries.get(name)
+
+    def use(self, name: Name) -> IndexedPrompt:
+        """Return a prompt, created if unknown, and mark it as the most recently used."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            entry = IndexedPrompt()
+            self._cost += entry.fixed_cost
+        self._entries[name] = entry
+        return entry
+
+    def set_tokens(self, name: Name, tokens: NDArray[np.int32]) -> None:
+        """Set a prompt's own tokens."""
+        entry = self.use(name)
+        self._release(name, entry)
+        self._cost += len(tokens) - len(entry.tokens)
+        entry.tokens = tokens
+        entry.hashes[:] = 0
+        entry.hashed = self._arena.teach(tokens, entry.hashes, 0)
+
+    def add(self, name: Name, rollout: Name, added: IndexedRollout) -> bool:
+        """Add a finished rollout of a new name. False if the automaton has no room for it; it is not added then."""
+        entry = self.use(name)
+        self._rebase(name, entry, added.version)
+        if not entry.rollouts and not entry.growing:
+            self.build([name])
+        fits = True
+        if entry.built:
+            try:
+                self._arena.extend(added.tokens, entry.end, self._weight(entry, added.version), self._reach)
+            except Full:
+                fits = False
+        entry.rollouts[rollout] = added
+        self._cost += added.cost
+        if not fits:
+            self.clear([name])
+            if not self._try_build(name, entry):
+                self.forget(name, [rollout])
+                return False
+        self._arena.teach(added.tokens, entry.hashes.copy(), entry.hashed)
+        return True
+
+    def open(self, name: Name, rollout: Name, version: int) -> int:
+        """Begin a growing rollout of a new name; return its handle."""
+        entry = self.use(name)
+        self._rebase(name, entry, version)
+        self.build([name])
+        handle = self._arena.open(entry.end, self._weight(entry, version), entry.hashes, entry.hashed)
+        entry.growing[rollout] = handle
+        self.growing[handle] = GrowingRollout(name, rollout, version)
+        self._cost += TEXT_COST
+        return handle
+
+    def close(self, handle: int, keep: bool) -> None:
+        """End a growing rollout, and keep it as a finished one or not. KeyError: no such handle."""
+        growing = self.growing.pop(handle)
+        text = self._arena.close(handle)
+        entry = self.use(growing.prompt)
+        del entry.growing[growing.rollout]
+        if not entry.growing:
+            self.unbuilt.discard(growing.prompt)
+        if keep:
+            entry.rollouts[growing.rollout] = IndexedRollout(growing.version, text)
+            self._cost += len(text)
+            return
+        self._cost -= TEXT_COST
+        if len(text):
+            self._release(growing.prompt, entry)
+        if entry.empty:
+            self.drop(growing.prompt)
+
+    def forget(self, name: Name, rollouts: Collection[Name], *, keep: bool = False) -> None:
+        """Remove finished rollouts of a prompt, and the prompt when nothing is left of it, unless `keep`."""
+        if not rollouts:
+            return
+        entry = self._entries[name]
+        for rollout in rollouts:
+            self._cost -= entry.rollouts.pop(rollout).cost
+        self._release(name, entry)
+        if entry.empty and not keep:
+            self.drop(name)
+
+    def drop(self, name: Name) -> None:
+        """Remove a prompt with everything."""
+        entry = self._entries[name]
+        self._release(name, entry)
+        self._cost -= entry.fixed_cost + entry.finished_cost
+        for handle in entry.growing.values():
+            del self.growing[handle]
+            self._arena.close(handle)
+        del self._entries[name]
+        self.unbuilt.discard(name)
+
+    def room(self, keep: Name | None = None) -> int:
+        """Return the room that is left if everything is evicted that may be, except the prompt `keep`."""
+        fixed = sum(
+            entry.fixed_cost for name, entry in self._entries.items() if entry.growing or name == keep
+        )
+        return self._max_tokens - fixed - self._arena.growing_tokens
+
+    def make_room(self, needed: int, keep: Name | None = None) -> bool:
+        """Evict until so much fits: idle prompts but `keep`, the least recently used first, then old rollouts.
+
+        False, and nothing is evicted, if it cannot fit.
+        """
+        over = self.used + needed - self._max_tokens
+        going = []
+        for name, entry in self._entries.items():
+            if over <= 0:
+                break
+            if not entry.growing and name != keep:
+                going.append(name)
+                over -= entry.fixed_cost + entry.finished_cost
+        if over > 0 and needed > self.room(keep):
+            return False
+        for name in going:
+            self.drop(name)
+        if over > 0:
+            self._forget_oldest(over + self._max_tokens // _SLACK, keep)
+        return True
+
+    def build(self, names: Collection[Name]) -> None:
+        """Rebuild the automata of these prompts where necessary.
+
+        When even cleared arrays have no room for all, which takes texts that repeat themselves in the worst way,
+        the prompts lose finished rollouts, then growing ones are halted and emptied, then their own tokens go.
+        """
+        cleared = False
+        while pending := [name for name in names if not self._entries[name].built]:
+            for name in pending:
+                entry = self._entries[name]
+                if self._try_build(name, entry):
+                    continue
+                if cleared:
+                    self._shrink(name, entry)
+                else:
+                    self.clear(names)
+                    cleared = True
+
+    def clear(self, keep: Collection[Name]) -> None:
+        """Free all automata at once, and drop the less recently used half of the idle prompts but `keep`.
+
+        Blocks of edges are not joined when they are freed, so this is also what ends their fragmentation.
+        """
+        self._arena.clear()
+        for entry in self._entries.values():
+            entry.root = NOWHERE
+        idle = [name for name, entry in self._entries.items() if not entry.growing and name not in keep]
+        for name in idle[: (len(idle) + 1) // 2]:
+            self.drop(name)
+        self.unbuilt = {name for name, entry in self._entries.items() if entry.growing}
+
+    def _forget_oldest(self, enough: int, keep: Name | None) -> None:
+        """Remove finished rollouts, those of the oldest versions first, until so much is free or none is left."""
+        finished = [
+            (rollout.version, name, each)
+            for name, entry in self._entries.items()
+            for each, rollout in entry.rollouts.items()
+        ]
+        finished.sort(key=lambda each: each[0])
+        enough = self.used - enough
+        for _, name, rollout in finished:
+            if self.used <= enough:
+                return
+            self.forget(name, [rollout], keep=name == keep)
+
+    def _release(self, name: Name, entry: IndexedPrompt) -> None:
+        if entry.built:
+            self._arena.release(entry.root)
+            entry.root = NOWHERE
+            if entry.growing:
+                self.unbuilt.add(name)
+
+    def _rebase(self, name: Name, entry: IndexedPrompt, version: int) -> None:
+        """Make a version that is too new for the base the new base of weights."""
+        if not entry.rollouts and not entry.growing:
+            entry.base = version
+        elif (version - entry.base) * self._doublings > _DOUBLINGS:
+            self._release(name, entry)
+            entry.base = version
+
+    def _weight(self, entry: IndexedPrompt, version: int) -> float:
+        return 2.0 ** max(-_DOUBLINGS, min(_DOUBLINGS, (version - entry.base) * self._doublings))
+
+    def _try_build(self, name: Name, entry: IndexedPrompt) -> bool:
+        """Build the automaton of a prompt if there is none; return False if there is no room for it."""
+        if entry.built:
+            return True
+        try:
+            entry.root = self._arena.new_root()
+            entry.end = self._arena.extend(entry.tokens, entry.root, _PROMPT_WEIGHT, self._reach)
+            for rollout in entry.rollouts.values():
+                weight = self._weight(entry, rollout.version)
+                self._arena.extend(rollout.tokens, entry.end, weight, self._reach)
+            for handle in entry.growing.values():
+                weight = self._weight(entry, self.growing[handle].version)
+                end = self._arena.extend(self._arena.text(handle), entry.end, weight, self._reach)
+                self._arena.place(handle, end, weight)
+        except Full:
+            self._release(name, entry)
+            return False
+        self.unbuilt.discard(name)
+        return True
+
+    def _shrink(self, name: Name, entry: IndexedPrompt) -> None:
+        """Give up something of a prompt that is not built."""
+        grown = [handle for handle in entry.growing.values() if len(self._arena.text(handle))]
+        if entry.rollouts:
+            oldest = sorted(entry.rollouts, key=lambda rollout: entry.rollouts[rollout].version)
+            for rollout in oldest[: (len(oldest) + 1) // 2]:
+                self._cost -= entry.rollouts.pop(rollout).cost
+        elif grown:
+            for handle in grown:
+                self._arena.halt(handle)
+                self._arena.empty(handle)
+        elif len(entry.tokens):
+            self.set_tokens(name, entry.tokens[:0])
+        else:
+            raise RuntimeError(f"no room for the root of prompt {name!r}: the bound was not kept")
