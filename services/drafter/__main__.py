@@ -1,4 +1,4 @@
-"""Starts the online learner: `python -m services.drafter --model DIR --folder DIR --redis-url URL`."""
+"""Start the online learner: `python -m services.drafter --model DIR --folder DIR --redis-url URL`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.platform.process import Shutdown, run, serve
 
 
 async def main(config: DrafterConfig, shutdown: Shutdown) -> None:
-    """Serves until asked to stop. A standby takes over at once."""
+    """Serve until shutdown is requested; a standby takes over at once."""
     await serve(DrafterProcess(config, REGISTRY, shutdown.metrics_port), config, shutdown)
 
 

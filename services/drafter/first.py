@@ -1,7 +1,7 @@
-"""Makes a fresh drafter for a policy: `python -m services.drafter.first --model DIR --parent DIR`.
+"""Make a fresh drafter for a policy: `python -m services.drafter.first --model DIR --parent DIR`.
 
-Instances take heads of one shape only, the one that they are started with. So before there is anything to learn
-from they are given a fresh head, and the learner goes on from the same one. Writes `drafter-000001` under the
+Instances load heads of one shape only, that of the head they start with. So they start with a fresh one before
+there is anything to learn from, and the learner continues from the same. Writes `drafter-000001` under the
 parent and prints its path.
 """
 
@@ -12,15 +12,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.contracts.errors import ServiceError
 from services.drafter.learning.settings import LearningSettings
-from services.platform.errors import ServiceError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 1 when the policy is none that an EAGLE-3 head can be made for."""
+    """Return the exit status: 1 if no EAGLE-3 head can be made for the policy."""
     parser = argparse.ArgumentParser(prog="python -m services.drafter.first", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="the policy, in Hugging Face layout")
-    parser.add_argument("--parent", type=Path, required=True, help="folder that the drafter is put into")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="model folder of the policy, in Hugging Face layout"
+    )
+    parser.add_argument("--parent", type=Path, required=True, help="folder that gets drafter-000001")
     parser.add_argument("--draft-vocabulary", type=int, default=LearningSettings().draft_vocabulary)
     given = parser.parse_args(arguments)
     from services.drafter.learning.learner import Learner

@@ -1,11 +1,10 @@
-"""A first drafter, from rollouts of the policy itself: what the online learner and the engines begin with.
+"""Train a first drafter on recorded samples of the policy, for the online learner and the engines to begin with.
 
     python -m services.drafter.warmup --policy DIR --rollouts rollouts.jsonl --out DIR
 
-A line of the rollouts' file is an object with `prompt` and `response`, lists of token ids, and perhaps the other
-fields of services/drafter/rollout.py; `seed` makes the evaluation one with the sample's own noise. Some prompts are
-held out with all their rollouts; the drafter that is written is the one whose drafts for these were accepted
-furthest, after any pass over the others.
+A line of the file is an object with `prompt` and `response`, lists of token ids, and optionally the other fields of
+TrainingSample (learning/data.py); with `seed` the evaluation uses the sample's own noise. Some prompts are held out
+with all their samples. The drafter of the pass with the highest acceptance length on these is written.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,19 +21,18 @@ from typing import Any
 import torch
 import transformers
 
-from services.drafter.checkpoint import Checkpoint
-from services.drafter.learning.evaluation import Evaluation
-from services.drafter.learning.learner import Learner, UpdateReport
+from services.contracts.drafter.checkpoint import Checkpoint
+from services.drafter.learning.data import Evaluation, TrainingSample, UpdateReport
+from services.drafter.learning.learner import Learner
 from services.drafter.learning.settings import LearningSettings
-from services.drafter.rollout import Rollout
-from services.drafter.weighting import Weighting, weights_of
+from services.drafter.learning.weighting import Weighting, weights_of
 
 _TOKENS = ("prompt", "response")
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """One pass over the rollouts, and what the held-out ones say after it."""
+    """One pass over the samples, and the evaluation on held-out ones after it."""
 
     number: int
     report: UpdateReport
@@ -42,8 +40,8 @@ class Passed:
     is_best: bool
 
 
-def read_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a file. ValueError: a line that is none, with its number; OSError: no such file."""
+def read_rollouts(path: Path) -> list[TrainingSample]:
+    """Read the samples of a file. ValueError: a line is not one, with its number; OSError: no such file."""
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
@@ -53,14 +51,16 @@ def read_rollouts(path: Path) -> list[Rollout]:
             tokens = {name: tuple(int(token) for token in fields.pop(name)) for name in _TOKENS}
             named = {"run_id": "", "batch_id": "", "prompt_id": str(tokens["prompt"]), "slot": number}
             given: dict[str, Any] = {"policy_version": 0, "reward": None, **named, **fields, **tokens}
-            found.append(Rollout(**given))
+            found.append(TrainingSample(**given))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number} is no rollout: {error!r}") from error
     return found
 
 
-def split(rollouts: Sequence[Rollout], share: float, seed: int) -> tuple[list[Rollout], list[Rollout]]:
-    """Rollouts to learn from and those held out, no prompt in both. ValueError: too few prompts for that."""
+def split(
+    rollouts: Sequence[TrainingSample], share: float, seed: int
+) -> tuple[list[TrainingSample], list[TrainingSample]]:
+    """Split samples into those to learn from and those held out, by prompt. ValueError: too few prompts."""
     prompts = sorted({rollout.prompt for rollout in rollouts})
     count = max(round(share * len(prompts)), 1)
     if count >= len(prompts):
@@ -72,13 +72,13 @@ def split(rollouts: Sequence[Rollout], share: float, seed: int) -> tuple[list[Ro
 
 def warm_up(
     learner: Learner,
-    learned: Sequence[Rollout],
-    held: Sequence[Rollout],
+    learned: Sequence[TrainingSample],
+    held: Sequence[TrainingSample],
     weights: Sequence[float],
     passes: int,
     seconds: float,
 ) -> Iterator[Passed]:
-    """Goes over the rollouts `passes` times, or until `seconds` are over."""
+    """Yield the result of each of `passes` passes over the samples; no pass begins after `seconds`."""
     ends, best = time.monotonic() + seconds, 0.0
     for number in range(1, passes + 1):
         report = learner.update(learned, weights)
@@ -91,19 +91,12 @@ def warm_up(
 
 
 def main() -> None:
-    """Learn, print a line for each pass, write the best drafter."""
+    """Train, print a line for each pass, and write the best drafter."""
     given = _arguments()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(given.threads)
-    settings = LearningSettings(
-        depth=given.depth,
-        layers=tuple(given.layers) if given.layers else None,
-        draft_vocabulary=given.draft_vocabulary,
-        lr=given.lr,
-        batch_tokens=given.batch_tokens,
-        device=given.device,
-        seed=given.seed,
-    )
+    known = {each.name for each in fields(LearningSettings)}
+    settings = LearningSettings(**{name: value for name, value in vars(given).items() if name in known})
     rollouts = read_rollouts(given.rollouts)
     learned, held = split(rollouts, given.held_out, given.seed)
     learner = Learner(given.policy, settings, given.checkpoint)

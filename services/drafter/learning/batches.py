@@ -1,9 +1,9 @@
-"""Rollouts as tensors, in passes that hold a bounded number of tokens.
+"""Batches of samples as tensors, in passes of a bounded number of tokens.
 
-A drafter has a say in all tokens of a response but its first, which comes with the prompt. A pass numbers those of
-all its rollouts one after another: its *rows*. Row i of a rollout with n response tokens, 0 <= i < n - 1, is about
-response token i + 1, and the policy's distribution of it stands behind position prompt + i. Place k of a draft that
-starts behind position prompt - 1 + j is about row j + k.
+A drafter can draft all tokens of a response but the first, which the prefill samples. A pass numbers those
+tokens of all its samples consecutively: its *rows*. Row i of a sample with n response tokens, 0 <= i < n - 1,
+stands for response token i + 1, whose distribution is the policy's output at position prompt + i. Draft
+position k of a draft that starts after position prompt - 1 + j predicts row j + k.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.drafter.rollout import Rollout
+from services.drafter.learning.data import TrainingSample
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Some rollouts, each of at least two response tokens.
+    """Tensors of some samples, each of at least two response tokens.
 
-    tokens [B, L]; the rest [rows]: `rollout` its place in the pass, `offset` i above, `behind` the position
-    whose distribution it is, `token` what was sampled. `first`: the earliest position with a draft behind it.
+    tokens has shape [B, L], the others [rows]: `rollout` is the index of the sample in the pass, `offset` the i
+    above, `behind` the position whose output is the distribution, and `token` the sampled token. `first` is the
+    earliest position after which a draft starts.
     """
 
     tokens: Tensor
@@ -33,20 +34,20 @@ class Pass:
     first: int
 
     def __len__(self) -> int:
-        """Its rows."""
+        """Return the number of rows."""
         return len(self.offset)
 
     def drafted_at(self, place: int) -> Tensor:
-        """The rows that place `place` of some draft is about, [n]: a draft starts `place` rows before each."""
+        """Return the rows that some draft predicts at position `place`, [n]: it starts `place` rows before each."""
         return (self.offset >= place).nonzero().squeeze(1)
 
     def chain(self, rows: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """Where `Unroll` puts place `place` of rows [n]: indices into the first two axes of its outputs."""
+        """Return the indices into the first two axes of `Unroll`'s output of position `place`, for rows [n]."""
         return self.rollout[rows], self.behind[rows] - 1 - place - self.first
 
 
-def make_pass(rollouts: Sequence[Rollout], device: torch.device) -> Pass:
-    """The tensors of rollouts, on `device`."""
+def make_pass(rollouts: Sequence[TrainingSample], device: torch.device) -> Pass:
+    """Return the tensors of samples, on `device`."""
     lengths = [len(rollout.prompt) + len(rollout.response) for rollout in rollouts]
     tokens = torch.zeros(len(rollouts), max(lengths), dtype=torch.int64)
     for line, rollout, length in zip(tokens, rollouts, lengths, strict=True):
@@ -62,8 +63,8 @@ def make_pass(rollouts: Sequence[Rollout], device: torch.device) -> Pass:
     )
 
 
-def passes(rollouts: Sequence[Rollout], tokens: int) -> Iterator[list[int]]:
-    """Places of rollouts of like length, shortest first, at most `tokens` with padding in each list (or one)."""
+def passes(rollouts: Sequence[TrainingSample], tokens: int) -> Iterator[list[int]]:
+    """Group the indices of samples by length, shortest first, at most `tokens` with padding in a group (or one)."""
     lengths = [len(rollout.prompt) + len(rollout.response) for rollout in rollouts]
     found: list[int] = []
     for place in sorted(range(len(rollouts)), key=lengths.__getitem__):
@@ -75,14 +76,14 @@ def passes(rollouts: Sequence[Rollout], tokens: int) -> Iterator[list[int]]:
         yield found
 
 
-def steps(rollouts: Sequence[Rollout], tokens: int) -> list[list[int]]:
-    """Places of the rollouts of each optimizer step, in order: about `tokens` drafted ones each, evenly."""
+def steps(rollouts: Sequence[TrainingSample], tokens: int) -> list[list[int]]:
+    """Split the indices of samples, in order, into optimizer steps of about `tokens` drafted tokens each."""
     total = sum(rollout.drafted for rollout in rollouts)
     count = min(max(round(total / tokens), 1), max(len(rollouts), 1))
     found: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for place, rollout in enumerate(rollouts):
-        # By the middle of the rollout, so that a long one does not open a step of its own.
+        # By the middle of the sample, so that a long one does not get a step of its own.
         middle = before + rollout.drafted / 2
         found[min(int(middle * count / max(total, 1)), count - 1)].append(place)
         before += rollout.drafted

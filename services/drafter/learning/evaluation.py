@@ -1,14 +1,19 @@
-"""How far the head's drafts of finished samples would have been accepted, under coupled noise.
+"""Evaluation of a drafter: acceptance of its drafts on finished samples under coupled sampling.
 
 Decoding is replayed over whole samples: a draft of `depth` tokens starts where decoding would have started one,
-behind every token that a verification ended with (replay.py). A sample that names its seed is drafted for with its
-own noise, as an instance does it: a place is right or not. For one without, each place is right with the
-probability that the noise which gave the sample's token x from p gives the same token from q,
+after the last token of each verification. A sample with a seed is drafted for with its own noise, as an
+instance does, so a draft token is correct or not. Without a seed, each draft token is correct with the probability
+that the noise which drew the sample's token x from p draws the same token from q,
 
     P(argmax q = x | argmax p = x) = 1 / sum_v max(p_v, q_v p_x / q_x)
 
-the chance of agreement of two Gumbel-max draws that share their noise: an expectation over all noise that explains
-the sample. Both are exact if the policy is the one that sampled.
+the probability that two Gumbel-max draws with shared noise agree: an expectation over all noise that explains the
+sample. Both are exact if the policy is the one that sampled.
+
+The tokens of a sample are fixed. A draft is accepted up to its first wrong token, the target's own token
+follows, and the next draft starts after that one. Draft tokens are correct independently of each other: with
+the sample's own noise with probability 0 or 1, otherwise with some probability between, and every result is an
+exact expectation.
 """
 
 from __future__ import annotations
@@ -23,42 +28,85 @@ from torch import Tensor
 
 from kernels.coupled_sampler.sample import sample
 from services.drafter.learning.batches import Pass, make_pass, passes
-from services.drafter.learning.head import Head
+from services.drafter.learning.data import Evaluation, TrainingSample
+from services.drafter.learning.head import Eagle3Head
 from services.drafter.learning.loss import distill
-from services.drafter.learning.replay import nothing, replay
 from services.drafter.learning.settings import LearningSettings, Targets
-from services.drafter.learning.target import Policy
+from services.drafter.learning.target import TargetModel
 from services.drafter.learning.unroll import Unroll
-from services.drafter.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Of one drafter on some rollouts."""
+class Replayed:
+    """Result for one sample, or the sum of several; expectations where draft tokens are uncertain."""
 
-    acceptance_length: float
-    """Tokens a verification, the target's own included: between 1 and depth + 1. 0 where there was nothing."""
-    by_place: tuple[float, ...]
-    """Share of each place of a draft that is accepted, if all before it were."""
-    kd_loss: float
-    """KL(policy || drafter) in nats, mean over all places of all drafts that could start anywhere."""
-    samples: int
     tokens: int
-    """Response tokens that drafts had a say in."""
+    """Tokens decoded with drafts: all of a response but the first."""
     verifications: float
-    accepted: float
-    """Draft tokens that verification would have kept."""
-    with_seed: int
-    """Samples that were drafted for with their own noise; the rest is an expectation."""
+    """Number of verified drafts."""
+    offered: NDArray[np.float64]
+    """[depth]: drafts that had this position and whose tokens before it were all accepted."""
+    accepted: NDArray[np.float64]
+    """[depth]: those of which the token at this position was accepted, too."""
+
+    def __add__(self, other: Replayed) -> Replayed:
+        return Replayed(
+            self.tokens + other.tokens,
+            self.verifications + other.verifications,
+            self.offered + other.offered,
+            self.accepted + other.accepted,
+        )
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verification: the accepted ones and the one that follows; 0 without any."""
+        return self.tokens / self.verifications if self.verifications else 0.0
+
+    @property
+    def by_place(self) -> tuple[float, ...]:
+        """Acceptance rate of each position, given that all before it were accepted; 0 without any."""
+        return tuple(float(a / o) if o else 0.0 for a, o in zip(self.accepted, self.offered, strict=True))
+
+
+def nothing(depth: int) -> Replayed:
+    """Return the result for no sample."""
+    return Replayed(0, 0.0, np.zeros(depth), np.zeros(depth))
+
+
+def replay(right: NDArray[np.float64]) -> Replayed:
+    """Decode one sample with drafts of `depth` tokens.
+
+    Args:
+        right: [depth, n]; element [k, j + k] is the probability that position k is correct in the draft made after
+            j of the n tokens. The column is the token that is predicted.
+    """
+    depth, count = right.shape
+    visits = np.zeros(count + 1)
+    visits[0] = 1.0
+    offered, accepted = np.zeros(depth), np.zeros(depth)
+    for start in range(count):
+        visit = visits[start]
+        if visit == 0.0:
+            continue
+        places = min(depth, count - start)
+        kept = visit * np.cumprod(right[np.arange(places), start + np.arange(places)])
+        before = np.concatenate(([visit], kept))
+        offered[:places] += before[:-1]
+        accepted[:places] += kept
+        # With position k wrong, k tokens are accepted and the target's own follows. So it does when all are
+        # correct, except at the end of the sample.
+        visits[start + 1 : start + 1 + places] += before[:-1] - kept
+        visits[min(start + places + 1, count)] += kept[-1]
+    return Replayed(count, float(visits[:count].sum()), offered, accepted)
 
 
 @torch.no_grad()
 def evaluate(
-    head: Head, policy: Policy, rollouts: Sequence[Rollout], settings: LearningSettings
+    head: Eagle3Head, policy: TargetModel, rollouts: Sequence[TrainingSample], settings: LearningSettings
 ) -> Evaluation:
-    """Measures `head` on rollouts that `policy` sampled, each of two response tokens or more."""
+    """Evaluate `head` on samples of `policy`, each of two or more response tokens."""
     unroll = Unroll(head, settings.chunk_entries)
-    # Whatever it is taught, it is measured against all that the policy says.
+    # Whatever the targets of training, the reference is the whole distribution of the policy.
     settings = replace(settings, targets=Targets.POLICY)
     found = nothing(settings.depth)
     divergence, mass = torch.zeros(2, device=policy.device)
@@ -87,15 +135,15 @@ def evaluate(
 
 
 def _right(
-    head: Head,
+    head: Eagle3Head,
     outputs: Sequence[Tensor],
-    policy: Policy,
+    policy: TargetModel,
     policy_output: Tensor,
     rows: Pass,
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[TrainingSample],
     settings: LearningSettings,
 ) -> NDArray[np.float64]:
-    """[depth, rows]: probability that place k of a draft is the row's token; 0 where no draft has that place."""
+    """Return [depth, rows]: probability that draft position k is the row's token; 0 where no draft reaches it."""
     found = torch.zeros(settings.depth, len(rows), dtype=torch.float64, device=policy.device)
     has_seed = torch.tensor([rollout.seed is not None for rollout in rollouts], device=policy.device)
     # The sampler reads int64 as unsigned.
@@ -118,7 +166,7 @@ def _right(
 
 
 def _draft(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The tokens that the head drafts with given noise, [n]; `positions` count the sample's tokens before."""
+    """Return the tokens that the head drafts with the noise of `seeds` at `positions` in their responses, [n]."""
     count = len(logits)
     none = torch.empty(0, dtype=torch.int64, device=logits.device)
     ones = torch.ones(count, device=logits.device)
@@ -126,17 +174,20 @@ def _draft(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def agreement(target: Tensor, drafter: Tensor, tokens: Tensor) -> Tensor:
-    """P(the drafter draws the token | the target drew it), noise shared: logits [n, V] twice, tokens [n] -> [n]."""
+    """Return P(drafter draws the token | target drew it) with shared noise, [n].
+
+    `target` and `drafter` are logits [n, V], `tokens` [n].
+    """
     log_p, log_q = target.double().log_softmax(-1), drafter.double().log_softmax(-1)
     at = tokens.unsqueeze(1)
     ratio = log_p.gather(1, at) - log_q.gather(1, at)
     scaled = torch.where(log_q > -torch.inf, log_q + ratio, -torch.inf)
-    # inf where the drafter cannot name the token: then it never draws it.
+    # inf where the drafter has no row for the token, which it then never draws.
     return 1 / torch.maximum(log_p, scaled).exp().sum(-1)
 
 
-def _widen(logits: Tensor, head: Head, vocabulary: int) -> Tensor:
-    """Over the whole vocabulary, [n, V]; -inf where the head has no row."""
+def _widen(logits: Tensor, head: Eagle3Head, vocabulary: int) -> Tensor:
+    """Return logits over the whole vocabulary, [n, V]; -inf where the head has no row."""
     if head.tokens is None:
         return logits
     wide = logits.new_full((len(logits), vocabulary), -torch.inf)

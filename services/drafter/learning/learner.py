@@ -1,4 +1,4 @@
-"""The online learner: a head, its optimizer, and the policy that teaches it.
+"""Online learner of the drafter: an EAGLE-3 head, its optimizer, and the target model that teaches it.
 
     learner = Learner(policy_path, settings, checkpoint=None)
     learner.set_policy(path, version)              # what the coming rollouts were sampled by
@@ -6,79 +6,57 @@
     candidate = learner.evaluate(held_out)
     checkpoint = learner.save(parent, version)
 
-Not safe for several threads. The gradient goes through the current head alone: the policy's features, embeddings
-and distribution are computed without one, and nothing that was drafted earlier is learned from.
+Not thread-safe. Gradients flow through the head alone: the policy's features, embeddings and distribution are
+computed without, and earlier drafts play no part.
+
+Training may be data-parallel over the ranks of torch.distributed: each takes its share of every step, and gradients
+are summed. All ranks get the same samples and hold the same weights, so they take the same decisions without
+communication. A process without torch.distributed is the only rank.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from services.drafter import checkpoint as checkpoints
-from services.drafter.checkpoint import Checkpoint, CorruptCheckpoint
-from services.drafter.learning import ranks
+from services.contracts.drafter import checkpoint as checkpoints
+from services.contracts.drafter.checkpoint import Checkpoint, CorruptCheckpoint
 from services.drafter.learning.batches import make_pass, passes, steps
-from services.drafter.learning.evaluation import Evaluation, evaluate
-from services.drafter.learning.head import Head, HeadShape
-from services.drafter.learning.initial import start_from_policy
+from services.drafter.learning.data import Evaluation, TrainingSample, UpdateReport
+from services.drafter.learning.evaluation import evaluate
+from services.drafter.learning.head import Eagle3Head, HeadShape
 from services.drafter.learning.loss import distill
 from services.drafter.learning.settings import LearningSettings
 from services.drafter.learning.state import CorruptState, read_state, write_state
-from services.drafter.learning.target import Policy
+from services.drafter.learning.target import TargetModel, choose_vocabulary, start_from_policy
 from services.drafter.learning.unroll import Unroll
-from services.drafter.learning.vocabulary import choose_vocabulary
-from services.drafter.rollout import Rollout
 
 _RATE = 0.64
-"""Of AdamW, times the hidden size."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """One update; losses are those before each step was taken."""
-
-    kd_loss: float
-    """KL(policy || drafter) in nats, mean over rows and places, unweighted; NaN where nothing could be computed."""
-    by_place: tuple[float, ...]
-    """The same of each place of a draft."""
-    samples: int
-    tokens: int
-    """Response tokens learned from, each once."""
-    left_out: int
-    """Rollouts that could not be used: too short to draft for, or too long for the model."""
-    steps: int
-    """Of the optimizer, taken."""
-    skipped: int
-    """Steps not taken because a loss or gradient was not finite; weights and optimizer are as they were."""
-    gradient_norm: float
-    """Of the last step taken, before clipping."""
-    seconds: float
+"""Learning rate of AdamW, times the hidden size."""
 
 
 class Learner:
-    """Holds a head and changes it in place."""
+    """A head that is trained in place."""
 
     def __init__(self, policy_path: Path, settings: LearningSettings, checkpoint: Path | None = None) -> None:
         """Begin from a checkpoint, or with a fresh head.
 
-        A fresh head of a large vocabulary takes the tokens that it can draft from the rollouts of its first update.
+        A fresh head with a reduced vocabulary chooses the tokens that it can draft in its first update.
 
         Raises:
-            PolicyMismatch: a policy that cannot be followed.
-            CorruptCheckpoint: a checkpoint that cannot be used, or is of a drafter for another policy.
+            PolicyMismatch: no head can draft for the policy.
+            CorruptCheckpoint: the checkpoint cannot be used, or is a drafter for another policy.
         """
         self.settings = settings
-        self.policy = Policy(policy_path, 0, settings)
+        self.policy = TargetModel(policy_path, 0, settings)
         self._generator = torch.Generator().manual_seed(settings.seed)
         if checkpoint is None:
-            self._begin(Head(self.policy.head_shape(settings)))
+            self._begin(Eagle3Head(self.policy.head_shape(settings)))
             start_from_policy(self.head, self.policy, self._generator)
             self._names_tokens = self.head.tokens is None
         else:
@@ -87,52 +65,67 @@ class Learner:
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json of its checkpoints."""
+        """The config.json of its checkpoints."""
         return self.head.shape.config()
 
     def set_policy(self, path: Path, version: int) -> None:
-        """The weights that targets come from. PolicyMismatch: they do not fit, and those before stay."""
+        """Load the weights that targets are computed with. PolicyMismatch: they do not fit."""
         self.policy.load(path, version)
 
     def adopt(self, checkpoint: Path, sha256: str = "") -> None:
-        """Go on from another drafter, with a fresh optimizer. CorruptCheckpoint: it does not fit; as before."""
+        """Continue from another drafter, with a fresh optimizer. CorruptCheckpoint: it does not fit."""
         self._begin(self._read_head(checkpoint, sha256))
         self._names_tokens = True
 
-    def update(self, rollouts: Sequence[Rollout], weights: Sequence[float]) -> UpdateReport:
-        """Learn from rollouts that the policy sampled, `weights` being w(r) of each.
+    def update(self, rollouts: Sequence[TrainingSample], weights: Sequence[float]) -> UpdateReport:
+        """Learn from samples of the policy, with a weight w(r) for each. All ranks pass the same samples.
 
-        On several ranks all are given the same ones. ValueError: not as many weights as rollouts, a weight that is
-        not positive and finite, or a token that the policy does not have.
+        ValueError: not as many weights as samples, a weight that is not positive and finite, or a token outside the
+        vocabulary of the policy.
         """
         began = time.perf_counter()
-        self._check(rollouts, weights)
+        if len(rollouts) != len(weights):
+            raise ValueError(f"{len(rollouts)} rollouts, but {len(weights)} weights")
+        for weight in weights:
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"weights must be positive and finite, got {weight}")
         used = self._usable(rollouts)
         if not self._names_tokens and used:
             self._name_tokens([rollouts[place] for place in used])
-        progress = _Progress(self.settings.depth, self.policy.device)
+        done: list[tuple[Tensor, float | None]] = []
         for _ in range(self.settings.epochs):
             order = [used[i] for i in torch.randperm(len(used), generator=self._generator).tolist()]
             for step in steps([rollouts[place] for place in order], self.settings.batch_tokens):
-                mine = ranks.own([order[i] for i in step])
-                self._step([rollouts[i] for i in mine], [weights[i] for i in mine], progress)
-        return progress.report(
-            len(used),
-            sum(rollouts[place].drafted for place in used),
-            len(rollouts) - len(used),
-            time.perf_counter() - began,
+                mine = _of_this_rank([order[i] for i in step])
+                done.append(self._step([rollouts[i] for i in mine], [weights[i] for i in mine]))
+        norms = [norm for _, norm in done if norm is not None]
+        sums = torch.zeros(2, self.settings.depth, dtype=torch.float64)
+        for found, norm in done:
+            if norm is not None:
+                sums += found.cpu().view_as(sums)
+        (divergence, mass), whole = sums.tolist(), sums.sum(1).tolist()
+        return UpdateReport(
+            kd_loss=whole[0] / whole[1] if whole[1] else float("nan"),
+            by_place=tuple(d / m if m else float("nan") for d, m in zip(divergence, mass, strict=True)),
+            samples=len(used),
+            tokens=sum(rollouts[place].drafted for place in used),
+            left_out=len(rollouts) - len(used),
+            steps=len(norms),
+            skipped=len(done) - len(norms),
+            gradient_norm=norms[-1] if norms else 0.0,
+            seconds=time.perf_counter() - began,
         )
 
-    def evaluate(self, rollouts: Sequence[Rollout], drafter: Path | None = None) -> Evaluation:
-        """How far drafts for these rollouts of the policy are accepted: by the head, or by another drafter's.
+    def evaluate(self, rollouts: Sequence[TrainingSample], drafter: Path | None = None) -> Evaluation:
+        """Evaluate the head, or the drafter in a folder, on samples of the policy.
 
-        Rollouts that `update` would leave out do not count. CorruptCheckpoint: `drafter` cannot be used.
+        Samples that `update` would leave out do not count. CorruptCheckpoint: `drafter` cannot be used.
         """
         head = self.head if drafter is None else self._read_head(drafter, "")
         return evaluate(head, self.policy, [rollouts[i] for i in self._usable(rollouts)], self.settings)
 
     def save(self, parent: Path, version: int) -> Checkpoint:
-        """The head as a checkpoint under `parent`. OSError: the disk does not take it."""
+        """Write the head as a checkpoint under `parent` and return it. OSError: it cannot be written."""
         dtype = getattr(torch, self.settings.checkpoint_dtype)
         tensors = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -141,7 +134,7 @@ class Learner:
         return checkpoints.save(parent, version, self.config, tensors)
 
     def save_state(self, path: Path) -> None:
-        """Everything that updates depend on but the policy, atomically: resumed, they go on bit for bit."""
+        """Write all that updates depend on, except the policy, atomically; resumed updates are bit-identical."""
         write_state(
             path,
             {
@@ -155,10 +148,10 @@ class Learner:
         )
 
     def load_state(self, path: Path) -> None:
-        """Take up what `save_state` wrote. CorruptState: it cannot be used, and nothing has changed."""
+        """Continue from what `save_state` wrote. CorruptState: it cannot be used; nothing changes."""
         state = read_state(path)
         try:
-            head = Head(self._fitting(state["config"]))
+            head = Eagle3Head(self._fitting(state["config"]))
         except ValueError as error:
             raise CorruptState(path, str(error)) from error
         head.load_state_dict(state["head"])
@@ -168,22 +161,22 @@ class Learner:
         self._generator.set_state(state["generator"])
         self._names_tokens = state["names_tokens"]
 
-    def _begin(self, head: Head) -> None:
+    def _begin(self, head: Eagle3Head) -> None:
         self.head = head.to(self.policy.device)
         self._unroll = Unroll(self.head, self.settings.chunk_entries)
         self._optimizer = torch.optim.AdamW(
             self.head.parameters(),
-            lr=self.settings.lr or _RATE / self.head.shape.hidden,
+            lr=self.settings.lr or _RATE / self.head.shape.hidden_size,
             betas=self.settings.betas,
             weight_decay=self.settings.weight_decay,
         )
         self._rate = self._optimizer.param_groups[0]["lr"]
         self._steps = 0
 
-    def _read_head(self, path: Path, sha256: str) -> Head:
+    def _read_head(self, path: Path, sha256: str) -> Eagle3Head:
         config, tensors = checkpoints.load(path, sha256)
         try:
-            head = Head(self._fitting(config))
+            head = Eagle3Head(self._fitting(config))
         except ValueError as error:
             raise CorruptCheckpoint(path, str(error)) from error
         head.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor
@@ -191,22 +184,15 @@ class Learner:
         return head.to(self.policy.device)
 
     def _fitting(self, config: dict[str, Any]) -> HeadShape:
-        """The shape of a head of this policy. ValueError: it is one of another policy."""
+        """Return the shape of a head by its config. ValueError: it is a head for another policy."""
         shape, own = HeadShape.of(config), self.policy.head_shape(self.settings)
-        is_own = (shape.hidden, shape.vocabulary) == (own.hidden, own.vocabulary)
+        is_own = (shape.hidden_size, shape.vocab_size) == (own.hidden_size, own.vocab_size)
         if not is_own or not self.policy.has_layers(shape.layers):
             raise ValueError("it is of a drafter for another policy")
         return shape
 
-    def _check(self, rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
-        if len(rollouts) != len(weights):
-            raise ValueError(f"{len(rollouts)} rollouts, but {len(weights)} weights")
-        for weight in weights:
-            if not 0 < weight < float("inf"):
-                raise ValueError(f"weights must be positive and finite, got {weight}")
-
-    def _usable(self, rollouts: Sequence[Rollout]) -> list[int]:
-        """Places of the rollouts with something to draft. ValueError: a token that the policy does not have."""
+    def _usable(self, rollouts: Sequence[TrainingSample]) -> list[int]:
+        """Return the indices of usable samples. ValueError: a token outside the vocabulary of the policy."""
         found = []
         for place, rollout in enumerate(rollouts):
             tokens = rollout.tokens
@@ -217,15 +203,20 @@ class Learner:
                 found.append(place)
         return found
 
-    def _name_tokens(self, rollouts: Sequence[Rollout]) -> None:
-        size = self.head.shape.draft_vocabulary
+    def _name_tokens(self, rollouts: Sequence[TrainingSample]) -> None:
+        size = self.head.shape.draft_vocab_size
         chosen = choose_vocabulary(rollouts, self.policy.vocabulary, size)
         self.head.set_vocabulary(torch.tensor(chosen, device=self.policy.device))
         start_from_policy(self.head, self.policy, self._generator)
         self._names_tokens = True
 
-    def _step(self, rollouts: Sequence[Rollout], weights: Sequence[float], progress: _Progress) -> None:
-        """One optimizer step, on every rank."""
+    def _step(
+        self, rollouts: Sequence[TrainingSample], weights: Sequence[float]
+    ) -> tuple[Tensor, float | None]:
+        """Take one optimizer step, on every rank.
+
+        Returns divergence and mass of each draft position, [2 * depth], and the norm of `_apply`.
+        """
         sums = torch.zeros(2 + 2 * self.settings.depth, device=self.policy.device)
         for places in passes(rollouts, self.settings.micro_tokens):
             rows = make_pass([rollouts[place] for place in places], self.policy.device)
@@ -238,12 +229,14 @@ class Learner:
             loss.total.backward()
             found = [loss.total.detach().view(1), loss.weight.view(1), loss.divergence, loss.mass]
             sums += torch.cat(found)
-        ranks.sum_gradients(self.head.parameters())
-        total, weight = ranks.sum_over(sums)[:2].tolist()
-        progress.add(sums[2:], self._apply(total, weight))
+        if _has_ranks():
+            _sum_gradients(list(self.head.parameters()))
+            distributed.all_reduce(sums)
+        total, weight = sums[:2].tolist()
+        return sums[2:], self._apply(total, weight)
 
     def _apply(self, total: float, weight: float) -> float | None:
-        """Take the step that the summed gradients ask for. Returns their norm, or None if it was not taken."""
+        """Step by the summed gradients and return their norm; None if it was skipped as not finite."""
         learned = [each for each in self.head.parameters() if each.grad is not None]
         for each in learned:
             each.grad.div_(weight)
@@ -259,33 +252,20 @@ class Learner:
         return norm if is_sound else None
 
 
-class _Progress:
-    """Sums over the steps of an update."""
+def _has_ranks() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
-    def __init__(self, depth: int, device: torch.device) -> None:
-        self._sums = torch.zeros(2, depth, dtype=torch.float64, device=device)
-        self._taken = self._skipped = 0
-        self._norm = 0.0
 
-    def add(self, sums: Tensor, norm: float | None) -> None:
-        """A step: divergence and mass of each place, [2 * depth], and the gradient's norm if it was taken."""
-        if norm is None:
-            self._skipped += 1
-            return
-        self._sums += sums.view_as(self._sums)
-        self._taken, self._norm = self._taken + 1, norm
+def _of_this_rank(places: list[int]) -> list[int]:
+    """Return the share of this rank."""
+    return places[distributed.get_rank() :: distributed.get_world_size()] if _has_ranks() else places
 
-    def report(self, samples: int, tokens: int, left_out: int, seconds: float) -> UpdateReport:
-        """What came of it."""
-        (divergence, mass), whole = self._sums.tolist(), self._sums.sum(1).tolist()
-        return UpdateReport(
-            kd_loss=whole[0] / whole[1] if whole[1] else float("nan"),
-            by_place=tuple(d / m if m else float("nan") for d, m in zip(divergence, mass, strict=True)),
-            samples=samples,
-            tokens=tokens,
-            left_out=left_out,
-            steps=self._taken,
-            skipped=self._skipped,
-            gradient_norm=self._norm,
-            seconds=seconds,
-        )
+
+def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum each gradient over ranks, in place; a missing one counts as zeros."""
+    flat = torch.cat(
+        [(torch.zeros_like(each) if each.grad is None else each.grad).flatten() for each in parameters]
+    )
+    distributed.all_reduce(flat)
+    for each, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+        each.grad = part.view_as(each).clone()

@@ -1,4 +1,4 @@
-"""How the drafter learns. Pure."""
+"""Settings of training. Pure."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from typing import Literal
 
 
 class Targets(enum.StrEnum):
-    """What the drafter is taught."""
+    """Targets of distillation."""
 
     POLICY = "policy"
-    """The policy's whole distribution, computed by the learner from the policy's weights."""
+    """The whole distribution of the policy, computed by the learner with the policy's weights."""
     TOP_K = "topk"
-    """Its most likely tokens alone, renormalised: what log-probabilities stored at generation would give."""
+    """Its most likely tokens, renormalised: the information in log-probabilities stored at generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearningSettings:
-    """Of the head and its updates."""
+    """Settings of the head and its updates."""
 
     depth: int = 5
-    """Places unrolled in training and drafted in evaluation: the tokens of a draft."""
+    """Draft length in training and evaluation."""
     layers: tuple[int, ...] | None = None
-    """The policy's layers whose outputs are features, as transformers' hidden_states; None: `default_layers`."""
+    """Layers of the policy whose outputs are features, numbered as hidden_states; None: `default_layers`."""
     draft_vocabulary: int = 32000
-    """Most rows of the head's output; a policy with no more tokens than this is drafted for in full."""
+    """Most rows of the head's output; a smaller vocabulary of the policy is covered completely."""
     intermediate_size: int | None = None
-    """Of the head's feed-forward layer; None: the policy's."""
+    """Size of the head's feed-forward layer; None: the policy's."""
     lr: float | None = None
-    """Of AdamW; None: 0.64 over the hidden size (a layer's best rate falls as its width grows): 1.6e-4 at 4096."""
+    """Learning rate of AdamW; None: 0.64 / hidden size (the best rate falls with width), 1.6e-4 at 4096."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """The usual 0.999 would remember policies long gone."""
+    """Betas of AdamW. The usual 0.999 would average over policies long gone."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     warmup_steps: int = 10
     """Optimizer steps over which the learning rate rises."""
     epochs: int = 1
-    """Times that one update goes over its rollouts."""
+    """Passes of one update over its samples."""
     batch_tokens: int = 4096
-    """Response tokens of an optimizer step, about."""
+    """Approximate response tokens of an optimizer step."""
     micro_tokens: int = 4096
-    """Tokens, padding included, in one pass."""
+    """Most tokens, padding included, of one forward pass."""
     place_decay: float = 0.8
-    """Weight of each place of a draft against the one before it: a later one counts only if those were right."""
+    """Weight of each draft position relative to the one before it, on whose acceptance it depends."""
     targets: Targets = Targets.POLICY
     top_k: int = 20
-    """Of `targets` topk."""
+    """Number of tokens with `targets` topk."""
     chunk_entries: int = 1 << 26
-    """Entries of a tensor [rows, vocabulary] or [queries, keys] above which it is made piece by piece."""
+    """Most entries of a tensor [rows, vocabulary] or [queries, keys]; larger ones are computed in chunks."""
     device: str = "cpu"
     checkpoint_dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """ValueError for what no learner can work with."""
+        """Check the values. ValueError: one of them is out of range."""
         for name in ("depth", "draft_vocabulary", "epochs", "batch_tokens", "micro_tokens", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -65,10 +65,10 @@ class LearningSettings:
 
 
 def default_layers(count: int) -> tuple[int, ...]:
-    """Three layers of a policy of `count`: one near its bottom, its middle, one near its top.
+    """Choose three layers of a policy of `count`: near its bottom, in the middle, and near its top.
 
-    Rising, distinct and within 1..count-1, because transformers has the output of the last one normalised; a policy
-    of fewer than four layers has fewer. ValueError: a single layer has none.
+    They are ascending, distinct and in 1..count-1, because transformers normalises the output of the last layer. A
+    policy of fewer than four layers has fewer. ValueError: a single layer has none.
     """
     if count < 2:
         raise ValueError(f"a policy of {count} layers has no layer between its first and its last")

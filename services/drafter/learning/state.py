@@ -1,49 +1,45 @@
-"""A learner's whole state on disk: one file that appears complete or not at all, and is checked when it is read."""
+"""State of a learner on disk: one file, written atomically and verified by its SHA-256 when it is read."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from services.platform.errors import DataLoss
+from services.contracts.durable_files import write_durably
+from services.contracts.errors import DataLoss
 
 _MAGIC = b"paceline-drafter-state-1\n"
 _DIGEST = hashlib.sha256().digest_size
 
 
 class CorruptState(DataLoss):
-    """The file holds no state that can be taken up: `what` is wrong with it."""
+    """The file holds no usable state; `what` says why."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"learner state {path}: {what}")
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Put `state` (tensors, numbers, containers of them) under `path`, replacing what is there. OSError: disk."""
+    """Write `state` (tensors, numbers, containers of them) to `path`, replacing it. OSError: cannot be written."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    fresh = path.parent / f".{path.name}-{uuid.uuid4().hex}"
     try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(_MAGIC + hashlib.sha256(content).digest() + content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        write_durably(fresh, _MAGIC + hashlib.sha256(content).digest() + content)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What `write_state` wrote. CorruptState: cannot be read, or is not what was written."""
+    """Read what `write_state` wrote. CorruptState: it cannot be read, or differs from what was written."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,15 +1,17 @@
-"""The policy as the drafter's teacher: features of its layers, and the distribution of the next token.
+"""Target model: the policy as the drafter's teacher, with features of its layers and next-token distributions.
 
-    policy = Policy(path, version, settings)
+    policy = TargetModel(path, version, settings)
     seen = policy.read(tokens, layers)          # [B, L] -> features and embeddings, without gradient
     logits = policy.logits(seen.output[rows])   # [n, V]
 
-Features are what vLLM hands its EAGLE-3 head: the residual stream behind the blocks that `layers` names, which is
-transformers' hidden_states. Rows are padded on the right, where causal attention never looks back at: no mask.
+Features are those that vLLM passes to an EAGLE-3 head: the residual stream after the blocks `layers`, which are
+transformers' hidden_states. Rows are padded on the right, to which causal attention never attends, so there is
+no mask. A fresh head begins with weights and a draft vocabulary made from the policy.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,31 +23,40 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from services.drafter.learning.head import HeadShape
+from services.drafter.learning.data import TrainingSample
+from services.drafter.learning.head import Eagle3Head, HeadShape
 from services.drafter.learning.settings import LearningSettings, default_layers
 
 _HEAD = "lm_head.weight"
 _CHECKED_TOKENS = 8
+_SPREAD = 0.02
+"""Standard deviation of fresh weights at a hidden size of 2048; it falls with the root of the size."""
+_ROWS = 0.5
+"""Scale of the policy's output rows with which the head begins.
+
+Not 1: vLLM shares the policy's output layer with a head of equal rows, and would load later weights of the head
+into it.
+"""
 
 
 class PolicyMismatch(ValueError):
-    """Weights, or a model, that cannot be the teacher: the message says why. Nothing has changed."""
+    """Weights or a model that cannot be the teacher; the message says why. Nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of tokens [B, L]: features [B, L, layers * h], their embeddings and the policy's last output, [B, L, h]."""
+    """Features [B, L, layers * h], embeddings and last outputs [B, L, h] of tokens [B, L]."""
 
     features: Tensor
     embeddings: Tensor
     output: Tensor
 
 
-class Policy:
-    """Holds the weights of one policy version, on `device`, in the dtype of its checkpoint (CPU: float32)."""
+class TargetModel:
+    """Weights of one policy version, on `device`, in the dtype of the checkpoint (float32 on CPU)."""
 
     def __init__(self, path: Path, version: int, settings: LearningSettings) -> None:
-        """PolicyMismatch: no model folder, or a model that the head cannot follow."""
+        """Load a model folder. PolicyMismatch: it cannot be loaded, or no head can draft for it."""
         self.device = torch.device(settings.device)
         dtype: Any = torch.float32 if self.device.type == "cpu" else "auto"
         try:
@@ -62,21 +73,21 @@ class Policy:
         self._check_output()
 
     def head_shape(self, settings: LearningSettings) -> HeadShape:
-        """Of a head for this policy. PolicyMismatch: it has not the layers that are asked for."""
+        """Return the shape of a head for this policy. PolicyMismatch: it lacks the layers of `settings`."""
         config = self.model.config.get_text_config()
         heads = config.num_attention_heads
-        layers = settings.layers or default_layers(self.depth)
+        layers = tuple(settings.layers or default_layers(self.depth))
         if not self.has_layers(layers):
             raise PolicyMismatch(f"layers {list(layers)}: expected rising numbers in 1..{self.depth - 1}")
         rope = getattr(config, "rope_parameters", None) or {}
         return HeadShape(
-            hidden=config.hidden_size,
-            intermediate=settings.intermediate_size or config.intermediate_size,
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            vocab_size=self.vocabulary,
+            draft_vocab_size=min(settings.draft_vocabulary, self.vocabulary),
+            hidden_size=config.hidden_size,
+            intermediate_size=settings.intermediate_size or config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocabulary=self.vocabulary,
-            draft_vocabulary=min(settings.draft_vocabulary, self.vocabulary),
             layers=layers,
             eps=getattr(config, "rms_norm_eps", 1e-6),
             rope_theta=float(rope.get("rope_theta", 10000.0)),
@@ -84,12 +95,12 @@ class Policy:
         )
 
     def has_layers(self, layers: Sequence[int]) -> bool:
-        """Whether the outputs of these layers can be features."""
+        """Return True if the outputs of these layers can be features."""
         rising = list(layers) == sorted(set(layers)) and len(layers) > 0
         return rising and layers[0] >= 1 and layers[-1] < self.depth
 
     def load(self, path: Path, version: int) -> None:
-        """Take over the weights of a folder, in place.
+        """Load the weights of a folder, in place.
 
         Raises:
             PolicyMismatch: files missing or corrupt, or tensors of other names or shapes, or not finite; all is as
@@ -116,7 +127,7 @@ class Policy:
 
     @torch.no_grad()
     def read(self, tokens: Tensor, layers: Sequence[int]) -> Seen:
-        """What the policy makes of tokens [B, L], with the features of `layers`."""
+        """Run the policy on tokens [B, L] and collect the features of `layers`."""
         base = self.model.get_decoder()
         found = base(input_ids=tokens, use_cache=False, output_hidden_states=True)
         features = torch.cat(
@@ -126,12 +137,12 @@ class Policy:
 
     @torch.no_grad()
     def logits(self, output: Tensor) -> Tensor:
-        """Of the next token, [n, V], from the last outputs [n, h]."""
+        """Return the logits [n, V] of the next token from last outputs [n, h]."""
         return self.output_layer(output)
 
     @property
     def output_layer(self) -> nn.Module:
-        """The linear layer that makes logits of the last output."""
+        """The linear layer from last outputs to logits."""
         return self.model.get_output_embeddings()  # type: ignore[no-any-return]
 
     @property
@@ -139,7 +150,7 @@ class Policy:
         return bool(self.model.config.get_text_config().tie_word_embeddings)
 
     def _check_output(self) -> None:
-        """Whether the logits are the output layer of the last output and nothing else, as `logits` has it."""
+        """Check that logits are the output layer of the last output and nothing else, as `logits` assumes."""
         probe = torch.arange(min(_CHECKED_TOKENS, self.vocabulary), device=self.device).unsqueeze(0)
         try:
             with torch.no_grad():
@@ -147,16 +158,16 @@ class Policy:
             found = self.logits(self.read(probe, ()).output).float()
         except (AttributeError, TypeError) as error:
             name = type(self.model).__name__
-            raise PolicyMismatch(
-                f"{name} is not built like the models that a head can follow: {error}"
-            ) from error
+            raise PolicyMismatch(f"{name} lacks the structure that a drafter needs: {error}") from error
         if not torch.allclose(found, wanted, rtol=1e-2, atol=1e-2):
             name = type(self.model).__name__
-            raise PolicyMismatch(f"{name} does something to its logits that the learner does not know")
+            raise PolicyMismatch(
+                f"{name} changes its logits after the output layer, which the learner does not support"
+            )
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, from one file or from shards."""
+    """Read all tensors of a folder, from one file or from shards."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise PolicyMismatch(f"{path} holds no *.safetensors file")
@@ -167,3 +178,47 @@ def _read(path: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise PolicyMismatch(f"{file} is truncated or corrupt: {error}") from error
     return tensors
+
+
+@torch.no_grad()
+def start_from_policy(head: Eagle3Head, policy: TargetModel, generator: torch.Generator) -> None:
+    """Initialise a head in place: its feature is that of the highest layer, its output rows the policy's, scaled.
+
+    The head's own layer starts with a small output.
+    """
+    hidden = head.shape.hidden_size
+    spread = _SPREAD * (2048 / hidden) ** 0.5
+    for parameter in head.parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            drawn = torch.empty(parameter.shape).normal_(0.0, spread, generator=generator)
+            parameter.copy_(drawn)
+    for silent in (head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj):
+        silent.weight.mul_(0.1)
+    head.fc.weight[:, -hidden:] += torch.eye(hidden, device=head.fc.weight.device)
+    output = policy.output_layer
+    assert isinstance(output, nn.Linear), "the policy was checked to have one"
+    rows = output.weight if head.tokens is None else output.weight[head.tokens]
+    head.lm_head.weight.copy_(_ROWS * rows.float())
+
+
+def choose_vocabulary(rollouts: Sequence[TrainingSample], vocabulary: int, size: int) -> list[int]:
+    """Return `size` of `vocabulary` token ids, ascending: the most frequent ones of the responses.
+
+    If there are too few, the most frequent ones of the prompts follow, then the lowest ids. Ties go to the
+    lower id.
+    """
+    if size >= vocabulary:
+        return list(range(vocabulary))
+    responses = Counter(token for rollout in rollouts for token in rollout.response)
+    prompts = Counter(token for rollout in rollouts for token in rollout.prompt)
+    order = sorted(
+        (responses.keys() | prompts.keys()), key=lambda token: (-responses[token], -prompts[token], token)
+    )
+    chosen = dict.fromkeys(order[:size])
+    for token in range(vocabulary):
+        if len(chosen) >= size:
+            break
+        chosen.setdefault(token)
+    return sorted(chosen)

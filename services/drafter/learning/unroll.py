@@ -1,13 +1,14 @@
-"""Training-time test: the head run over whole rollouts as the draft loop will run it, every place of every draft.
+"""Training-time test (EAGLE-3): the head run over whole samples as the draft loop runs it, at every draft position.
 
-A chain is a draft that starts behind position p of a rollout. Its row 0 has the policy's feature of p; its row k
-has the head's own output of row k - 1. What row k of chain p may see is what the loop's KV cache holds then:
+A chain is a draft that starts after position p of a sample. Its row 0 has the policy's feature of p; its row k
+has the head's own output of row k - 1. Row k of chain p attends to what the KV cache of the draft loop holds
+then:
 
     real rows 0..p, made from the policy's features, and rows 1..k of its own chain.
 
-All chains of a rollout are computed at once. The tokens of a chain are the rollout's own, which is what the loop
-drafts as long as it is right, and what comes after a wrong token is never used: so the logits are the loop's own at
-every place that can count.
+All chains of a sample are computed at once. The tokens of a chain are those of the sample, which the loop
+drafts as long as it is correct; nothing after a wrong token is ever used, so the logits equal the loop's at
+every position that matters.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from services.drafter.learning.head import Entries, Head
+from services.drafter.learning.head import Eagle3Head, Entries
 
 
 class Unroll(nn.Module):
-    """The head under training-time test; one call uses every parameter but those of the output."""
+    """The head under training-time test; a call uses every parameter except those of the output."""
 
-    def __init__(self, head: Head, chunk_entries: int) -> None:
+    def __init__(self, head: Eagle3Head, chunk_entries: int) -> None:
         super().__init__()
         self.head = head
         self.chunk_entries = chunk_entries
 
     def forward(self, features: Tensor, embeddings: Tensor, depth: int, first: int = 0) -> list[Tensor]:
-        """The outputs of every place, for `Head.logits`.
+        """Return the outputs of every draft position, for `Eagle3Head.logits`.
 
         Args:
-            features: [B, L, layers * h] of the policy at each token.
-            embeddings: [B, L, h] of each token.
-            depth: places, at least 1.
-            first: position behind which the first chain starts; chains of a prompt have nobody to draft for.
+            features: those of the policy at each token, [B, L, layers * h].
+            embeddings: those of each token, [B, L, h].
+            depth: draft positions, at least 1.
+            first: position after which the first chain starts; drafts within a prompt are useless.
 
         Returns:
-            For place k < depth [B, L - 1 - k - first, h]: entry j belongs to the chain behind position first + j,
-            and names the token at position first + j + k + 2. Fewer places where rollouts are too short.
+            For position k < depth [B, L - 1 - k - first, h]: entry j belongs to the chain after position first + j
+            and predicts the token at position first + j + k + 2. Fewer positions if samples are too short.
         """
         rows = features.shape[1] - 1
         hidden = self.head.combine(features[:, :-1])
@@ -62,7 +63,7 @@ class Unroll(nn.Module):
         return outputs
 
     def _attend(self, own: Sequence[Entries], real: Entries, first: int) -> Tensor:
-        """What the newest rows see, [B, heads, n, d]; in blocks where all scores at once would be too many."""
+        """Return the attention of the newest rows, [B, heads, n, d], in blocks of bounded numbers of scores."""
         query = own[-1].query
         batch, heads, count, _ = query.shape
         keys = [entries.key[:, :, :count] for entries in own]
@@ -92,14 +93,14 @@ class Unroll(nn.Module):
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, own_keys: Tensor, own_values: Tensor, first: int
 ) -> Tensor:
-    """Attention of chains behind positions first, first + 1, ... to real rows up to theirs and to their own rows.
+    """Attend from the chains after positions first, first + 1, ... to real rows up to theirs and to own rows.
 
     query [B, heads, n, d]; key and value [B, kv heads, m, d]; own_keys and own_values [k, B, kv heads, n, d].
     Returns [B, heads, n, d].
     """
     heads, count, width = query.shape[1:]
     kv_heads, visible = key.shape[1:3]
-    # One group of query heads for each key-value head, as in vLLM: heads of a group are neighbours.
+    # Query heads that share a key-value head are adjacent, as in vLLM.
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads)) * width**-0.5
     real_scores = grouped @ key.unsqueeze(2).transpose(-1, -2)
     chains = torch.arange(first, first + count, device=query.device)

@@ -1,4 +1,4 @@
-"""Where the policy's weights are, version by version, as the gateway publishes them."""
+"""Folders of the policy's weights by version, as the gateway publishes them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 
-from services.gateway.keys import GatewayKeys
+from services.contracts.gateway_keys import GatewayKeys
 
 log = structlog.get_logger(__name__)
 
-_KEPT = 16
-"""Versions whose folders are remembered."""
+_MAX_FOLDERS = 16
+"""Most versions whose folders are remembered."""
 
 
 class PolicyFolders:
-    """`updating`: an update of the weights is under way."""
+    """Model folders of the latest policy versions. `updating`: a weight update is under way."""
 
     def __init__(self, redis: Redis, namespace: str, model: Path) -> None:
-        """`model` is what the fleet starts with, which nobody publishes."""
+        """Start with `model`, which the instances start with and nobody publishes."""
         self.updating = False
         self._redis: Any = redis
         self._keys = GatewayKeys(namespace)
@@ -30,7 +30,7 @@ class PolicyFolders:
         self._folders: OrderedDict[int, Path] = OrderedDict()
 
     async def refresh(self) -> None:
-        """Looks what is published. Raises what Redis raises."""
+        """Read the published version. Raises what Redis raises."""
         published, update = await self._redis.mget(self._keys.published, self._keys.update)
         self.updating = bool(update)
         if not published:
@@ -43,12 +43,12 @@ class PolicyFolders:
             return
         if path:
             self._folders[version] = Path(path)
-            while len(self._folders) > _KEPT:
+            while len(self._folders) > _MAX_FOLDERS:
                 self._folders.popitem(last=False)
 
     def folder(self, version: int) -> Path | None:
-        """Of a version; None when it is not known. What is known may be gone."""
+        """Return the folder of a version, None if it is not known. The trainer may have removed the folder."""
         if version in self._folders:
             return self._folders[version]
-        # Nothing was published yet: the fleet has what it was started with.
+        # While nothing was published, the instances have the weights they started with.
         return self._model if not self._folders or version == 0 else None

@@ -1,17 +1,17 @@
-"""How much each sample counts in distillation: w(r) > 0 of its reward (ReSpec, section 5.3.1). Pure.
+"""Weights of samples in distillation: w(r) > 0 as a function of the reward (ReSpec, section 5.3.1). Pure.
 
-The paper's default is w(r) = r, "in practice we normalize and clip". Here weights have mean 1 over the samples that
-are weighted together, so that neither the loss nor the learning rate depends on the scale of rewards, and lie in
-[LOWEST, HIGHEST] before the mean is taken: a wrong answer still says what the policy does, and one lucky sample
-among many does not make up the whole gradient.
+The paper's default is w(r) = r, "in practice we normalize and clip". Here weights are clipped to [LOWEST,
+HIGHEST] and then divided by their mean over the samples of an update: neither loss nor learning rate depends on
+the scale of rewards, a wrong answer still teaches the behaviour of the policy, and one sample cannot dominate
+the gradient.
 
 - REWARD: w = r / mean r. Rewards below 0 count as 0.
-- GROUP: relative to the samples of the same prompt, w = 1 + (r - mean) / std of its group: what GRPO reinforces
-  counts more, however hard the prompt is. A group whose rewards all agree has weight 1.
+- GROUP: relative to the samples of the same prompt, w = 1 + (r - mean) / std of its group: samples that GRPO
+  reinforces count more, however hard their prompt is. A group of equal rewards has weight 1.
 - NONE: w = 1, plain distillation ("no-reward KD").
 
-A sample without a reward, or with one that is not finite, has weight 1 before the mean is taken: nothing is known
-for or against it. Where no reward tells samples apart (all equal, all 0, none given) all weights are 1.
+A sample without a finite reward has weight 1 before the division. If rewards do not distinguish samples (all
+equal, all 0, or none known), all weights are 1.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import TypeGuard
 
-from services.drafter.rollout import Rollout
+from services.drafter.learning.data import TrainingSample
 
 LOWEST, HIGHEST = 0.1, 4.0
-"""Weights before their mean is made 1; their ratio, 40 at most, stays after it."""
+"""Bounds of weights before the division by their mean, which keeps their ratio of at most 40."""
 _SAME = 1e-6
-"""Rewards of a group agree if their standard deviation is below this share of the largest."""
+"""Rewards of a group are equal if their standard deviation is below this share of the largest."""
 
 
 class Weighting(enum.StrEnum):
-    """Which w(r)."""
+    """Choice of w(r)."""
 
     REWARD = "reward"
     GROUP = "group"
     NONE = "none"
 
 
-def weights_of(rollouts: Sequence[Rollout], weighting: Weighting) -> list[float]:
-    """w(r) of each rollout, in order."""
+def weights_of(rollouts: Sequence[TrainingSample], weighting: Weighting) -> list[float]:
+    """Return w(r) of each sample, in order."""
     return weigh([rollout.reward for rollout in rollouts], [rollout.group for rollout in rollouts], weighting)
 
 
 def weigh(rewards: Sequence[float | None], groups: Sequence[Hashable], weighting: Weighting) -> list[float]:
-    """A weight for each reward: positive, finite, of mean 1.
+    """Return a weight for each reward: positive, finite, of mean 1.
 
     Args:
-        rewards: of any scale; None or not finite: not known.
-        groups: what is compared under GROUP, one for each reward.
+        rewards: rewards of any scale; None or not finite for unknown ones.
+        groups: group of each reward, within which GROUP compares.
 
     Raises:
         ValueError: not as many groups as rewards.
@@ -64,18 +64,18 @@ def weigh(rewards: Sequence[float | None], groups: Sequence[Hashable], weighting
 
 
 def _proportional(rewards: Sequence[float | None]) -> list[float]:
-    """r / mean r over the known ones; where they say nothing, 1."""
+    """Return r / mean r over the known rewards; 1 if there is none above 0."""
     known = [max(reward, 0.0) for reward in rewards if _is_known(reward)]
     highest = max(known, default=0.0)
     if highest <= 0:
         return [1.0] * len(rewards)
-    # As shares of the highest: a sum of huge rewards would overflow.
+    # As shares of the highest, since a sum of huge rewards would overflow.
     mean = sum(reward / highest for reward in known) / len(known)
     return [max(reward, 0.0) / highest / mean if _is_known(reward) else 1.0 for reward in rewards]
 
 
 def _relative(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> list[float]:
-    """1 + the reward less its group's mean, over its group's standard deviation."""
+    """Return 1 + (reward - mean) / standard deviation, within each group."""
     members: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
     for place, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         if _is_known(reward):

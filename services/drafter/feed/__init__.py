@@ -1,0 +1,1 @@
+"""Input of training: the feed, samples joined with their rewards, and the replay buffer."""

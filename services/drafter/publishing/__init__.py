@@ -1,0 +1,1 @@
+"""Publishing of drafters: gate, record, loading by instances, canary and rollback."""

@@ -1,0 +1,297 @@
+"""Training session: feed -> joined samples -> replay buffer -> update -> durable state -> acknowledgement."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.contracts.drafter.checkpoint import Checkpoint
+from services.contracts.drafter.record import PublishedDrafter
+from services.drafter.config import DrafterConfig
+from services.drafter.feed.collector import SampleCollector
+from services.drafter.feed.reader import FeedReader
+from services.drafter.learning.data import TrainingSample
+from services.drafter.learning.weighting import weights_of
+from services.drafter.metrics import DrafterMetrics
+from services.drafter.training.policy_folders import PolicyFolders
+from services.drafter.training.process import (
+    CandidateComparison,
+    TrainingDied,
+    TrainingFailed,
+    TrainingProcess,
+    UpdateResult,
+)
+from services.drafter.training.state import LEARNER, Manifest, States
+from services.platform.redis.connection import OUTAGES
+from services.platform.tasks import is_cancelled
+
+log = structlog.get_logger(__name__)
+
+_FULL_SECONDS, _ACKNOWLEDGE_SECONDS = 0.1, 0.2
+_RETRY_SECONDS, _LONG_RETRY_SECONDS = 0.5, 2.0
+# Updates that are not saved yet are saved after so long without a further one.
+_IDLE_SECONDS = 2.0
+# Deaths of the training process in a row after which the samples it was learning from are dropped.
+_MAX_DEATHS = 2
+
+
+class TrainingSession:
+    """Training of the drafter during one term of leadership.
+
+    A sample is acknowledged once it is part of a state on disk, and the state names the samples in it: whatever
+    dies, no sample is lost and none is learned from twice. `manifest` describes the state that would be written
+    now; `busy` tells whether the training process is at work.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        redis: Redis,
+        term: int,
+        metrics: DrafterMetrics,
+        process: TrainingProcess,
+    ) -> None:
+        self.manifest = Manifest()
+        self.busy = False
+        self.samples = SampleCollector(config, metrics, time.monotonic)
+        self.policies = PolicyFolders(redis, config.namespace, config.model)
+        self._config = config
+        self._metrics = metrics
+        self._process = process
+        self._feed = FeedReader(redis, config.namespace, term)
+        self._states = States(config.states)
+        # Learned from since the last state was written.
+        self._unsaved: list[TrainingSample] = []
+        self._started = asyncio.Event()
+        self._adopting: PublishedDrafter | None = None
+        self._deaths = 0
+        self._updated_at = 0.0
+
+    async def read_feed(self) -> None:
+        """Collect samples until cancelled, once it is known which of them are part of the state already."""
+        await self._started.wait()
+        while not is_cancelled():
+            if self.samples.is_full:
+                await asyncio.sleep(_FULL_SECONDS)
+                continue
+            try:
+                entries = await self._feed.read()
+            except OUTAGES as error:
+                log.warning("feed_unreadable", error=str(error))
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            lost, self._feed.lost = self._feed.lost, 0
+            self._metrics.dropped.labels("lost").inc(lost)
+            self.samples.take_in(entries)
+
+    async def acknowledge(self) -> None:
+        """Acknowledge entries that are done until cancelled. Unavailable: another process leads."""
+        while not is_cancelled():
+            await asyncio.sleep(_ACKNOWLEDGE_SECONDS)
+            ids = self.samples.entries.take_done()
+            try:
+                if ids:
+                    await self._feed.acknowledge(ids)
+                    self.samples.used.difference_update(ids)
+                self._metrics.backlog.set(await self._feed.backlog())
+            except OUTAGES as error:
+                self.samples.entries.put_back(ids)
+                log.warning("feed_not_acknowledged", entries=len(ids), error=str(error))
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def start(self, published: PublishedDrafter | None) -> None:
+        """Start the training process at the latest state that can be loaded.
+
+        Without a state it begins with the published drafter, the configured one, or a fresh head.
+
+        Raises:
+            TrainingFailed: the policy cannot be loaded, for example.
+            TrainingDied: the process ended.
+        """
+        await self._process.stop()
+        await self._process.start()
+        if not await self._load_state():
+            # Counters and used entries belong to weights that are gone.
+            self.manifest = Manifest()
+            if published is not None:
+                await self._adopt(Path(published.path), published.sha256)
+            elif self._config.checkpoint is not None:
+                await self._adopt(self._config.checkpoint, "")
+        if not self._started.is_set():
+            self.samples.resume(self.manifest.used, self.manifest.forced)
+            self._started.set()
+
+    async def stop(self) -> None:
+        """Kill the training process."""
+        await self._process.stop()
+
+    async def recover(self, error: TrainingDied) -> None:
+        """Make up for the death of the training process: what it had learned and not saved is learned again.
+
+        Samples that it has died of again and again are dropped.
+        """
+        self._deaths += 1
+        self._metrics.restarts.inc()
+        log.error("training_process_died", error=str(error), in_a_row=self._deaths)
+        lost, self._unsaved = self._unsaved, []
+        if self._deaths >= _MAX_DEATHS:
+            self.samples.finish(lost, cause="failed")
+        else:
+            self.samples.return_to_buffer(lost)
+        await asyncio.sleep(_RETRY_SECONDS if self._deaths < _MAX_DEATHS else _LONG_RETRY_SECONDS)
+
+    async def _load_state(self) -> bool:
+        for path, manifest in self._states.latest():
+            try:
+                await self._process.call("load_state", path / LEARNER)
+            except TrainingFailed as error:
+                log.error("state_not_loaded", path=str(path), error=str(error))
+                continue
+            self.manifest = manifest
+            log.info("learning_resumed", path=str(path), updates=manifest.updates)
+            return True
+        return False
+
+    async def _adopt(self, path: Path, sha256: str) -> bool:
+        try:
+            await self._process.call("adopt", path, sha256)
+        except TrainingFailed as error:
+            log.error("drafter_not_adopted", path=str(path), error=str(error))
+            return False
+        return True
+
+    async def prepare(self) -> None:
+        """Do what is due between updates. TrainingDied: the process is gone."""
+        self.samples.tick()
+        await self._continue_from_rollback()
+        await self._save_if_idle()
+
+    async def update(self) -> bool:
+        """Update the drafter on samples of the buffer, and return True if that was possible.
+
+        TrainingDied: the process is gone; `recover` decides what becomes of the samples.
+        """
+        chosen = self.samples.draw(seed=self.manifest.updates + 1)
+        if not chosen:
+            return False
+        try:
+            result = await self._train(chosen)
+        except TrainingFailed as error:
+            log.error("update_failed", error=str(error), samples=len(chosen))
+            self._metrics.updates.labels("failed").inc()
+            self.samples.finish(chosen, cause="failed")
+            return False
+        self._count(result)
+        self._unsaved += chosen
+        if self.manifest.updates % self._config.save_every == 0:
+            await self._save()
+        self._deaths, self._updated_at = 0, time.monotonic()
+        return True
+
+    async def save_drafter(self, version: int) -> Checkpoint:
+        """Write the drafter as it is now as a version. TrainingFailed or TrainingDied: it was not written."""
+        saved: Checkpoint = await self._process.call("save", self._config.checkpoints, version)
+        return saved
+
+    async def compare(self, current: Path | None) -> CandidateComparison:
+        """Evaluate the drafter as it is now, and the one in use, on the held-out samples."""
+        self.busy = True
+        try:
+            return await self._process.compare(list(self.samples.buffer.held_out), current)
+        finally:
+            self.busy = False
+
+    def count_rejection(self) -> None:
+        """Count a candidate that was not published."""
+        self.manifest = replace(self.manifest, rejected=self.manifest.rejected + 1)
+
+    def roll_back_to(self, published: PublishedDrafter) -> None:
+        """Continue from the drafter in use at the next opportunity: the one trained since did not do well."""
+        self.manifest = replace(self.manifest, rollbacks=self.manifest.rollbacks + 1, since_roll_back=0)
+        self._adopting = published
+
+    async def _continue_from_rollback(self) -> None:
+        back = self._adopting
+        if back is None:
+            return
+        if await self._adopt(Path(back.path), back.sha256):
+            await self._save()
+        if self._adopting is back:
+            self._adopting = None
+
+    async def _save_if_idle(self) -> None:
+        """Save the last updates when steps end, even if there are fewer than `save_every`."""
+        now = time.monotonic()
+        if self._unsaved and now - self._updated_at >= _IDLE_SECONDS:
+            self._updated_at = now
+            await self._save()
+
+    async def _train(self, chosen: Sequence[TrainingSample]) -> UpdateResult:
+        try:
+            await self.policies.refresh()
+        except RedisError as error:
+            log.warning("policy_unknown", error=str(error))
+        self.busy = True
+        try:
+            weights = weights_of(chosen, self._config.weighting)
+            return await self._process.update(chosen, weights, self.policies.folder)
+        except TrainingDied:
+            # The process may have died of these samples.
+            self._unsaved += chosen
+            raise
+        finally:
+            self.busy = False
+
+    async def _save(self) -> None:
+        """Write a durable state of all updates so far, and release the samples that are in it."""
+        used = self.samples.used | {each.entries[0] for each in self._unsaved}
+        forced = tuple(sorted(self.samples.buffer.forced))
+        manifest = replace(self.manifest, used=tuple(sorted(used)), forced=forced)
+        try:
+            fresh = await asyncio.to_thread(self._states.new)
+            await self._process.call("save_state", fresh / LEARNER)
+            await asyncio.to_thread(self._states.commit, fresh, manifest)
+        except (TrainingFailed, OSError) as error:
+            # Nothing is acknowledged before it can be saved.
+            log.error("state_not_saved", error=str(error))
+            return
+        done, self._unsaved = self._unsaved, []
+        self.samples.used.update(each.entries[0] for each in done)
+        self.samples.finish(done)
+
+    def _count(self, result: UpdateResult) -> None:
+        before = self.manifest
+        self.manifest = replace(
+            before,
+            updates=before.updates + 1,
+            policy_version=result.policy_version,
+            samples_used=before.samples_used + result.samples,
+            tokens_used=before.tokens_used + result.tokens,
+            kd_loss=result.kd_loss if math.isfinite(result.kd_loss) else before.kd_loss,
+            since_roll_back=None if before.since_roll_back is None else before.since_roll_back + 1,
+        )
+        metrics = self._metrics
+        metrics.updates.labels("done").inc()
+        metrics.update_seconds.observe(result.seconds)
+        metrics.samples_used.inc(result.samples)
+        metrics.tokens_used.inc(result.tokens)
+        metrics.policy_missed.inc(result.missed)
+        metrics.policy_version.set(result.policy_version)
+        metrics.kd_loss.set(self.manifest.kd_loss)
+        log.info(
+            "drafter_updated",
+            update=self.manifest.updates,
+            samples=result.samples,
+            tokens=result.tokens,
+            kd_loss=round(self.manifest.kd_loss, 5),
+            seconds=round(result.seconds, 3),
+            steps=self.samples.schedule.steps,
+        )
