@@ -1,4 +1,4 @@
-"""Starts the bubble coordinator: `python -m services.bubbles --redis-url URL`."""
+"""Start the bubble coordinator: `python -m services.bubbles --redis-url URL`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from functools import partial
 from prometheus_client import REGISTRY
 
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
-from services.bubbles import fleet
 from services.bubbles.config import BubblesConfig
 from services.bubbles.metrics import BubbleMetrics
 from services.bubbles.service import BubbleService
 from services.platform.process import Shutdown, run, serve
-from services.platform.registered import RegisteredServer
-from services.platform.registry import Registry
-from services.platform.store import Keys
+from services.platform.redis.connection import Keys
+from services.platform.redis.registry import Registry
+from services.platform.registered_server import RegisteredServer
 
 
 async def main(config: BubblesConfig, shutdown: Shutdown) -> None:
-    """Serves until told to stop, or until another process has registered under the same name."""
+    """Serve until told to stop, or until another process has registered under the same name."""
     service = BubbleService(config, BubbleMetrics(REGISTRY))
     server = RegisteredServer(config, "bubbles", config.instance_id, metrics_port=shutdown.metrics_port)
     rpc.add_BubbleServiceServicer_to_server(service, server.server.server)
     registry = Registry(server.redis, Keys(config.namespace))
-    server.work += [service.run, partial(fleet.watch, registry, service.ledger.living)]
+    server.work += [service.run, partial(service.watch_instances, registry)]
     await serve(server, config, shutdown)
 
 

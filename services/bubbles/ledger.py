@@ -1,6 +1,6 @@
-"""What the coordinator knows: runs and their hints, instances and their leases.
+"""Ledger of the coordinator: runs and their hints, instances and their leases.
 
-Pure: times are passed in (unix seconds), nothing is sent. An item goes
+Pure: times are passed in (unix seconds), nothing is sent. A task goes
 
     free -> leased(instance) -> finished
       ^________|   given back, instance silent or replaced, or the instance does not know of the lease
@@ -12,86 +12,158 @@ as far as it is worth knowing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from paceline.internal.v1 import bubble_pb2 as pb
-from services.bubbles.pool import Item, StepPool
-from services.bubbles.records import Instance, Lease, Phase, Poll, Progress, Rules, Run, Standing
+from services.bubbles.config import BubblesConfig
+from services.bubbles.members import SharingMembers
+from services.bubbles.pool import PooledTask, StepPool
 
 FORGET = 600.0
 """Seconds after which a silent run or instance is forgotten."""
 
 
-class Ledger:
-    """`revision` grows with every change that can change an answer; `tally` counts what became of leases, for
-    whoever empties it. Leases are numbered upwards from `first_lease`. `alive`: the samples of a step that each
-    living instance has, whether or not it polls."""
+@dataclass(slots=True, eq=False)
+class PregenerationRun:
+    """A run with its hinted steps.
 
-    def __init__(self, rules: Rules, first_lease: int = 1) -> None:
-        self.rules = rules
-        self.runs: dict[str, Run] = {}
-        self.instances: dict[str, Instance] = {}
+    `status` is the gateway's latest word; `ended_at`: when the last sample of its step ended, 0 where that was not
+    seen.
+    """
+
+    run_id: str
+    heard_at: float
+    status: pb.SetRunRequest | None = None
+    ended_at: float = 0.0
+    pools: dict[int, StepPool] = field(default_factory=dict)
+
+    @property
+    def leased(self) -> int:
+        """Number of tasks that instances have."""
+        return sum(pool.leased for pool in self.pools.values() if pool.wanted)
+
+    def coming(self, most: int) -> list[StepPool]:
+        """Return the pools of the next `most` hinted steps, nearest first."""
+        steps = sorted(step for step, pool in self.pools.items() if pool.wanted)
+        return [self.pools[step] for step in steps[:most]]
+
+
+@dataclass(slots=True, eq=False)
+class TaskLease:
+    """A task of a run's step, given to an instance."""
+
+    number: int
+    run_id: str
+    step: int
+    task: PooledTask
+    revoked: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """True while the task is this lease's; False after the instance was silent for too long."""
+        return self.task.lease == self.number
+
+
+@dataclass(slots=True, eq=False)
+class PollingInstance:
+    """An instance under its latest epoch. `told`: halt and sleep of its last answer."""
+
+    instance_id: str
+    epoch: int
+    seen_at: float
+    leases: dict[int, TaskLease] = field(default_factory=dict)
+    told: tuple[bool, bool] = (False, False)
+
+
+def is_running(progress: pb.PregenerationProgress) -> bool:
+    """Return True for a task that is still being generated."""
+    return not (progress.finished or progress.returned)
+
+
+class BubbleLedger:
+    """Records of the coordinator, changed by what gateway and instances say.
+
+    `revision` grows with every change that can change an answer; `tally` counts events of leases until it is
+    emptied. `alive`: the samples of a step that each living instance has, polling or not; `recounted`: those whose
+    number has changed, where that matters, until it is emptied.
+    """
+
+    def __init__(self, config: BubblesConfig, first_lease: int = 1) -> None:
+        """Leases are numbered upwards from `first_lease`."""
+        self.config = config
+        self.runs: dict[str, PregenerationRun] = {}
+        self.instances: dict[str, PollingInstance] = {}
         self.alive: dict[str, int] = {}
+        self.recounted: set[str] = set()
         self.revision = 0
         self.tally: Counter[str] = Counter()
         self._next_lease = first_lease
+        self._members = SharingMembers(config.lease_seconds)
 
-    # What the gateway says ------------------------------------------------------------------------------
+    # Words of the gateway --------------------------------------------------------------------------------
 
-    def set_run(self, run_id: str, standing: Standing, hint_ids: Iterable[str], now: float) -> list[str]:
-        """The run stands so, and these hints are of use; returns those of them that are not here."""
-        run = self.runs.setdefault(run_id, Run(run_id, now))
-        before, run.standing, run.heard_at = run.standing, standing, now
-        self.revision += before != standing
-        if standing.phase is Phase.ROLLOUT:
+    def set_run(self, request: pb.SetRunRequest, now: float) -> list[str]:
+        """Take in the status of a run and the hints that are of use; returns those of them that are not here."""
+        useful = list(request.hint_ids)
+        status = pb.SetRunRequest()
+        status.CopyFrom(request)
+        status.ClearField("hint_ids")
+        run = self.runs.setdefault(status.run_id, PregenerationRun(status.run_id, now))
+        before, run.status, run.heard_at = run.status, status, now
+        self.revision += before != status
+        if status.phase == pb.RUN_PHASE_ROLLOUT:
             run.ended_at = 0.0
-        elif before is not None and before.phase is Phase.ROLLOUT:
+        elif before is not None and before.phase == pb.RUN_PHASE_ROLLOUT:
             run.ended_at = now
-        useful = list(hint_ids)
-        self._drop_passed(run, standing.step, set(useful))
+        self._drop_passed(run, status.step, set(useful))
         have = {pool.hint.hint_id for pool in run.pools.values() if pool.wanted}
         return [hint_id for hint_id in useful if hint_id not in have]
 
     def close_run(self, run_id: str) -> None:
-        """The run is over."""
+        """Forget a run that is over."""
         if self.runs.pop(run_id, None) is not None:
             self.revision += 1
 
     def put_hint(self, hint: pb.PutHintRequest, now: float) -> int:
-        """Names the samples of a coming step; returns how many are to be pre-generated. Replaces an earlier
-        hint for the step; a sample that is the same in both stays as far as it is."""
-        run = self.runs.setdefault(hint.run_id, Run(hint.run_id, now))
-        if run.standing is not None and hint.step <= run.standing.step:
+        """Take in the samples of a coming step; returns how many are to be pre-generated.
+
+        Replaces an earlier hint for the step; a sample that is the same in both keeps its tokens.
+        """
+        run = self.runs.setdefault(hint.run_id, PregenerationRun(hint.run_id, now))
+        if run.status is not None and hint.step <= run.status.step:
             return 0
         old = run.pools.get(hint.step)
         if old is None or not old.wanted or old.hint.hint_id != hint.hint_id:
-            pool = StepPool(hint, coupled=self.rules.coupled, per_prompt=self.rules.per_prompt)
+            pool = StepPool(hint, coupled=self.config.coupled, per_prompt=self.config.per_prompt)
             if old is not None:
                 pool.adopt(old)
             run.pools[hint.step] = pool
             self.revision += 1
-        return len(run.pools[hint.step].items)
+        return len(run.pools[hint.step].tasks)
 
-    def coverage(self, run_id: str, step: int) -> list[Item]:
-        """The items of a step that there is something of; also of the step that is being rolled out."""
+    def coverage(self, run_id: str, step: int) -> list[PooledTask]:
+        """Return the tasks of a step that have tokens; also of the step that is being rolled out."""
         run = self.runs.get(run_id)
         pool = run.pools.get(step) if run is not None else None
-        return [] if pool is None else [item for item in pool.items.values() if item.covered or item.finished]
+        return [] if pool is None else [task for task in pool.tasks.values() if task.covered or task.finished]
 
-    # What instances say ---------------------------------------------------------------------------------
+    # Words of instances ----------------------------------------------------------------------------------
 
-    def report(self, poll: Poll, now: float) -> Instance | None:
-        """Takes in what an instance says of its leases; one that it does not name it does not have. None for a
-        process that has been replaced."""
+    def report(self, poll: pb.PollWorkRequest, now: float) -> PollingInstance | None:
+        """Take in the progress of an instance's leases; one that it does not name it does not have.
+
+        Leases of another coordinator process are left out by the caller. None for a process that was replaced.
+        """
         instance = self.instances.get(poll.instance_id)
         if instance is not None and poll.epoch < instance.epoch:
             return None
         if instance is None or poll.epoch > instance.epoch:
             if instance is not None:
                 self._void(instance, "replaced")
-            instance = self.instances[poll.instance_id] = Instance(poll.instance_id, poll.epoch, now)
+            instance = self.instances[poll.instance_id] = PollingInstance(poll.instance_id, poll.epoch, now)
             self.revision += 1
-        instance.seen_at = now
+        self.hear(instance, now)
         told = {each.lease: each for each in poll.progress}
         for lease in list(instance.leases.values()):
             progress = told.get(lease.number)
@@ -101,104 +173,116 @@ class Ledger:
                 self._advance(instance, lease, progress)
         return instance
 
+    def hear(self, instance: PollingInstance, now: float) -> None:
+        """Take in a sign of life."""
+        instance.seen_at = now
+        self._members.hear(instance.instance_id, now)
+
     def living(self, samples: Mapping[str, int]) -> None:
-        """Sets `alive`. One that was alive and is no more loses its leases at once."""
+        """Set `alive`. An instance that was alive and is no more loses its leases at once."""
         for name in self.alive.keys() - samples.keys():
             if name in self.instances:
                 self._void(self.instances[name], "expired")
-        if samples != self.alive:
-            self.alive = dict(samples)
+        if samples.keys() != self.alive.keys():
+            self._members.set_alive(samples.keys())
             self.revision += 1
+        if self.config.most_beside is not None:
+            changed = {name for name, _ in samples.items() ^ self.alive.items()}
+            self.recounted |= changed
+            self.revision += bool(changed)
+        self.alive = dict(samples)
 
     def expire(self, now: float) -> None:
-        """Takes the leases from instances that are silent, and forgets whom nobody has heard of for long."""
+        """Take the leases from instances that are silent; forget runs and instances that were silent for long."""
         for instance in list(self.instances.values()):
             silent = now - instance.seen_at
-            if silent > self.rules.lease_seconds:
+            if silent > self.config.lease_seconds:
                 self._void(instance, "expired")
             if silent > FORGET:
                 del self.instances[instance.instance_id]
+                self._members.forget(instance.instance_id)
         for run in list(self.runs.values()):
             if now - run.heard_at > FORGET:
                 self.close_run(run.run_id)
 
     def members(self, now: float) -> int:
-        """Instances that there are to share the items, one at least."""
-        heard = {
-            each.instance_id
-            for each in self.instances.values()
-            if now - each.seen_at <= self.rules.lease_seconds
-        }
-        return max(1, len(heard | self.alive.keys()))
+        """Return the number of instances that share the tasks, one at least."""
+        return self._members.count(now)
 
     # Leases ---------------------------------------------------------------------------------------------
 
-    def lease(self, run: Run, pool: StepPool, item: Item, instance: Instance) -> Lease:
-        """Gives an item, just taken from the pool, to an instance."""
-        lease = Lease(self._next_lease, run.run_id, pool.hint.step, item)
+    def lease(
+        self, run: PregenerationRun, pool: StepPool, task: PooledTask, instance: PollingInstance
+    ) -> TaskLease:
+        """Give a task, just taken from the pool, to an instance."""
+        lease = TaskLease(self._next_lease, run.run_id, pool.hint.step, task)
         self._next_lease += 1
-        item.lease, item.running = lease.number, 0
+        task.lease, task.running = lease.number, 0
         instance.leases[lease.number] = lease
         self.tally["leased"] += 1
         return lease
 
-    def revoke(self, lease: Lease) -> None:
-        """The instance is being told to end the lease. It counts until the instance has done so."""
+    def revoke(self, lease: TaskLease) -> None:
+        """Mark a lease that its instance is told to end. It counts until the instance has done so."""
         if not lease.revoked:
             lease.revoked = True
             self.tally["revoked"] += 1
 
-    def pool_of(self, lease: Lease) -> StepPool | None:
-        """The pool that the lease's item is in; None when no hint names it any more."""
+    def pool_of(self, lease: TaskLease) -> StepPool | None:
+        """Return the pool of the lease's task; None when no hint names it any more."""
         run = self.runs.get(lease.run_id)
         pool = run.pools.get(lease.step) if run is not None else None
-        return pool if pool is not None and pool.items.get(lease.item.key) is lease.item else None
+        return pool if pool is not None and pool.tasks.get(lease.task.key) is lease.task else None
 
-    def _advance(self, instance: Instance, lease: Lease, progress: Progress) -> None:
-        item = lease.item
-        self.tally["tokens"] += max(0, progress.tokens - item.covered)
-        if progress.runs:
+    def _advance(
+        self, instance: PollingInstance, lease: TaskLease, progress: pb.PregenerationProgress
+    ) -> None:
+        task = lease.task
+        self.tally["tokens"] += max(0, progress.tokens - task.covered)
+        if is_running(progress):
             if lease.counts:
-                item.running = progress.tokens
+                task.running = progress.tokens
             return
         del instance.leases[lease.number]
-        item.tokens, item.last = max(item.tokens, progress.tokens), instance.instance_id
+        task.tokens = max(task.tokens, progress.tokens)
         self.tally["finished" if progress.finished else "returned"] += 1
         pool = self.pool_of(lease)
-        if progress.finished and pool is not None:
-            pool.finish(item)
+        if pool is not None:
+            pool.keep(task, instance.instance_id)
+            if progress.finished:
+                pool.finish(task)
         if lease.counts:
             self._free(lease)
         self.revision += 1
 
-    def _unknown(self, instance: Instance, lease: Lease) -> None:
-        """The instance has ended the lease as it was told to, or has never heard of it."""
+    def _unknown(self, instance: PollingInstance, lease: TaskLease) -> None:
+        """Drop a lease that the instance has ended as it was told to, or has never heard of."""
         del instance.leases[lease.number]
         if lease.revoked:
-            lease.item.tokens = lease.item.covered
+            lease.task.tokens = lease.task.covered
         if lease.counts:
             self._free(lease)
             self.revision += 1
             self.tally["unknown"] += not lease.revoked
 
-    def _void(self, instance: Instance, cause: str) -> None:
-        """The leases of an instance do not count any more; it may still tell of them."""
+    def _void(self, instance: PollingInstance, cause: str) -> None:
+        """Let the leases of an instance count no more; it may still report their progress."""
         for lease in instance.leases.values():
             if lease.counts:
                 self._free(lease)
                 self.revision += 1
                 self.tally[cause] += 1
 
-    def _free(self, lease: Lease) -> None:
-        item, pool = lease.item, self.pool_of(lease)
-        item.lease = item.running = 0
+    def _free(self, lease: TaskLease) -> None:
+        task, pool = lease.task, self.pool_of(lease)
+        task.lease = task.running = 0
         if pool is not None:
-            pool.put_back(item)
+            pool.put_back(task)
 
-    def _drop_passed(self, run: Run, step: int, useful: set[str]) -> None:
+    def _drop_passed(self, run: PregenerationRun, step: int, useful: set[str]) -> None:
         for at, pool in list(run.pools.items()):
             if at == step:
-                # What there is of it is still asked for.
+                # Its coverage may still be asked for.
                 self.revision += pool.wanted
                 pool.wanted = False
             elif at < step or pool.hint.hint_id not in useful:

@@ -1,41 +1,36 @@
-"""What the coordinator tells Prometheus."""
+"""Prometheus metrics of the bubble coordinator."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from services.bubbles.ledger import BubbleLedger
+from services.platform.observability.metric_set import MetricSet, counter, gauge
 
-from services.bubbles.ledger import Ledger
 
+class BubbleMetrics(MetricSet, prefix="paceline_bubbles_"):
+    """All metrics of the coordinator."""
 
-class BubbleMetrics:
-    """All metrics of the coordinator, in one registry."""
+    leases = counter(
+        "leases_total",
+        "Leases by event: leased; finished; returned; revoked (no longer wanted); expired (instance "
+        "silent or gone); replaced (instance restarted); unknown (the instance never heard of it).",
+        "event",
+    )
+    tokens = counter("pregenerated_tokens_total", "Tokens pre-generated, as instances report.")
+    running = gauge("leased_tasks", "Pre-generation tasks that instances have.")
+    open = gauge("open_tasks", "Pre-generation tasks that are not finished.")
+    runs = gauge("runs", "Runs known.")
+    instances = gauge("instances", "Instances that share the work.")
+    polls = gauge("held_polls", "Polls that are held back for lack of work.")
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"paceline_bubbles_{name}", text, labels, registry=registry)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"paceline_bubbles_{name}", text, registry=registry)
-
-        self.leases = counter(
-            "leases_total",
-            "Leases by event: leased; finished; returned; revoked (no longer wanted); expired (instance "
-            "silent or gone); replaced (instance restarted); unknown (the instance never heard of it).",
-            "event",
-        )
-        self.tokens = counter("pregenerated_tokens_total", "Tokens pre-generated, as instances report.")
-        self.running = gauge("leased_items", "Samples that instances have leased.")
-        self.open = gauge("open_items", "Samples of coming steps that are not pre-generated to their end.")
-        self.runs = gauge("runs", "Runs known.")
-        self.instances = gauge("instances", "Instances that share the work.")
-        self.polls = gauge("held_polls", "Polls that are held back for lack of work.")
-
-    def show(self, ledger: Ledger, now: float) -> None:
-        """Takes over the ledger's tally and where it stands."""
+    def count(self, ledger: BubbleLedger) -> None:
+        """Count the events of leases since the last call."""
         tally, ledger.tally = ledger.tally, type(ledger.tally)()
         self.tokens.inc(tally.pop("tokens", 0))
         for event, count in tally.items():
             self.leases.labels(event).inc(count)
+
+    def show(self, ledger: BubbleLedger, now: float) -> None:
+        """Publish the state of the ledger."""
         pools = [pool for run in ledger.runs.values() for pool in run.pools.values() if pool.wanted]
         self.running.set(sum(pool.leased for pool in pools))
         self.open.set(sum(pool.open for pool in pools))

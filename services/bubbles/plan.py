@@ -1,10 +1,10 @@
-"""Who pre-generates what, and who stops: the decisions of the coordinator.
+"""Decide which instance pre-generates which tasks, and when instances stop.
 
 Pure: times are passed in (unix seconds), nothing is sent.
 
 Samples of a step come first. Nothing is given out while a sample waits for an instance, nor to an instance
-that has samples of a step (unless `intra_threshold` allows it). An instance is given no more than its share of the
-items that are open, so that those that become idle later find theirs. It begins with a later step only when
+that has samples of a step (unless the config allows it). An instance is given no more than its share of the
+open tasks, so that those that become idle later find theirs. It begins with a later step only when
 nothing of the nearer one is left for it and it runs nothing of that any more: a larger batch would slow the
 nearer step's drafts down. Several runs share the room by the leases that they have.
 """
@@ -13,53 +13,89 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from services.bubbles.ledger import Ledger
+from paceline.internal.v1 import bubble_pb2 as pb
+from services.bubbles.held import PollKind
+from services.bubbles.ledger import BubbleLedger, PollingInstance, PregenerationRun, TaskLease, is_running
 from services.bubbles.pool import StepPool
-from services.bubbles.records import Answer, Instance, Lease, Phase, Poll, Run
 
 RUN_SILENCE = 10.0
 """Seconds without a word from the gateway after which nothing more of a run is given out."""
 
 
-class Plan:
+@dataclass(frozen=True, slots=True)
+class WorkAnswer:
+    """Answer to a poll. `quiet`: it says nothing that the instance does not know already."""
+
+    leases: tuple[TaskLease, ...] = ()
+    revoked: tuple[int, ...] = ()
+    halt: bool = False
+    sleep: bool = False
+    halted_at: float = 0.0
+    quiet: bool = True
+
+
+class PregenerationPlan:
     """Answers polls from what is in the ledger."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: BubbleLedger) -> None:
         self.ledger = ledger
-        self._rules = ledger.rules
+        self._config = ledger.config
 
-    def answer(self, poll: Poll, now: float) -> Answer:
-        """What an instance is to do, once the ledger has its report. May be asked again for the same poll when
-        something has changed."""
+    def answer(self, poll: pb.PollWorkRequest, now: float) -> WorkAnswer:
+        """Return what an instance is to do, once the ledger has its report.
+
+        May be called again for the same poll when something has changed.
+        """
         instance = self.ledger.instances.get(poll.instance_id)
-        running = [each.lease for each in poll.progress if each.runs]
+        running = [each.lease for each in poll.progress if is_running(each)]
         if instance is None or instance.epoch != poll.epoch:
-            return Answer(revoked=tuple(running), quiet=not running)
-        instance.seen_at = now
+            return WorkAnswer(revoked=tuple(running), quiet=not running)
+        self.ledger.hear(instance, now)
         halt, sleep, halted_at = self._halt()
         revoked = [number for number in running if self._revokes(instance, number)]
         leases = [] if halt else self._hand_out(instance, poll, now)
         quiet = not leases and not revoked and (halt, sleep) == instance.told
         instance.told = (halt, sleep)
-        return Answer(tuple(leases), tuple(revoked), halt, sleep, halted_at, quiet)
+        return WorkAnswer(tuple(leases), tuple(revoked), halt, sleep, halted_at, quiet)
+
+    def kind(self, poll: pb.PollWorkRequest) -> PollKind | None:
+        """Return the kind of a poll that reports nothing running; None if it will never have an answer."""
+        instance = self.ledger.instances.get(poll.instance_id)
+        if instance is None or instance.epoch != poll.epoch:
+            return None
+        return PollKind(poll.policy_version, poll.room > 0 and self._in_bubble(poll), instance.told)
+
+    def has_answer(self, kind: PollKind, now: float) -> bool:
+        """Return whether `answer` would not be quiet for a poll of this kind. O(runs)."""
+        halt, sleep, _ = self._halt()
+        if halt or (halt, sleep) != kind.told or not kind.takes:
+            return (halt, sleep) != kind.told
+        return not self._anyone_waits(now) and any(
+            self._may_start(run, kind.policy_version, now) and self._has_free(run)
+            for run in self.ledger.runs.values()
+        )
+
+    def _has_free(self, run: PregenerationRun) -> bool:
+        return any(pool.free for pool in run.coming(self._config.max_ahead))
 
     def _halt(self) -> tuple[bool, bool, float]:
-        """Whether everybody stops, whether they sleep, and when the step ended that they stop for (0: unknown).
+        """Return (halt, sleep, end of the step that instances stop for, 0 if unknown), for all instances.
 
-        Everybody stops while weights are applied; and, unless updates are used, at the barrier: when a run
-        learns and none has samples of a step.
+        All stop while weights are applied; and, unless updates are used, at the barrier: when a run learns and
+        none has samples of a step.
         """
-        runs = [(run, run.standing) for run in self.ledger.runs.values() if run.standing is not None]
-        if any(standing.phase is Phase.APPLYING for _, standing in runs):
+        runs = [(run, run.status) for run in self.ledger.runs.values() if run.status is not None]
+        if any(status.phase == pb.RUN_PHASE_APPLYING for _, status in runs):
             return True, False, 0.0
-        learning = [run.ended_at for run, standing in runs if standing.phase is Phase.UPDATE]
+        learning = [run.ended_at for run, status in runs if status.phase == pb.RUN_PHASE_UPDATE]
         if self._uses_updates or not learning or self._anyone_rolls():
             return False, False, 0.0
-        return True, self._rules.during_update == "sleep", max(learning)
+        return True, self._config.during_update == "sleep", max(learning)
 
-    def _revokes(self, instance: Instance, number: int) -> bool:
-        """Whether the instance is to end this lease, which it works on."""
+    def _revokes(self, instance: PollingInstance, number: int) -> bool:
+        """Return True if the instance is to end this lease, which it works on."""
         lease = instance.leases.get(number)
         if lease is None:
             return True
@@ -68,65 +104,70 @@ class Plan:
         self.ledger.revoke(lease)
         return True
 
-    def _is_wanted(self, lease: Lease) -> bool:
+    def _is_wanted(self, lease: TaskLease) -> bool:
         pool = self.ledger.pool_of(lease)
-        if pool is None or not pool.wanted or lease.item.finished or not lease.counts:
+        if pool is None or not pool.wanted or lease.task.finished or not lease.counts:
             return False
-        standing = self.ledger.runs[lease.run_id].standing
-        return standing is None or standing.phase is not Phase.UPDATE or self._uses_updates
+        status = self.ledger.runs[lease.run_id].status
+        return status is None or status.phase != pb.RUN_PHASE_UPDATE or self._uses_updates
 
     @property
     def _uses_updates(self) -> bool:
-        return self._rules.during_update == "pregenerate"
+        return self._config.during_update == "pregenerate"
 
     # Giving out -----------------------------------------------------------------------------------------
 
-    def _hand_out(self, instance: Instance, poll: Poll, now: float) -> list[Lease]:
+    def _hand_out(self, instance: PollingInstance, poll: pb.PollWorkRequest, now: float) -> list[TaskLease]:
         if poll.room <= 0 or not self._in_bubble(poll) or self._anyone_waits(now):
             return []
         members = self.ledger.members(now)
-        offers: list[tuple[Run, StepPool, int]] = []
+        claims: list[tuple[PregenerationRun, StepPool, int]] = []
         for _, run in sorted(self.ledger.runs.items()):
             if self._may_start(run, poll.policy_version, now):
-                offers += self._offer(run, instance, members)
-        counts = share_out([(run.leased, most) for run, _, most in offers], poll.room)
-        leases: list[Lease] = []
-        for (run, pool, _), count in zip(offers, counts, strict=True):
-            prompts = {each.item.group.prompt_id for each in instance.leases.values()}
-            for item in pool.take(count, instance.instance_id, prompts):
-                leases.append(self.ledger.lease(run, pool, item, instance))
+                claims += self._claim(run, instance, members)
+        counts = share_out([(run.leased, most) for run, _, most in claims], poll.room)
+        leases: list[TaskLease] = []
+        for (run, pool, _), count in zip(claims, counts, strict=True):
+            prompts = {each.task.group.prompt_id for each in instance.leases.values()}
+            for task in pool.take(count, instance.instance_id, prompts):
+                leases.append(self.ledger.lease(run, pool, task, instance))
         return leases
 
-    def _in_bubble(self, poll: Poll) -> bool:
-        """Whether the instance has nothing better to do. Its own count of samples can be a second old; it only
-        falls in the tail of a step, so it errs on the safe side."""
+    def _in_bubble(self, poll: pb.PollWorkRequest) -> bool:
+        """Return True if the instance is idle, or has few enough samples of a step.
+
+        The registry's count of samples can be a second old; it only falls in the tail of a step, so it errs on the
+        safe side.
+        """
         if not poll.serving:
             return True
-        threshold, samples = self._rules.intra_threshold, self.ledger.alive.get(poll.instance_id)
+        threshold, samples = self._config.most_beside, self.ledger.alive.get(poll.instance_id)
         return threshold is not None and samples is not None and samples <= threshold
 
     def _anyone_rolls(self) -> bool:
-        """Whether there are samples of a step: if not, what is idle is idle for the trainer, not in a bubble."""
-        return any(run.standing is not None and run.standing.unfinished for run in self.ledger.runs.values())
+        """Return True if there are samples of a step; if not, instances are idle for the trainer."""
+        return any(run.status is not None and run.status.unfinished for run in self.ledger.runs.values())
 
     def _anyone_waits(self, now: float) -> bool:
-        """Whether a sample waits for an instance; a gateway that is gone says nothing of that."""
+        """Return True if a sample waits for an instance, by the word of a gateway that is alive."""
         return any(
-            run.standing is not None and run.standing.waiting and now - run.heard_at <= RUN_SILENCE
+            run.status is not None and run.status.waiting and now - run.heard_at <= RUN_SILENCE
             for run in self.ledger.runs.values()
         )
 
-    def _may_start(self, run: Run, version: int, now: float) -> bool:
-        standing = run.standing
-        if standing is None or standing.policy_version != version or now - run.heard_at > RUN_SILENCE:
+    def _may_start(self, run: PregenerationRun, version: int, now: float) -> bool:
+        status = run.status
+        if status is None or status.policy_version != version or now - run.heard_at > RUN_SILENCE:
             return False
         if self._uses_updates:
-            return standing.phase is not Phase.APPLYING
-        return standing.phase is Phase.ROLLOUT and self._anyone_rolls()
+            return status.phase != pb.RUN_PHASE_APPLYING
+        return status.phase == pb.RUN_PHASE_ROLLOUT and self._anyone_rolls()
 
-    def _offer(self, run: Run, instance: Instance, members: int) -> list[tuple[Run, StepPool, int]]:
-        """The pool of the run that the instance may take from, and how much at most; empty for none."""
-        for pool in run.coming(self._rules.max_ahead):
+    def _claim(
+        self, run: PregenerationRun, instance: PollingInstance, members: int
+    ) -> list[tuple[PregenerationRun, StepPool, int]]:
+        """Return the pool of the run that the instance may take tasks from, and how many; empty for none."""
+        for pool in run.coming(self._config.max_ahead):
             held = sum(
                 lease.counts and self.ledger.pool_of(lease) is pool for lease in instance.leases.values()
             )
@@ -134,12 +175,12 @@ class Plan:
                 share = -(-pool.open // members) - held
                 return [(run, pool, min(share, pool.free))] if share > 0 else []
             if held:
-                return []
+                break
         return []
 
 
 def share_out(claims: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Shares `room` among claims of (already held, most): one at a time to whoever has least."""
+    """Share `room` among claims of (already held, most): one task at a time to the claim that has least."""
     counts = [0] * len(claims)
     heap = [(held, at) for at, (held, most) in enumerate(claims) if most > 0]
     heapq.heapify(heap)

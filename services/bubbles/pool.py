@@ -1,4 +1,4 @@
-"""The samples of one hinted step: which are free, which are leased, how far each is. Pure.
+"""Pool of the tasks of one hinted step: free, leased and finished ones. Pure.
 
 They are given out in waves, likely stragglers first. A group shares one expected length, so groups of similar
 length form a band, and a wave is one slot of all groups of a band: band after band, slot after slot. So
@@ -8,23 +8,30 @@ an instance takes several waves it takes prompts that it has already: these shar
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 
 from paceline.internal.v1 import bubble_pb2 as pb
-from services.bubbles.seeds import uncoupled_seed
 
 SIMILAR = 0.8
 """Groups are in one band while their expected length is at least this share of the band's longest."""
 
+_PERSON = b"paceline-bubble"
 # Prompt id and slot.
 Key = tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)
-class Item:
-    """One sample to pre-generate. `tokens` were kept by an instance and can be fetched; `running` is how far
-    the lease is that it has now, and is lost with its instance."""
+class PooledTask:
+    """One sample to pre-generate.
+
+    `tokens` were kept by an instance and can be fetched; `running` tokens are those of the lease that the task has
+    now, and are lost with its instance.
+    """
 
     group: pb.HintedGroup
     slot: int
@@ -44,99 +51,175 @@ class Item:
 
     @property
     def covered(self) -> int:
-        """Tokens that there are of it."""
+        """Number of tokens that were generated of it."""
         return max(self.tokens, self.running)
 
 
+class FreeTasks:
+    """Free tasks of one wave, in the order in which they became free.
+
+    Taking some costs as much as they, and the prompts that are preferred, are many.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[Key, tuple[int, PooledTask]] = {}
+        self._of_instance: dict[str, dict[Key, None]] = {}
+        self._next = 0
+        # Of all tasks of a wave.
+        self._slot = 0
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def add(self, task: PooledTask) -> None:
+        """Add a task as the last one."""
+        self._tasks[task.key] = (self._next, task)
+        self._next += 1
+        self._slot = task.slot
+        self._index(task)
+
+    def remove(self, task: PooledTask) -> bool:
+        """Remove a task; return False if it is not there."""
+        if self._tasks.pop(task.key, None) is None:
+            return False
+        self._unindex(task)
+        return True
+
+    def keep(self, task: PooledTask, instance_id: str) -> None:
+        """Record who had a task last, whether or not it is there; its place stays the same."""
+        self._unindex(task)
+        task.last = instance_id
+        if task.key in self._tasks:
+            self._index(task)
+
+    def take(self, most: int, instance_id: str, prompts: Collection[str]) -> list[PooledTask]:
+        """Take up to `most`: first those that the instance had before, then those of `prompts`."""
+        if most >= len(self._tasks):
+            taken = [task for _, task in self._tasks.values()]
+        else:
+            own = self._of_instance.get(instance_id, {}).keys()
+            keys = ((prompt, self._slot) for prompt in prompts)
+            siblings = {key for key in keys if key in self._tasks and key not in own}
+            first = [*self._in_order(own), *self._in_order(siblings)][:most]
+            others = (
+                task for key, (_, task) in self._tasks.items() if key not in own and key not in siblings
+            )
+            taken = [*first, *islice(others, most - len(first))]
+        for task in taken:
+            self.remove(task)
+        return taken
+
+    def _index(self, task: PooledTask) -> None:
+        if task.last:
+            self._of_instance.setdefault(task.last, {})[task.key] = None
+
+    def _unindex(self, task: PooledTask) -> None:
+        own = self._of_instance.get(task.last)
+        if own is not None:
+            own.pop(task.key, None)
+            if not own:
+                del self._of_instance[task.last]
+
+    def _in_order(self, keys: Collection[Key]) -> list[PooledTask]:
+        return [task for _, task in sorted((self._tasks[key] for key in keys), key=itemgetter(0))]
+
+
 class StepPool:
-    """The items of one hint. `open` of them are not finished; those that are neither finished nor leased are
-    free. A pool whose step has begun is not `wanted` any more: it only remembers what there is."""
+    """Tasks of one hint.
+
+    `open` of them are not finished; those that are neither finished nor leased are free. A pool whose step has
+    begun is not `wanted` any more: it only remembers how far its tasks are.
+    """
 
     def __init__(
         self, hint: pb.PutHintRequest, *, coupled: bool = True, per_prompt: int | None = None
     ) -> None:
-        """`coupled`: with the seeds of the step. `per_prompt`: samples for each prompt, by default as many as
-        the group has; those beyond have seeds of their own."""
+        """Make the tasks of a hint.
+
+        `coupled`: with the seeds of the step. `per_prompt`: samples for each prompt, by default as many as the
+        group has; those beyond that have seeds of their own.
+        """
         self.hint = hint
         self.wanted = True
-        self.items = {item.key: item for item in _items(hint, coupled, per_prompt)}
-        self.open = len(self.items)
-        self._free: list[dict[Key, Item]] = [{} for _ in range(_waves(self.items.values()))]
-        for item in self.items.values():
-            self._free[item.wave][item.key] = item
-        self.free = len(self.items)
+        self.tasks = {task.key: task for task in _tasks(hint, coupled, per_prompt)}
+        self.open = len(self.tasks)
+        self._free = [FreeTasks() for _ in range(_waves(self.tasks.values()))]
+        for task in self.tasks.values():
+            self._free[task.wave].add(task)
+        self.free = len(self.tasks)
 
     @property
     def leased(self) -> int:
-        """Items that instances have."""
+        """Number of tasks that instances have."""
         return self.open - self.free
 
     def adopt(self, old: StepPool) -> None:
-        """Takes over how far the items are that an earlier hint for the step named as well."""
+        """Take over the progress of tasks that an earlier hint for the step named as well."""
         if old.hint.exactness != self.hint.exactness:
             return
-        for key, item in list(self.items.items()):
-            known = old.items.get(key)
-            if known is None or not _same(known, item):
+        for key, task in list(self.tasks.items()):
+            known = old.tasks.get(key)
+            if known is None or not _same(known, task):
                 continue
-            known.group, known.wave = item.group, item.wave
-            self.items[key] = known
-            del self._free[item.wave][key]
+            self._free[task.wave].remove(task)
             self.free -= 1
+            known.group, known.wave = task.group, task.wave
+            self.tasks[key] = known
             if known.finished:
                 self.open -= 1
             elif not known.lease:
                 self._add_free(known)
 
-    def take(self, count: int, instance_id: str, prompts: Collection[str]) -> list[Item]:
-        """Takes up to `count` free items, wave by wave; within a wave first those that the instance had
-        before, then those of `prompts`, which it has already."""
-        taken: list[Item] = []
+    def take(self, count: int, instance_id: str, prompts: Collection[str]) -> list[PooledTask]:
+        """Take up to `count` free tasks, wave by wave.
+
+        Within a wave first those that the instance had before, then those of `prompts`, which it has already.
+        """
+        taken: list[PooledTask] = []
         for wave in self._free:
-            missing = count - len(taken)
-            if missing <= 0:
+            if len(taken) >= count:
                 break
-            chosen = list(wave.values())
-            if missing < len(chosen):
-                chosen.sort(key=lambda item: _affinity(item, instance_id, prompts))
-            for item in chosen[:missing]:
-                del wave[item.key]
-                taken.append(item)
+            if wave:
+                taken += wave.take(count - len(taken), instance_id, prompts)
         self.free -= len(taken)
         return taken
 
-    def put_back(self, item: Item) -> None:
-        """A leased item is free again."""
-        if not item.finished:
-            self._add_free(item)
+    def keep(self, task: PooledTask, instance_id: str) -> None:
+        """Record that an instance had a task, and kept its tokens."""
+        self._free[task.wave].keep(task, instance_id)
 
-    def finish(self, item: Item) -> None:
-        """An item, leased or free, is generated to its end."""
-        if item.finished:
+    def put_back(self, task: PooledTask) -> None:
+        """Make a leased task free again."""
+        if not task.finished:
+            self._add_free(task)
+
+    def finish(self, task: PooledTask) -> None:
+        """Record that a task, leased or free, is generated to its end."""
+        if task.finished:
             return
-        item.finished = True
+        task.finished = True
         self.open -= 1
-        if self._free[item.wave].pop(item.key, None) is not None:
+        if self._free[task.wave].remove(task):
             self.free -= 1
 
-    def _add_free(self, item: Item) -> None:
-        self._free[item.wave][item.key] = item
+    def _add_free(self, task: PooledTask) -> None:
+        self._free[task.wave].add(task)
         self.free += 1
 
 
-def _items(hint: pb.PutHintRequest, coupled: bool, per_prompt: int | None) -> Iterator[Item]:
+def _tasks(hint: pb.PutHintRequest, coupled: bool, per_prompt: int | None) -> Iterator[PooledTask]:
     wave = 0
     for band in _bands(hint.groups):
         counts = [per_prompt or len(group.seeds) for group in band]
         for slot in range(max(counts)):
             for group, count in zip(band, counts, strict=True):
                 if slot < count:
-                    yield Item(group, slot, _seed(group, slot, coupled), wave)
+                    yield PooledTask(group, slot, _seed(group, slot, coupled), wave)
             wave += 1
 
 
 def _bands(groups: Collection[pb.HintedGroup]) -> Iterator[list[pb.HintedGroup]]:
-    """Groups of similar expected length together, the longest first; of equal length in the hint's order."""
+    """Yield groups of similar expected length together, the longest first; of equal length in the hint's order."""
     band: list[pb.HintedGroup] = []
     for group in sorted(groups, key=lambda each: -each.expected_tokens):
         if band and group.expected_tokens < SIMILAR * band[0].expected_tokens:
@@ -147,8 +230,8 @@ def _bands(groups: Collection[pb.HintedGroup]) -> Iterator[list[pb.HintedGroup]]
         yield band
 
 
-def _waves(items: Collection[Item]) -> int:
-    return 1 + max((item.wave for item in items), default=-1)
+def _waves(tasks: Collection[PooledTask]) -> int:
+    return 1 + max((task.wave for task in tasks), default=-1)
 
 
 def _seed(group: pb.HintedGroup, slot: int, coupled: bool) -> int:
@@ -156,15 +239,22 @@ def _seed(group: pb.HintedGroup, slot: int, coupled: bool) -> int:
     return seed if coupled and slot < len(group.seeds) else uncoupled_seed(seed, slot)
 
 
-def _same(known: Item, item: Item) -> bool:
+def _same(known: PooledTask, task: PooledTask) -> bool:
     return (
-        known.seed == item.seed
-        and known.group.prompt_token_ids == item.group.prompt_token_ids
-        and known.group.sampling == item.group.sampling
+        known.seed == task.seed
+        and known.group.prompt_token_ids == task.group.prompt_token_ids
+        and known.group.sampling == task.group.sampling
     )
 
 
-def _affinity(item: Item, instance_id: str, prompts: Collection[str]) -> int:
-    if item.last == instance_id:
-        return 0
-    return 1 if item.group.prompt_id in prompts else 2
+def uncoupled_seed(seed: int, slot: int) -> int:
+    """Return a seed of its own for `slot`, without the noise of the step.
+
+    It is BLAKE2b with an 8-byte digest, read as a little-endian integer, over
+
+        seed of one of the step's samples (8 bytes) | slot (8 bytes)
+
+    both little-endian, personalised with "paceline-bubble" so that it can be no seed of `services.contracts.seeds`.
+    """
+    packed = struct.pack("<QQ", seed, slot)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=_PERSON).digest(), "little")

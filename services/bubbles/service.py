@@ -1,169 +1,206 @@
-"""BubbleService: translation between the protocol and the plan, and holding polls back."""
+"""Servicer of BubbleService: answers gateway and instances by the plan, and holds polls back."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
+from paceline.errors import Violation
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
+from paceline.times import timestamp
 from services.bubbles.config import BubblesConfig
-from services.bubbles.ledger import Ledger
+from services.bubbles.held import HeldPolls
+from services.bubbles.ledger import BubbleLedger, TaskLease, is_running
 from services.bubbles.metrics import BubbleMetrics
-from services.bubbles.plan import Plan
-from services.bubbles.records import Answer, Lease, Phase, Poll, Progress, Standing
-from services.platform.errors import InvalidArgument
-from services.platform.violations import Violation
+from services.bubbles.plan import PregenerationPlan, WorkAnswer
+from services.contracts.errors import InvalidArgument
+from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 HOLD_SECONDS = 1.0
 """How long a poll is held back when there is nothing to say."""
 _TICK_SECONDS = 1.0
-_PHASES = {
-    pb.RUN_PHASE_ROLLOUT: Phase.ROLLOUT,
-    pb.RUN_PHASE_UPDATE: Phase.UPDATE,
-    pb.RUN_PHASE_APPLYING: Phase.APPLYING,
-}
+# As often as instances write their records.
+_REGISTRY_SECONDS = 1.0
+_PHASES = (pb.RUN_PHASE_ROLLOUT, pb.RUN_PHASE_UPDATE, pb.RUN_PHASE_APPLYING)
 
 
 class BubbleService(rpc.BubbleServiceServicer):
-    """One coordinator process. It is named by the time of its start in nanoseconds, and its leases count up from
-    there, so that no two processes give out the same number."""
+    """One coordinator process.
+
+    Its epoch is the time of its start in nanoseconds, and its leases count up from there, so that no two processes
+    give out the same number.
+    """
 
     def __init__(self, config: BubblesConfig, metrics: BubbleMetrics) -> None:
         self.epoch = time.time_ns()
-        self.ledger = Ledger(config.rules(), self.epoch + 1)
-        self._plan = Plan(self.ledger)
+        self.ledger = BubbleLedger(config, self.epoch + 1)
+        self._plan = PregenerationPlan(self.ledger)
         self._config = config
         self._metrics = metrics
-        self._changed = asyncio.Condition()
         self._announced = 0
+        # Of the polls that are held back: what they are, and the events that wake them.
+        self._held = HeldPolls()
+        self._wakers: dict[str, tuple[pb.PollWorkRequest, asyncio.Event]] = {}
         # The newest poll of each instance: an older one that is still held is answered with nothing.
         self._newest: dict[str, object] = {}
 
     async def run(self) -> None:
-        """Lets leases of silent instances expire, until cancelled."""
+        """Let leases of silent instances expire, until cancelled."""
         while True:
             await asyncio.sleep(min(_TICK_SECONDS, self._config.lease_seconds / 4))
             now = time.time()
             self.ledger.expire(now)
+            self._metrics.count(self.ledger)
             self._metrics.show(self.ledger, now)
-            await self._announce()
+            self._announce()
+
+    async def watch_instances(self, registry: Registry) -> NoReturn:
+        """Tell the ledger which instances live and how many samples of a step each has, until cancelled.
+
+        In an outage of the registry nothing is told: the last known state is the best guess.
+        """
+
+        async def look(records: dict[str, InstanceRecord] | None) -> None:
+            if records is not None:
+                self.ledger.living({instance_id: each.samples for instance_id, each in records.items()})
+
+        await registry.watch(INSTANCES, _REGISTRY_SECONDS, look)
 
     async def SetRun(self, request: pb.SetRunRequest, context: Context) -> pb.SetRunResponse:
-        """Notes where a run stands; names the hints that are missing."""
+        """Take in the status of a run; the answer names the hints that are missing."""
         if violations := _check_run(request):
             raise InvalidArgument(violations)
         missing: list[str] = []
         if request.closed:
             self.ledger.close_run(request.run_id)
         else:
-            standing = Standing(
-                _PHASES[request.phase],
-                request.policy_version,
-                request.step,
-                request.unfinished,
-                request.waiting,
-            )
-            missing = self.ledger.set_run(request.run_id, standing, request.hint_ids, time.time())
-        await self._announce()
+            missing = self.ledger.set_run(request, time.time())
+        self._announce()
         return pb.SetRunResponse(missing_hint_ids=missing)
 
     async def PutHint(self, request: pb.PutHintRequest, context: Context) -> pb.PutHintResponse:
-        """Takes in the samples of a coming step."""
+        """Take in the samples of a coming step."""
         if violations := _check_hint(request):
             raise InvalidArgument(violations)
         samples = self.ledger.put_hint(request, time.time())
-        await self._announce()
+        self._announce()
         return pb.PutHintResponse(samples=samples)
 
     async def GetCoverage(self, request: pb.GetCoverageRequest, context: Context) -> pb.GetCoverageResponse:
-        """What there is of a step; nothing for a step that is not known."""
+        """Return the tokens that there are of a step; nothing for a step that is not known."""
         response = pb.GetCoverageResponse()
-        for item in self.ledger.coverage(request.run_id, request.step):
-            prompt_id, slot = item.key
-            response.slots.add(prompt_id=prompt_id, slot=slot, tokens=item.covered, finished=item.finished)
+        for task in self.ledger.coverage(request.run_id, request.step):
+            prompt_id, slot = task.key
+            response.slots.add(prompt_id=prompt_id, slot=slot, tokens=task.covered, finished=task.finished)
         return response
 
     async def PollWork(self, request: pb.PollWorkRequest, context: Context) -> pb.PollWorkResponse:
-        """Answers at once an instance that runs something; another one when there is something to say."""
+        """Answer an instance that runs something at once, and another one when there is something to say."""
         if not request.instance_id:
             raise InvalidArgument([Violation("instance_id", "is empty")])
-        poll, turn = self._poll(request), object()
-        self._newest[poll.instance_id] = turn
-        self.ledger.report(poll, time.time())
-        await self._announce()
         # Leases of another process count as well: they run, whoever gave them.
-        busy = any(not (each.finished or each.returned) for each in request.progress)
+        busy = any(map(is_running, request.progress))
+        poll, turn = request, object()
+        if poll.coordinator_epoch != self.epoch:
+            poll.ClearField("progress")
+        self._newest[poll.instance_id] = turn
+        self._wake(poll.instance_id)
+        self.ledger.report(poll, time.time())
+        self._announce()
         try:
             with self._metrics.polls.track_inprogress():
-                return self._response(await self._decide(poll, turn, 0.0 if busy else HOLD_SECONDS))
+                answer = await self._decide(poll, turn, 0.0 if busy else HOLD_SECONDS)
+            # Before the answer: who has it reads metrics that count what it gives and what was reported.
+            self._metrics.count(self.ledger)
+            return self._response(answer)
         finally:
             if self._newest.get(poll.instance_id) is turn:
                 del self._newest[poll.instance_id]
+            # Whoever was woken for what this one has left.
+            self._wake_first()
 
-    async def _decide(self, poll: Poll, turn: object, hold: float) -> Answer:
+    async def _decide(self, poll: pb.PollWorkRequest, turn: object, hold: float) -> WorkAnswer:
         loop = asyncio.get_running_loop()
         until = loop.time() + hold
-        async with self._changed:
-            while self._newest.get(poll.instance_id) is turn:
-                answer = self._plan.answer(poll, time.time())
-                if not answer.quiet or loop.time() >= until:
-                    return answer
-                try:
-                    async with asyncio.timeout_at(until):
-                        await self._changed.wait()
-                except TimeoutError:
-                    # Asked once more: what is decided here must be what is told.
-                    continue
-        return Answer()
+        while self._newest.get(poll.instance_id) is turn:
+            answer = self._plan.answer(poll, time.time())
+            if not answer.quiet or loop.time() >= until:
+                return answer
+            # Also when the time is over it decides once more: what is decided here must be what is told.
+            await self._hold(poll, until)
+        return WorkAnswer()
 
-    async def _announce(self) -> None:
-        """Wakes the polls that are held back, if anything has changed that can matter to them."""
+    async def _hold(self, poll: pb.PollWorkRequest, until: float) -> None:
+        """Hold a poll back until it is woken, or until a loop time."""
+        name, woken = poll.instance_id, asyncio.Event()
+        self._wakers[name] = (poll, woken)
+        self._queue(poll)
+        try:
+            async with asyncio.timeout_at(until):
+                await woken.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if self._wakers.get(name, (None, None))[1] is woken:
+                self._wake(name)
+
+    def _queue(self, poll: pb.PollWorkRequest) -> None:
+        if (kind := self._plan.kind(poll)) is not None:
+            self._held.hold(poll.instance_id, kind)
+
+    def _announce(self) -> None:
+        """Wake the polls that are held back and have an answer now, if anything has changed that can matter."""
         if self.ledger.revision == self._announced:
             return
         self._announced = self.ledger.revision
-        async with self._changed:
-            self._changed.notify_all()
+        for name in self.ledger.recounted:
+            if name in self._held:
+                self._queue(self._wakers[name][0])
+        self.ledger.recounted.clear()
+        self._wake_first()
 
-    def _poll(self, request: pb.PollWorkRequest) -> Poll:
-        ours = request.progress if request.coordinator_epoch == self.epoch else ()
-        return Poll(
-            request.instance_id,
-            request.epoch,
-            request.policy_version,
-            request.room,
-            tuple(Progress(each.lease, each.tokens, each.finished, each.returned) for each in ours),
-            request.serving,
-        )
+    def _wake_first(self) -> None:
+        """Wake the first poll of each kind that has an answer; the next is woken when that has taken its own."""
+        now = time.time()
+        for name in self._held.first(lambda kind: self._plan.has_answer(kind, now)):
+            self._wake(name)
 
-    def _response(self, answer: Answer) -> pb.PollWorkResponse:
+    def _wake(self, name: str) -> None:
+        """Let the poll of an instance, if one is held, decide again."""
+        self._held.leave(name)
+        held = self._wakers.pop(name, None)
+        if held is not None:
+            held[1].set()
+
+    def _response(self, answer: WorkAnswer) -> pb.PollWorkResponse:
         return pb.PollWorkResponse(
             coordinator_epoch=self.epoch,
-            items=[self._item(lease) for lease in answer.leases],
+            tasks=[self._task(lease) for lease in answer.leases],
             halt=answer.halt,
             revoked=answer.revoked,
             sleep=answer.sleep,
             poll_steps=self._config.poll_steps,
-            halted_at=answer.halted_at,
+            halted_at=timestamp(answer.halted_at) if answer.halted_at else None,
         )
 
-    def _item(self, lease: Lease) -> pb.PregenerationItem:
-        item, pool = lease.item, self.ledger.pool_of(lease)
-        assert pool is not None, "an item that has just been leased is in its pool"
-        return pb.PregenerationItem(
+    def _task(self, lease: TaskLease) -> pb.PregenerationTask:
+        task, pool = lease.task, self.ledger.pool_of(lease)
+        assert pool is not None, "a task that has just been leased is in its pool"
+        return pb.PregenerationTask(
             lease=lease.number,
             run_id=lease.run_id,
-            prompt_id=item.group.prompt_id,
-            slot=item.slot,
+            prompt_id=task.group.prompt_id,
+            slot=task.slot,
             step=lease.step,
-            seed=item.seed,
-            prompt_token_ids=item.group.prompt_token_ids,
-            sampling=item.group.sampling,
+            seed=task.seed,
+            prompt_token_ids=task.group.prompt_token_ids,
+            sampling=task.group.sampling,
             exactness=pool.hint.exactness,
         )
 

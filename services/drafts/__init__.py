@@ -1,1 +1,1 @@
-"""The draft store: rollouts that can be drafts, spread over replicas; and the index over them, a library."""
+"""Draft store: keeps rollouts for later use as drafts, spread over replicas."""

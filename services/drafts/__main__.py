@@ -1,4 +1,4 @@
-"""Starts a replica of the draft store: `python -m services.drafts --replica-id drafts-0 --redis-url URL`."""
+"""Start a replica of the draft store: `python -m services.drafts --replica-id drafts-0 --redis-url URL`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.drafts.archive import Archive
 from services.drafts.client import SERVICE
 from services.drafts.config import DraftsConfig
-from services.drafts.metrics import DraftMetrics
+from services.drafts.metrics import DraftStoreMetrics
 from services.drafts.service import DraftService
 from services.drafts.store import DraftStore
 from services.platform.process import Shutdown, run
-from services.platform.registered import RegisteredServer
+from services.platform.registered_server import RegisteredServer
 
 
 async def main(config: DraftsConfig, shutdown: Shutdown) -> None:
-    """Restores the snapshot, then serves until told to stop or until another process has the replica's id."""
+    """Restore the snapshot, then serve until asked to stop or superseded by another process of the replica's id."""
     store = DraftStore(config.budget_bytes, config.history_versions)
     archive = Archive(config.snapshot_path, store)
     await asyncio.to_thread(archive.restore)
-    metrics = DraftMetrics(REGISTRY, store, lambda: archive.taken_at)
+    metrics = DraftStoreMetrics(REGISTRY, store, lambda: archive.taken_at)
     server = RegisteredServer(config, SERVICE, config.replica_id, metrics_port=shutdown.metrics_port)
     rpc.add_DraftServiceServicer_to_server(DraftService(store, archive, metrics), server.server.server)
     # It ends by itself when the service is to stop, after what it is writing.

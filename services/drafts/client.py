@@ -1,36 +1,179 @@
-"""The draft store as gateway and instances use it."""
+"""Client of the draft store, for gateway and instances: finds its replicas and shares prompts out among them."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import grpc
 import structlog
 
-from services.drafts.fetched import Fetched
-from services.drafts.replica import Replica
-from services.drafts.ring import owner
-from services.drafts.rollout import Rollout
-from services.platform.config import ServiceConfig
-from services.platform.registry import InstanceRecord, Registry
+from paceline.internal.v1 import draft_pb2 as pb
+from paceline.internal.v1 import draft_pb2_grpc as rpc
+from services.contracts.errors import InvalidArgument
+from services.contracts.rollout import Rollout
+from services.contracts.rollout_messages import batches, from_proto
+from services.platform.backoff import ExponentialBackoff
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.channel import open_channel
+from services.platform.redis.registry import InstanceRecord, Registry
+from services.platform.tasks import is_cancelled
+
+FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0
+"""Seconds that a peer is not called after its first failure, doubling with each in a row up to the second."""
+
+
+class CircuitBreaker:
+    """Admits calls to a peer until one fails, and then probes it.
+
+    Closed, it admits every call. A failure opens it for a delay; then it admits one probe at a time, whose outcome
+    closes the breaker or opens it for twice the delay. If the outcome of a probe is never reported (its caller was
+    cancelled), another is admitted after the same delay.
+    """
+
+    def __init__(self, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY) -> None:
+        self._backoff = ExponentialBackoff(first, longest)
+        self._opened_at = 0.0
+        self._until = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """True if there was no call yet, or the last one that counts succeeded."""
+        return self._backoff.failures == 0
+
+    def ready(self, now: float) -> bool:
+        """Return True if a call would be admitted."""
+        return self.closed or now >= self._until
+
+    def admit(self, now: float) -> bool:
+        """Return True if a call may be made now; its outcome is to be reported with `began=now`."""
+        if not self.ready(now):
+            return False
+        self._until = now + self._backoff.delay
+        return True
+
+    def succeeded(self, began: float) -> None:
+        """Record the success of a call that was admitted at `began`."""
+        if self._counts(began):
+            self._backoff.succeeded()
+
+    def failed(self, began: float, now: float) -> None:
+        """Record the failure of a call that was admitted at `began`."""
+        if self._counts(began):
+            self._opened_at = now
+            self._until = now + self._backoff.failed()
+
+    def _counts(self, began: float) -> bool:
+        # A call that was under way when the breaker opened says nothing about the peer since; of many calls that
+        # fail together only the first doubles the delay.
+        return self.closed or began >= self._opened_at
+
 
 log = structlog.get_logger(__name__)
 
 SERVICE = "drafts"
 """Name of the store's replicas in the registry."""
 POLL_SECONDS = 0.5
-"""How often the registry is read."""
+"""Time between two reads of the registry."""
+# Statuses of a replica that is alive.
+_FAULT_OF_THE_REQUEST = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Rollouts that arrived, and the prompts whose replica did not answer completely.
+
+    There may be more rollouts of a `missed` prompt; of every other prompt all are here.
+    """
+
+    rollouts: list[Rollout]
+    missed: frozenset[str] = frozenset()
+
+
+class Replica:
+    """Calls to one store process. A failed one is logged and returns nothing."""
+
+    def __init__(self, replica_id: str, epoch: int, address: str, config: ServiceConfig) -> None:
+        """ValueError when the token would travel to `address` in plain text."""
+        self.replica_id = replica_id
+        self.epoch = epoch
+        self.address = address
+        self._channel = open_channel(address, config)
+        # Connected before the first call, so that this one need not wait.
+        self._channel.get_state(try_to_connect=True)
+        self._stub = rpc.DraftServiceStub(self._channel)
+        self._breaker = CircuitBreaker()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def ready(self) -> bool:
+        """True if a call would be made: the circuit is closed, or a probe is due."""
+        return self._breaker.ready(self._loop.time())
+
+    async def put(self, rollouts: Sequence[Rollout], seconds: float) -> int:
+        """Store rollouts and return how many were taken; 0 after a failure. Takes at most `seconds`."""
+        stored, began = 0, self._loop.time()
+        if self._breaker.admit(began):
+            requests = (pb.PutRolloutsRequest(rollouts=batch) for batch in batches(rollouts))
+            with self._reported("put", began):
+                stored = (await self._stub.PutRollouts(requests, timeout=seconds)).stored
+        return stored
+
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str], seconds: float) -> Fetched:
+        """Return the rollouts that arrived within `seconds`; all prompts are missed unless all arrived."""
+        found: list[Rollout] = []
+        missed, began = frozenset(prompt_ids), self._loop.time()
+        if self._breaker.admit(began):
+            request = pb.FetchRolloutsRequest(run_id=run_id, prompt_ids=prompt_ids)
+            with self._reported("fetch", began):
+                async for answer in self._stub.FetchRollouts(request, timeout=seconds):
+                    found += [from_proto(each) for each in answer.rollouts]
+                missed = frozenset()
+        return Fetched(found, missed)
+
+    async def connected(self) -> None:
+        """Wait for the connection, for as long as it takes."""
+        await self._channel.channel_ready()
+
+    async def close(self) -> None:
+        """End the connection; calls under way fail."""
+        await self._channel.close()
+
+    @contextmanager
+    def _reported(self, call: str, began: float) -> Iterator[None]:
+        """Tell the breaker how a call ends; its failure is logged and goes no further."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            code, reason = error.code(), error.details()
+        except InvalidArgument as error:
+            code, reason = grpc.StatusCode.DATA_LOSS, error.message
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            code, reason = grpc.StatusCode.CANCELLED, "the channel was closed"
+        else:
+            self._breaker.succeeded(began)
+            return
+        log.warning("draft_store_failed", replica=self.replica_id, call=call, code=code.name, error=reason)
+        if code in _FAULT_OF_THE_REQUEST:
+            self._breaker.succeeded(began)
+        else:
+            self._breaker.failed(began, self._loop.time())
 
 
 class DraftStores:
     """All replicas of the store, found through the registry.
 
-    An outage costs drafts, never an error or a wait beyond `timeout` (seconds). A replica that failed is
-    left alone for a pause that doubles from 0.5 to 10 seconds; meanwhile its prompts have no drafts.
+    An outage costs drafts, never an error or a wait beyond `timeout` (seconds). A replica that failed is not called
+    for a time that doubles from 0.5 to 10 seconds; meanwhile its prompts have no drafts.
 
-    Usage: `run()` in a task of its own until the end, then `close()`. Before the first reading of the
-    registry there are no replicas, and nothing is stored or found.
+    Usage: `run()` in a task of its own until the end, then `close()`. Before the registry was read for the first
+    time there are no replicas, and nothing is stored or found.
     """
 
     def __init__(self, config: ServiceConfig, registry: Registry, *, timeout: float = 1.0) -> None:
@@ -43,22 +186,22 @@ class DraftStores:
 
     @property
     def available(self) -> bool:
-        """Whether some replica is known that would be called now."""
+        """True if some known replica would be called now."""
         return any(replica.ready for replica in self._replicas.values())
 
     @property
     def replicas(self) -> frozenset[str]:
-        """Ids of the replicas that are registered, as far as known."""
+        """Ids of the replicas that are registered."""
         return frozenset(self._replicas)
 
     async def run(self) -> None:
-        """Watches the registry until cancelled; outlasts outages of Redis."""
+        """Follow the registry until cancelled; outlasts outages of Redis."""
         await self._registry.watch(SERVICE, POLL_SECONDS, self._look)
 
     async def put(self, rollouts: Sequence[Rollout]) -> int:
-        """Stores rollouts, each on the replica of its prompt; returns how many were taken.
+        """Store rollouts, each on the replica of its prompt, and return how many were taken.
 
-        What has no tokens is left out. What a replica cannot be given is lost: 0 when there is none.
+        Rollouts without tokens are left out, and those whose replica cannot be reached are lost.
         """
         shares: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
@@ -69,8 +212,10 @@ class DraftStores:
         return sum(await asyncio.gather(*calls))
 
     async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> Fetched:
-        """All rollouts of the prompts of a run, as far as they could be had within `timeout`. Prompts of a replica
-        that did not answer are missed, and so are all while there is none."""
+        """Return the rollouts of a run's prompts that arrived within `timeout`.
+
+        Prompts whose replica did not answer are missed, and so are all while there is none.
+        """
         if not self._replicas:
             return Fetched([], frozenset(prompt_ids))
         shares: dict[str, list[str]] = defaultdict(list)
@@ -84,7 +229,7 @@ class DraftStores:
         return Fetched(rollouts, frozenset().union(*(part.missed for part in parts)))
 
     async def close(self) -> None:
-        """Ends all connections. `run` must have ended."""
+        """End all connections. `run` must have ended."""
         replicas, self._replicas = self._replicas, {}
         await asyncio.gather(*(replica.close() for replica in replicas.values()))
 
@@ -115,3 +260,27 @@ class DraftStores:
 
 def _same(replica: Replica, record: InstanceRecord | None) -> bool:
     return record is not None and (record.epoch, record.address) == (replica.epoch, replica.address)
+
+
+_PERSON = b"paceline-drafts"
+
+
+def owner(run_id: str, prompt_id: str, replicas: Iterable[str]) -> str | None:
+    """Return the id of the replica that keeps a prompt, in any order of `replicas`; None if there are none.
+
+    Rendezvous hashing: the replica with the highest hash of prompt and replica has the prompt. Replicas get equal
+    shares, and when one joins or leaves only its own prompts move.
+    """
+    # The lengths keep ("a", "bc") and ("ab", "c") apart.
+    run, prompt = run_id.encode(), prompt_id.encode()
+    state = hashlib.blake2b(b"%d:%d:" % (len(run), len(prompt)), digest_size=8, person=_PERSON)
+    state.update(run)
+    state.update(prompt)
+    return max(replicas, key=lambda replica: (_weight(state, replica), replica), default=None)
+
+
+def _weight(prompt: hashlib.blake2b, replica: str) -> bytes:
+    """Return 8 bytes to compare as a big-endian number, uniform and independent for every pair."""
+    state = prompt.copy()
+    state.update(replica.encode())
+    return state.digest()

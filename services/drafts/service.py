@@ -1,4 +1,4 @@
-"""DraftService: translation between the protocol and the store, nothing else."""
+"""Servicer of DraftService: translates between the protocol and the store."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Any
 
 import grpc
 
+from paceline.errors import Violation
 from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
+from paceline.times import timestamp
+from services.contracts.errors import InvalidArgument
+from services.contracts.rollout import Rollout
+from services.contracts.rollout_messages import KINDS, batches, from_proto
 from services.drafts.archive import Archive
-from services.drafts.convert import KINDS, batches, from_proto
-from services.drafts.metrics import DraftMetrics
-from services.drafts.rollout import Rollout
+from services.drafts.metrics import DraftStoreMetrics
 from services.drafts.store import DraftStore
-from services.platform.errors import InvalidArgument
-from services.platform.violations import Violation
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DraftService(rpc.DraftServiceServicer):
-    """One replica, as gateway and instances see it."""
+    """DraftService of one replica."""
 
-    def __init__(self, store: DraftStore, archive: Archive, metrics: DraftMetrics) -> None:
+    def __init__(self, store: DraftStore, archive: Archive, metrics: DraftStoreMetrics) -> None:
         self._store = store
         self._archive = archive
         self._metrics = metrics
@@ -31,7 +32,7 @@ class DraftService(rpc.DraftServiceServicer):
     async def PutRollouts(
         self, request_iterator: AsyncIterator[pb.PutRolloutsRequest], context: Context
     ) -> pb.PutRolloutsResponse:
-        """Stores message by message; one that is not valid ends the call and leaves what came before it."""
+        """Store rollouts message by message; an invalid one ends the call, and earlier ones stay stored."""
         response = pb.PutRolloutsResponse()
         seen = 0
         async for request in request_iterator:
@@ -49,7 +50,7 @@ class DraftService(rpc.DraftServiceServicer):
     async def FetchRollouts(
         self, request: pb.FetchRolloutsRequest, context: Context
     ) -> AsyncIterator[pb.FetchRolloutsResponse]:
-        """What is there of the prompts, prompt by prompt in the order asked for."""
+        """Return the rollouts of prompts, prompt by prompt in the order of the request."""
         violations = [] if request.run_id else [Violation("run_id", "is empty")]
         if not request.prompt_ids:
             violations.append(Violation("prompt_ids", "is empty; name at least one prompt"))
@@ -62,11 +63,11 @@ class DraftService(rpc.DraftServiceServicer):
     async def EvictRollouts(
         self, request: pb.EvictRolloutsRequest, context: Context
     ) -> pb.EvictRolloutsResponse:
-        """Removes what matches all that is set."""
+        """Remove the rollouts that match all fields that are set."""
         violations = _empty_ids(request.prompt_ids)
         if request.kind and request.kind not in KINDS:
             violations.append(Violation("kind", f"is {request.kind}; must be PREGENERATED or HISTORY"))
-        if not (request.run_id or request.prompt_ids or request.before_version or request.kind):
+        if not (request.run_id or request.prompt_ids or request.before_policy_version or request.kind):
             violations.append(
                 Violation("run_id", "is empty, and so is the rest; set at least one field to say what goes")
             )
@@ -75,7 +76,7 @@ class DraftService(rpc.DraftServiceServicer):
         removed = self._store.evict(
             run_id=request.run_id or None,
             prompt_ids=frozenset(request.prompt_ids),
-            before_version=request.before_version or None,
+            before_version=request.before_policy_version or None,
             kind=KINDS.get(request.kind),
         )
         self._metrics.count_removals()
@@ -84,7 +85,7 @@ class DraftService(rpc.DraftServiceServicer):
     async def GetDraftStats(
         self, request: pb.GetDraftStatsRequest, context: Context
     ) -> pb.GetDraftStatsResponse:
-        """The store as it is now."""
+        """Return sizes of the store."""
         store = self._store
         return pb.GetDraftStatsResponse(
             prompts=store.prompts,
@@ -93,7 +94,7 @@ class DraftService(rpc.DraftServiceServicer):
             bytes=store.bytes,
             budget_bytes=store.budget_bytes,
             evicted=store.evicted,
-            snapshot_at=self._archive.taken_at,
+            snapshot_at=timestamp(self._archive.taken_at) if self._archive.taken_at else None,
         )
 
     def _found(self, run_id: str, prompt_ids: Sequence[str]) -> Iterator[Rollout]:

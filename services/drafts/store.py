@@ -1,6 +1,6 @@
-"""The rollouts of one replica of the store, within a budget of bytes. Pure: no clock, no I/O.
+"""Rollouts of one replica of the store, within a budget of bytes. Pure: no clock, no I/O.
 
-Time is logical: the order of puts and fetches. When the budget is exceeded, rollouts go in this order:
+Time is logical: the order of puts and fetches. When the budget is exceeded, rollouts are evicted in this order:
 
 1. pre-generated ones whose step has passed: their run has history of a later step (longest known first);
 2. history that is not the newest of its slot (first superseded first);
@@ -15,10 +15,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from services.drafts.rollout import Kind, Rollout
+from services.contracts.rollout import Rollout, RolloutKind
 
 ROLLOUT_OVERHEAD = 768
-"""Bytes charged for a rollout beside its arrays and names: objects, and its places in the store's tables."""
+"""Bytes charged for a rollout in addition to its arrays and names: objects and entries of the store's tables."""
 PROMPT_OVERHEAD = 384
 """Bytes charged for a prompt that has rollouts."""
 
@@ -29,7 +29,7 @@ SlotKey = tuple[str, str, int]
 
 
 class Cause(enum.StrEnum):
-    """Why a rollout was removed."""
+    """Cause of a rollout's removal."""
 
     PASSED = "passed"
     """Over budget: pre-generated for a step that has passed."""
@@ -42,16 +42,16 @@ class Cause(enum.StrEnum):
     SURPLUS = "surplus"
     """More versions of a slot's history than are kept."""
     REQUESTED = "requested"
-    """Somebody asked for it."""
+    """Removed by EvictRollouts."""
 
 
 BUDGET_CAUSES = (Cause.PASSED, Cause.SUPERSEDED, Cause.COLD)
-"""What the budget forced out, in the order of eviction."""
+"""Causes of evictions by the budget, in their order."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """What is known of one sample of a prompt; `history` is ordered by version, oldest first."""
+    """Rollouts of one sample of a prompt; `history` is ordered by policy version, oldest first."""
 
     history: list[Rollout] = field(default_factory=list)
     pregenerated: Rollout | None = None
@@ -64,7 +64,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Run:
-    """The steps of one run."""
+    """Steps of one run."""
 
     prompts: int = 0
     latest: int = -1
@@ -84,7 +84,7 @@ class DraftStore:
         self.changes = 0
         """Grows with every rollout that is put in or removed."""
         self.removed: Counter[Cause] = Counter()
-        self.rollouts: Counter[Kind] = Counter()
+        self.rollouts: Counter[RolloutKind] = Counter()
         self._history_versions = history_versions
         self._prompts: OrderedDict[PromptKey, dict[int, _Slot]] = OrderedDict()
         """Least recently used first."""
@@ -94,24 +94,24 @@ class DraftStore:
 
     @property
     def prompts(self) -> int:
-        """How many prompts have rollouts."""
+        """Prompts that have rollouts."""
         return len(self._prompts)
 
     @property
     def evicted(self) -> int:
-        """Rollouts removed to stay within the budget, since the start."""
+        """Rollouts evicted by the budget since the start."""
         return sum(self.removed[cause] for cause in BUDGET_CAUSES)
 
     def __iter__(self) -> Iterator[Rollout]:
-        """All rollouts; putting them into an empty store in this order gives the same store."""
+        """Yield all rollouts; putting them into an empty store in this order restores it."""
         for slots in self._prompts.values():
             for slot in slots.values():
                 yield from slot.rollouts()
 
     def put(self, rollout: Rollout) -> bool:
-        """Stores a rollout and makes room for it.
+        """Store a rollout and evict others if needed; return True if it is kept.
 
-        False when it is older or shorter than what is there, has served already, or finds no room.
+        It is not if it is older or shorter than the one there, its sample has ended already, or there is no room.
         """
         if cost(rollout) + PROMPT_OVERHEAD > self.budget_bytes or not self._is_news(rollout):
             return False
@@ -122,14 +122,14 @@ class DraftStore:
             self.bytes += PROMPT_OVERHEAD
         self._prompts.move_to_end(key)
         slot = self._prompts[key].setdefault(rollout.slot, _Slot())
-        if rollout.kind is Kind.HISTORY:
+        if rollout.kind is RolloutKind.HISTORY:
             self._put_history(slot, rollout)
         else:
             self._put_pregenerated(slot, rollout)
         return self._shrink(rollout)
 
     def fetch(self, run_id: str, prompt_id: str) -> list[Rollout]:
-        """All rollouts of a prompt, by slot; the history of a slot comes first, oldest version first."""
+        """Return all rollouts of a prompt by slot; in a slot the history comes first, oldest version first."""
         slots = self._prompts.get((run_id, prompt_id))
         if slots is None:
             return []
@@ -141,9 +141,9 @@ class DraftStore:
         run_id: str | None = None,
         prompt_ids: Collection[str] = (),
         before_version: int | None = None,
-        kind: Kind | None = None,
+        kind: RolloutKind | None = None,
     ) -> int:
-        """Removes what matches all that is given; returns how many."""
+        """Remove the rollouts that match all given conditions; return their number."""
         chosen = [
             rollout
             for (run, prompt), slots in self._prompts.items()
@@ -160,7 +160,7 @@ class DraftStore:
         slot = self._prompts.get((rollout.run_id, rollout.prompt_id), {}).get(rollout.slot)
         if slot is None:
             return True
-        if rollout.kind is Kind.PREGENERATED:
+        if rollout.kind is RolloutKind.PREGENERATED:
             served = any(each.step >= rollout.step for each in slot.history)
             return not served and (slot.pregenerated is None or _better(rollout, slot.pregenerated))
         full = len(slot.history) >= self._history_versions
@@ -193,7 +193,7 @@ class DraftStore:
         self._advance(self._runs[rollout.run_id], rollout.step)
 
     def _advance(self, run: _Run, step: int) -> None:
-        """The run has history of a step: what was generated ahead for earlier ones has passed."""
+        """Record history of a step: pre-generated rollouts of earlier steps have passed."""
         if step <= run.latest:
             return
         run.latest = step
@@ -201,7 +201,7 @@ class DraftStore:
             self._passed.update(run.ahead.pop(passed))
 
     def _shrink(self, newest: Rollout) -> bool:
-        """Evicts until the budget holds. Returns whether `newest`, put last, is still there."""
+        """Evict until the budget holds; return True if `newest`, put last, is still there."""
         kept = True
         while self.bytes > self.budget_bytes:
             victims, cause = self._victims(newest)
@@ -211,7 +211,7 @@ class DraftStore:
         return kept
 
     def _victims(self, newest: Rollout) -> tuple[list[Rollout], Cause]:
-        """What goes next."""
+        """Return the rollouts to evict next, and the cause."""
         if self._passed:
             run_id, prompt_id, number = next(iter(self._passed))
             slot = self._prompts[run_id, prompt_id][number]
@@ -223,16 +223,16 @@ class DraftStore:
         (run_id, prompt_id), slots = next(iter(self._prompts.items()))
         found = [each for slot in slots.values() for each in slot.rollouts()]
         if (run_id, prompt_id) == (newest.run_id, newest.prompt_id):
-            # The prompt in use is all that is left: it goes on with less.
+            # Only the prompt in use remains: it loses its other rollouts one by one.
             found = [each for each in found if each is not newest][:1]
         return found, Cause.COLD
 
     def _remove(self, rollout: Rollout, cause: Cause) -> None:
-        """Takes a rollout out of its slot, and what is empty then with it."""
+        """Remove a rollout from its slot, and the slot, prompt and run that are empty then."""
         key = (rollout.run_id, rollout.prompt_id)
         slots = self._prompts[key]
         slot = slots[rollout.slot]
-        if rollout.kind is Kind.HISTORY:
+        if rollout.kind is RolloutKind.HISTORY:
             slot.history.remove(rollout)
         else:
             slot.pregenerated = None
@@ -249,10 +249,10 @@ class DraftStore:
                 del self._runs[rollout.run_id]
 
     def _forget(self, rollout: Rollout) -> None:
-        """Takes a rollout out of the tables and the accounts."""
+        """Remove a rollout from tables and totals."""
         self._count(rollout, -1)
         key = _slot_key(rollout)
-        if rollout.kind is Kind.HISTORY:
+        if rollout.kind is RolloutKind.HISTORY:
             self._superseded.pop((key, rollout.version), None)
             return
         self._passed.pop(key, None)
@@ -270,7 +270,7 @@ class DraftStore:
 
 
 def cost(rollout: Rollout) -> int:
-    """Bytes that a rollout is charged."""
+    """Return the bytes charged for a rollout."""
     return rollout.nbytes + len(rollout.run_id) + len(rollout.prompt_id) + ROLLOUT_OVERHEAD
 
 
@@ -279,7 +279,7 @@ def _slot_key(rollout: Rollout) -> SlotKey:
 
 
 def _better(new: Rollout, old: Rollout) -> bool:
-    """Whether a pre-generated rollout replaces another of its slot."""
+    """Return True if a pre-generated rollout replaces another of its slot."""
     if new.step != old.step:
         return new.step > old.step
     same, longer = new.seed == old.seed, len(new.tokens) > len(old.tokens)

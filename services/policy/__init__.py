@@ -1,1 +1,1 @@
-"""What deciding knows: how long a step takes, and how that is found out."""
+"""Policy service: keeps the knobs of speculation, sends them to instances and explains decisions."""

@@ -1,4 +1,4 @@
-"""Starts the policy service: `python -m services.policy --redis-url URL`."""
+"""Start the policy service: `python -m services.policy --redis-url URL`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.policy.process import PolicyProcess
 
 
 async def main(config: PolicyConfig, shutdown: Shutdown) -> None:
-    """Serves until asked to stop. A standby takes over at once."""
+    """Serve until shutdown is requested; a standby takes over at once."""
     await serve(PolicyProcess(config, REGISTRY, shutdown.metrics_port), config, shutdown)
 
 

@@ -1,27 +1,29 @@
-"""Decisions in words. Pure."""
+"""Decision records of the policy service, in words. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from services.platform.decisions import Decision
-from services.policy.knobs import Scope, Setting, changes
-from services.policy.ladder import Move, Rung
+from paceline.internal.v1 import policy_pb2 as pb
+from services.contracts.knob_store import Rung
+from services.contracts.knobs import KnobScope, Setting, changes
+from services.platform.redis.decision_log import DecisionRecord
+from services.policy.ladder import LadderMove
 from services.policy.steps import StepEnd
 
 KNOBS, SPECULATION, DRAFT_CAP, TOGGLE = "knobs", "speculation", "draft_cap", "toggle"
 """Kinds of decision of this service."""
-DRAFTED = ("drafts", "fixed", "toggled_on", "table", "tried")
+DRAFTED = ("drafts", "fixed", "toggled_on", "table", "explored")
 """Reasons of engine steps that verified drafts."""
 WORDS = {
     "drafts": "drafts paid",
-    "resting": "drafters were not asked, as nothing had paid for a while",
+    "backoff": "drafters were not queried, because drafting had not paid for its overhead",
     "plain_is_best": "no draft would have paid",
     "within_margin": "the gain was within the margin",
-    "tried": "drafts were measured that would not quite have paid",
-    "tried_plain": "a plain step was measured, as drafts paid little",
-    "no_offers": "nothing was offered",
+    "explored": "exploration: drafts that were predicted not to pay were measured",
+    "explored_plain": "exploration: a plain step was measured",
+    "no_proposals": "no drafter proposed a token",
     "no_samples": "there was nothing to decode",
     "fixed": "drafts of fixed length",
     "toggled_on": "drafts of the given length paid",
@@ -30,13 +32,13 @@ WORDS = {
     "table_plain": "the table has none for the batch",
     "off": "speculation is switched off",
 }
-"""What reasons of engine steps mean."""
+"""Reasons of engine steps in words."""
 
 
 def knobs_set(
-    scope: Scope, before: Setting, after: Setting, revision: int, pending: Sequence[str], now: float
-) -> Decision:
-    """A setting was changed."""
+    scope: KnobScope, before: Setting, after: Setting, revision: int, pending: Sequence[str], now: float
+) -> DecisionRecord:
+    """Explain a change of knobs."""
     changed = list(changes(before, after))
     words = ", ".join(f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in changed)
     details: dict[str, Any] = {
@@ -46,11 +48,11 @@ def knobs_set(
         "pending": list(pending),
     }
     run_id = scope.name if scope.kind == "run" else ""
-    return Decision(KNOBS, f"{scope}: {words or 'nothing changed'}", 0.0, details, now, run_id)
+    return DecisionRecord(KNOBS, f"{scope}: {words or 'nothing changed'}", 0.0, details, now, run_id)
 
 
-def step_ended(end: StepEnd, now: float) -> Decision:
-    """How a step was speculated. The gain is the mean predicted one over plain decoding."""
+def step_ended(end: StepEnd, now: float) -> DecisionRecord:
+    """Explain how a step was speculated. The gain is the mean of those predicted over plain decoding."""
     totals = end.totals
     steps, acceptance = totals.engine_steps, totals.acceptance
     drafted = sum(totals.reasons[reason] for reason in DRAFTED)
@@ -78,26 +80,28 @@ def step_ended(end: StepEnd, now: float) -> Decision:
         },
     }
     gain = totals.predicted_gain / steps if steps else 0.0
-    return Decision(SPECULATION, "; ".join([words, *others]), gain, details, now, end.run_id)
+    return DecisionRecord(SPECULATION, "; ".join([words, *others]), gain, details, now, end.run_id)
 
 
-def cap_moved(end: StepEnd, before: Rung, move: Move, now: float) -> Decision:
-    """A ladder was climbed. The gain is that of tokens per verification, should all go on as it was."""
+def cap_moved(end: StepEnd, before: Rung, move: LadderMove, now: float) -> DecisionRecord:
+    """Explain a move on a ladder. The gain is that of tokens per verification if acceptance stays as it was."""
     cap, acceptance = move.rung.cap, end.totals.acceptance
     words = f"step {end.step}: cap {before.cap} -> {cap} tokens: {move.reason}"
     details = {"step": end.step, "from": before.cap, "to": cap, "fullness": round(acceptance.fullness, 4)}
     per_token = acceptance.accepted / acceptance.drafted if acceptance.drafted else 0.0
     gain = (cap - before.cap) * per_token / acceptance.block_efficiency if cap > before.cap else 0.0
-    return Decision(DRAFT_CAP, words, gain, details, now, end.run_id)
+    return DecisionRecord(DRAFT_CAP, words, gain, details, now, end.run_id)
 
 
-def switched(
-    on: bool, speedup: float, requests: int, run_id: str, step: int, instance_id: str, time: float
-) -> Decision:
-    """A toggle was turned on an instance."""
-    words = f"step {step}: {'on' if on else 'off'} at {requests} samples: predicted {speedup:.2f} of plain decoding"
-    details = {"step": step, "on": on, "requests": requests, "instance": instance_id}
-    return Decision(TOGGLE, words, speedup - 1.0, details, time, run_id)
+def switched(switch: pb.Switch, instance_id: str) -> DecisionRecord:
+    """Explain that speculation was switched on or off on an instance."""
+    words = (
+        f"step {switch.step}: {'on' if switch.on else 'off'} at {switch.requests} samples: "
+        f"predicted {switch.predicted_speedup:.2f} of plain decoding"
+    )
+    details = {"step": switch.step, "on": switch.on, "requests": switch.requests, "instance": instance_id}
+    at = switch.time.ToNanoseconds() / 1e9
+    return DecisionRecord(TOGGLE, words, switch.predicted_speedup - 1.0, details, at, switch.run_id)
 
 
 def _shown(value: Any) -> str:

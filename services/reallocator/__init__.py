@@ -1,1 +1,1 @@
-"""The reallocator: moves running samples between instances, so that none is crowded while another idles."""
+"""The reallocator: moves running samples between instances, so that none is overloaded while another idles."""

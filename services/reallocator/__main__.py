@@ -1,38 +1,38 @@
-"""Starts the reallocator: `python -m services.reallocator --redis-url URL`."""
+"""Start the reallocator: `python -m services.reallocator --redis-url URL`."""
 
 from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
-from services.platform.decisions import DecisionLog
-from services.platform.leadership import Leadership
 from services.platform.process import Shutdown, run, serve
-from services.platform.registered import RegisteredServer
-from services.platform.registry import Registry
-from services.platform.store import Keys
+from services.platform.redis.connection import Keys
+from services.platform.redis.decision_log import DecisionLog
+from services.platform.redis.leadership import Leadership
+from services.platform.redis.registry import Registry
+from services.platform.registered_server import RegisteredServer
 from services.reallocator.config import ReallocatorConfig
-from services.reallocator.learned import Costs, Learned
 from services.reallocator.metrics import ReallocatorMetrics
 from services.reallocator.models import Rooflines
+from services.reallocator.planning.learned_costs import LearnedCosts, MoveCosts
 from services.reallocator.reallocator import Reallocator
 
 
 async def main(config: ReallocatorConfig, shutdown: Shutdown) -> None:
-    """Works until told to stop, or until another process has registered under the same name."""
+    """Serve until told to stop, or until another process has registered under the same name."""
     rooflines, metrics = Rooflines(config), ReallocatorMetrics(REGISTRY)
-    learned = Learned(Costs(config.ways()))
+    learned = LearnedCosts(MoveCosts(config.ways()))
     server = RegisteredServer(config, "reallocator", config.instance_id, metrics_port=shutdown.metrics_port)
     registry = Registry(server.redis, Keys(config.namespace))
     decisions = DecisionLog(server.redis, config.namespace)
 
-    async def decide(_: str) -> Reallocator:
+    async def decide(_: int) -> Reallocator:
         return Reallocator(config, registry, decisions, metrics, rooflines, learned)
 
     async def changed(leading: bool) -> None:
         metrics.leader.set(leading)
 
     lease = f"{config.namespace}:{{reallocator}}:lease"
-    leadership = Leadership("reallocator", server.redis, lease, config.lease_seconds, decide, changed)
+    leadership = Leadership("reallocator", config, lease, decide, changed)
     server.work.append(leadership.run)
     await serve(server, config, shutdown)
 

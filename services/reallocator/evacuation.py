@@ -1,4 +1,4 @@
-"""Empties instances that are to go: everything off them that can be moved, round after round."""
+"""Empty draining instances: move every sample off them that can be moved, round after round."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from dataclasses import replace
 import structlog
 
 from paceline.v1 import fleet_pb2
-from services.reallocator.members import Member, Members
-from services.reallocator.moves import Mover, Outcome
-from services.reallocator.plan import evacuate
-from services.reallocator.records import Rules, Standing, Transfer
+from services.platform.backoff import ExponentialBackoff
+from services.reallocator.members import PolledInstance, PolledInstances
+from services.reallocator.moves import MoveOutcome, Mover
+from services.reallocator.planning.plan import evacuate
+from services.reallocator.planning.records import InstanceView, ReallocationRules, Transfer
 
 log = structlog.get_logger(__name__)
 
-# Between two rounds of which the first moved nothing; doubles while that goes on.
-_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+# Seconds between two rounds, after one that moved nothing and after many in a row.
+_FIRST_DELAY, _LONGEST_DELAY = 0.05, 1.0
 
 
 class Evacuation:
-    """One task for each instance that says it is draining; it ends when that is empty or gone."""
+    """One task per draining instance; it ends when the instance is empty or gone."""
 
     def __init__(
         self,
-        members: Members,
+        members: PolledInstances,
         mover: Mover,
-        rules: Callable[[], Rules],
-        look: Callable[[list[Member]], Awaitable[list[Standing]]],
-        tell: Callable[[Transfer, Outcome], Awaitable[None]],
+        rules: Callable[[], ReallocationRules],
+        look: Callable[[list[PolledInstance]], Awaitable[list[InstanceView]]],
+        tell: Callable[[Transfer, MoveOutcome], Awaitable[None]],
     ) -> None:
-        """`look` asks instances how they stand; `tell` is told what became of each transfer."""
+        """Take `look`, which lists instances, and `tell`, which is called with the outcome of each transfer."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._members = members
         self._mover = mover
@@ -40,7 +41,7 @@ class Evacuation:
         self._tell = tell
 
     def watch(self) -> None:
-        """Begins with those that have come to be draining."""
+        """Start a task for every instance that has begun to drain."""
         self.tasks = {name: task for name, task in self.tasks.items() if not task.done()}
         for member in self._members.known.values():
             leaving = member.is_in(fleet_pb2.INSTANCE_STATE_DRAINING) and member.samples
@@ -48,30 +49,29 @@ class Evacuation:
                 task = asyncio.create_task(self._empty(member), name=f"evacuate-{member.instance_id}")
                 self.tasks[member.instance_id] = task
 
-    async def _empty(self, member: Member) -> None:
+    async def _empty(self, member: PolledInstance) -> None:
         log.info("evacuating", instance=member.instance_id, samples=member.samples)
-        moved, pause = 0, _PAUSE
+        moved, backoff = 0, ExponentialBackoff(_FIRST_DELAY, _LONGEST_DELAY)
         while self._members.known.get(member.instance_id) is member:
             others = [
                 each
                 for each in self._members.known.values()
                 if each.is_in(fleet_pb2.INSTANCE_STATE_SERVING) and each is not member
             ]
-            standings = {each.instance_id: each for each in await self._look([member, *others])}
-            donor = standings.pop(member.instance_id, None)
+            views = {each.instance_id: each for each in await self._look([member, *others])}
+            donor = views.pop(member.instance_id, None)
             if donor is None or not donor.samples:
                 break
-            took = sum(await asyncio.gather(*map(self._round, self._plan(donor, standings))))
+            took = sum(await asyncio.gather(*map(self._round, self._plan(donor, views))))
             moved += took
             if took:
-                pause = _PAUSE
+                backoff.succeeded()
                 continue
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(backoff.failed())
         log.info("evacuated", instance=member.instance_id, moved=moved)
 
-    def _plan(self, donor: Standing, others: dict[str, Standing]) -> list[Transfer]:
-        # That one has just given says nothing against its taking these.
+    def _plan(self, donor: InstanceView, others: dict[str, InstanceView]) -> list[Transfer]:
+        # The cooldown does not apply: these samples have to go somewhere.
         now = asyncio.get_running_loop().time()
         free = [replace(each, receives=not self._is_shunned(name, now)) for name, each in others.items()]
         return evacuate(donor, free, self._rules())

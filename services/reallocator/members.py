@@ -1,4 +1,4 @@
-"""The instances as the reallocator knows them: found in the registry, asked how they are."""
+"""Track the instances that are found in the registry, by polling their status."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import structlog
 
 from paceline.internal.v1 import generation_pb2, generation_pb2_grpc, migration_pb2, migration_pb2_grpc
 from paceline.v1 import fleet_pb2
-from services.platform.channel import open_channel
-from services.platform.config import ServiceConfig
-from services.platform.registry import INSTANCES, InstanceRecord, Registry
-from services.platform.store import OUTAGES
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.channel import open_channel
+from services.platform.redis.connection import OUTAGES
+from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 from services.platform.tasks import is_cancelled
-from services.reallocator.measured import Report
-from services.reallocator.threshold import Roofline
+from services.reallocator.planning.measured_speed import InstanceReport
+from services.reallocator.planning.throughput import Roofline
 
 log = structlog.get_logger(__name__)
 
@@ -30,11 +30,11 @@ _REPORTS = 64
 
 
 class Unanswered(Exception):
-    """A call had no answer; the message is the status in lower case."""
+    """Error of a call without an answer; the message is the gRPC status in lower case."""
 
 
 async def answered(call: Awaitable[Any]) -> Any:
-    """The answer of a call. Raises Unanswered, also when the channel is closed under the call."""
+    """Return the answer of a call. Unanswered if there is none, also when the channel is closed under the call."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
@@ -46,18 +46,18 @@ async def answered(call: Awaitable[Any]) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
-    """An instance under one epoch. `status` is its last answer, None when it did not answer."""
+class PolledInstance:
+    """Instance under one epoch. `status` is its last answer, None when it did not answer."""
 
     record: InstanceRecord
     channel: grpc.aio.Channel
     roofline: Roofline
     status: fleet_pb2.Instance | None = None
-    # The last reports, oldest first; none of the time before it was lost from sight.
-    reports: deque[Report] = field(default_factory=lambda: deque(maxlen=_REPORTS))
-    # Until when its reports have been learned from.
+    # The last reports, oldest first; cleared when it does not answer.
+    reports: deque[InstanceReport] = field(default_factory=lambda: deque(maxlen=_REPORTS))
+    # Time up to which its reports have been learned from.
     learned_at: float = float("-inf")
-    # Mean length of its samples, prompts included, when they were last looked at.
+    # Mean length of its samples, prompts included, when they were last listed.
     context: float = 1.0
     generation: Any = field(init=False)
     migration: Any = field(init=False)
@@ -72,15 +72,15 @@ class Member:
 
     @property
     def samples(self) -> int:
-        """Real samples on it, as it last said."""
+        """Real samples on it, by its last answer."""
         return 0 if self.status is None else self.status.load.running + self.status.load.waiting
 
     def is_in(self, state: fleet_pb2.InstanceState) -> bool:
-        """Whether it has answered, and said this of itself."""
+        """Return whether it has answered, and is in this state."""
         return self.status is not None and self.status.state == state
 
     async def list_samples(self) -> migration_pb2.ListSamplesResponse | None:
-        """What is on it; None when it does not answer."""
+        """Return its samples and free room; None when it does not answer."""
         request = migration_pb2.ListSamplesRequest()
         try:
             return await answered(self.migration.ListSamples(request, timeout=CALL_SECONDS))
@@ -89,13 +89,13 @@ class Member:
             return None
 
 
-class Members:
-    """All registered instances, by id. `roofline` makes the curve of a new one."""
+class PolledInstances:
+    """All registered instances, by id. `roofline` makes the throughput curve of a new one."""
 
     def __init__(
         self, config: ServiceConfig, registry: Registry, roofline: Callable[[InstanceRecord], Roofline]
     ) -> None:
-        self.known: dict[str, Member] = {}
+        self.known: dict[str, PolledInstance] = {}
         self._config = config
         self._registry = registry
         self._roofline = roofline
@@ -104,8 +104,10 @@ class Members:
         self._read_at = float("-inf")
 
     async def refresh(self, registry_seconds: float = 0.0) -> None:
-        """Asks every instance, and reads the registry if that was so long ago. In an outage of Redis those that are
-        known stay known."""
+        """Poll every instance, and read the registry if that was `registry_seconds` ago.
+
+        In an outage of Redis, known instances stay known.
+        """
         now = time.monotonic()
         if now - self._read_at >= registry_seconds:
             self._read_at = now
@@ -124,7 +126,7 @@ class Members:
             await self._take_in(records)
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         await self._take_in({})
 
     async def _take_in(self, records: dict[str, InstanceRecord]) -> None:
@@ -136,7 +138,7 @@ class Members:
             if name in self.known:
                 self.known[name].record = record
             elif (channel := self._open(record)) is not None:
-                self.known[name] = Member(record, channel, self._roofline(record))
+                self.known[name] = PolledInstance(record, channel, self._roofline(record))
 
     def _open(self, record: InstanceRecord) -> grpc.aio.Channel | None:
         try:
@@ -148,7 +150,7 @@ class Members:
             self._undialled.add(record.address)
             return None
 
-    async def _ask(self, member: Member) -> None:
+    async def _ask(self, member: PolledInstance) -> None:
         request = generation_pb2.GetStatusRequest()
         try:
             answer = await answered(member.generation.GetStatus(request, timeout=CALL_SECONDS))
@@ -162,4 +164,6 @@ class Members:
         member.status = said if same else None
         if member.status is not None:
             load = member.status.load
-            member.reports.append(Report(time.monotonic(), member.samples, load.steps, load.generated_tokens))
+            member.reports.append(
+                InstanceReport(time.monotonic(), member.samples, load.steps, load.generated_tokens)
+            )

@@ -1,4 +1,4 @@
-"""The step-time model that an instance's curve starts from."""
+"""Choose the step-time model from which an instance's throughput curve starts."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from pathlib import Path
 
 import structlog
 
-from services.platform.registry import InstanceRecord
-from services.policy.models import architecture_of
-from services.policy.step_time import Architecture, StepTime, UnsupportedArchitecture
-from services.policy.stored import Calibration
+from services.platform.redis.registry import InstanceRecord
 from services.reallocator.config import ReallocatorConfig
-from services.reallocator.threshold import Roofline
+from services.reallocator.planning.step_time_model import (
+    Architecture,
+    StepTime,
+    UnsupportedArchitecture,
+    architecture_of,
+)
+from services.reallocator.planning.throughput import Roofline
 
 log = structlog.get_logger(__name__)
 
-# Of a model that cannot be looked at: small, so that what is measured soon says all.
+# Architecture of an unreadable model: small, so that measured steps soon dominate.
 _UNKNOWN = Architecture(weight_bytes=1e8, kv_bytes=1e4, dense_flops=1e8, attention_flops=1e4)
 
 
 class Rooflines:
-    """Makes the curves of instances; those of one model and device share one, so that what is measured of any says
-    something of all, and noise does not tell equals apart. The calibration is read once.
+    """Throughput curves of instances, one per model and device.
 
-    Raises, when built:
-        UnusableCalibration: it cannot be read.
+    Equal instances share a curve, so that each measurement counts for all of them and noise does not make them
+    differ.
     """
 
     def __init__(self, config: ReallocatorConfig) -> None:
         self._config = config
-        self._calibration = Calibration.load(config.calibration) if config.calibration else None
         self._told: set[str] = set()
         self._shared: dict[tuple[str, str, int], Roofline] = {}
 
@@ -42,12 +43,10 @@ class Rooflines:
         return self._shared[kind]
 
     def _model(self, model: str) -> StepTime:
-        if self._calibration is not None:
-            return self._calibration.step_time
         try:
-            return StepTime.prior(architecture_of(Path(model), self._config.dtype))
+            return StepTime(architecture=architecture_of(Path(model), self._config.dtype))
         except UnsupportedArchitecture as error:
             if model not in self._told:
                 log.warning("no_step_time_model", reason=str(error))
             self._told.add(model)
-            return StepTime.prior(_UNKNOWN)
+            return StepTime(architecture=_UNKNOWN)

@@ -1,4 +1,4 @@
-"""Carries out transfers: asks the donor to move each sample, a few at a time, and takes in what came of it."""
+"""Carry out transfers: ask the donor to move each sample, a few at a time, and count the outcomes."""
 
 from __future__ import annotations
 
@@ -11,82 +11,90 @@ from math import inf
 import structlog
 
 from paceline.internal.v1 import migration_pb2 as pb
+from paceline.times import duration, seconds_of
+from services.platform.backoff import ExponentialBackoff
 from services.reallocator.config import ReallocatorConfig
-from services.reallocator.learned import Costs
-from services.reallocator.members import Member, Members, Unanswered, answered
+from services.reallocator.members import PolledInstance, PolledInstances, Unanswered, answered
 from services.reallocator.metrics import ReallocatorMetrics
-from services.reallocator.price import By
-from services.reallocator.records import Move, Transfer
+from services.reallocator.planning.learned_costs import MoveCosts
+from services.reallocator.planning.price import MoveBy
+from services.reallocator.planning.records import Move, Transfer
 
 log = structlog.get_logger(__name__)
 
-# Beyond the time for a move, for its answer.
+# Time for the answer of a move, beyond the time for the move itself.
 _ANSWER_SECONDS = 2.0
-# Reasons that say something of the receiver, not of the sample: the rest of the transfer would fare as ill.
+# Reasons that concern the receiver, not the sample: the other moves of the transfer would fail as well.
 _RECEIVERS = range(pb.MOVE_REASON_CLOSED, pb.MOVE_REASON_RECEIVER_BUSY + 1)
 _UNREACHABLE = (pb.MOVE_REASON_RECEIVER_LOST, pb.MOVE_REASON_CONNECTION)
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-_BY = {By.KV: pb.MOVE_BY_KV, By.PREFIX: pb.MOVE_BY_PREFIX}
+FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
+"""Seconds for which a receiver that could not be reached is avoided: the first, doubling up to the second."""
+_BY = {MoveBy.KV: pb.MOVE_BY_KV, MoveBy.PREFIX: pb.MOVE_BY_PREFIX}
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What became of a transfer: the samples that were moved, and how often which reason kept one where it was."""
+class MoveOutcome:
+    """Outcome of a transfer: the moves that were made, and counts of reasons for which others were not."""
 
     done: list[Move] = field(default_factory=list)
     bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
-    # Nothing more is sent to this receiver for now.
+    # True once no further move of the transfer may begin.
     stopped: bool = False
 
     @property
     def moved(self) -> int:
-        """How many samples."""
+        """Number of samples that were moved."""
         return len(self.done)
 
 
 @dataclass(slots=True)
 class _Failing:
     epoch: int
-    failures: int = 0
+    backoff: ExponentialBackoff = field(
+        default_factory=lambda: ExponentialBackoff(FIRST_DELAY, LONGEST_DELAY)
+    )
     until: float = 0.0
 
 
 class Shunned:
-    """Receivers that could not be reached: left alone for a pause that doubles. Pure, times are passed in.
+    """Receivers that could not be reached, avoided for a time that doubles. Pure: times are passed in.
 
-    An instance that begins anew, under another epoch, has not failed yet.
+    A restarted instance, which has another epoch, is not avoided.
     """
 
     def __init__(self) -> None:
         self._failing: dict[str, _Failing] = {}
 
     def failed(self, instance_id: str, epoch: int, now: float) -> None:
-        """Nothing could be sent there. What is said of it during its pause is of the same failure."""
+        """Avoid a receiver from now on. A failure while it is avoided already is part of the same one."""
         known = self._failing.get(instance_id)
         if known is None or known.epoch != epoch:
             known = self._failing[instance_id] = _Failing(epoch)
-        if known.failures and now < known.until:
+        if known.backoff.failures and now < known.until:
             return
-        known.until = now + min(_FIRST_PAUSE * 2 ** min(known.failures, 16), _LONGEST_PAUSE)
-        known.failures += 1
+        known.until = now + known.backoff.failed()
 
     def worked(self, instance_id: str) -> None:
-        """A sample has arrived there."""
+        """Stop avoiding a receiver: a sample has arrived there."""
         self._failing.pop(instance_id, None)
 
     def is_shunned(self, instance_id: str, epoch: int, now: float) -> bool:
-        """Whether it is to be left alone."""
+        """Return whether a receiver is avoided now."""
         known = self._failing.get(instance_id)
         return known is not None and known.epoch == epoch and now < known.until
 
 
 class Mover:
-    """`shunned` and `costs` learn from every move."""
+    """Mover of samples. `shunned` and `costs` learn from every move."""
 
     def __init__(
-        self, config: ReallocatorConfig, members: Members, metrics: ReallocatorMetrics, costs: Costs
+        self,
+        config: ReallocatorConfig,
+        members: PolledInstances,
+        metrics: ReallocatorMetrics,
+        costs: MoveCosts,
     ) -> None:
         self.shunned = Shunned()
         self._costs = costs
@@ -95,10 +103,12 @@ class Mover:
         self._metrics = metrics
         self._slots: dict[str, asyncio.Semaphore] = {}
 
-    async def carry_out(self, transfer: Transfer, until: float = inf) -> Outcome:
-        """Moves the samples of a transfer; no move begins after `until`, of the loop's time. Never raises for what
-        an instance does."""
-        outcome = Outcome()
+    async def carry_out(self, transfer: Transfer, until: float = inf) -> MoveOutcome:
+        """Move the samples of a transfer; no move begins after `until`, a time of the event loop.
+
+        Failures of instances are part of the outcome, never raised.
+        """
+        outcome = MoveOutcome()
         donor, receiver = (self._members.known.get(name) for name in (transfer.donor, transfer.receiver))
         if donor is None or receiver is None:
             outcome.refused["gone"] += len(transfer.keys)
@@ -110,7 +120,7 @@ class Mover:
         async def carry(move: Move) -> None:
             async with slots:
                 if loop.time() > until:
-                    # Who knows where the sample is by now.
+                    # The listing is too old: the sample may have ended or moved.
                     outcome.refused["stale"] += 1
                 elif not outcome.stopped:
                     await self._move(transfer, donor, receiver, move, outcome)
@@ -119,14 +129,19 @@ class Mover:
         return outcome
 
     async def _move(
-        self, transfer: Transfer, donor: Member, receiver: Member, move: Move, outcome: Outcome
+        self,
+        transfer: Transfer,
+        donor: PolledInstance,
+        receiver: PolledInstance,
+        move: Move,
+        outcome: MoveOutcome,
     ) -> None:
         request = pb.MoveRequest(
             key=move.key,
             receiver_id=receiver.instance_id,
             receiver_address=receiver.record.address,
             migration_id=uuid.uuid4().hex,
-            timeout_seconds=self._config.move_timeout_seconds,
+            timeout=duration(self._config.move_timeout_seconds),
             by=_BY[move.by],
         )
         try:
@@ -134,7 +149,7 @@ class Mover:
                 seconds = self._config.move_timeout_seconds + _ANSWER_SECONDS
                 answer = await answered(donor.migration.Move(request, timeout=seconds))
         except Unanswered as error:
-            # The donor finishes what it has begun, or is gone and its samples with it: both are the gateway's.
+            # The donor finishes the move, or is gone with its samples; the gateway handles both.
             reason = str(error)
             outcome.failed[reason] += 1
             outcome.stopped = True
@@ -143,18 +158,18 @@ class Mover:
         self._settle(transfer, receiver.record.epoch, answer.migration, move, outcome)
 
     def _settle(
-        self, transfer: Transfer, epoch: int, migration: pb.Migration, move: Move, outcome: Outcome
+        self, transfer: Transfer, epoch: int, migration: pb.Migration, move: Move, outcome: MoveOutcome
     ) -> None:
         if migration.outcome == pb.MOVE_OUTCOME_MOVED:
             outcome.done.append(move)
             outcome.bytes += migration.copied_bytes + migration.delta_bytes
             self.shunned.worked(transfer.receiver)
             self._metrics.moves.labels(transfer.rule, move.by).inc()
-            if move.by is By.PREFIX:
+            if move.by is MoveBy.PREFIX:
                 return
-            self._costs.stalled(move.by, migration.stall_steps, migration.copy_seconds, move.tokens)
+            self._costs.stalled(move.by, migration.stall_steps, seconds_of(migration.copy_time), move.tokens)
             self._metrics.bytes.inc(migration.copied_bytes + migration.delta_bytes)
-            self._metrics.stall_seconds.observe(migration.stall_seconds)
+            self._metrics.stall_seconds.observe(seconds_of(migration.stall_time))
             self._metrics.stall_steps.observe(migration.stall_steps)
             return
         reason = _reason_name(migration.reason)

@@ -1,4 +1,4 @@
-"""Watches the instances, decides every so many engine steps, has samples moved, and tells what came of it."""
+"""Watch the instances, decide every `decision_steps` engine steps, and have samples moved."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import structlog
 
+from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2
-from services.platform.decisions import Decision, DecisionLog
-from services.platform.registry import InstanceRecord, Registry
+from services.platform.redis.decision_log import DecisionLog, DecisionRecord
+from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.tasks import end, is_cancelled
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.evacuation import Evacuation
-from services.reallocator.learned import Learned
-from services.reallocator.measured import steady
-from services.reallocator.members import Member, Members
+from services.reallocator.members import PolledInstance, PolledInstances
 from services.reallocator.metrics import ReallocatorMetrics
-from services.reallocator.moves import Mover, Outcome
-from services.reallocator.plan import plan
-from services.reallocator.price import By
-from services.reallocator.records import Rules, Standing, Transfer
-from services.reallocator.rest import Rest
+from services.reallocator.moves import MoveOutcome, Mover
+from services.reallocator.planning.cooldown import Cooldown
+from services.reallocator.planning.instance_view import instance_view, mean_length
+from services.reallocator.planning.learned_costs import LearnedCosts
+from services.reallocator.planning.measured_speed import steady
+from services.reallocator.planning.plan import plan
+from services.reallocator.planning.price import MoveBy
+from services.reallocator.planning.records import InstanceView, ReallocationRules, Transfer
+from services.reallocator.planning.throughput import Roofline
+from services.reallocator.planning.trigger import Name, Trigger
 from services.reallocator.review import Review
-from services.reallocator.standing import mean_length, standing
-from services.reallocator.threshold import Roofline
-from services.reallocator.trigger import Name, Trigger
 
 log = structlog.get_logger(__name__)
 
 KIND, OUTCOME = "migration", "migration_outcome"
-"""Kinds of decisions: what is to be moved, and what then became of it."""
-# Engine steps with the same samples whose mean time is believed.
+"""Kinds of entries in the decision log: a transfer, and its outcome."""
+# Fewest engine steps with the same samples whose mean time is learned from.
 _LEARN_STEPS = 16
-# The registry is read every so many polls, or after so long, whichever is sooner.
+# The registry is read after this many polls, or seconds, whichever is sooner.
 _REGISTRY_POLLS, _REGISTRY_SECONDS = 5, 1.0
-# Nothing is waited for longer than so many polls.
-_LONGEST_PAUSE_POLLS = 2.0
+# Longest interval between polls, in multiples of the configured one.
+_MAX_POLL_INTERVALS = 2.0
 
 
 class Reallocator:
-    """Usage: `run` until cancelled. What is being moved then is finished by the instances themselves."""
+    """Reallocator while it leads: `run` until cancelled. Instances finish the moves under way by themselves."""
 
     def __init__(
         self,
@@ -50,9 +51,9 @@ class Reallocator:
         decisions: DecisionLog,
         metrics: ReallocatorMetrics,
         roofline: Callable[[InstanceRecord], Roofline],
-        learned: Learned,
+        learned: LearnedCosts,
     ) -> None:
-        self.members = Members(config, registry, roofline)
+        self.members = PolledInstances(config, registry, roofline)
         self._config = config
         self._decisions = decisions
         self._metrics = metrics
@@ -62,15 +63,15 @@ class Reallocator:
             self.members, self._mover, self._rules, self._look, self._tell_evacuation
         )
         self._trigger = Trigger(config.decision_steps)
-        self._rest = Rest(config.rest)
+        self._cooldown = Cooldown(config.cooldown_decisions)
         # Instances that take part in a transfer now.
         self._busy: set[str] = set()
-        # Samples that have been moved off an instance since it was last looked at.
+        # Samples that have been moved off an instance since it was last listed.
         self._left: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Works until cancelled."""
+        """Poll, learn, and decide until cancelled."""
         poll = self._config.poll_seconds
         try:
             while not is_cancelled():
@@ -79,23 +80,25 @@ class Reallocator:
                 self._evacuation.watch()
                 self._metrics.evacuating.set(len(self._evacuation.tasks))
                 await self._decide_if_due()
-                await asyncio.sleep(self._pause())
+                await asyncio.sleep(self._poll_interval())
         finally:
             try:
                 await end((*self._tasks, *self._evacuation.tasks.values()))
             finally:
                 await self.members.close()
 
-    def _pause(self) -> float:
-        """Until the next poll: about when a decision comes due. Each question takes the instances' time."""
+    def _poll_interval(self) -> float:
+        """Return the seconds until the next poll: about when a decision is due, because polls cost engine time."""
         poll, serving = self._config.poll_seconds, self._serving()
         if self._tasks or len(serving) < 2:
             return poll
-        step = min((m.status.load.step_seconds for m in serving if m.status is not None), default=0.0)
+        step = min(
+            (seconds_of(m.status.load.step_time) for m in serving if m.status is not None), default=0.0
+        )
         left = self._trigger.steps_left(_steps_of(serving)) * step
-        return min(max(left, poll), _LONGEST_PAUSE_POLLS * poll)
+        return min(max(left, poll), _MAX_POLL_INTERVALS * poll)
 
-    def _serving(self) -> list[Member]:
+    def _serving(self) -> list[PolledInstance]:
         return [m for m in self.members.known.values() if m.is_in(fleet_pb2.INSTANCE_STATE_SERVING)]
 
     # Looking -------------------------------------------------------------------------------------------
@@ -108,33 +111,33 @@ class Reallocator:
                 member.roofline.observe(now.samples, now.step_seconds, now.tokens_per_step, member.context)
                 member.learned_at = member.reports[-1].at
 
-    async def _look(self, members: Sequence[Member]) -> list[Standing]:
-        """How those that answer stand."""
+    async def _look(self, members: Sequence[PolledInstance]) -> list[InstanceView]:
+        """Return the views of the instances that answer."""
         listed = await asyncio.gather(*(member.list_samples() for member in members))
         now, found = time.monotonic(), []
         for member, answer in zip(members, listed, strict=True):
             if answer is None:
                 continue
             member.context = mean_length(answer)
-            lifetimes = self._learned.lifetimes_of(member.record.model)
+            remaining_lengths = self._learned.lengths_of(member.record.model)
             lengths: dict[Hashable, int] = {each.key: each.response_tokens for each in answer.samples}
-            lifetimes.saw(member.instance_id, lengths, self._left.pop(member.instance_id, ()))
+            remaining_lengths.saw(member.instance_id, lengths, self._left.pop(member.instance_id, ()))
             shunned = self._mover.shunned.is_shunned(member.instance_id, member.record.epoch, now)
             found.append(
-                standing(
+                instance_view(
                     member.instance_id,
                     member.record.model,
                     answer,
                     member.roofline,
-                    lifetimes,
-                    gives=self._rest.gives(member.instance_id),
-                    receives=self._rest.receives(member.instance_id) and not shunned,
+                    remaining_lengths,
+                    gives=self._cooldown.gives(member.instance_id),
+                    receives=self._cooldown.receives(member.instance_id) and not shunned,
                 )
             )
             self._metrics.threshold.labels(member.instance_id).set(found[-1].threshold)
         return found
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> ReallocationRules:
         return self._config.rules(self._learned)
 
     # Deciding ------------------------------------------------------------------------------------------
@@ -150,11 +153,11 @@ class Reallocator:
             fleet = await self._look(free)
             transfers = plan(fleet, self._rules()) if loop.time() < until else None
         if transfers is None:
-            # Asked again at the next poll.
+            # The next poll tries again.
             self._metrics.decisions.labels("late").inc()
             return
         self._trigger.decided(steps)
-        self._rest.decided(transfers)
+        self._cooldown.decided(transfers)
         self._learned.fade()
         self._metrics.show_learned(self._learned)
         self._metrics.decisions.labels("move" if transfers else "keep").inc()
@@ -174,50 +177,50 @@ class Reallocator:
         self._metrics.predicted_gain.labels(transfer.rule).observe(transfer.predicted_gain)
         review = Review(transfer, self.members, self._learned, self._metrics, self._config.poll_seconds)
         try:
-            decision = Decision(KIND, transfer.reason, transfer.predicted_gain, _details(transfer))
-            # Redis may be away: the moves do not wait for it.
+            decision = DecisionRecord(KIND, transfer.reason, transfer.predicted_gain, _details(transfer))
+            # The moves do not wait for Redis, which may be down.
             _, outcome = await asyncio.gather(
                 self._decisions.write(decision), self._mover.carry_out(transfer, until)
             )
         finally:
             self._busy -= {transfer.donor, transfer.receiver}
         self._note_left(transfer, outcome)
-        details = _details(transfer) | _what_became(outcome)
+        details = _details(transfer, outcome)
         if outcome.moved:
             details |= await review.conclude(outcome)
         log.info("moved", **details)
         reason = f"{outcome.moved} of {len(transfer.moves)} samples were moved"
-        await self._decisions.write(Decision(OUTCOME, reason, transfer.predicted_gain, details))
+        await self._decisions.write(DecisionRecord(OUTCOME, reason, transfer.predicted_gain, details))
 
-    async def _tell_evacuation(self, transfer: Transfer, outcome: Outcome) -> None:
+    async def _tell_evacuation(self, transfer: Transfer, outcome: MoveOutcome) -> None:
         self._note_left(transfer, outcome)
-        details = _details(transfer) | _what_became(outcome)
-        await self._decisions.write(Decision(KIND, transfer.reason, 0.0, details))
+        details = _details(transfer, outcome)
+        await self._decisions.write(DecisionRecord(KIND, transfer.reason, 0.0, details))
 
-    def _note_left(self, transfer: Transfer, outcome: Outcome) -> None:
-        """What was moved has not ended."""
+    def _note_left(self, transfer: Transfer, outcome: MoveOutcome) -> None:
+        """Remember the moved samples, so that they are not counted as ended."""
         self._left.setdefault(transfer.donor, set()).update(move.key for move in outcome.done)
 
 
-def _steps_of(members: Iterable[Member]) -> dict[Name, int]:
+def _steps_of(members: Iterable[PolledInstance]) -> dict[Name, int]:
     return {(m.instance_id, m.record.epoch): m.reports[-1].steps for m in members if m.reports}
 
 
-def _details(transfer: Transfer) -> dict[str, object]:
-    return {
+def _details(transfer: Transfer, outcome: MoveOutcome | None = None) -> dict[str, object]:
+    """Return the details of a transfer for the decision log, with its outcome once there is one."""
+    details: dict[str, object] = {
         "rule": transfer.rule.value,
         "donor": transfer.donor,
         "receiver": transfer.receiver,
         "samples": len(transfer.moves),
-        "by": {way.value: transfer.count(way) for way in By},
+        "by": {way.value: transfer.count(way) for way in MoveBy},
     }
-
-
-def _what_became(outcome: Outcome) -> dict[str, object]:
-    return {
-        "moved": outcome.moved,
-        "moved_by": {way.value: sum(move.by is way for move in outcome.done) for way in By},
-        "bytes": outcome.bytes,
-        "refused": dict(outcome.refused),
-        "failed": dict(outcome.failed),
-    }
+    if outcome is not None:
+        details |= {
+            "moved": outcome.moved,
+            "moved_by": {way.value: sum(move.by is way for move in outcome.done) for way in MoveBy},
+            "bytes": outcome.bytes,
+            "refused": dict(outcome.refused),
+            "failed": dict(outcome.failed),
+        }
+    return details

@@ -1,1 +1,1 @@
-"""How many instances there should be, and, where that is wanted, seeing to it through Kubernetes."""
+"""Autoscaling of instances: recommends replicas and, if configured, applies them through Kubernetes."""

@@ -1,33 +1,47 @@
-"""What can go wrong with the Kubernetes API, by what follows from it."""
+"""Errors of the Kubernetes API and of the gateway, by what follows from them."""
 
 from __future__ import annotations
 
 
-class ClusterError(Exception):
-    """A call to the Kubernetes API that did not succeed; `kind` is a label of metrics."""
+class ScalingError(Exception):
+    """A call that scaling made did not succeed; `kind` is a label of metrics."""
 
     kind = "failed"
 
 
+class ClusterError(ScalingError):
+    """A call to the Kubernetes API failed."""
+
+
 class ApiUnreachable(ClusterError):
-    """The API is down, or answers that it is: try again."""
+    """The API is down or overloaded: try again."""
 
     kind = "unreachable"
 
 
 class ApiConflict(ClusterError):
-    """Somebody else has changed the object since it was read: read it again."""
+    """The object has changed since it was read: read it again."""
 
     kind = "conflict"
 
 
 class ApiForbidden(ClusterError):
-    """The service account may not do that: somebody has to mend the role."""
+    """The service account lacks a permission: its role must be corrected."""
 
     kind = "forbidden"
 
 
 class ApiNotFound(ClusterError):
-    """There is no such object."""
+    """The object does not exist."""
 
     kind = "not_found"
+
+
+class GatewayError(ScalingError):
+    """The gateway did not answer, or refused."""
+
+    kind = "unreachable"
+
+
+class UnknownInstance(GatewayError):
+    """The gateway has no connection to the instance."""

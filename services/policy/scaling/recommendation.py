@@ -1,50 +1,32 @@
-"""How many instances each pool should have. Pure.
+"""Recommend how many instances each pool should have, and stabilize the recommendations. Pure.
 
-The demand becomes a capacity that is wanted, as the highest of three:
+The wanted capacity is the highest of three:
 
-- the queue: what is unfinished should be done within `queue_seconds`, if there are samples that wait;
-- deadlines: for each, all tokens that are due by then within `deadline_margin` of the time that is left;
-- bubbles: the capacity there is, less what stands idle within steps beyond `bubble_share`. Between steps nothing is
-  idle in this sense: there instances pre-generate the coming step.
+- queue: while samples wait, what is unfinished should be done within `queue_seconds`;
+- deadlines: all tokens due by a deadline should be done within `deadline_margin` of the time that is left;
+- bubbles: the present capacity, less what idles within steps beyond `bubble_share`. Between steps nothing counts as
+  idle, since instances pre-generate the coming step then.
 
-Capacity is in tokens a second as they were measured, and in samples at once before there is a measurement (then
-deadlines say nothing). Earlier pools grow first and shrink last.
+Capacity is in measured tokens a second; before there is a measurement it is in samples at once, and deadlines are
+not considered. Earlier pools grow first and shrink last.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf
 
+from services.policy.scaling.config import PoolConfig, ScalingConfig
 from services.policy.scaling.demand import Demand
 
 _FINEST = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """Bounds of a pool's replicas."""
-
-    name: str
-    minimum: int
-    maximum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """As ScalingConfig says."""
-
-    pools: tuple[Pool, ...]
-    queue_seconds: float = 120.0
-    deadline_margin: float = 0.8
-    bubble_share: float = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """A pool as it is: the replicas that it is meant to have, and what each can do: tokens a second (None: not
-    measured yet) and samples at once."""
+class PoolCapacity:
+    """Desired replicas of a pool, and the capacity of one: tokens a second (None: unmeasured), samples at once."""
 
     replicas: int
     rate: float | None
@@ -53,8 +35,10 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """`replicas` by pool, in the pools' order; `reason` is queue, deadline, bubbles, enough or idle; `wanted` and
-    `there` are capacities in `unit`."""
+    """Recommended replicas by pool, in the order of the pools.
+
+    `reason` is queue, deadline, bubbles, enough or idle; `wanted` and `there` are capacities in `unit`.
+    """
 
     replicas: dict[str, int]
     reason: str
@@ -64,86 +48,146 @@ class Recommendation:
 
 
 def recommend(
-    rules: Rules, demand: Demand, fleets: Sequence[Fleet], bubble_share: float | None, idle: bool = False
+    config: ScalingConfig,
+    demand: Demand,
+    capacities: Sequence[PoolCapacity],
+    bubble_share: float | None,
+    idle: bool = False,
 ) -> Recommendation:
-    """The replicas of each pool; `fleets` in the order of `rules.pools`.
+    """Return the recommended replicas of each pool.
 
     Args:
-        bubble_share: share of instance time that bubbles took within steps; None: unknown.
+        config: pools and thresholds.
+        demand: what is unfinished.
+        capacities: in the order of `config.pools`.
+        bubble_share: share of instance time that bubbles took within steps; None if unknown.
         idle: there has been no work for long.
     """
     if idle:
-        return Recommendation({pool.name: pool.minimum for pool in rules.pools}, "idle")
-    measured = all(fleet.rate is not None for fleet in fleets)
-    each = [fleet.rate if measured and fleet.rate is not None else fleet.capacity for fleet in fleets]
-    there = sum(fleet.replicas * one for fleet, one in zip(fleets, each, strict=True))
-    reasons = {
-        "enough": there,
-        "queue": _for_queue(rules, demand, measured),
-        "deadline": _for_deadlines(rules, demand) if measured else 0.0,
-    }
+        return Recommendation({pool.name: pool.minimum for pool in config.pools}, "idle")
+    measured = all(each.rate is not None for each in capacities)
+    units = [each.rate if measured and each.rate is not None else each.capacity for each in capacities]
+    there = sum(each.replicas * unit for each, unit in zip(capacities, units, strict=True))
+    reasons = {"enough": there, "queue": 0.0, "deadline": _for_deadlines(config, demand) if measured else 0.0}
+    if demand.waiting_samples:
+        reasons["queue"] = demand.tokens / config.queue_seconds if measured else float(demand.samples)
     reason = max(reasons, key=lambda name: reasons[name])
-    if reason == "enough" and bubble_share is not None and bubble_share > rules.bubble_share:
+    if reason == "enough" and bubble_share is not None and bubble_share > config.bubble_share:
         # Not below what queue and deadlines need.
-        busy = there * (1.0 - bubble_share) / (1.0 - rules.bubble_share)
+        busy = there * (1.0 - bubble_share) / (1.0 - config.bubble_share)
         reasons["bubbles"] = max(busy, reasons["queue"], reasons["deadline"])
         reason = "bubbles"
     wanted = reasons[reason]
-    replicas = _allocate(rules.pools, fleets, each, wanted)
+    replicas = _allocate(config.pools, capacities, units, wanted)
     unit = "tokens/s" if measured else "samples"
-    names = (pool.name for pool in rules.pools)
-    return Recommendation(dict(zip(names, replicas, strict=True)), reason, wanted, there, unit)
+    return Recommendation(replicas, reason, wanted, there, unit)
 
 
-def _for_queue(rules: Rules, demand: Demand, measured: bool) -> float:
-    if not demand.waiting_samples:
-        return 0.0
-    return demand.tokens / rules.queue_seconds if measured else float(demand.samples)
-
-
-def _for_deadlines(rules: Rules, demand: Demand) -> float:
-    """The rate at which every deadline is met when the earliest is served first."""
+def _for_deadlines(config: ScalingConfig, demand: Demand) -> float:
+    """Return the rate at which every deadline is met when the earliest is served first."""
     wanted, tokens = 0.0, 0.0
     for due in sorted(demand.dues, key=lambda due: due.seconds):
         tokens += due.tokens
         if tokens > 0:
-            left = due.seconds * rules.deadline_margin
+            left = due.seconds * config.deadline_margin
             wanted = max(wanted, tokens / left if left > 0 else inf)
     return wanted
 
 
 def _allocate(
-    pools: Sequence[Pool], fleets: Sequence[Fleet], each: Sequence[float], wanted: float
-) -> list[int]:
-    """The replicas that have the capacity, with as few changes as that takes: earlier pools grow first and shrink
-    last."""
-    replicas = [
-        max(pool.minimum, min(pool.maximum, fleet.replicas))
-        for pool, fleet in zip(pools, fleets, strict=True)
-    ]
-    spare = sum(count * one for count, one in zip(replicas, each, strict=True)) - wanted
-    return _shrunk(pools, each, replicas, spare) if spare > 0 else _grown(pools, each, replicas, -spare)
-
-
-def _grown(pools: Sequence[Pool], each: Sequence[float], replicas: list[int], missing: float) -> list[int]:
-    for index, (pool, one) in enumerate(zip(pools, each, strict=True)):
-        if missing > 0 and one > 0:
-            room = pool.maximum - replicas[index]
+    pools: Sequence[PoolConfig], capacities: Sequence[PoolCapacity], units: Sequence[float], wanted: float
+) -> dict[str, int]:
+    """Return replicas with the wanted capacity, changing as few of the present ones as possible."""
+    replicas = {
+        pool.name: max(pool.minimum, min(pool.maximum, each.replicas))
+        for pool, each in zip(pools, capacities, strict=True)
+    }
+    missing = wanted - sum(count * unit for count, unit in zip(replicas.values(), units, strict=True))
+    for pool, unit in zip(pools, units, strict=True):
+        if missing > 0 and unit > 0:
+            room = pool.maximum - replicas[pool.name]
             # A hair above a whole number is that number.
-            more = room if missing == inf else min(room, ceil(missing / one - _FINEST))
-            replicas[index] += more
-            missing -= more * one
-    return replicas
-
-
-def _shrunk(pools: Sequence[Pool], each: Sequence[float], replicas: list[int], spare: float) -> list[int]:
-    for index in reversed(range(len(pools))):
-        if spare > 0 and each[index] > 0:
-            room = replicas[index] - pools[index].minimum
-            less = min(room, floor(spare / each[index] + _FINEST))
-            replicas[index] -= less
-            spare -= less * each[index]
-            if less < room:
-                # Another pool's smaller instance might fit in, but the next bit of work would turn that around.
+            more = room if missing == inf else min(room, ceil(missing / unit - _FINEST))
+            replicas[pool.name] += more
+            missing = max(0.0, missing - more * unit)
+    for pool, unit in reversed(list(zip(pools, units, strict=True))):
+        if missing < 0 and unit > 0:
+            room = replicas[pool.name] - pool.minimum
+            fewer = min(room, floor(-missing / unit + _FINEST))
+            replicas[pool.name] -= fewer
+            missing += fewer * unit
+            if fewer < room:
+                # A smaller instance of another pool might fit, but the next bit of work would reverse that.
                 break
     return replicas
+
+
+class Stabilizer:
+    """Replicas of one pool that follow a change only once it has been recommended for a while.
+
+    The pool grows to the fewest replicas recommended throughout a short window, and shrinks to the most recommended
+    throughout a longer one. Changes below the tolerance are ignored, and each change starts a cooldown. Times are
+    in monotonic seconds.
+    """
+
+    def __init__(self, config: ScalingConfig) -> None:
+        self._config = config
+        self._history: deque[tuple[float, int]] = deque()
+        self._began: float | None = None
+        self._changed_at = float("-inf")
+        self._last: int | None = None
+        self._target = 0
+
+    def next(self, current: int, recommended: int, now: float) -> int:
+        """Return the replicas to have, for the currently desired ones and a recommendation.
+
+        A change may be carried out one replica at a time: it counts as one, and the cooldown follows its end.
+        """
+        self._remember(recommended, now)
+        self._observe(current, now)
+        moving = current != self._target
+        if not moving and now - self._changed_at < self._config.cooldown_seconds:
+            return current
+        wanted = self._stable(current, now)
+        if not moving and abs(wanted - current) < self._config.tolerance * current:
+            wanted = current
+        if moving and wanted == current:
+            # Giving up half-way is a change, too.
+            self._changed_at = now
+        self._target = wanted
+        return wanted
+
+    def _remember(self, recommended: int, now: float) -> None:
+        self._began = now if self._began is None else self._began
+        self._history.append((now, recommended))
+        horizon = now - max(self._config.up_seconds, self._config.down_seconds)
+        # The last one before the horizon was in force at the horizon.
+        while len(self._history) > 1 and self._history[1][0] <= horizon:
+            self._history.popleft()
+
+    def _observe(self, current: int, now: float) -> None:
+        """Start the cooldown when the replicas have reached the target, or somebody else has changed them."""
+        last, self._last = self._last, current
+        if last is None:
+            self._target = current
+        elif current != last:
+            if not min(last, self._target) <= current <= max(last, self._target):
+                self._target = current
+            if current == self._target:
+                self._changed_at = now
+
+    def _stable(self, current: int, now: float) -> int:
+        assert self._began is not None
+        if now - self._began >= self._config.up_seconds:
+            fewest = min(self._within(now - self._config.up_seconds))
+            if fewest > current:
+                return fewest
+        if now - self._began >= self._config.down_seconds:
+            return min(current, max(self._within(now - self._config.down_seconds)))
+        return current
+
+    def _within(self, since: float) -> list[int]:
+        """Return the recommendations from a time on, including the one in force then."""
+        values = [value for at, value in self._history if at > since]
+        before = [value for at, value in self._history if at <= since]
+        return [*before[-1:], *values]

@@ -1,39 +1,49 @@
-"""Looks at the demand, recommends, and has the recommendation followed where that is configured."""
+"""Control loop of scaling: observe the demand, recommend, and apply the recommendation if configured."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import structlog
 from prometheus_client import CollectorRegistry
 
-from services.platform.config import ServiceConfig
-from services.platform.decisions import Decision
+from paceline.v1 import fleet_pb2
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis.decision_log import DecisionRecord
 from services.platform.tasks import until_one_ends
 from services.policy.scaling.config import ScalingConfig
-from services.policy.scaling.demand import Demand, State, ordinal
-from services.policy.scaling.gateway import GatewayError, GatewayLink
-from services.policy.scaling.meter import Meter
+from services.policy.scaling.demand import Demand, Meter, ordinal
+from services.policy.scaling.errors import GatewayError
+from services.policy.scaling.gateway import GatewayLink
 from services.policy.scaling.metrics import ScalingMetrics
-from services.policy.scaling.recommendation import Fleet, Recommendation, recommend
-from services.policy.scaling.steadiness import Steady
+from services.policy.scaling.recommendation import PoolCapacity, Recommendation, Stabilizer, recommend
 
-log = structlog.get_logger(__name__)
+if TYPE_CHECKING:
+    from services.policy.scaling.pool_scaler import PoolScaler
 
-Tell = Callable[[Decision], Awaitable[object]]
+Tell = Callable[[DecisionRecord], Awaitable[object]]
 
 _CAPACITY = 128.0
-"""Samples that an instance runs at once, where none has said yet: the default of the instance."""
+"""Samples that an instance runs at once while none has reported it: the default of the instance."""
+_LOST = (fleet_pb2.INSTANCE_STATE_UNSPECIFIED, fleet_pb2.INSTANCE_STATE_DEAD)
+"""States of instances that the gateway has lost."""
+_REASONS = {
+    "queue": "{waiting} samples wait",
+    "deadline": "a deadline would be missed",
+    "bubbles": "instances are idle within steps",
+    "idle": "there has been no work for long",
+    "enough": "the need is over",
+}
 
 
 class Scaler:
-    """One process's part in scaling: every process recommends, the one with the Lease acts. `run` until cancelled.
+    """Scaling in one process: every process recommends, the holder of the Lease applies. `run` until cancelled.
 
-    `tell` is given every change of mind as a decision.
+    `tell` receives a decision for every change of what is wanted.
     """
 
     def __init__(
@@ -43,120 +53,95 @@ class Scaler:
         self._scaling = scaling
         self._metrics = ScalingMetrics(registry)
         self._tell = tell
-        self._rules = scaling.rules()
-        self._names = {pool.name: None for pool in scaling.pools}
         self._meter = Meter()
-        self._steady = {name: Steady(scaling.patience()) for name in self._names}
+        self._stabilizers = {pool.name: Stabilizer(scaling) for pool in scaling.pools}
         self._wanted: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Works until cancelled; outlasts gateway and Kubernetes. ClusterError when it is to apply what it
-        recommends and no cluster is configured."""
+        """Observe and scale until cancelled; outlasts outages of gateway and Kubernetes.
+
+        ClusterError when recommendations are to be applied and no cluster is configured.
+        """
         async with AsyncExitStack() as stack:
-            link = await stack.enter_async_context(GatewayLink(self._scaling.gateway, self._config))
-            tasks: list[asyncio.Task[None]] = []
-            read: dict[str, Callable[[], int | None]] = {}
-            follow: dict[str, Callable[[int], None]] = {}
-            if self._scaling.apply:
-                # Only here, so that nobody needs the client of Kubernetes who does not scale; it takes seconds to
-                # import, in which heartbeats have to go on.
-                await asyncio.to_thread(import_module, "services.policy.scaling.cluster")
-                from services.policy.scaling.application import PoolScaler
-                from services.policy.scaling.cluster import connected
-                from services.policy.scaling.election import Election
+            link = GatewayLink(self._scaling.gateway, self._config)
+            stack.push_async_callback(link.close)
+            pools, work = await self._appliers(stack, link) if self._scaling.apply else ({}, [])
+            await until_one_ends([asyncio.create_task(each) for each in (*work, self._observe(link, pools))])
 
-                scaling = self._scaling
-                cluster = await stack.enter_async_context(
-                    connected(
-                        scaling.kubernetes_url, scaling.kubernetes_namespace, scaling.kubernetes_ca_file
-                    )
-                )
-                election = Election(
-                    cluster, scaling.lease_name, scaling.identity, scaling.lease_seconds, self._metrics
-                )
-                tasks.append(asyncio.create_task(election.run(), name="scaling-lease"))
-                for name in self._names:
-                    pool = PoolScaler(
-                        name,
-                        cluster,
-                        link,
-                        election,
-                        self._metrics,
-                        drain_seconds=scaling.drain_seconds,
-                        retry_seconds=scaling.interval_seconds,
-                    )
-                    read[name], follow[name] = (lambda pool=pool: pool.replicas), pool.want  # type: ignore[misc]
-                    tasks.append(asyncio.create_task(pool.run(), name=f"scale-{name}"))
-            tasks.append(asyncio.create_task(self._watch(link, read, follow), name="demand"))
-            await until_one_ends(tasks)
+    async def _appliers(
+        self, stack: AsyncExitStack, link: GatewayLink
+    ) -> tuple[dict[str, PoolScaler], list[Coroutine[Any, Any, None]]]:
+        """Return what applies recommendations, by pool, and what is to run for that."""
+        # Imported only here, since the client of Kubernetes is optional, and in a thread, since that takes seconds
+        # in which heartbeats have to go on.
+        await asyncio.to_thread(import_module, "services.policy.scaling.kubernetes_client")
+        from services.policy.scaling.election import Election
+        from services.policy.scaling.kubernetes_client import connected
+        from services.policy.scaling.pool_scaler import PoolScaler
 
-    async def _watch(
-        self,
-        link: GatewayLink,
-        read: dict[str, Callable[[], int | None]],
-        follow: dict[str, Callable[[int], None]],
-    ) -> None:
+        scaling, metrics = self._scaling, self._metrics
+        cluster = await stack.enter_async_context(
+            connected(scaling.kubernetes_url, scaling.kubernetes_namespace, scaling.kubernetes_ca_file)
+        )
+        election = Election(cluster, scaling.lease_name, scaling.identity, scaling.lease_seconds, metrics)
+        pools = {
+            name: PoolScaler(name, cluster, link, election, metrics, scaling) for name in self._stabilizers
+        }
+        return pools, [election.run(), *(pool.run() for pool in pools.values())]
+
+    async def _observe(self, link: GatewayLink, pools: dict[str, PoolScaler]) -> None:
         while True:
             try:
                 demand = await link.demand()
                 self._metrics.succeeded("demand")
             except GatewayError as error:
-                # What was wanted stands: a gateway that is away is no reason to change anything.
-                self._metrics.failed("demand", str(error))
+                # An unreachable gateway is no reason to change anything.
+                self._metrics.failed("demand", error)
             else:
-                known = {name: get() for name, get in read.items()}
-                for name, wanted in (await self.look(demand, known, time.monotonic())).items():
-                    if name in follow and known[name] is not None:
-                        follow[name](wanted)
+                known = {name: pool.replicas for name, pool in pools.items()}
+                wanted = await self._want(demand, known, time.monotonic())
+                for name, pool in pools.items():
+                    if known[name] is not None:
+                        pool.want(wanted[name])
             await asyncio.sleep(self._scaling.interval_seconds)
 
-    async def look(self, demand: Demand, known: dict[str, int | None], now: float) -> dict[str, int]:
-        """Takes in a look at the demand, and says how many replicas each pool should have now; `known` are those
-        that the StatefulSets are meant to have."""
-        self._meter.observe(demand, self._names, now)
-        fleets = [self._fleet(name, demand, known.get(name)) for name in self._names]
+    async def _want(self, demand: Demand, known: dict[str, int | None], now: float) -> dict[str, int]:
+        """Return the wanted replicas of each pool; `known` are the desired replicas of the StatefulSets."""
+        self._meter.observe(demand, self._stabilizers, now)
+        capacities = {name: self._capacity(name, demand, known.get(name)) for name in self._stabilizers}
         idle = self._meter.idle_for(now) >= self._scaling.idle_seconds
-        found = recommend(self._rules, demand, fleets, self._meter.bubble_share, idle)
+        share = self._meter.bubble_share
+        found = recommend(self._scaling, demand, list(capacities.values()), share, idle)
         wanted = {
-            name: self._steady[name].next(fleet.replicas, found.replicas[name], now)
-            for name, fleet in zip(self._names, fleets, strict=True)
+            name: stabilizer.next(capacities[name].replicas, found.replicas[name], now)
+            for name, stabilizer in self._stabilizers.items()
         }
-        self._show(found, wanted)
-        for name, fleet in zip(self._names, fleets, strict=True):
-            if wanted[name] != self._wanted.get(name, fleet.replicas):
-                await self._tell(_decision(name, fleet.replicas, wanted[name], found, demand))
+        for name, capacity in capacities.items():
+            self._metrics.recommended.labels(name).set(found.replicas[name])
+            self._metrics.wanted.labels(name).set(wanted[name])
+            if capacity.rate is not None:
+                self._metrics.rate.labels(name).set(capacity.rate)
+            if wanted[name] != self._wanted.get(name, capacity.replicas):
+                await self._tell(_decision(name, capacity.replicas, wanted[name], found, demand))
+        if share is not None:
+            self._metrics.bubble_share.set(share)
         self._wanted = wanted
         return wanted
 
-    def _fleet(self, name: str, demand: Demand, known: int | None) -> Fleet:
+    def _capacity(self, name: str, demand: Demand, known: int | None) -> PoolCapacity:
         mine = [each for each in demand.instances if ordinal(each.instance_id, name) is not None]
-        living = [each for each in mine if each.state is not State.DEAD]
-        capacities = [each.capacity for each in living if each.capacity > 0]
-        capacity = sum(capacities) / len(capacities) if capacities else _CAPACITY
-        return Fleet(len(living) if known is None else known, self._meter.rate(name), capacity)
-
-    def _show(self, found: Recommendation, wanted: dict[str, int]) -> None:
-        for name in self._names:
-            self._metrics.recommended.labels(name).set(found.replicas[name])
-            self._metrics.wanted.labels(name).set(wanted[name])
-            if (rate := self._meter.rate(name)) is not None:
-                self._metrics.rate.labels(name).set(rate)
-        if self._meter.bubble_share is not None:
-            self._metrics.bubble_share.set(self._meter.bubble_share)
+        alive = [each for each in mine if each.state not in _LOST]
+        reported = [each.max_running for each in alive if each.max_running > 0]
+        capacity = sum(reported) / len(reported) if reported else _CAPACITY
+        return PoolCapacity(len(alive) if known is None else known, self._meter.rate(name), capacity)
 
 
-def _decision(pool: str, before: int, after: int, found: Recommendation, demand: Demand) -> Decision:
-    words = {
-        "queue": f"{demand.waiting_samples} samples wait",
-        "deadline": "a deadline would be missed",
-        "bubbles": "instances stand idle within steps",
-        "idle": "there has been no work for long",
-        "enough": "the need is over",
-    }
-    return Decision(
+def _decision(pool: str, before: int, after: int, found: Recommendation, demand: Demand) -> DecisionRecord:
+    reason = _REASONS[found.reason].format(waiting=demand.waiting_samples)
+    return DecisionRecord(
         "scaling",
-        f"{pool}: {before} to {after} instances, since {words[found.reason]}",
-        # More capacity is time saved; less saves machines, not time.
+        f"{pool}: {before} to {after} instances, since {reason}",
+        # More capacity saves time; less saves machines, not time.
         predicted_gain=max(0.0, after / before - 1.0) if before else 0.0,
         details={
             "pool": pool,

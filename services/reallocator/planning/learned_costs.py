@@ -1,0 +1,137 @@
+"""Learn the cost of moves, and the share of the predicted gain that they achieve. Pure.
+
+Estimates are bounded and fade towards their prior, so that a way that has not been tried for a while is tried
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from services.reallocator.planning.price import MoveBy, MoveCost
+from services.reallocator.planning.records import Move, Rule
+from services.reallocator.planning.remaining_length import RemainingLengthEstimator
+
+# Prior. By prefix the context is prefilled, by KV it is sent. Engine times are those of an instance's Python
+# between two steps, which hardly depend on the model: measured on a small machine and rounded up.
+_PRIORS = {
+    MoveBy.KV: MoveCost(stall_steps=2.0, donor=0.001, receiver=0.002),
+    MoveBy.PREFIX: MoveCost(stall_steps=2.0, donor=0.0005, receiver=0.0005, prefill=1.0),
+}
+# Weight of the newest move or transfer in an estimate; and of the prior, at every decision.
+_SMOOTHING, _FADING = 0.2, 0.01
+# Bounds of one observation, so that an outlier does not end all moves: engine steps, and ratios to the estimate.
+_LEAST_STALL, _MOST_STALL = 0.5, 50.0
+_MOST_LOSS = 8.0
+_OUTLIER_RATIO, _LEAST_PREFILL, _MOST_PREFILL = 2.0, 0.25, 64.0
+# Weights of the newest transfer, and of full trust at every decision.
+_TRUST_SMOOTHING, _TRUST_FADING = 0.3, 0.005
+
+
+class MoveCosts:
+    """Cost of a move, by way. Times in seconds."""
+
+    def __init__(self, ways: Sequence[MoveBy] = tuple(MoveBy)) -> None:
+        """Start from the prior of the ways that may be taken."""
+        self._ways = {way: _PRIORS[way] for way in ways}
+
+    @property
+    def ways(self) -> Mapping[MoveBy, MoveCost]:
+        """Return the cost of each way; a measured gain counts as no cost."""
+        return {
+            way: replace(cost, donor=max(0.0, cost.donor), receiver=max(0.0, cost.receiver))
+            for way, cost in self._ways.items()
+        }
+
+    def stalled(self, by: MoveBy, stall_steps: float, sending_seconds: float, tokens: int) -> None:
+        """Learn from a move that paused its sample for so many steps and sent its KV in `sending_seconds`."""
+        known = self._ways.get(by)
+        if known is None:
+            return
+        steps = min(max(stall_steps, _LEAST_STALL), _MOST_STALL)
+        for_each = max(0.0, sending_seconds) / max(1, tokens)
+        self._ways[by] = replace(
+            known,
+            stall_steps=_towards(known.stall_steps, steps, _SMOOTHING),
+            seconds_per_token=_towards(known.seconds_per_token, for_each, _SMOOTHING),
+        )
+
+    def lost(
+        self, moves: Sequence[Move], donor: float | None, receiver: float | None, step_seconds: float
+    ) -> None:
+        """Learn from the engine time that both sides lost while these samples moved; None if unknown.
+
+        A step takes `step_seconds`. Moves of different ways cannot be separated, and teach nothing.
+        """
+        ways = {move.by for move in moves}
+        if len(ways) != 1 or (by := ways.pop()) not in self._ways:
+            return
+        known, most = self._ways[by], _MOST_LOSS * step_seconds
+        if donor is not None:
+            loss = min(max(donor / len(moves), -most), most)
+            known = replace(known, donor=_towards(known.donor, loss, _SMOOTHING))
+        prefill = sum(move.prefill for move in moves)
+        if receiver is not None and prefill > 0:
+            factor = min(max(receiver / prefill, 1 / _OUTLIER_RATIO), _OUTLIER_RATIO)
+            found = min(max(known.prefill * factor, _LEAST_PREFILL), _MOST_PREFILL)
+            known = replace(known, prefill=_towards(known.prefill, found, _SMOOTHING))
+        elif receiver is not None:
+            loss = min(max(receiver / len(moves), -most), most)
+            known = replace(known, receiver=_towards(known.receiver, loss, _SMOOTHING))
+        self._ways[by] = known
+
+    def fade(self) -> None:
+        """Move every estimate a little towards its prior; called once per decision."""
+        for way, known in self._ways.items():
+            prior = _PRIORS[way]
+            faded = {
+                name: _towards(value, getattr(prior, name), _FADING) for name, value in asdict(known).items()
+            }
+            self._ways[way] = MoveCost(**faded)
+
+
+class Trust:
+    """Share of its predicted gain that each rule has achieved, from 0 to 1."""
+
+    def __init__(self) -> None:
+        self._shares = dict.fromkeys(Rule, 1.0)
+
+    @property
+    def shares(self) -> Mapping[Rule, float]:
+        """Return the share of each rule."""
+        return dict(self._shares)
+
+    def brought(self, rule: Rule, predicted: float, achieved: float) -> None:
+        """Learn from a transfer's predicted and achieved gain; a prediction of no gain teaches nothing."""
+        if predicted <= 0:
+            return
+        share = min(max(achieved / predicted, 0.0), 1.0)
+        self._shares[rule] = _towards(self._shares[rule], share, _TRUST_SMOOTHING)
+
+    def fade(self) -> None:
+        """Move every share a little towards 1; called once per decision."""
+        for rule, share in self._shares.items():
+            self._shares[rule] = _towards(share, 1.0, _TRUST_FADING)
+
+
+@dataclass(slots=True)
+class LearnedCosts:
+    """Everything that is learned, in one process across terms as leader. `remaining_lengths` are by model."""
+
+    costs: MoveCosts = field(default_factory=MoveCosts)
+    trust: Trust = field(default_factory=Trust)
+    remaining_lengths: dict[str, RemainingLengthEstimator] = field(default_factory=dict)
+
+    def lengths_of(self, model: str) -> RemainingLengthEstimator:
+        """Return the estimator for a model's samples."""
+        return self.remaining_lengths.setdefault(model, RemainingLengthEstimator())
+
+    def fade(self) -> None:
+        """Move costs and trust a little towards their priors; called once per decision."""
+        self.costs.fade()
+        self.trust.fade()
+
+
+def _towards(known: float, found: float, weight: float) -> float:
+    return known + (found - known) * weight
