@@ -1,4 +1,4 @@
-"""The whole platform on one machine, as processes: for laptops, tests and benchmarks."""
+"""Local platform: all services as processes of one machine, for laptops, tests and benchmarks."""
 
 from services.local.config import PlatformConfig
 from services.local.platform import Platform, PlatformError

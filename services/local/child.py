@@ -1,4 +1,4 @@
-"""One process of the platform: started on a leash, with a log file, waited for until it is ready."""
+"""One process of the platform: dies with the launcher, logs to a file, and is waited for until it is ready."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from services.local.logtail import readable_tail
 from services.local.pinning import pinned
 from services.platform.lifeline import tied
+from services.platform.ready_file import ProcessEndpoint, read_ready_file
 
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 30
@@ -27,18 +27,8 @@ class PlatformError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """What a process said when it was ready."""
-
-    pid: int
-    address: str
-    """host:port of its gRPC server."""
-    metrics_port: int
-
-
-@dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How a process is started."""
+    """Command, environment and files of a process."""
 
     name: str
     argv: Sequence[str]
@@ -51,7 +41,7 @@ class ChildSpec:
 
 
 class Process(Protocol):
-    """What is used of a `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that is used; a test double of a process needs no more."""
 
     @property
     def pid(self) -> int: ...
@@ -77,25 +67,25 @@ def spawned(spec: ChildSpec, log: BinaryIO) -> Process:
 
 
 class Child:
-    """A process, at most one at a time, under one name. `spawner` is the one thread that starts processes."""
+    """At most one process at a time under one name. `spawner` is the one thread that starts processes."""
 
     def __init__(self, spec: ChildSpec, spawner: ThreadPoolExecutor, launch: Launch = spawned) -> None:
         self.spec = spec
         self._spawner = spawner
         self._launch = launch
         self._process: Process | None = None
-        self._ready: Ready | None = None
+        self._ready: ProcessEndpoint | None = None
 
     @property
-    def ready(self) -> Ready | None:
-        """What the process said when it was ready; None before."""
+    def ready(self) -> ProcessEndpoint | None:
+        """Endpoint of the process; None before it is ready."""
         if self._ready is None:
-            self._ready = self._read_ready()
+            self._ready = read_ready_file(self.spec.ready_file)
         return self._ready
 
     @property
     def pid(self) -> int:
-        """Of the running process; PlatformError when it was never started."""
+        """Process id; PlatformError if it was never started."""
         if self._process is None:
             raise PlatformError(f"{self.spec.name} is not started")
         return self._process.pid
@@ -107,11 +97,11 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """Of the last process: None while it runs, negative for a signal."""
+        """Exit status of the last process: None while it runs, negative for a signal."""
         return self._process.poll() if self._process else None
 
     def start(self) -> None:
-        """Starts a process; its output is appended to the log."""
+        """Start a process; its output is appended to the log."""
         spec = self.spec
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         if spec.ready_file is not None:
@@ -120,8 +110,8 @@ class Child:
         self._ready = None
         self._process = self._spawner.submit(self._spawn).result()
 
-    def wait_ready(self, deadline: float, healthy: Callable[[], None] = lambda: None) -> Ready:
-        """Waits for the ready file until `deadline` (monotonic). `healthy` raises when waiting is in vain."""
+    def wait_ready(self, deadline: float, healthy: Callable[[], None] = lambda: None) -> ProcessEndpoint:
+        """Wait for the ready file until `deadline` (monotonic). `healthy` raises when waiting is in vain."""
         while (ready := self.ready) is None:
             healthy()
             self.check_alive()
@@ -131,43 +121,37 @@ class Child:
         return ready
 
     def check_alive(self) -> None:
-        """PlatformError with the end of the log when the process is gone."""
+        """Raise PlatformError with the end of the log if the process is gone."""
         if not self.alive:
             raise PlatformError(f"{self.spec.name} ended with status {self.returncode}.\n{self.tail()}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal, if there is a process."""
+        """Send a signal, if there is a process."""
         if self._process is not None and self.alive:
             self._process.send_signal(number)
 
     def stop(self, timeout: float) -> None:
-        """SIGTERM, then SIGKILL after `timeout` seconds (0: at once); returns when the process is gone."""
+        """Send SIGTERM, and SIGKILL after `timeout` seconds (0: at once); return when the process is gone."""
         if timeout:
             self.signal(signal.SIGTERM)
         if not self._exited_within(timeout):
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
-        self.signal(signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
+        """Send SIGKILL and return when the process is gone. One that a keeper starts in its place is let be."""
+        process = self._process
+        if process is not None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
 
     def tail(self) -> str:
-        """The last lines of the log, under its path."""
+        """Return the last lines of the log, under its path."""
         lines = self.spec.log.read_text(errors="replace").splitlines() if self.spec.log.exists() else []
         return "\n".join([f"--- {self.spec.log}", *readable_tail(lines, _TAIL_LINES)])
 
     def _spawn(self) -> Process:
         with self.spec.log.open("ab") as log:
             return self._launch(self.spec, log)
-
-    def _read_ready(self) -> Ready | None:
-        file = self.spec.ready_file
-        if file is None or not file.exists():
-            return None
-        said = json.loads(file.read_text())
-        return Ready(said["pid"], said["address"], said["metrics_port"])
 
     def _exited_within(self, seconds: float) -> bool:
         if self._process is None:
@@ -180,9 +164,27 @@ class Child:
 
 
 def stop_together(children: Sequence[Child], timeout: float) -> None:
-    """Asks all to end at once, then waits for each, at most `timeout` seconds."""
+    """Stop all processes at once; wait at most `timeout` seconds before killing them."""
     threads = [threading.Thread(target=child.stop, args=(timeout,)) for child in children]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def readable_tail(lines: Sequence[str], most: int) -> list[str]:
+    """Return the last `most` lines: structured ones as plain text, tracebacks on lines of their own."""
+    return [part for line in lines[-most:] for part in _readable(line)][-most:]
+
+
+def _readable(line: str) -> list[str]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return [line]
+    if not isinstance(entry, dict) or "event" not in entry:
+        return [line]
+    hidden = ("event", "level", "timestamp", "service", "logger", "exception")
+    rest = " ".join(f"{key}={value}" for key, value in entry.items() if key not in hidden)
+    head = f"{entry.get('timestamp', '')} {entry.get('level', '')} {entry['event']} {rest}".strip()
+    return [head, *str(entry.get("exception", "")).splitlines()]

@@ -1,4 +1,4 @@
-"""What a local platform consists of."""
+"""Configuration of a local platform."""
 
 from __future__ import annotations
 
@@ -7,39 +7,53 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.channel import Tls
-from services.local.restarts import RestartPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Restarts with exponential backoff, up to a limit."""
+
+    limit: int = 5
+    """Restarts of one process within the window; after that it stays dead."""
+    window: float = 300.0
+    """Seconds after which a death is forgotten."""
+    initial: float = 0.5
+    """Seconds before the first restart; doubles with each further death within the window."""
+    maximum: float = 30.0
+    """Most seconds before a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlatformConfig:
-    """A gateway, instances, draft stores, a bubble coordinator, a policy service, a reallocator, perhaps an online
-    learner, and a Redis, all on this machine."""
+    """Services of a platform on this machine, and their options."""
 
     model: Path
     """Model folder in Hugging Face layout."""
     instances: int = 2
+    gateways: int = 1
+    """Gateways: one leads, the others stand by. Clients find the one that leads."""
     port: int = 0
-    """The gateway's; 0 picks a free one."""
+    """Port of the first gateway; 0 picks a free one."""
     redis_url: str | None = None
     """None starts an embedded server of its own."""
     folder: Path = Path("runs/local")
-    """Where logs and the draft stores' snapshots go."""
+    """Folder of logs, of the draft stores' snapshots and of the learner."""
     draft_stores: int = 1
-    """Replicas of the draft store; 0: nothing is kept of earlier steps."""
+    """Replicas of the draft store; 0: no rollouts are kept for later steps."""
     bubbles: bool = True
-    """Pre-generate coming steps in the bubbles of a step, and while the trainer learns."""
+    """Pre-generate coming steps in bubbles: at the end of a step, and while the trainer updates the policy."""
     policy: bool = True
-    """Knobs that can be changed while the platform runs, and decisions that are explained."""
+    """Run the policy service: knobs that can be changed while the platform runs, and explained decisions."""
     reallocator: bool = True
-    """Move running samples from crowded instances to those that have few, and off one that is to stop."""
+    """Move running samples from loaded instances to idle ones, and off one that drains."""
     learner: bool = False
-    """Draft with an EAGLE-3 head as well, and train it while the platform runs."""
+    """Draft also with an EAGLE-3 head that is trained while the platform runs."""
     drafter: Path | None = None
-    """With `learner`: the head to begin with. None: a fresh one is made, or the one in `folder` is used."""
+    """With `learner`: the first EAGLE-3 head. None: the one in `folder`, or else a fresh one."""
     token: str | None = None
-    """Bearer token that every process asks for; None asks for none (loopback only)."""
+    """Bearer token that every process requires; None requires none (loopback only)."""
     tokens_file: Path | None = None
-    """Hashed tokens that the gateway accepts besides, with their scopes."""
+    """Hashed tokens that the gateway also accepts, with their scopes."""
     tls: Tls | None = None
     """Mutual TLS between all processes, and to the gateway: authority, certificate (for 127.0.0.1) and key. None:
     plain text."""
@@ -56,9 +70,9 @@ class PlatformConfig:
     """More environment variables for every process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     pin: bool = True
-    """On CPU, share the cores out among the instances, so that none disturbs another."""
+    """On CPU, give each instance cores of its own, so that none slows another down."""
     restarts: RestartPolicy | None = None
-    """How processes that died are started again; None leaves them dead."""
+    """Restart policy of processes that died; None leaves them dead."""
     start_timeout: float = 240.0
     """Seconds within which every process must be ready."""
     stop_timeout: float = 15.0
@@ -71,11 +85,16 @@ class PlatformConfig:
 
     @property
     def drafters(self) -> Path:
-        """Folder of the learner: heads, and its own state. It lasts as long as the Redis, as `snapshots` does."""
+        """Folder of the learner: EAGLE-3 heads and its state.
+
+        It lasts as long as the Redis, as `snapshots` does.
+        """
         return self.folder / "drafter"
 
     @property
     def snapshots(self) -> Path:
-        """Folder of one snapshot per draft store. They last as long as the Redis that goes with them: an
-        embedded one is new at every start, and so they are then."""
+        """Folder of one snapshot per draft store.
+
+        Snapshots last as long as their Redis: an embedded one is new at every start, and so are they then.
+        """
         return self.folder / "drafts"

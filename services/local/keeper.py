@@ -1,4 +1,4 @@
-"""Starts processes again that died, by the restart policy."""
+"""Keeper of processes: restarts those that died, by the restart policy."""
 
 from __future__ import annotations
 
@@ -7,47 +7,65 @@ import time
 from collections.abc import Callable, Iterable
 
 from services.local.child import Child
-from services.local.restarts import RestartPolicy, Restarts
+from services.local.config import RestartPolicy
+from services.platform.backoff import ExponentialBackoff
 
 _POLL_SECONDS = 0.1
 
 
+class Restarts:
+    """Deaths of one process, and the restarts that follow from them."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._deaths: list[float] = []
+        self._backoff = ExponentialBackoff(policy.initial, policy.maximum)
+
+    def died(self, now: float) -> float | None:
+        """Record a death at `now` (monotonic seconds) and return when to restart; None for never again."""
+        self._deaths = [death for death in self._deaths if now - death < self._policy.window] + [now]
+        self._backoff.failures = len(self._deaths)
+        return None if len(self._deaths) > self._policy.limit else now + self._backoff.delay
+
+
 class Keeper:
-    """A thread that watches processes until it is stopped. `wanted` says which are to be alive; `looked` is called
-    after each look at them."""
+    """A thread that watches processes until it is stopped.
+
+    `expected` returns those that are to be alive; `checked` is called after each check of them.
+    """
 
     def __init__(
         self,
         policy: RestartPolicy,
-        wanted: Callable[[], Iterable[Child]],
-        looked: Callable[[], None] = lambda: None,
+        expected: Callable[[], Iterable[Child]],
+        checked: Callable[[], None] = lambda: None,
     ) -> None:
         self._policy = policy
-        self._wanted = wanted
-        self._looked = looked
+        self._expected = expected
+        self._checked = checked
         self._restarts: dict[str, Restarts] = {}
         self._due: dict[str, float | None] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="keeper", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Start to watch."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when nothing will be started any more."""
+        """Stop to watch; after that nothing is restarted."""
         self._stopping.set()
         self._thread.join()
 
     def gave_up(self, child: Child) -> bool:
-        """True when a dead process is not started again: it died too often."""
+        """Return True if a dead process will not be restarted, since it died too often."""
         return child.spec.name in self._due and self._due[child.spec.name] is None
 
     def _watch(self) -> None:
         while not self._stopping.wait(_POLL_SECONDS):
-            for child in self._wanted():
+            for child in self._expected():
                 self._look_after(child, time.monotonic())
-            self._looked()
+            self._checked()
 
     def _look_after(self, child: Child, now: float) -> None:
         name = child.spec.name

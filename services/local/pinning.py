@@ -1,9 +1,13 @@
-"""Which cores or GPU an instance gets, and how its process is told. Pure."""
+"""Share cores or GPUs of this machine out among instances."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from services.local.config import PlatformConfig
 
 # Runs before the real program: threads that it starts inherit the cores.
 _PIN = """
@@ -14,7 +18,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def share_cores(cores: Sequence[int], instances: int, index: int) -> tuple[int, ...]:
-    """The cores of one of `instances`: equal shares, none empty; shared only when there are too few cores."""
+    """Return the cores of one of `instances`: equal shares, which overlap only if there are too few cores."""
     each = len(cores) // instances
     if each == 0:
         return (cores[index % len(cores)],)
@@ -22,14 +26,14 @@ def share_cores(cores: Sequence[int], instances: int, index: int) -> tuple[int, 
 
 
 def cpu_list(cores: Sequence[int]) -> str:
-    """As taskset and vLLM read it: 0,1,2."""
+    """Return a list of cores in the notation of taskset and vLLM: 0,1,2."""
     return ",".join(map(str, cores))
 
 
 def pinned(command: Sequence[str], cores: Sequence[int]) -> list[str]:
-    """`command` (its first word a path) as to be started to stay on these cores; none given: on all.
+    """Return the command that runs `command` on these cores only; without cores, on all.
 
-    Linux only; elsewhere the command is returned as it is.
+    Its first word must be a path. Linux only; elsewhere `command` is returned unchanged.
     """
     if not cores or sys.platform != "linux":
         return list(command)
@@ -37,14 +41,24 @@ def pinned(command: Sequence[str], cores: Sequence[int]) -> list[str]:
 
 
 def cpu_environment(cores: Sequence[int]) -> dict[str, str]:
-    """Threads for an instance on these cores."""
-    return {
-        "OMP_NUM_THREADS": str(len(cores)),
-        "VLLM_CPU_OMP_THREADS_BIND": cpu_list(cores),
-    }
+    """Return the variables that bind the threads of an instance to its cores."""
+    return {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": cpu_list(cores)}
 
 
 def cuda_environment(visible: str | None, gpus: int, index: int) -> dict[str, str]:
-    """One GPU for an instance, out of those visible to the launcher."""
+    """Return the variable that gives an instance one GPU of those visible to the launcher."""
     names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
     return {"CUDA_VISIBLE_DEVICES": names[index % len(names)]}
+
+
+def share_of_machine(config: PlatformConfig, index: int) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Return environment and cores that give an instance its share of this machine."""
+    # Counted without starting CUDA.
+    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    if config.device == "cuda" or (config.device == "auto" and gpus):
+        return cuda_environment(os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, gpus), index), ()
+    if not config.pin:
+        return {}, ()
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = share_cores(sorted(affinity), config.instances, index)
+    return cpu_environment(cores), cores

@@ -1,5 +1,4 @@
-"""The whole platform on this machine, as processes: Redis, draft stores, bubble coordinator, policy service,
-reallocator, online learner if there is to be one, instances and gateway.
+"""Local platform: all its services as processes of this machine.
 
     with Platform(PlatformConfig(model=Path("examples/tinymath/model"))) as platform:
         client = platform.client()
@@ -9,64 +8,95 @@ Start it from the main thread. When the launcher dies, by whatever signal, its p
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 from paceline import Client, PacelineError, RetryPolicy
 from paceline.types import InstanceState
-from services.local import pinning, specs
-from services.local.child import (
-    Child,
-    ChildSpec,
-    Launch,
-    PlatformError,
-    Ready,
-    spawned,
-    stop_together,
-)
+from services.contracts.drafter.checkpoint import folder_of
+from services.local import pinning
+from services.local.child import Child, ChildSpec, Launch, PlatformError, spawned, stop_together
 from services.local.config import PlatformConfig
-from services.local.first_drafter import first_drafter
 from services.local.keeper import Keeper
-from services.local.targets import TargetsFile
-from services.platform.embedded_redis import EmbeddedRedis
+from services.local.specs import Specs
+from services.platform.redis.embedded import EmbeddedRedis
+
+NAME = "targets.json"
+"""Name of the file in the platform's folder, which deploy/prometheus/prometheus.yml reads."""
+
+
+def targets(children: Iterable[Child], *, tls: bool) -> str:
+    """Return the contents of the file: the processes that are ready, labelled with their names."""
+    scheme = {"__scheme__": "https"} if tls else {}
+    listed = [
+        {
+            "targets": [f"{child.ready.address.rpartition(':')[0]}:{child.ready.metrics_port}"],
+            "labels": {"instance": child.spec.name, **scheme},
+        }
+        for child in children
+        if child.ready is not None
+    ]
+    return json.dumps(listed, indent=1) + "\n"
+
+
+class TargetsFile:
+    """The file, written by any thread; a reader never sees a part of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self._written = ""
+        self._lock = threading.Lock()
+
+    def write(self, children: Iterable[Child], *, tls: bool) -> None:
+        """Write the file if its contents have changed."""
+        with self._lock:
+            text = targets(children, tls=tls)
+            if text != self._written:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                part = self.path.with_suffix(".part")
+                part.write_text(text)
+                part.replace(self.path)
+                self._written = text
+
 
 _POLL_SECONDS = 0.1
-
 __all__ = ["Platform", "PlatformError"]
 
 
 class Platform:
-    """Starts in `__enter__`, stops in `__exit__`: gateway first, then the instances, then what they use."""
+    """Redis, draft stores, bubble coordinator, policy service, reallocator, learner, instances and gateways.
+
+    Starts in `__enter__`, stops in `__exit__`. Processes are named gateway, gateway-1, instance-0, drafts-0,
+    bubbles, policy, reallocator and drafter (the learner).
+    """
 
     def __init__(self, config: PlatformConfig, *, launch: Launch = spawned) -> None:
         """`launch` starts the processes."""
         self.config = config
-        self._launch = launch
-        self.gateway: Child | None = None
-        self.instances: list[Child] = []
-        self.draft_stores: list[Child] = []
-        self.bubbles: Child | None = None
-        self.policy: Child | None = None
-        self.reallocator: Child | None = None
-        self.learner: Child | None = None
-        self._drafter: Path | None = None
         self.redis: EmbeddedRedis | None = None
-        self._redis_url = ""
+        self.redis_url = ""
+        """Address of the store, once started."""
+        self._gateway_address = ""
+        self._launch = launch
+        self._children: dict[str, Child] = {}
+        """By name, in the order in which they start."""
         self._state = Path()
         # One thread starts all processes: each dies with the thread that started it.
         self._spawner = ThreadPoolExecutor(1, "spawner")
         self._stopping = threading.Event()
         self._keeper: Keeper | None = None
         self._targets = TargetsFile(config.folder)
-        self._on_purpose: set[str] = set()
-        """Names of processes that were killed by a caller and are to stay dead."""
+        self._stopped_by_caller: set[str] = set()
+        """Names of processes that a caller took down, and that are to stay so."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -76,7 +106,7 @@ class Platform:
         self.stop()
 
     def start(self) -> None:
-        """Starts everything and returns when every instance serves; on failure nothing is left running."""
+        """Start everything and return when every instance serves; on failure nothing is left running."""
         deadline = time.monotonic() + self.config.start_timeout
         try:
             self._start(deadline)
@@ -85,11 +115,12 @@ class Platform:
             raise
 
     def stop(self) -> None:
-        """Ends every process in order; harmless when it was done before."""
+        """End the gateways, then the instances, then what they use. May be called again."""
         self._stopping.set()
         if self._keeper is not None:
             self._keeper.stop()
-        for group in _given(self.gateway), self.instances, self._helpers:
+        first = self.gateways + self.instances
+        for group in self.gateways, self.instances, [each for each in self.processes if each not in first]:
             stop_together(group, self.config.stop_timeout)
         if self.redis is not None:
             self.redis.stop()
@@ -99,104 +130,82 @@ class Platform:
 
     @property
     def gateway_address(self) -> str:
-        """host:port for `paceline.Client`."""
-        return self._ready(self.gateway).address
-
-    @property
-    def redis_url(self) -> str:
-        """The store's address."""
-        return self._redis_url
+        """Address for `paceline.Client`: host:port, with commas between those of several gateways."""
+        if not self._gateway_address:
+            raise PlatformError("the platform is not started")
+        return self._gateway_address
 
     @property
     def processes(self) -> list[Child]:
-        """The gateway, the instances, the draft stores, the bubble coordinator, the policy service, the reallocator
-        and the learner."""
-        return _given(self.gateway) + self.instances + self._helpers
+        """All processes: the gateways, the instances, and then what they use."""
+        rank = {"gateway": 0, "instance": 1}
+        return sorted(self._children.values(), key=lambda each: rank.get(each.spec.name.split("-")[0], 2))
+
+    @property
+    def gateways(self) -> list[Child]:
+        """The gateways, in the order of their numbers."""
+        return self._named("gateway")
+
+    @property
+    def instances(self) -> list[Child]:
+        """The generation instances, in the order of their numbers."""
+        return self._named("instance-")
+
+    def process(self, name: str) -> Child:
+        """Return a process by its name. PlatformError if it is not started, or not configured."""
+        if name not in self._children:
+            raise PlatformError(
+                f"{name}: the platform is not started, or not configured to have this process"
+            )
+        return self._children[name]
 
     def client(self, *, retry: RetryPolicy | None = None) -> Client:
-        """A new SDK client on the gateway."""
+        """Return a new SDK client on the gateway."""
         return Client(self.gateway_address, token=self.config.token, tls=self.config.tls, retry=retry)
 
-    def kill(self, index: int) -> None:
-        """Kills an instance as a crash would. It comes back only if restarts are configured."""
-        self._kill(self.instances[index])
+    def kill(self, name: str) -> None:
+        """Kill a process as a crash would. It comes back only if restarts are configured."""
+        child = self.process(name)
+        if self._keeper is None:
+            self._stopped_by_caller.add(name)
+        child.kill()
 
-    def kill_draft_store(self, index: int) -> None:
-        """Kills a replica of the draft store as a crash would; as `kill`."""
-        self._kill(self.draft_stores[index])
-
-    def kill_bubbles(self) -> None:
-        """Kills the bubble coordinator as a crash would; as `kill`."""
-        self._kill(self._started(self.bubbles))
-
-    def kill_policy(self) -> None:
-        """Kills the policy service as a crash would; as `kill`."""
-        self._kill(self._started(self.policy))
-
-    def kill_reallocator(self) -> None:
-        """Kills the reallocator as a crash would; as `kill`."""
-        self._kill(self._started(self.reallocator))
-
-    def kill_learner(self) -> None:
-        """Kills the online learner as a crash would; as `kill`."""
-        self._kill(self._started(self.learner))
-
-    def remove(self, index: int) -> None:
-        """Stops an instance for good, cleanly, as a scale-down would."""
-        child = self.instances[index]
-        self._on_purpose.add(child.spec.name)
+    def remove(self, name: str) -> None:
+        """Stop a process for good, cleanly, as a scale-down would."""
+        child = self.process(name)
+        self._stopped_by_caller.add(name)
         child.stop(self.config.stop_timeout)
 
-    def restart_instance(self, index: int, *, wait: bool = True) -> None:
-        """Starts an instance again under its id, after it died or was removed; waits until it serves."""
-        child = self.instances[index]
-        self._on_purpose.add(child.spec.name)
-        child.stop(self.config.stop_timeout)
+    def restart(self, name: str, *, kill: bool = False) -> None:
+        """Replace a process under its name, and a gateway on its port; return when the new one takes calls.
+
+        `kill` ends a running one as a crash would. An instance is waited for until the gateway uses it.
+        """
+        child = self.process(name)
+        self._stopped_by_caller.add(name)
+        child.stop(0.0 if kill else self.config.stop_timeout)
         child.start()
-        self._on_purpose.discard(child.spec.name)
-        if wait:
-            deadline = time.monotonic() + self.config.start_timeout
-            child.wait_ready(deadline)
-            self._write_targets()
-            self.wait_serving(len(self._wanted(self.instances)), deadline)
-
-    def restart_gateway(self, *, kill: bool = False) -> None:
-        """Replaces the gateway process, on the same port; returns when the new one takes calls."""
-        self._replace(self._started(self.gateway), kill)
-
-    def restart_draft_store(self, index: int, *, kill: bool = False) -> None:
-        """Replaces a replica of the draft store; returns when the new one has its snapshot and takes calls."""
-        self._replace(self.draft_stores[index], kill)
-
-    def restart_bubbles(self, *, kill: bool = False) -> None:
-        """Replaces the bubble coordinator; returns when the new one takes calls."""
-        self._replace(self._started(self.bubbles), kill)
-
-    def restart_policy(self, *, kill: bool = False) -> None:
-        """Replaces the policy service; returns when the new one takes calls."""
-        self._replace(self._started(self.policy), kill)
-
-    def restart_reallocator(self, *, kill: bool = False) -> None:
-        """Replaces the reallocator; returns when the new one is ready."""
-        self._replace(self._started(self.reallocator), kill)
-
-    def restart_learner(self, *, kill: bool = False) -> None:
-        """Replaces the online learner; returns when the new one takes calls."""
-        self._replace(self._started(self.learner), kill)
+        self._stopped_by_caller.discard(name)
+        deadline = time.monotonic() + self.config.start_timeout
+        child.wait_ready(deadline)
+        self._write_targets()
+        if child in self.instances:
+            self.wait_serving(sum(each in self.instances for each in self._expected()), deadline)
 
     def check(self) -> None:
-        """PlatformError with the end of its log when a process is gone and will not be started again."""
-        for child in self._wanted(self.processes):
+        """Raise PlatformError with the end of its log when a process is gone and will not be started again."""
+        for child in self._expected():
             if self._keeper is None or self._keeper.gave_up(child):
                 child.check_alive()
 
     def wait_serving(self, count: int, deadline: float) -> None:
-        """Returns when the gateway says that `count` instances serve; PlatformError at the deadline."""
+        """Wait until the gateway reports `count` serving instances; PlatformError at the deadline (monotonic)."""
         with self.client() as client:
             while (serving := _serving(client)) < count:
                 self.check()
                 if time.monotonic() > deadline:
-                    raise PlatformError(f"{serving} of {count} instances serve.\n{self._tails()}")
+                    logs = "\n".join(child.tail() for child in self.processes)
+                    raise PlatformError(f"{serving} of {count} instances serve.\n{logs}")
                 self._stopping.wait(_POLL_SECONDS)
 
     def _start(self, deadline: float) -> None:
@@ -205,107 +214,59 @@ class Platform:
             raise PlatformError(f"{config.model} is not a model folder: it has no config.json")
         self._state = Path(tempfile.mkdtemp(prefix="paceline-"))
         shutil.rmtree(config.logs, ignore_errors=True)
-        self._redis_url = config.redis_url or self._start_redis()
-        self.draft_stores = [
-            self._child(specs.draft_store_spec(config, self._state, self._redis_url, index))
-            for index in range(config.draft_stores)
-        ]
-        if config.bubbles:
-            self.bubbles = self._child(specs.bubbles_spec(config, self._state, self._redis_url))
-        if config.policy:
-            self.policy = self._child(specs.policy_spec(config, self._state, self._redis_url))
-        if config.reallocator:
-            self.reallocator = self._child(specs.reallocator_spec(config, self._state, self._redis_url))
-        if config.learner:
-            self._drafter = config.drafter or first_drafter(config.model, config.drafters / "first")
-            spec = specs.learner_spec(config, self._state, self._redis_url, self._drafter)
-            self.learner = self._child(spec)
-        self.instances = [self._instance(index) for index in range(config.instances)]
-        self.gateway = self._child(specs.gateway_spec(config, self._state, self._redis_url, config.port))
-        for child in (*self._helpers, *self.instances, *_given(self.gateway)):
+        self.redis_url = config.redis_url or self._start_redis()
+        specs = Specs(config, self._state, self.redis_url)
+        for spec in self._specs(specs):
+            self._children[spec.name] = Child(spec, self._spawner, self._launch)
+        for child in self._children.values():
             child.start()
         for child in self.processes:
             child.wait_ready(deadline, self.check)
-        self._keep_port()
+        addresses = [child.wait_ready(deadline).address for child in self.gateways]
+        self._gateway_address = ",".join(addresses)
+        # From now on each gateway starts on the port that it has.
+        for index, (child, address) in enumerate(zip(self.gateways, addresses, strict=True)):
+            child.spec = specs.gateway(int(address.rpartition(":")[2]), index)
         self._write_targets()
         self.wait_serving(config.instances, deadline)
         if config.restarts is not None:
-            self._keeper = Keeper(config.restarts, lambda: self._wanted(self.processes), self._write_targets)
+            self._keeper = Keeper(config.restarts, self._expected, self._write_targets)
             self._keeper.start()
 
+    def _specs(self, specs: Specs) -> list[ChildSpec]:
+        config, head = self.config, None
+        found = [specs.draft_store(index) for index in range(config.draft_stores)]
+        services = (
+            ("bubbles", config.bubbles, config.bubble_options),
+            ("policy", config.policy, config.policy_options),
+            ("reallocator", config.reallocator, config.reallocator_options),
+        )
+        found += [specs.service(name, options) for name, configured, options in services if configured]
+        if config.learner:
+            head = config.drafter or first_drafter(config.model, config.drafters / "first")
+            found.append(specs.learner(head))
+        for index in range(config.instances):
+            environment, cores = pinning.share_of_machine(config, index)
+            found.append(specs.instance(index, environment, cores, head))
+        ports = [config.port, *[0] * (config.gateways - 1)]
+        return [*found, *(specs.gateway(port, index) for index, port in enumerate(ports))]
+
     def _start_redis(self) -> str:
+        # What lasts as long as Redis begins anew with it.
         shutil.rmtree(self.config.snapshots, ignore_errors=True)
         shutil.rmtree(self.config.drafters, ignore_errors=True)
         self.redis = EmbeddedRedis(self._state / "redis")
         return self.redis.start()
 
-    def _instance(self, index: int) -> Child:
-        config = self.config
-        cores: tuple[int, ...] = ()
-        environment: dict[str, str] = {}
-        if config.device == "cuda" or (config.device == "auto" and _gpus()):
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            environment = pinning.cuda_environment(visible, max(1, _gpus()), index)
-        elif config.pin:
-            cores = pinning.share_cores(_cores(), config.instances, index)
-            environment = pinning.cpu_environment(cores)
-        return self._child(
-            specs.instance_spec(
-                config, self._state, self._redis_url, index, environment, cores, self._drafter
-            )
-        )
+    def _named(self, prefix: str) -> list[Child]:
+        return [child for name, child in self._children.items() if name.startswith(prefix)]
 
-    @property
-    def _helpers(self) -> list[Child]:
-        services = (self.bubbles, self.policy, self.reallocator, self.learner)
-        return self.draft_stores + [child for child in services if child is not None]
-
-    def _child(self, spec: ChildSpec) -> Child:
-        return Child(spec, self._spawner, self._launch)
-
-    def _kill(self, child: Child) -> None:
-        if self._keeper is None:
-            self._on_purpose.add(child.spec.name)
-        child.kill()
-
-    def _replace(self, child: Child, kill: bool) -> None:
-        """Stops a process and starts it again; returns when it is ready."""
-        self._on_purpose.add(child.spec.name)
-        child.stop(0.0 if kill else self.config.stop_timeout)
-        child.start()
-        self._on_purpose.discard(child.spec.name)
-        child.wait_ready(time.monotonic() + self.config.start_timeout)
-        self._write_targets()
+    def _expected(self) -> list[Child]:
+        """Return the processes that no caller took down."""
+        return [child for child in self.processes if child.spec.name not in self._stopped_by_caller]
 
     def _write_targets(self) -> None:
-        """Tells Prometheus where metrics are now."""
         self._targets.write(self.processes, tls=self.config.tls is not None)
-
-    def _started(self, child: Child | None) -> Child:
-        if child is None:
-            raise PlatformError("the platform is not started, or not configured to have this process")
-        return child
-
-    def _keep_port(self) -> None:
-        """From now on the gateway starts on the port that it has."""
-        port = int(self.gateway_address.rpartition(":")[2])
-        self._started(self.gateway).spec = specs.gateway_spec(self.config, self._state, self._redis_url, port)
-
-    def _wanted(self, children: Sequence[Child]) -> list[Child]:
-        """Those that nobody took down on purpose."""
-        return [child for child in children if child.spec.name not in self._on_purpose]
-
-    def _tails(self) -> str:
-        return "\n".join(child.tail() for child in self.processes)
-
-    def _ready(self, child: Child | None) -> Ready:
-        if child is None or child.ready is None:
-            raise PlatformError("the platform is not started")
-        return child.ready
-
-
-def _given(child: Child | None) -> list[Child]:
-    return [] if child is None else [child]
 
 
 def _serving(client: Client) -> int:
@@ -315,13 +276,24 @@ def _serving(client: Client) -> int:
         return 0
 
 
-def _cores() -> list[int]:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+_SECONDS = 600.0
+_TAIL = 2000
 
 
-def _gpus() -> int:
-    """NVIDIA GPUs of this machine, counted without starting CUDA."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+def first_drafter(model: Path, parent: Path) -> Path:
+    """Return the folder of the first head under `parent`; makes it if there is none. PlatformError if that fails.
+
+    It is made in a process of its own, so that this one does not load torch. An existing one is kept, since
+    instances may already use it.
+    """
+    made = folder_of(parent.absolute(), 1)
+    if made.is_dir():
+        return made
+    command = [sys.executable, "-m", "services.drafter.first", f"--model={model}", f"--parent={parent}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise PlatformError(f"no drafter for {model} was made in {_SECONDS:.0f} s") from error
+    if done.returncode:
+        raise PlatformError(f"no drafter for {model} could be made.\n{done.stderr[-_TAIL:]}")
+    return Path(done.stdout.strip().splitlines()[-1])

@@ -1,1 +1,1 @@
-"""The platform on a Ray cluster: the very same processes as elsewhere, each looked after by a detached actor."""
+"""Platform on a Ray cluster: the same processes as elsewhere, each supervised by a detached actor."""

@@ -1,11 +1,11 @@
-"""The platform on a Ray cluster: `python -m services.ray up|status|down --model DIR --redis-url URL`."""
+"""Command of the platform on a Ray cluster: `python -m services.ray up|status|down --model DIR --redis-url URL`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from services.platform.config import load_config
+from services.platform.config.sources import load_config
 from services.ray.config import RayConfig
 from services.ray.platform import RayPlatform, RayPlatformError, attached
 
@@ -13,7 +13,7 @@ ACTIONS = ("up", "status", "down")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Does it; the exit status. 2: it is not known what."""
+    """Run an action and return the exit status; 2 if the action is unknown."""
     if not argv or argv[0] not in ACTIONS:
         print(f"paceline: say one of {', '.join(ACTIONS)}, then options (--help lists them)", file=sys.stderr)
         return 2

@@ -1,95 +1,151 @@
-"""What a platform on Ray consists of."""
+"""Configuration of a platform on Ray."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.platform.config import ServiceConfig
+from services.platform.config.settings import ServiceConfig
+
+_SHARED = (
+    *("redis_url", "namespace", "log_level", "log_format", "host"),
+    *("shutdown_grace_seconds", "max_message_bytes", "tokens_file"),
+)
 
 
 class RayConfig(ServiceConfig):
-    """TLS, token, store and the like are those of every process; files must lie at the same path on every node."""
+    """Settings of the platform; TLS, tokens and store apply to all processes.
+
+    Paths must be the same on all nodes.
+    """
 
     model: str = ""
-    """Folder of the model, as every node sees it. Needed to start."""
+    """Folder of the model. Needed to start."""
     instances: int = Field(default=2, ge=0)
     """Generation instances."""
     draft_stores: int = Field(default=1, ge=0)
     """Replicas of the draft store."""
     bubbles: bool = True
-    """Run the coordinator of pre-generation."""
+    """Run the bubble coordinator, which plans pre-generation."""
     policy: bool = True
     """Run the policy service."""
     reallocator: bool = True
     """Run the reallocator, which moves running samples between instances."""
     learner: bool = False
-    """Train the drafter on the samples of the runs. Needs `drafter` and `drafters`."""
+    """Train an EAGLE-3 head on the samples of the runs. Needs `drafter` and `drafters`."""
     drafter: str = ""
-    """EAGLE-3 head that the instances begin to draft with, as every node sees it. Unset: none."""
+    """First EAGLE-3 head of the instances. Unset: none."""
     drafters: str = ""
-    """Folder that the learner writes to and the instances read, under one path on every node."""
+    """Folder that the learner writes to and the instances read."""
     learner_gpus: float = Field(default=0, ge=0)
-    """GPUs of the learner; 0: it trains on CPU, and yields to what else runs there."""
+    """GPUs of the learner; 0: it trains on CPU at low priority."""
     ray_address: str = "auto"
-    """The cluster, as `ray.init` takes it; auto: the one that this machine belongs to."""
+    """Address of the cluster, as `ray.init` takes it; auto: the one that this machine belongs to."""
     ray_namespace: str = "paceline"
-    """Ray's namespace of the actors. Two platforms on one cluster need different ones."""
+    """Ray namespace of the actors. Two platforms on one cluster need different ones."""
     port: int = Field(default=7400, ge=0, le=65535)
-    """Port of the gateway; the others pick free ones."""
+    """Port of the gateway; other processes pick free ones."""
     gateway_resource: str | None = None
-    """Custom resource of the node that the gateway is to run on, so that a Service can find it. Unset: anywhere."""
+    """Custom resource of the node that the gateway runs on, so that a Service can select it. Unset: any node."""
     gpus: float = Field(default=1, ge=0)
     """GPUs of an instance; 0: it runs on CPU."""
     cpus: float = Field(default=1, ge=0)
-    """CPUs of an instance. The other processes take none, as Ray counts."""
+    """CPUs of an instance. Other processes reserve none."""
     executor: Literal["local", "ray"] = "local"
-    """local: the GPUs of an instance are those of its node. ray: vLLM places its workers on the cluster, for
-    instances that span nodes."""
+    """local: an instance uses GPUs of its node. ray: vLLM places its workers on the cluster, for instances that
+    span nodes."""
     instance_flags: list[str] = Field(default_factory=list)
-    """More flags of every instance, such as --max-num-seqs=64."""
+    """Additional flags of every instance, such as --max-num-seqs=64."""
     learner_flags: list[str] = Field(default_factory=list)
-    """More flags of the learner, such as --interval=2."""
+    """Additional flags of the learner, such as --interval=2."""
     gateway_flags: list[str] = Field(default_factory=list)
-    """More flags of the gateway."""
+    """Additional flags of the gateway."""
     start_seconds: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
     """Time within which every process must be ready."""
     stop_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
-    """Time that a process has to hand over its work before it is killed."""
+    """Time that a process has to stop by itself before it is killed."""
 
     @model_validator(mode="after")
-    def _one_instance_a_gpu(self) -> RayConfig:
+    def _consistent(self) -> RayConfig:
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise ValueError("gpus: must be whole above 1")
-        return self
-
-    @model_validator(mode="after")
-    def _what_the_learner_needs(self) -> RayConfig:
         missing = [name for name in ("drafter", "drafters") if not getattr(self, name)]
         if self.learner and missing:
             raise ValueError(f"learner: needs {' and '.join(missing)}")
         return self
 
     def environment(self) -> dict[str, str]:
-        """Settings that every process shares, as environment variables."""
-        shared: dict[str, object] = {
-            "REDIS_URL": self.redis_url,
-            "NAMESPACE": self.namespace,
-            "LOG_LEVEL": self.log_level,
-            "LOG_FORMAT": self.log_format,
-            "INSECURE": str(self.insecure).lower(),
-            "HOST": self.host,
-            "SHUTDOWN_GRACE_SECONDS": self.shutdown_grace_seconds,
-            "MAX_MESSAGE_BYTES": self.max_message_bytes,
-            "TOKENS_FILE": self.tokens_file,
-        }
+        """Return the settings that all processes share, as environment variables."""
+        shared: dict[str, object] = {name: getattr(self, name) for name in _SHARED}
+        shared["insecure"] = str(self.insecure).lower()
         if self.rotating_token_file is not None:
-            shared["TOKEN_FILE"] = self.rotating_token_file
+            shared["token_file"] = self.rotating_token_file
         elif self.token is not None:
-            shared["TOKEN"] = self.token.get_secret_value()
+            shared["token"] = self.token.get_secret_value()
         if self.tls is not None:
-            shared |= {f"TLS__{name.upper()}": value for name, value in self.tls.model_dump().items()}
+            shared |= {f"tls__{name}": value for name, value in self.tls.model_dump().items()}
         absolute = {name: v.absolute() if isinstance(v, Path) else v for name, v in shared.items()}
-        return {f"PACELINE_{name}": str(value) for name, value in absolute.items() if value is not None}
+        return {f"PACELINE_{name.upper()}": str(v) for name, v in absolute.items() if v is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ActorPlan:
+    """One actor: a module, its flags, and resources as Ray counts them. `spread` keeps it away from its like."""
+
+    name: str
+    module: str
+    flags: tuple[str, ...]
+    cpus: float = 0.0
+    gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    spread: bool = False
+
+
+def actors(config: RayConfig) -> list[ActorPlan]:
+    """Return all actors in the order in which they start; they stop in the reverse order."""
+    plans = [
+        ActorPlan(f"drafts-{n}", "services.drafts", ("--port=0", f"--replica-id=drafts-{n}"))
+        for n in range(config.draft_stores)
+    ]
+    services = {"bubbles": config.bubbles, "policy": config.policy, "reallocator": config.reallocator}
+    plans += [
+        ActorPlan(name, f"services.{name}", ("--port=0", f"--instance-id={name}"))
+        for name, configured in services.items()
+        if configured
+    ]
+    if config.learner:
+        plans.append(_learner(config))
+    plans += [_instance(config, f"instance-{n}") for n in range(config.instances)]
+    # A minimal amount of the resource: it selects a node.
+    resources = {config.gateway_resource: 0.001} if config.gateway_resource else {}
+    flags = (f"--port={config.port}", *config.gateway_flags)
+    return [*plans, ActorPlan("gateway", "services.gateway", flags, resources=resources)]
+
+
+def _learner(config: RayConfig) -> ActorPlan:
+    flags = (
+        *("--port=0", "--instance-id=drafter"),
+        *(f"--model={config.model}", f"--folder={config.drafters}", f"--checkpoint={config.drafter}"),
+        f"--device={'cuda' if config.learner_gpus else 'cpu'}",
+        *config.learner_flags,
+    )
+    return ActorPlan("drafter", "services.drafter", flags, gpus=config.learner_gpus)
+
+
+def _instance(config: RayConfig, name: str) -> ActorPlan:
+    flags = [f"--model={config.model}", f"--instance-id={name}"]
+    gpus = config.gpus
+    if config.executor == "ray":
+        # vLLM requests the GPUs from Ray itself; the actor must not hold them.
+        flags.append("--executor=ray")
+        gpus = 0.0
+    if config.drafter:
+        flags.append(f"--eagle3={config.drafter}")
+    if config.gpus > 1:
+        flags.append(f"--tensor-parallel-size={int(config.gpus)}")
+    flags += config.instance_flags  # the last of equal flags counts
+    return ActorPlan(name, "services.generation", tuple(flags), config.cpus, gpus, spread=True)

@@ -1,4 +1,4 @@
-"""The platform on Ray, from a driver's side. The actors are detached: they outlive whoever started them.
+"""Platform on Ray, as a driver sees it. Its actors are detached: they outlive the driver that started them.
 
 with attached(config):
     platform = RayPlatform(config)
@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
 
-from services.ray.actor import Ready, ServiceActor
-from services.ray.config import RayConfig
-from services.ray.plan import ActorPlan, actors
+from services.platform.ready_file import ProcessEndpoint
+from services.ray.actor import ServiceActor
+from services.ray.config import ActorPlan, RayConfig, actors
 
 _CALL_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 
 
 class RayPlatformError(RuntimeError):
-    """The platform could not be started, or is not there; the message says which part of it."""
+    """A part of the platform, named in the message, could not be started or does not run."""
 
 
 @contextmanager
 def attached(config: RayConfig) -> Iterator[None]:
-    """A connection to the cluster, unless this process has one already."""
+    """Connect to the cluster, unless this process is connected already."""
     if ray.is_initialized():
         yield
         return
@@ -41,14 +41,14 @@ def attached(config: RayConfig) -> Iterator[None]:
 
 
 class RayPlatform:
-    """Finds its actors by name, so that any driver can start it, look at it and stop it."""
+    """Actors found by their names, so that any driver can start, inspect and stop the platform."""
 
     def __init__(self, config: RayConfig) -> None:
         self._config = config
         self._plans = actors(config)
 
     def start(self) -> None:
-        """Starts what is not there yet; returns when every process is ready. RayPlatformError when one is not."""
+        """Start missing actors and wait until every process is ready; RayPlatformError if one is not."""
         if not self._config.model and self._config.instances:
             raise RayPlatformError("model: is not set")
         deadline = time.monotonic() + self._config.start_seconds
@@ -57,7 +57,7 @@ class RayPlatform:
             self._ready(name, handle, max(1.0, deadline - time.monotonic()))
 
     def stop(self) -> None:
-        """Ends every process, the gateway first, and its actor."""
+        """Stop every process, the gateway first, and end its actor."""
         for plan in reversed(self._plans):
             handle = self.actor(plan.name)
             if handle is None:
@@ -70,29 +70,24 @@ class RayPlatform:
             ray.kill(handle, no_restart=True)
 
     def actor(self, name: str) -> Any:
-        """The handle of an actor; None when there is no such actor."""
+        """Return the handle of an actor; None if it does not exist."""
         try:
             return ray.get_actor(name, namespace=self._config.ray_namespace)
         except ValueError:
             return None
 
-    def processes(self) -> dict[str, Ready | None]:
-        """What each actor's process said when it was ready; None where there is none now."""
-        found: dict[str, Ready | None] = {}
+    def processes(self) -> dict[str, ProcessEndpoint | None]:
+        """Return the endpoint of each actor's process; None if it is not ready."""
+        found: dict[str, ProcessEndpoint | None] = {}
         for plan in self._plans:
-            handle = self.actor(plan.name)
-            try:
-                found[plan.name] = None if handle is None else self._ready(plan.name, handle, 0.0)
-            except RayPlatformError:
-                found[plan.name] = None
+            found[plan.name] = None
+            with suppress(RayPlatformError):
+                found[plan.name] = self._ready(plan.name, self.actor(plan.name), 0.0)
         return found
 
     def gateway_address(self) -> str:
-        """host:port for `paceline.Client`. RayPlatformError when there is no gateway."""
-        handle = self.actor("gateway")
-        if handle is None:
-            raise RayPlatformError("gateway: is not started")
-        return self._ready("gateway", handle, _CALL_SECONDS).address
+        """Return host:port for `paceline.Client`. RayPlatformError if there is no gateway."""
+        return self._ready("gateway", self.actor("gateway"), _CALL_SECONDS).address
 
     def _start(self, plan: ActorPlan) -> Any:
         actor_class: Any = ray.remote(ServiceActor)
@@ -109,13 +104,15 @@ class RayPlatform:
         )
         return made.remote(plan.module, plan.flags, self._config.environment())
 
-    def _ready(self, name: str, handle: Any, seconds: float) -> Ready:
-        """What its process said when it was ready, within so many seconds; asked once at least."""
+    def _ready(self, name: str, handle: Any, seconds: float) -> ProcessEndpoint:
+        """Return the endpoint of an actor's process once ready, within `seconds`; polls at least once."""
+        if handle is None:
+            raise RayPlatformError(f"{name}: is not started")
         deadline = time.monotonic() + seconds
         while True:
             reason = "its process is not ready"
             try:
-                ready: Ready | None = ray.get(handle.ready.remote(), timeout=_CALL_SECONDS)
+                ready: ProcessEndpoint | None = ray.get(handle.ready.remote(), timeout=_CALL_SECONDS)
                 if ready is not None:
                     return ready
             except ray.exceptions.ActorUnavailableError as error:

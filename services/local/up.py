@@ -1,0 +1,132 @@
+"""`paceline up`: run the local platform in the foreground."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.options import Token
+from paceline.cli.output import add_columns, plain_table
+from services.local import Platform, PlatformConfig, PlatformError
+from services.local.config import RestartPolicy
+
+_CHECK_SECONDS = 1.0
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def up(
+    context: typer.Context,
+    model: Annotated[Path, typer.Option(help="Model folder in Hugging Face layout.")],
+    instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,
+    port: Annotated[int, typer.Option(help="Port of the gateway; 0 picks a free one.")] = 7400,
+    redis_url: Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder; logs go to logs/ in it.")] = Path("runs/local"),
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA if there is a GPU.")] = "auto",
+    pin: Annotated[bool, typer.Option(help="On CPU, pin each instance to its share of the cores.")] = True,
+    restart: Annotated[bool, typer.Option(help="Restart instances that died.")] = True,
+    learner: Annotated[
+        bool, typer.Option("--learner", help="Draft with an EAGLE-3 head that is trained online.")
+    ] = False,
+    token: Token = None,
+) -> None:
+    """Start the whole platform on this machine and run until Ctrl-C.
+
+    Options after `--` go to every instance: paceline up --model DIR -- --max-num-seqs 64
+    """
+    config = PlatformConfig(
+        model=model.absolute(),
+        instances=instances,
+        port=port,
+        redis_url=redis_url,
+        folder=folder,
+        token=token,
+        device=cast(Any, device),
+        pin=pin,
+        restarts=RestartPolicy() if restart else None,
+        instance_options=tuple(context.args),
+        learner=learner,
+    )
+    raise typer.Exit(run_until_stopped(config))
+
+
+def run_until_stopped(config: PlatformConfig) -> int:
+    """Start the platform, show its processes, stop it on SIGINT or SIGTERM; return the exit status."""
+    console = Console()
+    _interrupt_on_sigterm()
+    console.print(f"Starting {config.instances} instances of {config.model} ...", markup=False)
+    try:
+        with Platform(config) as platform:
+            console.print(processes_table(platform))
+            logs = platform.processes[0].spec.log.parent
+            console.print(f"\nLogs: {logs}", markup=False, highlight=False, soft_wrap=True)
+            stopping = _stop_on_signals()
+            console.print(f"Gateway: {platform.gateway_address}   (Ctrl-C to stop)", highlight=False)
+            while not stopping.wait(_CHECK_SECONDS):
+                platform.check()
+            console.print("Stopping ...")
+    except PlatformError as error:
+        console.print(f"paceline: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def processes_table(platform: Platform) -> Table:
+    """Return the processes of a platform and their addresses."""
+    table = plain_table()
+    add_columns(table, "process")
+    add_columns(table, "pid", number=True)
+    add_columns(table, "address", "metrics", "runs on")
+    for child in platform.processes:
+        ready = child.ready
+        host = ready.address.rpartition(":")[0] if ready else ""
+        table.add_row(
+            child.spec.name,
+            str(child.pid),
+            ready.address if ready else "",
+            f"{host}:{ready.metrics_port}" if ready else "",
+            _place(child.spec.cores, child.spec.environment.get("CUDA_VISIBLE_DEVICES")),
+        )
+    if platform.redis is not None:
+        table.add_row("redis", str(platform.redis.pid), platform.redis.url, "", "any core")
+    return table
+
+
+def _place(cores: tuple[int, ...], gpu: str | None) -> str:
+    if gpu is not None:
+        return f"GPU {gpu}"
+    return f"core {', '.join(map(str, cores))}" if cores else "any core"
+
+
+def _interrupt_on_sigterm() -> None:
+    """Let SIGTERM do what Ctrl-C does during the start: end it and clean up."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _stop_on_signals() -> threading.Event:
+    """Return an event that the first signal sets; a second signal interrupts at once."""
+    stopping = threading.Event()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        if stopping.is_set():
+            raise KeyboardInterrupt
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return stopping
