@@ -1,1 +1,1 @@
-"""What it takes to run Paceline elsewhere than on one machine."""
+"""Deployment of Paceline on more than one machine: images, Ray, Prometheus and Grafana."""

@@ -1,8 +1,8 @@
-"""Writes what of the chart follows from elsewhere: `scripts/chart`.
+"""Generate the parts of the chart that follow from other files: `scripts/chart`.
 
 - the table of values in README.md, from the comments of values.yaml;
-- the settings of every service in values.schema.json, from its configuration class, so that the chart refuses what
-  the service would refuse.
+- the settings of every service in values.schema.json, from its configuration class, so that the chart
+  refuses values that the service would refuse.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from services.platform.config import ServiceConfig
+from services.platform.config.settings import ServiceConfig
 
 SETTINGS = {
     "gateway": "services.gateway.config:GatewayConfig",
@@ -32,7 +32,11 @@ SETTINGS = {
     "scaling": "services.policy.scaling.config:ScalingConfig",
 }
 """Names of settings in the schema, and the class that has them."""
-SHARED = {"log_level", "log_format", "shutdown_grace_seconds", "max_message_bytes"}
+SHARED = {
+    *("log_level", "log_format", "shutdown_grace_seconds", "max_message_bytes"),
+    *("max_concurrent_calls", "max_connections"),
+    *("max_connection_age_seconds", "max_connection_age_grace_seconds"),
+}
 """Of the settings that all services share, those that are left to the chart's user."""
 CHOSEN = {
     *("instance_id", "replica_id", "pool", "snapshot_dir", "migration_port", "evacuation_seconds", "scaling"),
@@ -58,7 +62,7 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A documented value: its path, such as gateway.replicas, what it is by default, and what it is for."""
+    """A documented value: its path, such as gateway.replicas, its default and its meaning."""
 
     path: str
     default: Any
@@ -66,7 +70,7 @@ class Value:
 
 
 def documented(text: str) -> Iterator[Value]:
-    """The values of a values.yaml that have a comment beginning with `# --`."""
+    """Yield the values of a values.yaml whose comments begin with `# --`."""
     values = yaml.safe_load(text)
     path: list[tuple[int, str]] = []
     comment: list[str] = []
@@ -86,13 +90,13 @@ def documented(text: str) -> Iterator[Value]:
 
 
 def table(values: Iterator[Value]) -> str:
-    """The values as a Markdown table."""
+    """Return the values as a Markdown table."""
     rows = [f"| `{each.path}` | `{json.dumps(each.default)}` | {each.text} |" for each in values]
     return "\n".join(["| value | default | what it is |", "| --- | --- | --- |", *rows]) + "\n"
 
 
 def settings(model: type[BaseModel]) -> dict[str, Any]:
-    """JSON schema of a map of the settings of `model` that the chart leaves to its user."""
+    """Return the JSON schema of the settings of `model` that the chart leaves to its user."""
     schema = model.model_json_schema()
     known = schema.get("$defs", {})
     kept = schema["properties"].keys() - CHOSEN - (ServiceConfig.model_fields.keys() - SHARED)
@@ -101,7 +105,7 @@ def settings(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def generate(chart: Path) -> None:
-    """Writes both files of the chart anew."""
+    """Write both files of the chart."""
     readme = chart / "README.md"
     rows = table(documented((chart / "values.yaml").read_text()))
     readme.write_text(_TABLE.sub(lambda _: rows, readme.read_text()))
@@ -120,7 +124,7 @@ def _at(values: Any, names: list[str]) -> Any:
 
 
 def _plain(schema: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a field's schema says which values it takes; null, which Helm keeps for deleting, is none."""
+    """Return the part of a field's schema that limits its values; without null, which in Helm deletes a value."""
     if "$ref" in schema:
         schema = known[schema["$ref"].rpartition("/")[2]]
     choices = [each for each in schema.get("anyOf", []) if each.get("type") != "null"]

@@ -1,4 +1,4 @@
-"""What a dashboard consists of, as plain data, and the PromQL that its charts share."""
+"""Dashboards as plain data, and the PromQL that charts share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One panel. `unit` is Grafana's name of it; `kind`: line, stacked area, bars by label, or a number."""
+    """A panel. `unit` is Grafana's name of a unit; `kind` is line, stacked area, bars by label, or a number."""
 
     title: str
     unit: str
@@ -44,7 +44,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A choice at the top of a dashboard: the values of a label of a metric, all of them at first."""
+    """A variable of a dashboard: values of a label of a metric, all selected at first."""
 
     name: str
     metric: str
@@ -53,7 +53,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A dashboard. `uid` is also the name of its file."""
+    """A dashboard. Its `uid` is also the name of its file."""
 
     uid: str
     title: str
@@ -68,36 +68,36 @@ RUNS = Variable("run", 'paceline_gateway_step{namespace=~"$namespace"}', "run")
 
 
 def rate(metric: str, by: str = "", where: str = NAMESPACE) -> str:
-    """Increase of a counter per second, summed by labels."""
+    """Return the increase of a counter per second, summed by labels."""
     return f"sum by ({by}) (rate({metric}{{{where}}}[{WINDOW}]))"
 
 
 def ratio(part: str, whole: str, by: str = "", where: str = NAMESPACE) -> str:
-    """Increase of one counter over that of another, while the other increases."""
+    """Return the increase of one counter divided by that of another, while the other increases."""
     return f"{rate(part, by, where)} / ({rate(whole, by, where)} > 0)"
 
 
 def share(part: str, whole: str, by: str = "", of: str = NAMESPACE) -> str:
-    """As `ratio`, of a counter that does not exist before it counts, over another; `of` selects what is counted."""
+    """Return `ratio` for a counter whose series appear with its first increase; `of` selects its series."""
     return f"({rate(part, by, of)} or {rate(whole, by)} * 0) / ({rate(whole, by)} > 0)"
 
 
 def mean(histogram: str, by: str = "", where: str = NAMESPACE) -> str:
-    """Mean of a histogram's observations."""
+    """Return the mean of a histogram's observations."""
     return ratio(f"{histogram}_sum", f"{histogram}_count", by, where)
 
 
 def quantile(q: float, histogram: str, by: str = "", where: str = NAMESPACE) -> str:
-    """Quantile of a histogram's observations."""
+    """Return a quantile of a histogram's observations."""
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({q}, {rate(f'{histogram}_bucket', labels, where)})"
 
 
 def gauge(metric: str, by: str = "", where: str = NAMESPACE, how: str = "sum") -> str:
-    """A gauge, put together by labels."""
+    """Return a gauge, aggregated by labels."""
     return f"{how} by ({by}) ({metric}{{{where}}})"
 
 
 def quantiles(histogram: str, legend: str = "", where: str = NAMESPACE) -> tuple[Query, ...]:
-    """Median and 95th percentile."""
+    """Return median and 95th percentile."""
     return tuple(Query(quantile(q, histogram, where=where), f"{legend}p{q * 100:.0f}") for q in (0.5, 0.95))

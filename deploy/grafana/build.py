@@ -1,6 +1,6 @@
-"""Writes the dashboards as Grafana reads them: `python -m deploy.grafana.build`, into the Helm chart.
+"""Generate the dashboards as JSON for Grafana: `python -m deploy.grafana.build`, into the Helm chart.
 
-The builders of Grafana's own SDK know every field and its type, so a misspelled one cannot come about.
+The builders of Grafana's SDK check the names and types of all fields.
 """
 
 from __future__ import annotations
@@ -11,14 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grafana_foundation_sdk.builders import (
-    barchart,
-    common,
-    dashboard,
-    prometheus,
-    stat,
-    timeseries,
-)
+from grafana_foundation_sdk.builders import barchart, common, dashboard, prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as looks
 from grafana_foundation_sdk.models.dashboard import (
@@ -44,7 +37,7 @@ WIDTHS = {"line": 8, "area": 8, "bars": 8, "stat": 4}
 
 
 def render(board: Board) -> str:
-    """The dashboard as JSON."""
+    """Return the dashboard as JSON."""
     made = (
         dashboard.Dashboard(board.title)
         .uid(board.uid)
@@ -151,7 +144,7 @@ def _area(chart: Chart) -> timeseries.Panel:
 
 
 def _bars(chart: Chart) -> barchart.Panel:
-    """One bar for each value of the label that the legend names, in the order of numbers: Prometheus has none."""
+    """Show a bar for each value of the label in the legend, in numeric order, which Prometheus does not provide."""
     (query,) = chart.queries
     label = query.legend.strip("{}")
 
@@ -173,7 +166,7 @@ def _number(_chart: Chart) -> stat.Panel:
 
 
 def main() -> None:
-    """Writes every dashboard."""
+    """Write every dashboard."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for board in BOARDS:
         path = FOLDER / f"{board.uid}.json"

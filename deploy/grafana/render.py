@@ -1,7 +1,7 @@
-"""Draws the dashboards' data without Grafana: `python -m deploy.grafana.render --prometheus http://127.0.0.1:9090`.
+"""Draw the data of the dashboards without Grafana: `python -m deploy.grafana.render --prometheus http://127.0.0.1:9090`.
 
-One picture for each dashboard, every panel's series of the last minutes as the panel's queries give them. Needs
-matplotlib (the extra `demo`).
+Each dashboard becomes a picture of the results of its queries over the last minutes. Needs matplotlib (the extra
+`demo`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MOST_SERIES = 12
 """Names in a legend."""
 
 
-class Source:
-    """A Prometheus, asked for so many seconds up to `end` (unix time)."""
+class PrometheusSource:
+    """Queries of a Prometheus about the `seconds` before `end` (unix time)."""
 
     def __init__(self, url: str, seconds: float, end: float, window: str) -> None:
         self._url = url.rstrip("/")
@@ -42,11 +42,11 @@ class Source:
         self._window = window
 
     def over(self, expression: str) -> list[dict[str, Any]]:
-        """Series of the whole time: {metric, values}."""
+        """Return the series of the whole time: {metric, values}."""
         return self._ask("query_range", {"query": self._filled(expression), **self._span})
 
     def last(self, expression: str) -> list[dict[str, Any]]:
-        """Series of the last moment: {metric, value}."""
+        """Return the series at the end: {metric, value}."""
         return self._ask("query", {"query": self._filled(expression), "time": self.end})
 
     def _filled(self, expression: str) -> str:
@@ -62,8 +62,8 @@ class Source:
             return result
 
 
-def draw(board: Board, source: Source, path: Path) -> None:
-    """Writes one dashboard as a picture."""
+def draw(board: Board, source: PrometheusSource, path: Path) -> None:
+    """Write one dashboard as a picture."""
     charts = [chart for section in board.sections for chart in section.charts]
     rows = math.ceil(len(charts) / _COLUMNS)
     figure, axes = plt.subplots(rows, _COLUMNS, figsize=(6 * _COLUMNS, 2.9 * rows), squeeze=False)
@@ -78,7 +78,7 @@ def draw(board: Board, source: Source, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_chart(chart: Chart, source: Source, axes: Axes) -> None:
+def _draw_chart(chart: Chart, source: PrometheusSource, axes: Axes) -> None:
     axes.set_title(f"{chart.title} [{chart.unit}]", fontsize=10)
     drawn = sum(
         _draw_bars(query, source, axes) if chart.kind == "bars" else _draw_lines(query, source, axes)
@@ -93,7 +93,7 @@ def _draw_chart(chart: Chart, source: Source, axes: Axes) -> None:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
 
 
-def _draw_lines(query: Query, source: Source, axes: Axes) -> int:
+def _draw_lines(query: Query, source: PrometheusSource, axes: Axes) -> int:
     series = source.over(query.expr)
     for each in series:
         points = [(float(at), float(value)) for at, value in each["values"]]
@@ -102,7 +102,7 @@ def _draw_lines(query: Query, source: Source, axes: Axes) -> int:
     return len(series)
 
 
-def _draw_bars(query: Query, source: Source, axes: Axes) -> int:
+def _draw_bars(query: Query, source: PrometheusSource, axes: Axes) -> int:
     series = source.last(query.expr)
     bars = sorted((_order(_name(query, each["metric"])), float(each["value"][1])) for each in series)
     axes.bar([str(name[1]) for name, _ in bars], [value for _, value in bars])
@@ -118,7 +118,7 @@ def _name(query: Query, metric: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Draws every dashboard."""
+    """Draw every dashboard."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090")
     parser.add_argument("--minutes", type=float, default=60)
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/dashboards"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    source = Source(options.prometheus, options.minutes * 60, time.time(), options.window)
+    source = PrometheusSource(options.prometheus, options.minutes * 60, time.time(), options.window)
     for board in BOARDS:
         path = options.out / f"{board.uid}.png"
         draw(board, source, path)

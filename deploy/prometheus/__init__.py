@@ -1,1 +1,1 @@
-"""Prometheus: configuration of a local one, tests of the alerts, and the list of metrics."""
+"""Prometheus: configuration of a local server, tests of the alerts, and the list of metrics."""

@@ -1,6 +1,6 @@
-"""Every metric that services export, as they register it.
+"""Catalogue of the metrics that services register.
 
-`python -m deploy.prometheus.catalogue` puts the list into docs/metrics.md.
+`python -m deploy.prometheus.catalogue` writes the list into docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from services.bubbles.metrics import BubbleMetrics
 from services.drafter.metrics import DrafterMetrics
-from services.drafts.metrics import DraftMetrics
+from services.drafts.metrics import DraftStoreMetrics
 from services.drafts.store import DraftStore
 from services.gateway.metrics import GatewayMetrics
-from services.generation.metrics import EngineMetrics
+from services.generation.loop.metrics import EngineMetrics
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.pregeneration.metrics import PregenerationMetrics
-from services.platform.metrics import redis_up, rpc_metrics, show_build
-from services.platform.watched import RELOADS
+from services.platform.config.watched import RELOADS
+from services.platform.observability.metrics import redis_errors, redis_up, rpc_metrics, show_build
 from services.policy.metrics import PolicyMetrics
 from services.policy.scaling.metrics import ScalingMetrics
 from services.reallocator.metrics import ReallocatorMetrics
@@ -34,6 +34,7 @@ def _every(registry: CollectorRegistry) -> None:
     rpc_metrics(registry)
     show_build("any", registry)
     registry.register(redis_up())
+    registry.register(redis_errors())
     registry.register(RELOADS)
 
 
@@ -43,7 +44,7 @@ SERVICES: dict[str, tuple[Maker, ...]] = {
     "Every service": (_every,),
     "Gateway": (GatewayMetrics,),
     "Generation instance": (EngineMetrics, PregenerationMetrics, MigrationMetrics),
-    "Draft store": (lambda registry: DraftMetrics(registry, DraftStore(1 << 20, 1), lambda: 0.0),),
+    "Draft store": (lambda registry: DraftStoreMetrics(registry, DraftStore(1 << 20, 1), lambda: 0.0),),
     "Bubble coordinator": (BubbleMetrics,),
     "Reallocator": (ReallocatorMetrics,),
     "Drafter": (DrafterMetrics,),
@@ -53,7 +54,7 @@ SERVICES: dict[str, tuple[Maker, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric under the name that queries use; of a histogram, that without _bucket, _sum and _count."""
+    """A metric under the name that queries use; for a histogram without _bucket, _sum and _count."""
 
     name: str
     kind: str
@@ -62,7 +63,7 @@ class Metric:
 
 
 def metrics(service: str) -> list[Metric]:
-    """The metrics of a service, by name."""
+    """Return the metrics of a service, by name."""
     found: dict[str, Metric] = {}
     for make in SERVICES[service]:
         registry = CollectorRegistry()
@@ -72,7 +73,7 @@ def metrics(service: str) -> list[Metric]:
 
 
 def table() -> str:
-    """The list for people, in Markdown."""
+    """Return the list in Markdown."""
     lines: list[str] = []
     for service in SERVICES:
         lines += [
@@ -90,7 +91,7 @@ def table() -> str:
 
 
 def document(text: str) -> str:
-    """The document with the list as it is now."""
+    """Return the document with the current list."""
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n{table()}\n{END}{tail}"

@@ -1,4 +1,4 @@
-"""The dashboards."""
+"""All dashboards."""
 
 from deploy.grafana.boards.bubbles import BUBBLES
 from deploy.grafana.boards.instances import INSTANCE_BOARD

@@ -1,4 +1,4 @@
-"""Bubbles, what is generated in them, where it is kept, and samples that move between instances."""
+"""Dashboard of bubbles, pre-generation, draft stores and migration."""
 
 from deploy.grafana.board import (
     INSTANCE,
@@ -38,9 +38,7 @@ _BUBBLES = Section(
             "Time of an instance from its last sample of a step to the step's end.",
         ),
         Chart(
-            "Bubbles",
-            "s",
-            (Query(mean(f"{_W}bubble_seconds"), "mean"), *quantiles(f"{_W}bubble_seconds")),
+            "Bubbles", "s", (Query(mean(f"{_W}bubble_seconds"), "mean"), *quantiles(f"{_W}bubble_seconds"))
         ),
         Chart(
             "Coverage",
@@ -89,7 +87,7 @@ _AHEAD = Section(
         Chart(
             "Leased and open samples",
             "short",
-            (Query(gauge(f"{_B}leased_items"), "leased"), Query(gauge(f"{_B}open_items"), "open")),
+            (Query(gauge(f"{_B}leased_tasks"), "leased"), Query(gauge(f"{_B}open_tasks"), "open")),
         ),
         Chart(
             "Leases",
@@ -159,7 +157,7 @@ _MOVES = Section(
             "KV sent",
             "Bps",
             (Query(rate(f"{_M}bytes_total", "stage", INSTANCE), "{{stage}}"),),
-            "copy: while the sample decodes on. delta: what came about meanwhile, while it is frozen.",
+            "copy: while the sample decodes on. delta: what was generated meanwhile, while it is paused.",
             kind="area",
         ),
         Chart(
@@ -169,7 +167,7 @@ _MOVES = Section(
                 Query(quantile(0.95, f"{_M}stage_seconds", "stage", INSTANCE), "{{stage}}"),
                 Query(quantile(0.95, f"{_M}resume_seconds", where=INSTANCE), "resume"),
             ),
-            "stall is the time for which a sample is frozen.",
+            "stall is the time for which a sample is paused.",
         ),
         Chart(
             "Stall in engine steps",
@@ -198,15 +196,16 @@ _MOVES = Section(
             "Per second.",
         ),
         Chart(
-            "Samples and turning points",
+            "Samples and saturation points",
             "short",
             (
                 Query(gauge(f"{_R}instance_samples", "instance_id", how="max"), "{{instance_id}}"),
                 Query(
-                    gauge(f"{_R}threshold_samples", "instance_id", how="max"), "turning point {{instance_id}}"
+                    gauge(f"{_R}saturation_point_samples", "instance_id", how="max"),
+                    "saturation point {{instance_id}}",
                 ),
             ),
-            "Beyond its turning point an instance gains little by more samples; those below could do with more.",
+            "Beyond its saturation point an instance gains little from more samples; below it, it could take more.",
         ),
         Chart(
             "Gain of moves",
@@ -221,13 +220,13 @@ _MOVES = Section(
             "Trust in predicted gains",
             "percentunit",
             (Query(gauge(f"{_R}trust", "rule", how="max"), "{{rule}}"),),
-            "Share of its predicted gain that a rule has brought. With little trust fewer moves are made.",
+            "Share of its predicted gain that a rule has achieved. With little trust fewer moves are made.",
         ),
         Chart(
             "Engine time that a move costs",
             "s",
             (Query(gauge(f"{_R}move_cost_seconds", "by, side", how="max"), "by {{by}}, {{side}}"),),
-            "As the reallocator has learned it. By prefix the receiver reads the context besides.",
+            "As the reallocator has learned it. By prefix the receiver also prefills the context.",
         ),
         Chart(
             "Resumed by their prefix",

@@ -1,4 +1,4 @@
-"""Use, saturation and errors of generation instances."""
+"""Dashboard of use, saturation and errors of generation instances."""
 
 from deploy.grafana.board import (
     INSTANCE,
@@ -38,9 +38,7 @@ _WORK = Section(
             (_each(quantile(0.5, f"{_G}step_seconds", "instance", INSTANCE)),),
         ),
         Chart(
-            "Engine step time, p95",
-            "s",
-            (_each(quantile(0.95, f"{_G}step_seconds", "instance", INSTANCE)),),
+            "Engine step time, p95", "s", (_each(quantile(0.95, f"{_G}step_seconds", "instance", INSTANCE)),)
         ),
         Chart(
             "Time in engine steps",
@@ -75,11 +73,7 @@ _ROOM = Section(
         ),
         Chart("Samples waiting", "short", (_each(gauge(f"{_G}waiting_samples", "instance", INSTANCE)),)),
         Chart("KV in use", "percentunit", (_each(gauge(f"{_G}kv_usage_ratio", "instance", INSTANCE)),)),
-        Chart(
-            "Processor cores in use",
-            "short",
-            (_each(_rate("process_cpu_seconds_total")),),
-        ),
+        Chart("Processor cores in use", "short", (_each(_rate("process_cpu_seconds_total")),)),
         Chart(
             "Memory",
             "bytes",

@@ -1,4 +1,4 @@
-"""How the steps go, and the calls behind them."""
+"""Dashboard of steps and of the RPCs behind them."""
 
 from deploy.grafana.board import (
     NAMESPACES,
@@ -174,12 +174,7 @@ _STATE = Section(
         Chart(
             "Refusals",
             "percentunit",
-            (
-                Query(
-                    share(f"{_G}refusals_total", f"{_G}placements_total", "instance_id"),
-                    "{{instance_id}}",
-                ),
-            ),
+            (Query(share(f"{_G}refusals_total", f"{_G}placements_total", "instance_id"), "{{instance_id}}"),),
             "Share of samples that an instance would not take when they were given to it.",
         ),
     ),

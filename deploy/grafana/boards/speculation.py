@@ -1,4 +1,4 @@
-"""The papers' quantities of speculation: acceptance rate and length, draft length, block efficiency, reuse."""
+"""Dashboard of speculative decoding: acceptance rate and length, draft length, block efficiency, reuse."""
 
 from deploy.grafana.board import (
     INSTANCE,
@@ -244,7 +244,7 @@ _LEARNER = Section(
             "short",
             (
                 Query(f"3600 * {rate(f'{_D}candidates_total', 'outcome')}", "{{outcome}}"),
-                Query(f"3600 * {rate(f'{_D}roll_backs_total', 'cause')}", "rolled back: {{cause}}"),
+                Query(f"3600 * {rate(f'{_D}rollbacks_total', 'cause')}", "rolled back: {{cause}}"),
             ),
             "Per hour.",
         ),

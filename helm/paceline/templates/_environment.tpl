@@ -1,4 +1,4 @@
-{{/* What services are told. services/platform/config.py refuses what it does not know. */}}
+{{/* Environment of the services. services/platform/config/settings.py refuses unknown variables. */}}
 
 {{/* Settings as variables. Takes a map of settings. */}}
 {{- define "paceline.settings" -}}
@@ -8,7 +8,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* What every service is told. Takes root, component, advertise, config and extraEnv. */}}
+{{/* Variables of every service. Takes root, component, advertise, config and extraEnv. */}}
 {{- define "paceline.environment" -}}
 {{- $values := .root.Values -}}
 - name: POD_NAME
@@ -51,13 +51,17 @@
 - name: PACELINE_TRACING_SAMPLE_RATIO
   value: {{ $values.tracing.sampleRatio | quote }}
 {{- end }}
+{{- if and (has .component (list "gateway" "generation")) $values.weights.enabled (not (hasKey .config "weights_root")) }}
+- name: PACELINE_WEIGHTS_ROOT
+  value: {{ $values.weights.mountPath | quote }}
+{{- end }}
 {{- include "paceline.settings" .config }}
 {{- with .extraEnv }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{/* What the policy controller is told of scaling. It recommends for every pool that may be scaled, and sets their
+{{/* Scaling settings of the policy service. It recommends for every pool that may be scaled, and sets their
 numbers only where it is the one to. */}}
 {{- define "paceline.scalingEnvironment" -}}
 {{- $pools := list -}}
@@ -81,14 +85,14 @@ numbers only where it is the one to. */}}
 {{- end }}
 {{- end -}}
 
-{{/* Where the store is. A password reaches the address through a variable, so that it is in no manifest. */}}
+{{/* Address of Redis. The password comes from a variable, so that it is in no manifest. */}}
 {{- define "paceline.redisEnvironment" -}}
 {{- $redis := .Values.redis -}}
 {{- if $redis.embedded.enabled -}}
 {{- $host := include "paceline.host" (dict "root" . "component" "redis") -}}
 {{- $tls := include "paceline.tls" . -}}
 {{- $files := "ssl_ca_certs=/etc/paceline/tls/ca.crt&ssl_certfile=/etc/paceline/tls/tls.crt&ssl_keyfile=/etc/paceline/tls/tls.key" -}}
-{{- /* The client knows no other name than the one it dials; our authority's signature has to do. */ -}}
+{{- /* The client verifies no name but the dialled one; the signature of our authority suffices. */ -}}
 {{- if and .Values.tls.serverName (eq .Values.tls.mode "secrets") }}{{ $files = printf "%s&ssl_check_hostname=false" $files }}{{ end -}}
 - name: REDIS_PASSWORD
   valueFrom: {secretKeyRef: {name: {{ include "paceline.redisSecret" . }}, key: {{ $redis.embedded.secretKey }}}}

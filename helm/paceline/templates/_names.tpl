@@ -1,19 +1,19 @@
 {{/* Names, labels and addresses. */}}
 
-{{/* Begins every name. 24 characters leave room for "-generation-", a pool and what Kubernetes appends. */}}
+{{/* Prefix of all names. 24 characters leave room for "-generation-", a pool and what Kubernetes appends. */}}
 {{- define "paceline.fullname" -}}
 {{- $chart := default .Chart.Name .Values.nameOverride -}}
 {{- $both := ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
 {{- default $both .Values.fullnameOverride | trunc 24 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Name of a component's resources. Takes root and component, and pool where there is one. */}}
+{{/* Name of a component's resources. Takes root and component, and pool if there is one. */}}
 {{- define "paceline.name" -}}
 {{- $name := printf "%s-%s" (include "paceline.fullname" .root) .component -}}
 {{- if .pool }}{{ printf "%s-%s" $name .pool }}{{ else }}{{ $name }}{{ end -}}
 {{- end -}}
 
-{{/* Labels that select a component's pods. Takes root, component and perhaps pool. */}}
+{{/* Labels that select a component's pods. Takes root, component and optionally pool. */}}
 {{- define "paceline.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | quote }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
@@ -23,7 +23,7 @@ paceline.io/pool: {{ .pool | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Labels of a component's resources. Takes root, component and perhaps pool. */}}
+{{/* Labels of a component's resources. Takes root, component and optionally pool. */}}
 {{- define "paceline.labels" -}}
 {{ include "paceline.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
@@ -37,7 +37,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ include "paceline.name" . }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.clusterDomain }}
 {{- end -}}
 
-{{/* Every component that is deployed: the port it serves, and who calls it there. */}}
+{{/* Deployed components, with their ports and their callers. */}}
 {{- define "paceline.components" -}}
 {{- $all := dict
   "gateway" (dict "port" 7400 "callers" (list "policy" "test"))
@@ -78,7 +78,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- with .image.digest }}@{{ . }}{{ end -}}
 {{- end -}}
 
-{{/* The pools, each with what it has by default; "pools" in a map, for fromYaml. */}}
+{{/* Pools, merged with the defaults; under "pools" in a map, for fromYaml. */}}
 {{- define "paceline.pools" -}}
 {{- $pools := list -}}
 {{- $names := dict -}}
@@ -100,17 +100,17 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- dict "pools" $pools | toYaml -}}
 {{- end -}}
 
-{{/* Where the online learner keeps drafters, under the same path in its pod and in those of the instances. */}}
+{{/* Folder of EAGLE-3 heads, at the same path in the pods of learner and instances. */}}
 {{- define "paceline.drafterFolder" -}}
 {{ trimSuffix "/" .Values.weights.mountPath }}/drafters
 {{- end -}}
 
-{{/* The drafter to begin with. */}}
+{{/* First EAGLE-3 head. */}}
 {{- define "paceline.drafterCheckpoint" -}}
 {{ required "drafter.checkpoint is needed with drafter.enabled" .Values.drafter.checkpoint }}
 {{- end -}}
 
-{{/* Who sets the number of instances of a pool: policy, hpa, keda, or nobody: "". Takes root and pool (its values). */}}
+{{/* Scaler of a pool: policy, hpa, keda, or "" for none. Takes root and pool (its values). */}}
 {{- define "paceline.scaler" -}}
 {{- if and .root.Values.autoscale.enabled .pool.scaled }}
 {{- if not .root.Values.policy.enabled }}
@@ -120,7 +120,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
-{{/* Whether the policy controller sets the number of instances: "true" or nothing. */}}
+{{/* "true" if the policy service sets the number of instances, else empty. */}}
 {{- define "paceline.scales" -}}
 {{- if and .Values.autoscale.enabled (eq .Values.autoscale.by "policy") }}true{{ end -}}
 {{- end -}}

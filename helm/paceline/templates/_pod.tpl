@@ -1,4 +1,4 @@
-{{/* What pods have in common. */}}
+{{/* Common parts of pods. */}}
 
 {{/* First part of a pod's spec. Takes root, component, values (of the component) and spread (whether replicas go
 to different nodes). */}}
@@ -6,7 +6,7 @@ to different nodes). */}}
 {{- $values := .root.Values -}}
 serviceAccountName: {{ include "paceline.fullname" .root }}{{ if eq .component "policy" }}-policy{{ end }}
 automountServiceAccountToken: {{ and (eq .component "policy") (eq (include "paceline.scales" .root) "true") }}
-# The variables of service links begin with PACELINE_ too.
+# Variables of service links would begin with PACELINE_, too.
 enableServiceLinks: false
 {{- with $values.image.pullSecrets }}
 imagePullSecrets:
@@ -51,7 +51,7 @@ affinity:
 {{- end }}
 {{- end -}}
 
-{{/* Tolerations with which a single pod leaves a node that has gone within seconds rather than minutes. */}}
+{{/* Tolerations by which a single pod leaves a lost node within seconds rather than minutes. */}}
 {{- define "paceline.leaveDeadNodes" -}}
 tolerations:
   - {key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute, tolerationSeconds: 15}
@@ -70,7 +70,7 @@ capabilities: {drop: [ALL]}
 - {name: metrics, containerPort: 9400}
 {{- end -}}
 
-{{/* One way to ask for health. Takes root, component and service ("" or "liveness"). The kubelet asks itself
+{{/* Health check. Takes root, component and service ("" or "liveness"). The kubelet asks itself
 where there is no TLS: it speaks none. */}}
 {{- define "paceline.ask" -}}
 {{- $port := include "paceline.port" . -}}
@@ -79,7 +79,7 @@ exec:
   command:
     - python
     - -m
-    - services.platform.health
+    - services.platform.grpc.health
     - --address=127.0.0.1:{{ $port }}
     - --server-name={{ include "paceline.serverName" . }}
     - --service={{ .service }}

@@ -1,6 +1,6 @@
 {{/* Certificates and tokens: which secrets hold them. */}}
 
-{{/* Whether there is TLS: "true" or nothing. */}}
+{{/* "true" if TLS is on, else empty. */}}
 {{- define "paceline.tls" -}}
 {{- if ne .Values.tls.mode "none" }}true{{ end -}}
 {{- end -}}
@@ -16,13 +16,13 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Name that a component's certificate has. Takes root and component. */}}
+{{/* DNS name in a component's certificate. Takes root and component. */}}
 {{- define "paceline.serverName" -}}
 {{- $given := ternary .root.Values.tls.serverName "" (eq .root.Values.tls.mode "secrets") -}}
 {{- default (include "paceline.host" .) $given -}}
 {{- end -}}
 
-{{/* Secret with the services' own token, and that with what is known of callers' tokens. */}}
+{{/* Secrets with the services' own token and with the grants of callers. */}}
 {{- define "paceline.tokenSecret" -}}
 {{ default (printf "%s-token" (include "paceline.fullname" .)) .Values.tokens.services.existingSecret }}
 {{- end -}}
@@ -30,7 +30,7 @@
 {{ default (printf "%s-grants" (include "paceline.fullname" .)) .Values.tokens.existingSecret }}
 {{- end -}}
 
-{{/* Secret with the token that Prometheus shows. */}}
+{{/* Secret with the token of Prometheus. */}}
 {{- define "paceline.metricsTokenSecret" -}}
 {{- if and .Values.tokens.existingSecret (not .Values.tokens.metrics.existingSecret) }}
 {{- fail "tokens.metrics.existingSecret: is needed to scrape with tokens.existingSecret" }}
@@ -43,7 +43,7 @@
 {{ default (printf "%s-redis" (include "paceline.fullname" .)) .Values.redis.embedded.existingSecret }}
 {{- end -}}
 
-{{/* A value of a secret that the chart made earlier, or else a new one: base64. Takes root, name, key, prefix. */}}
+{{/* Value of a secret that the chart created earlier, or else a new one, in base64. Takes root, name, key, prefix. */}}
 {{- define "paceline.kept" -}}
 {{- $found := lookup "v1" "Secret" .root.Release.Namespace .name -}}
 {{- $data := get ($found | default dict) "data" | default dict -}}
