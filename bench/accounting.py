@@ -30,7 +30,7 @@ Kind = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TimedStep:
     """An engine step: samples, draft tokens, and seconds of the engine alone."""
 
     samples: int
@@ -46,10 +46,10 @@ class Step:
 
 
 @dataclass(slots=True)
-class Round:
+class TimedRound:
     """A plan's steps, and its seconds beside the engine: drafters, decisions, what is learned."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TimedStep] = field(default_factory=list)
     beside: float = 0.0
 
     @property
@@ -58,8 +58,8 @@ class Round:
         return sum(step.seconds for step in self.steps) + self.beside
 
 
-def step_times(rounds: Iterable[Round]) -> dict[Kind, float]:
-    """The median time of each kind of step, in seconds.
+def step_times(rounds: Iterable[TimedRound]) -> dict[Kind, float]:
+    """Return the median time of each kind of step, in seconds.
 
     A kind with less than 15 steps takes in the nearest kinds until there are as many, up to half an octave away.
     Plain steps and steps with drafts never count as alike.
@@ -82,7 +82,7 @@ def _place(kind: Kind) -> tuple[float, float]:
 def _alike(
     kind: Kind, times: Mapping[Kind, list[float]], kinds: Sequence[Kind], places: NDArray[np.float64]
 ) -> list[float]:
-    """A kind's times, with those of the nearest kinds if it has few; kinds that are equally far come together."""
+    """Return a kind's times, joined by those of its nearest kinds if it has few; ties join together."""
     if len(times[kind]) >= _ENOUGH:
         return times[kind]
     away = np.abs(places - _place(kind)).sum(axis=1)
@@ -98,7 +98,7 @@ def _alike(
     return found
 
 
-def accounted(rounds: Sequence[Round], times: Mapping[Kind, float]) -> float:
+def accounted(rounds: Sequence[TimedRound], times: Mapping[Kind, float]) -> float:
     """Seconds of a plan's round, the mean of its rounds, each step at the time of its kind.
 
     KeyError for a kind that is not in `times`; ValueError without a round.

@@ -1,4 +1,4 @@
-"""How often a token tree would have saved a step that a chain needs, when the drafter shares the sample's noise.
+"""Share of decode steps that a token tree would save over a chain, when the drafter shares the sample's noise.
 
 The drafter is the policy of the step before, asked at every position of the real samples behind their real tokens.
 With the sample's own noise its first choice is the token that the policy most likely samples: arg-max of
@@ -71,7 +71,7 @@ def _rows(
 
 
 def _ranks(logits: NDArray[np.float32], tokens: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """How many tokens are the first choice, the second, and another."""
+    """Return how many tokens are the drafter's first choice, its second choice, and neither."""
     noise = np.stack([gumbel(seed, position, logits.shape[1]) for position in range(len(tokens))])
     scores = logits + noise
     better = (scores > scores[np.arange(len(tokens)), tokens][:, None]).sum(1)

@@ -26,18 +26,9 @@ from typing import Any
 from bench import branches, columns
 from bench.comparison import Comparison
 from bench.coverage import Coverage
-from bench.replay import Covering, Manner, ReplayedStep, nothing_covered, replay
+from bench.replay import Covering, ReplayedStep, ReplaySetup, nothing_covered, replay
 from bench.report import console, cores, show_table, write
-from bench.systems import (
-    BUBBLESPEC,
-    IN_STEP,
-    INTRA,
-    OVERLAP,
-    PLAIN,
-    System,
-    plain_platform,
-    platform_of,
-)
+from bench.systems import BUBBLESPEC, IN_STEP, INTRA, OVERLAP, PLAIN, System, plain_platform, platform_of
 from bench.ties import Judge, Tie, judge_all
 from bench.trajectory import Trajectory, record
 from examples.tinymath.train import MODEL, Options
@@ -113,7 +104,7 @@ def main() -> None:
 
 
 def _systems(given: argparse.Namespace, place: int) -> list[System]:
-    """The systems to compare on the fleet at `place`; variants on the first one only."""
+    """Return the systems to compare on the fleet at `place`; variants on the first one only."""
     chosen = [PLAIN, *(system for system in _COMPARED if system.name in given.systems)]
     if place == 0:
         chosen += [INTRA] if given.intra else []
@@ -124,13 +115,13 @@ def _systems(given: argparse.Namespace, place: int) -> list[System]:
 def _measure(
     trajectory: Trajectory, systems: Sequence[System], instances: int, rounds: int, comparison: Comparison
 ) -> Runs:
-    """The steps that count of each system, after all its tokens were compared with the trajectory's."""
+    """Return the steps that count of each system, after all its tokens were compared with the trajectory's."""
     runs: dict[str, list[ReplayedStep]] = {system.name: [] for system in systems}
     for number in range(rounds):
         for system in systems if number % 2 == 0 else reversed(systems):
             config = platform_of(system, MODEL, instances, FOLDER / f"{instances}-instances")
             with Platform(config) as platform, _covering(platform) as covering:
-                manner = Manner(f"bubbles-{time.time_ns():x}", hint=system.bubbles)
+                manner = ReplaySetup(f"bubbles-{time.time_ns():x}", hint=system.bubbles)
                 label = f"{system.name}, {instances} instances"
                 steps = replay(platform, trajectory, manner, covering, partial(_say, label))
             for recorded, step in zip(trajectory.steps, steps, strict=True):
@@ -140,11 +131,11 @@ def _measure(
 
 
 def _covering(platform: Platform) -> AbstractContextManager[Covering]:
-    return Coverage(platform) if platform.bubbles is not None else nullcontext(nothing_covered)
+    return Coverage(platform) if platform.config.bubbles else nullcontext(nothing_covered)
 
 
 def _figures(runs: Runs) -> dict[str, dict[str, Any]]:
-    """The columns of each system, and how much less it needs than plain decoding."""
+    """Return the columns of each system, and how much less it needs than plain decoding."""
     plain = runs[PLAIN.name]
     return {
         name: {
@@ -165,7 +156,7 @@ def _result(
     comparison: Comparison,
     ties: Sequence[Tie],
 ) -> dict[str, Any]:
-    """What is written: the first fleet's figures are the headline."""
+    """Return the JSON result; the first fleet's figures are the headline."""
     best = tables[given.instances[0]].get(OVERLAP.name, {})
     return {
         "step_reduction": best.get("decode_steps_reduction"),
@@ -187,7 +178,7 @@ def _result(
 
 
 def _branches(trajectory: Trajectory) -> dict[str, dict[str, float]]:
-    """What the older policy's first and second choices are worth, with the samples' noise and with its own."""
+    """Return how often the older policy's first and second choices are right, with shared and with own noise."""
     coupled, own = branches.measure(trajectory)
     return {
         name: {"accepted": found.accepted, "second_branch_saves": found.saved}

@@ -43,12 +43,12 @@ def columns(steps: Sequence[ReplayedStep]) -> dict[str, Any]:
 
 
 def step_seconds(step: ReplayedStep) -> float:
-    """A training step from end to end."""
+    """Return a training step from end to end."""
     return step.rollout_seconds + step.update_seconds + step.push_seconds
 
 
 def rollout_and_update(step: ReplayedStep) -> float:
-    """A training step without the bringing of weights."""
+    """Return a training step without the bringing of weights."""
     return step.rollout_seconds + step.update_seconds
 
 
@@ -73,7 +73,7 @@ def max_decode_steps(step: ReplayedStep) -> float:
 
 
 def speculation(provenances: Sequence[Provenance]) -> dict[str, Any]:
-    """What was drafted and kept, in all and by drafter."""
+    """Return drafted and accepted tokens, in all and by drafter."""
     drafted, accepted = sum(p.drafted for p in provenances), sum(p.accepted for p in provenances)
     verified = sum(p.verify_steps for p in provenances)
     offered: dict[str, int] = defaultdict(int)
@@ -97,14 +97,11 @@ def bubbles(steps: Sequence[ReplayedStep]) -> dict[str, float]:
     idle = [
         list(bubble_seconds(step_spans(list(step.samples.values())), step.fleet).values()) for step in steps
     ]
-    return {
-        "bubble_seconds_mean": fmean(map(fmean, idle)),
-        "bubble_seconds_max": fmean(map(max, idle)),
-    }
+    return {"bubble_seconds_mean": fmean(map(fmean, idle)), "bubble_seconds_max": fmean(map(max, idle))}
 
 
 def pregeneration(steps: Sequence[ReplayedStep]) -> dict[str, Any]:
-    """How much was there when a step began, and how much of that the samples then agreed with."""
+    """Return coverage when a step began, and the share of it that samples then agreed with."""
     covered = [length for step in steps for length in step.covered]
     real = sum(map(tokens, steps))
     provenances = [sample.provenance for step in steps for sample in step.samples.values()]
@@ -118,8 +115,11 @@ def pregeneration(steps: Sequence[ReplayedStep]) -> dict[str, Any]:
 
 
 def halting(steps: Sequence[ReplayedStep]) -> dict[str, float | None]:
-    """How long pre-generation went on when it should not, in seconds: after the end of the step, after weights
-    were to be applied, after a sample of the step had arrived."""
+    """Return how long pre-generation outlasted its welcome, in seconds.
+
+    Measured after the end of a step, after weights were to be applied, and after a sample of the step
+    had arrived.
+    """
     counted = together(step.fleet_metrics for step in steps)
     return {
         "halt_delay_seconds": counted.mean(f"{_PREFIX}halt_delay_seconds"),

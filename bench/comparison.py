@@ -12,7 +12,7 @@ Responses = Mapping[SampleKey, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a response first differs. What comes after it has another prefix and cannot be compared."""
+    """First position at which two responses differ; everything after it has another prefix."""
 
     system: str
     step: int
@@ -33,7 +33,7 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
 
     def add(self, system: str, step: int, truth: Responses, found: Responses) -> None:
-        """Compares the samples of a system's step; both sides must have the same ones."""
+        """Compare the samples of a system's step; both sides must have the same ones."""
         if truth.keys() != found.keys():
             raise ValueError(f"{system}, step {step}: the samples are not the same")
         for key, expected in truth.items():
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first position at which two responses are not the same; None when they are equal."""
+    """Return the first position at which two responses are not the same; None when they are equal."""
     for place, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return place

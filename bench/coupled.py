@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.engine_process import EngineProcess, EngineUnavailable, Measured, Round
+from bench.engine_process import EngineMeasurement, EngineProcess, EngineRound, EngineUnavailable
 from bench.report import Figures, format_value, show_rows, write
-from services.generation.engine.types import EngineOptions, SampleRequest
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EngineOptions, EngineRequest
 
 _SMALL, _LARGE = 8, 64
 _GIVEN_WINDOW, _WINDOW = 16, 8
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _start(options: EngineOptions) -> tuple[dict[str, EngineProcess], dict[str, str]]:
-    """The engines, and why one is missing."""
+    """Return the engines, and why one is missing."""
     plain = replace(options, coupled=False)
     engines = {"ours": EngineProcess(options), "vllm": EngineProcess(plain)}
     for name, method in _OWN_METHODS.items():
@@ -98,7 +98,7 @@ def _measure(
     requests = _requests(prompts * (rounds + 1), Sampling(max_tokens=512))
     found = [_small(engines, requests[i * prompts : (i + 1) * prompts]) for i in range(rounds + 1)][1:]
 
-    def middle(figure: Callable[[dict[str, Measured]], float]) -> float:
+    def middle(figure: Callable[[dict[str, EngineMeasurement]], float]) -> float:
         return median(figure(each) for each in found)
 
     def faster(ours: str, theirs: str) -> float | None:
@@ -117,25 +117,27 @@ def _measure(
     return figures, [_row(name, [each[name] for each in found]) for name in found[0]]
 
 
-def _small(engines: dict[str, EngineProcess], requests: Sequence[SampleRequest]) -> dict[str, Measured]:
+def _small(
+    engines: dict[str, EngineProcess], requests: Sequence[EngineRequest]
+) -> dict[str, EngineMeasurement]:
     """One round at batch 8: every engine and drafter on the same prompts, in turn."""
-    order = Round(requests, _SMALL)
+    order = EngineRound(requests, _SMALL)
     found = {"vllm": engines["vllm"].run(order), "ours off": engines["ours"].run(order)}
     truth = found["ours off"].responses
     given = [replace(request, given=tuple(truth[request.sample_id])) for request in requests]
-    found["ours given"] = engines["ours"].run(Round(given, _SMALL, "given", _GIVEN_WINDOW))
-    found["ours suffix"] = engines["ours"].run(Round(requests, _SMALL, "suffix", _WINDOW))
+    found["ours given"] = engines["ours"].run(EngineRound(given, _SMALL, "reference", _GIVEN_WINDOW))
+    found["ours suffix"] = engines["ours"].run(EngineRound(requests, _SMALL, "suffix", _WINDOW))
     for name in ("ours given", "ours suffix"):
         if found[name].responses != truth:
             raise RuntimeError(f"{name} gave other tokens than plain decoding")
     return found | {name: engines[name].run(order) for name in _OWN_METHODS if name in engines}
 
 
-def _speed(measured: Measured) -> float:
+def _speed(measured: EngineMeasurement) -> float:
     return measured.tokens / measured.seconds
 
 
-def _row(name: str, rounds: Sequence[Measured]) -> tuple[str, ...]:
+def _row(name: str, rounds: Sequence[EngineMeasurement]) -> tuple[str, ...]:
     steps = median(each.steps for each in rounds)
     per_step = median(each.tokens / each.steps for each in rounds)
     speed = median(_speed(each) for each in rounds)
@@ -147,7 +149,7 @@ def _row(name: str, rounds: Sequence[Measured]) -> tuple[str, ...]:
 
 def _off(engines: dict[str, EngineProcess], rounds: int) -> dict[str, float]:
     """Step time at batch 64 with nothing drafted, ours against vLLM's own runner, and the noise's share."""
-    order = Round(_requests(_LARGE, Sampling(max_tokens=150, ignore_eos=True)), _LARGE)
+    order = EngineRound(_requests(_LARGE, Sampling(max_tokens=150, ignore_eos=True)), _LARGE)
     times: dict[str, list[float]] = {"ours": [], "vllm": []}
     pairs: list[float] = []
     for i in range(2 * rounds + 1):
@@ -167,12 +169,12 @@ def _off(engines: dict[str, EngineProcess], rounds: int) -> dict[str, float]:
     }
 
 
-def _requests(count: int, sampling: Sampling) -> Sequence[SampleRequest]:
+def _requests(count: int, sampling: Sampling) -> Sequence[EngineRequest]:
     from examples.tinymath.tasks import make_problems
     from examples.tinymath.tokenizer import prompt_ids
 
     return [
-        SampleRequest(f"p{i}", tuple(prompt_ids(problem.question)), (), sampling, 1000 + i)
+        EngineRequest(f"p{i}", tuple(prompt_ids(problem.question)), (), sampling, 1000 + i)
         for i, problem in enumerate(make_problems(5, count))
     ]
 

@@ -1,4 +1,4 @@
-"""What coupled noise costs on this machine: `python -m bench.coupled_noise`.
+"""Cost of coupled noise on this machine: `python -m bench.coupled_noise`.
 
 Prints nanoseconds per row and vocabulary entry of the fast sampler and of a naive compiled one (scalar Philox
 and two library logarithms for every entry), for kinds of logits that prune differently; then the share of a
@@ -26,7 +26,7 @@ STEP_VOCABULARY = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class NoiseBatch:
     """Rows to sample: logits [N, V], the rest [N]."""
 
     logits: NDArray[np.float32]
@@ -34,9 +34,11 @@ class Batch:
     positions: NDArray[np.int64]
     temperature: NDArray[np.float32]
 
-    def first(self, rows: int) -> "Batch":
-        """The batch cut to its first rows."""
-        return Batch(self.logits[:rows], self.seeds[:rows], self.positions[:rows], self.temperature[:rows])
+    def first(self, rows: int) -> "NoiseBatch":
+        """Return the batch cut to its first rows."""
+        return NoiseBatch(
+            self.logits[:rows], self.seeds[:rows], self.positions[:rows], self.temperature[:rows]
+        )
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -44,7 +46,7 @@ class Batch:
         return self.logits, self.seeds, self.positions, self.temperature
 
 
-def make_batch(kind: str, rows: int, vocabulary: int) -> Batch:
+def make_batch(kind: str, rows: int, vocabulary: int) -> NoiseBatch:
     """Logits of a kind: nearly equal; normal, sigma 3; so with one far ahead; so with all but 20 masked."""
     rng = np.random.default_rng(vocabulary)
     logits = rng.standard_normal((rows, vocabulary), dtype=np.float32)
@@ -55,7 +57,7 @@ def make_batch(kind: str, rows: int, vocabulary: int) -> Batch:
         kept = np.partition(logits, -20, axis=1)[:, -20:-19]
         logits[logits < kept] = -np.inf
     seeds = rng.integers(0, 2**64, rows, dtype=np.uint64)
-    return Batch(logits, seeds, rng.integers(0, 8192, rows), np.ones(rows, dtype=np.float32))
+    return NoiseBatch(logits, seeds, rng.integers(0, 8192, rows), np.ones(rows, dtype=np.float32))
 
 
 def seconds(call: Callable[[], Any], budget: float) -> float:
@@ -71,7 +73,7 @@ def seconds(call: Callable[[], Any], budget: float) -> float:
 
 @numba.njit(nogil=True, error_model="numpy")
 def naive_argmax(logits, seeds, positions, temperature):  # type: ignore[no-untyped-def]
-    """The obvious compiled sampler: a block, two logarithms and a comparison for each entry."""
+    """Sample by the obvious compiled loop: a block, two logarithms and a comparison for each entry."""
     low, word = np.uint64(0xFFFFFFFF), np.uint64(32)
     tokens = np.empty(len(logits), dtype=np.int64)
     for n in range(len(logits)):
@@ -94,7 +96,7 @@ def naive_argmax(logits, seeds, positions, temperature):  # type: ignore[no-unty
 
 
 def print_costs(budget: float, largest_bytes: int) -> None:
-    """The table of costs per entry."""
+    """Print the table of costs per entry."""
     print(
         f"{'vocabulary':>10} {'rows':>5} {'logits':>7} {'naive ns':>9} {'fast ns':>8} {'fast ms':>8} "
         f"{'times':>6}"
@@ -108,7 +110,7 @@ def print_costs(budget: float, largest_bytes: int) -> None:
                 print_cost(make_batch(kind, rows, vocabulary), kind, budget)
 
 
-def print_cost(batch: Batch, kind: str, budget: float) -> None:
+def print_cost(batch: NoiseBatch, kind: str, budget: float) -> None:
     """One line: naive on a few rows (its cost is the same for each), fast on all."""
     rows, vocabulary = batch.logits.shape
     few = batch.first(max(1, min(rows, 400_000 // vocabulary)))

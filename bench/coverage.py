@@ -17,10 +17,10 @@ class Coverage:
     """A connection to the coordinator of a platform that is up, from `__enter__` to `__exit__`."""
 
     def __init__(self, platform: Platform) -> None:
-        coordinator = platform.bubbles
-        if coordinator is None or coordinator.ready is None:
-            raise PlatformError("the platform has no bubble coordinator")
-        self._channel = grpc.insecure_channel(coordinator.ready.address)
+        ready = platform.process("bubbles").ready
+        if ready is None:
+            raise PlatformError("the bubble coordinator is not ready")
+        self._channel = grpc.insecure_channel(ready.address)
         self._stub = rpc.BubbleServiceStub(self._channel)
 
     def __enter__(self) -> Self:

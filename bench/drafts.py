@@ -108,12 +108,7 @@ def _reuse(trajectory: Trajectory, instances: int) -> dict[str, Any]:
 
 def _training(trajectory: Trajectory, given: argparse.Namespace) -> dict[str, Any]:
     runs, settings = lenience.run_all(
-        trajectory.options,
-        trajectory.steps,
-        given.target_epochs,
-        given.instances,
-        FOLDER / "training",
-        _say,
+        trajectory.options, trajectory.steps, given.target_epochs, given.instances, FOLDER / "training", _say
     )
     table = lenience.figures(trajectory.options, runs)
     show_table("training: epochs after the first", _TRAINING, table)

@@ -29,7 +29,7 @@ import psutil
 from numpy.typing import NDArray
 
 from bench.report import show, write
-from services.drafts.index import SuffixIndex, warm_up
+from kernels.suffix_index import SuffixIndex, warm_up
 
 Tokens = NDArray[np.int32]
 MODEL = Path("examples/tinymath/model")
@@ -51,25 +51,25 @@ RATIOS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RunningGroup:
     """A prompt and rollouts of it."""
 
     prompt: Tokens
     rollouts: list[Tokens]
 
 
-Sample = tuple[int, int, Group]
+Sample = tuple[int, int, RunningGroup]
 """A rollout that runs: prompt, rollout, group."""
 
 
 class Side(Protocol):
     """A suffix index under test."""
 
-    def insert(self, prompt: int, rollout: int, group: Group) -> None:
+    def insert(self, prompt: int, rollout: int, group: RunningGroup) -> None:
         """Cache a rollout of a group."""
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """These samples run from now on, no others."""
+        """Track these samples from now on, and no others."""
 
     def keep(self, which: Sequence[int]) -> None:
         """Step only these of the samples started."""
@@ -86,13 +86,13 @@ class Paceline:
         self._handles: dict[tuple[int, int], int] = {}
         self._order = np.empty(0, np.int64)
 
-    def insert(self, prompt: int, rollout: int, group: Group) -> None:
+    def insert(self, prompt: int, rollout: int, group: RunningGroup) -> None:
         """Cache a rollout of a group."""
         self.index.put_prompt(prompt, group.prompt)
         self.index.insert(prompt, rollout, 0, group.rollouts[rollout])
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """These samples run from now on, no others."""
+        """Track these samples from now on, and no others."""
         for handle in self._handles.values():
             self.index.close(handle)
         for prompt, _, group in samples:
@@ -131,7 +131,7 @@ class Text:
         self._length = end
 
     def last(self, most: int) -> Tokens:
-        """The last tokens."""
+        """Return the last tokens."""
         return self._buffer[max(0, self._length - most) : self._length]
 
 
@@ -139,16 +139,14 @@ class Arctic:
     """arctic-inference's. Its tree of responses knows no prompts; `prefixed`: they stand in front of responses."""
 
     def __init__(self, depth: int, limits: tuple[float, float], prefixed: bool) -> None:
-        from arctic_inference.suffix_decoding import (  # type: ignore[import-not-found]
-            SuffixDecodingCache,
-        )
+        from arctic_inference.suffix_decoding import SuffixDecodingCache  # type: ignore[import-not-found]
 
         self.cache = SuffixDecodingCache(max_tree_depth=depth)
         self._depth, (self._factor, self._least), self._prefixed = depth, limits, prefixed
         self._texts: dict[tuple[int, int], Text] = {}
         self._order: list[tuple[int, int]] = []
 
-    def insert(self, prompt: int, rollout: int, group: Group) -> None:
+    def insert(self, prompt: int, rollout: int, group: RunningGroup) -> None:
         """Cache a rollout of a group."""
         name = (prompt, rollout)
         self.cache.start_request(name, group.prompt)
@@ -157,7 +155,7 @@ class Arctic:
         self.cache.stop_request(name)
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """These samples run from now on, no others."""
+        """Track these samples from now on, and no others."""
         for name in self._texts:
             self.cache.stop_request(name)
         self._texts = {}
@@ -200,7 +198,7 @@ def arctic_missing() -> str | None:
     return None
 
 
-def made_up_groups(prompts: int = PROMPTS, seed: int = 0) -> list[Group]:
+def made_up_groups(prompts: int = PROMPTS, seed: int = 0) -> list[RunningGroup]:
     """Texts that repeat phrases: some that all prompts share, some of the prompt, in an order that it prefers.
 
     The first prompts have further rollouts for the samples that run.
@@ -228,11 +226,11 @@ def made_up_groups(prompts: int = PROMPTS, seed: int = 0) -> list[Group]:
         own = [shared[i] for i in rng.integers(0, PHRASES, 30)]
         own += [words(int(rng.integers(2, 12))) for _ in range(30)]
         following = rng.integers(0, len(own), (len(own), 3))
-        groups.append(Group(words(PROMPT_LENGTH), [rollout(own, following) for _ in range(count)]))
+        groups.append(RunningGroup(words(PROMPT_LENGTH), [rollout(own, following) for _ in range(count)]))
     return groups
 
 
-def tinymath_groups(prompts: int = 24, rollouts: int = 16, seed: int = 0) -> list[Group]:
+def tinymath_groups(prompts: int = 24, rollouts: int = 16, seed: int = 0) -> list[RunningGroup]:
     """Rollouts of the tinymath model at temperature 1, of problems as in training, made here on the CPU."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -261,17 +259,17 @@ def tinymath_groups(prompts: int = 24, rollouts: int = 16, seed: int = 0) -> lis
                 pad_token_id=tokenizer.PAD_ID,
             )
         responses = [until_end(text[len(ids) :], tokenizer.EOS_ID) for text in texts.numpy()]
-        groups.append(Group(np.array(ids, np.int32), responses))
+        groups.append(RunningGroup(np.array(ids, np.int32), responses))
     return groups
 
 
 def until_end(tokens: NDArray[Any], end: int) -> Tokens:
-    """A response with its end token, without what pads it."""
+    """Return a response with its end token, without what pads it."""
     ends = np.flatnonzero(tokens == end)
     return tokens[: ends[0] + 1 if len(ends) else len(tokens)].astype(np.int32)
 
 
-def fill(side: Side, groups: Sequence[Group], rollouts: int) -> float:
+def fill(side: Side, groups: Sequence[RunningGroup], rollouts: int) -> float:
     """Cache the first rollouts of each group; seconds."""
     start = time.perf_counter()
     for prompt, group in enumerate(groups):
@@ -280,7 +278,7 @@ def fill(side: Side, groups: Sequence[Group], rollouts: int) -> float:
     return time.perf_counter() - start
 
 
-def replay(side: Side, groups: Sequence[Group], cached: int, window: int) -> dict[str, float]:
+def replay(side: Side, groups: Sequence[RunningGroup], cached: int, window: int) -> dict[str, float]:
     """Cache the first rollouts of each group, then replay the others, some prompts at a time, in step."""
     fill(side, groups, cached)
     emitted = steps = offering = offered = accepted = 0
@@ -315,14 +313,14 @@ def replay(side: Side, groups: Sequence[Group], cached: int, window: int) -> dic
 
 
 def matching(offer: Sequence[int], text: Tokens) -> int:
-    """How many tokens of an offer come true."""
+    """Return how many tokens of a proposal come true."""
     for i, (guess, token) in enumerate(zip(offer, text.tolist(), strict=False)):
         if guess != token:
             return i
     return min(len(offer), len(text))
 
 
-def step_seconds(sides: Sequence[Side], groups: Sequence[Group]) -> list[float]:
+def step_seconds(sides: Sequence[Side], groups: Sequence[RunningGroup]) -> list[float]:
     """Median seconds of a step of all running samples, for each side; they take turns."""
     each = RUNNING // RUNNING_PROMPTS
     samples = [
@@ -347,7 +345,7 @@ def resident_bytes(kind: str) -> float:
 
 
 def measure_resident(kind: str) -> float:
-    """What resident_bytes asks its process for."""
+    """Print the resident bytes of one index: the child process of `resident_bytes` runs this."""
     groups = made_up_groups()
     if kind == "ours":
         warm_up()
@@ -361,12 +359,12 @@ def measure_resident(kind: str) -> float:
     return (process.memory_info().rss - before) / cached_tokens(groups)
 
 
-def cached_tokens(groups: Sequence[Group]) -> int:
+def cached_tokens(groups: Sequence[RunningGroup]) -> int:
     """Tokens of the rollouts that are cached, prompts not counted."""
     return sum(len(rollout) for group in groups for rollout in group.rollouts[:ROLLOUTS])
 
 
-def bare_tree_seconds(depth: int, groups: Sequence[Group]) -> float:
+def bare_tree_seconds(depth: int, groups: Sequence[RunningGroup]) -> float:
     """Seconds of insertion to arctic's tree without the cache around it, which also keeps one for each request."""
     from arctic_inference.suffix_decoding._C import SuffixTree  # type: ignore[import-not-found]
 
@@ -379,7 +377,7 @@ def bare_tree_seconds(depth: int, groups: Sequence[Group]) -> float:
 
 
 def measure_speed(rounds: int = 3) -> dict[str, Any]:
-    """Insertion, steps and memory of both sides, over tokens of cached rollouts; arctic's at each depth."""
+    """Compare insertion, steps and memory of both indexes over cached tokens, at each depth of arctic's."""
     groups = made_up_groups()
     tokens = cached_tokens(groups)
     makers: dict[str, Callable[[], Side]] = {"ours": lambda: Paceline(2 * tokens)}
@@ -406,8 +404,8 @@ def measure_speed(rounds: int = 3) -> dict[str, Any]:
     return figures
 
 
-def measure_acceptance(groups: Sequence[Group] | None = None, window: int = WINDOW) -> dict[str, Any]:
-    """Acceptance of both sides on tinymath rollouts, half of each prompt's cached and half replayed.
+def measure_acceptance(groups: Sequence[RunningGroup] | None = None, window: int = WINDOW) -> dict[str, Any]:
+    """Compare acceptance on tinymath rollouts, half of each prompt's cached and half replayed.
 
     Arctic's is that of the depth, limits and place of the prompts that accept most per step.
     """
@@ -428,7 +426,7 @@ def measure_acceptance(groups: Sequence[Group] | None = None, window: int = WIND
 
 
 def compare(figures: dict[str, Any]) -> dict[str, Any]:
-    """How ours compares to the better of arctic's depths in each figure; null, and why, without it."""
+    """Compare our index with the better of arctic's depths; null, with the reason, without arctic."""
     missing = arctic_missing()
     if missing is not None:
         return dict.fromkeys(RATIOS) | {"arctic_missing": missing}

@@ -35,9 +35,8 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A sample that left an instance for another one when it had so many response tokens; by prefix it has no
-    migration id."""
+class DrivenMove:
+    """Migration of a sample after so many response tokens; a move by prefix has no migration id."""
 
     key: str
     donor: str
@@ -53,8 +52,11 @@ class Move:
 
 @dataclass(slots=True, eq=False)
 class Track:
-    """A sample on its way. `gaps` are the seconds from the last token before a move to the first one after it, with
-    the way that it went."""
+    """Sample on its way through instances.
+
+    `gaps` are the seconds from the last token before a move to the first one after it, with the way it
+    went.
+    """
 
     task: Task
     instance_id: str
@@ -69,12 +71,12 @@ class Track:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What a load came to."""
+class LoadResult:
+    """Result of running a load."""
 
     seconds: float
     tracks: dict[str, Track]
-    moves: list[Move]
+    moves: list[DrivenMove]
     lost_claims: int
 
     @property
@@ -88,7 +90,7 @@ class Outcome:
         return {key: each.tokens for key, each in self.tracks.items()}
 
     def gaps(self, *ways: str) -> list[float]:
-        """Of all moves of all samples that went so."""
+        """Return the token gaps of all moves that went this way."""
         return [gap for each in self.tracks.values() for by, gap in each.gaps if by in ways]
 
     @property
@@ -114,37 +116,40 @@ class Driver:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def run(self, tasks: Iterable[Task], by_prefix: Iterable[Move] = ()) -> Outcome:
-        """All tasks to their ends. Moves that the instances make are followed; those of `by_prefix` are made by
-        ending the sample on its instance and resuming it on the other with the tokens that it has."""
+    async def run(self, tasks: Iterable[Task], by_prefix: Iterable[DrivenMove] = ()) -> LoadResult:
+        """Run all tasks to their ends.
+
+        Moves that the instances make are followed; those of `by_prefix` are made by ending the
+        sample on its instance and resuming it on the other with the tokens that it has.
+        """
         calls: dict[str, Any] = {
             name: generation_pb2_grpc.GenerationServiceStub(channel).Work()  # type: ignore[no-untyped-call]
             for name, channel in self._channels.items()
         }
         return await _Run(calls, list(tasks), list(by_prefix)).finish()
 
-    async def migration(self, move: Move) -> migration_pb2.Migration:
-        """What the donor says of a move."""
+    async def migration(self, move: DrivenMove) -> migration_pb2.Migration:
+        """Return the donor's report of a move."""
         stub: Any = migration_pb2_grpc.MigrationServiceStub(self._channels[move.donor])  # type: ignore[no-untyped-call]
         request = migration_pb2.GetMigrationRequest(migration_id=move.migration_id)
         return (await stub.GetMigration(request, timeout=_CALL_SECONDS)).migration
 
 
 class _Run:
-    def __init__(self, calls: dict[str, Any], tasks: list[Task], by_prefix: list[Move]) -> None:
+    def __init__(self, calls: dict[str, Any], tasks: list[Task], by_prefix: list[DrivenMove]) -> None:
         self._calls = calls
         self._tasks = tasks
         self._wanted = {move.key: move for move in by_prefix}
         self._handles = count(1)
         self._tracks: dict[str, Track] = {}
         self._by_handle: dict[tuple[str, int], Track] = {}
-        self._moves: list[Move] = []
+        self._moves: list[DrivenMove] = []
         self._lost_claims = 0
         self._left = len(tasks)
         self._done = asyncio.Event()
 
-    async def finish(self) -> Outcome:
-        """The load to its end."""
+    async def finish(self) -> LoadResult:
+        """Return the load to its end."""
         starts: dict[str, list[pb.WorkItem]] = {name: [] for name in self._calls}
         for task in self._tasks:
             track = Track(task, task.instance_id, next(self._handles))
@@ -169,7 +174,7 @@ class _Run:
                 call.cancel()
         if self._left:
             raise RuntimeError(f"a work stream ended with {self._left} samples unfinished")
-        return Outcome(seconds, self._tracks, self._moves, self._lost_claims)
+        return LoadResult(seconds, self._tracks, self._moves, self._lost_claims)
 
     async def _read(self, name: str) -> None:
         async for response in self._calls[name]:
@@ -215,12 +220,12 @@ class _Run:
         if aborted and track.moving:
             move = self._wanted.pop(track.task.key)
             track.moving = False
-            self._moves.append(Move(move.key, move.donor, move.receiver, len(track.tokens)))
+            self._moves.append(DrivenMove(move.key, move.donor, move.receiver, len(track.tokens)))
             await self._resume(track, move.receiver)
             return
         if aborted and finished.resume_on:
             # The reallocator has it moved by its prefix.
-            move = Move(track.task.key, track.instance_id, finished.resume_on, len(track.tokens))
+            move = DrivenMove(track.task.key, track.instance_id, finished.resume_on, len(track.tokens))
             self._moves.append(move)
             await self._resume(track, finished.resume_on)
             return
@@ -242,7 +247,7 @@ class _Run:
         track.moved_to, track.moved_by = moved.instance_id, "kv"
         self._by_handle[track.instance_id, track.handle] = track
         self._moves.append(
-            Move(track.task.key, donor, moved.instance_id, len(track.tokens), moved.migration_id)
+            DrivenMove(track.task.key, donor, moved.instance_id, len(track.tokens), moved.migration_id)
         )
         claim = pb.Claim(handle=track.handle, migration_id=moved.migration_id)
         await self._calls[moved.instance_id].write(pb.WorkRequest(claim=[claim]))

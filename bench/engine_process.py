@@ -15,16 +15,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.report import cores
-from services.generation.engine.types import EngineOptions, SampleRequest, SampleState, SampleStep
+from services.generation.engine.types import EngineOptions, EngineRequest, EngineSampleState, SampleStep
 
 _ANSWER_SECONDS = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class EngineRound:
     """Requests, at most `in_flight` of them at once. `drafter`: "", given or suffix, at most `window` tokens."""
 
-    requests: Sequence[SampleRequest]
+    requests: Sequence[EngineRequest]
     in_flight: int
     drafter: str = ""
     window: int = 8
@@ -32,7 +32,7 @@ class Round:
 
 
 @dataclass(slots=True)
-class Measured:
+class EngineMeasurement:
     """A round's figures. `step_seconds` are of the steps in which all samples in flight decoded."""
 
     responses: dict[str, list[int]] = field(default_factory=dict)
@@ -68,10 +68,10 @@ class EngineProcess:
         """Wait until the engine is up, as `EngineUnavailable` says when it cannot be."""
         self._answer()
 
-    def run(self, order: Round) -> Measured:
+    def run(self, order: EngineRound) -> EngineMeasurement:
         """Run a round."""
         self._pipe.send(order)
-        measured: Measured = self._answer()
+        measured: EngineMeasurement = self._answer()
         return measured
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class _NoiseClock:
         self._plain: Any = None
         self._module: Any = None
         if coupled:
-            from services.generation.engine import sampler
+            from services.generation.engine.sampling import sampler
 
             self._module, self._plain = sampler, sampler.coupled_verify
 
@@ -150,33 +150,33 @@ class _Ignored:
         """Nothing."""
 
     def fault(self, drafter: str) -> None:
-        """A benchmark must not go on with a drafter that is broken."""
+        """Raise: a benchmark must not continue with a broken drafter."""
         raise RuntimeError(f"drafter {drafter} failed")
 
 
-def _speculation(order: Round, vocab_size: int) -> Any:
+def _speculation(order: EngineRound, vocab_size: int) -> Any:
     if not order.drafter:
         return None
-    from services.drafts.index import warm_up
-    from services.generation.drafting.given import GivenDrafter
-    from services.generation.drafting.plan import FixedPlan
-    from services.generation.drafting.speculation import Speculation
-    from services.generation.drafting.suffix import SuffixDrafter
+    from kernels.suffix_index import warm_up
+    from services.generation.drafters.reference.drafter import ReferenceDrafter
+    from services.generation.drafters.suffix.drafter import SuffixDrafter
+    from services.generation.speculation.plan import FixedLengthPlanner
+    from services.generation.speculation.speculation import Speculation
 
     warm_up()
-    drafter = GivenDrafter() if order.drafter == "given" else SuffixDrafter()
+    drafter = ReferenceDrafter() if order.drafter == "reference" else SuffixDrafter()
     # The floor is the instance's default.
-    return Speculation([drafter], FixedPlan(order.window, 0.3), vocab_size, _Ignored())
+    return Speculation([drafter], FixedLengthPlanner(order.window, 0.3), vocab_size, _Ignored())
 
 
-def _run(engine: Any, order: Round, serial: int, clock: _NoiseClock) -> Measured:
-    """The instance's loop without its streams."""
-    from services.generation.drafting.drafter import DraftContext
+def _run(engine: Any, order: EngineRound, serial: int, clock: _NoiseClock) -> EngineMeasurement:
+    """Return the instance's loop without its streams."""
+    from services.generation.speculation.drafter import DraftContext
 
     speculation = _speculation(order, engine.limits.vocab_size)
     waiting = [replace(request, sample_id=f"{serial}/{request.sample_id}") for request in order.requests]
     waiting.reverse()
-    measured = Measured()
+    measured = EngineMeasurement()
     running: set[str] = set()
     clock.switch(order.time_noise)
     began = time.perf_counter()
@@ -191,7 +191,7 @@ def _run(engine: Any, order: Round, serial: int, clock: _NoiseClock) -> Measured
                 speculation.begin(DraftContext(request.sample_id, request.prompt, request.given))
         step_began = time.perf_counter()
         if speculation is not None:
-            states: list[SampleState] = engine.decoding()
+            states: list[EngineSampleState] = engine.decoding()
             drafts: Mapping[str, Sequence[int]] = speculation.drafts(states, engine.row_capacity)
             engine.put_drafts(drafts)
         steps: list[SampleStep] = engine.step()
@@ -208,7 +208,7 @@ def _run(engine: Any, order: Round, serial: int, clock: _NoiseClock) -> Measured
     return measured
 
 
-def _record(measured: Measured, step: SampleStep, running: set[str], speculation: Any) -> None:
+def _record(measured: EngineMeasurement, step: SampleStep, running: set[str], speculation: Any) -> None:
     measured.responses[step.sample_id.partition("/")[2]] += step.token_ids
     measured.drafted += step.drafted
     measured.accepted += step.accepted

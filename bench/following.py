@@ -17,9 +17,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from services.drafter.learning.data import TrainingSample
 from services.drafter.learning.settings import LearningSettings, Targets
-from services.drafter.rollout import Rollout
-from services.drafter.weighting import Weighting, weights_of
+from services.drafter.learning.weighting import Weighting, weights_of
 
 _DELAY = 2
 """Steps from the one that is learned from to the first that is drafted for with what was learned."""
@@ -54,19 +54,19 @@ FOLLOWERS = (FROZEN, NO_REWARD, REWARD, ASYNC_3, ASYNC_5, TOP_K, GROUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedRollouts:
     """A step of the run: its samples, the weights that sampled them, and how long what came after them took."""
 
     step: int
     weights: Path
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[TrainingSample, ...]
     window_seconds: float
     """From its last sample to the end of the next step's rollout: what an update can hide behind."""
 
 
 @dataclass(slots=True)
-class Followed:
-    """What became of a follower, by step."""
+class FollowerRecord:
+    """Acceptance of one follower, step by step."""
 
     acceptance_length: list[float] = field(default_factory=list)
     first_place: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Followed:
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """How much is measured and learned in a step."""
+    """Number of samples that a step measures and learns from."""
 
     evaluated: int = 24
     """Samples that drafts are measured on."""
@@ -91,12 +91,12 @@ class Amounts:
 
 def follow_all(
     followers: Sequence[Follower],
-    steps: Sequence[Recorded],
+    steps: Sequence[RecordedRollouts],
     drafter: Path,
     settings: LearningSettings,
     amounts: Amounts,
     processes: int,
-) -> dict[str, Followed]:
+) -> dict[str, FollowerRecord]:
     """Every follower along the whole run, in so many processes of one thread each."""
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     before = {name: os.environ.get(name) for name in environment}
@@ -120,11 +120,11 @@ def follow_all(
 
 def follow(
     follower: Follower,
-    steps: Sequence[Recorded],
+    steps: Sequence[RecordedRollouts],
     drafter: Path,
     settings: LearningSettings,
     amounts: Amounts,
-) -> Followed:
+) -> FollowerRecord:
     """One follower along the run."""
     import torch
     import transformers
@@ -135,7 +135,7 @@ def follow(
     transformers.utils.logging.disable_progress_bar()
     learner = Learner(steps[0].weights, replace(settings, targets=follower.targets), drafter)
     # Every follower is measured on the same samples, whatever it draws to learn from.
-    found, rng, measuring = Followed(), Random(0), Random(1)
+    found, rng, measuring = FollowerRecord(), Random(0), Random(1)
     for place, step in enumerate(steps):
         # What was learned from the step before last is in use by now.
         found.update_seconds.append(
@@ -153,12 +153,12 @@ def follow(
 def _learn(
     learner: Any,
     follower: Follower,
-    past: Sequence[Recorded],
+    past: Sequence[RecordedRollouts],
     amounts: Amounts,
     rng: Random,
-    found: Followed,
+    found: FollowerRecord,
 ) -> float:
-    """The update that is due behind the last of the `past` steps, if one is; its seconds."""
+    """Return the update that is due behind the last of the `past` steps, if one is; its seconds."""
     if follower.weighting is None or not past or len(past) % follower.interval:
         return 0.0
     buffer = past[-follower.interval :]

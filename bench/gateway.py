@@ -1,4 +1,4 @@
-"""What the platform costs: the same workload through gateway, gRPC and instance, and on the bare engine.
+"""Overhead of the platform: one workload through gateway, gRPC and instance, and on the bare engine.
 
 Both engines have the same core, the first one; client and gateway have the others. Both stay up for the whole run
 and take turns, round by round, while the other is idle; the ratio is that of the medians. Speculation is off on
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import paceline
 from bench.report import Figures, cores, show, write
+from services.contracts.seeds import sample_seed
 from services.local.config import PlatformConfig
 from services.local.pinning import cpu_environment, cpu_list
 from services.local.platform import Platform
-from services.platform.seeds import sample_seed
 
 _GOAL = 1.08
 _RUN_SEED = 7
@@ -130,9 +130,9 @@ def _serve(pipe: Connection, model: Path) -> None:
 
 
 def _drive(engine: object, workload: Workload, step: int) -> float:
+    from services.contracts.sampling import Sampling
     from services.generation.engine.core import Engine
-    from services.generation.engine.types import SampleRequest
-    from services.platform.sampling import Sampling
+    from services.generation.engine.types import EngineRequest
 
     assert isinstance(engine, Engine)
     sampling = Sampling(max_tokens=workload.max_tokens)
@@ -140,7 +140,7 @@ def _drive(engine: object, workload: Workload, step: int) -> float:
     for name, slot in workload.keys:
         seed = sample_seed(_RUN_SEED, step, name, slot)
         prompt = tuple(workload.prompts[name])
-        engine.add(SampleRequest(f"{step}-{name}-{slot}", prompt, (), sampling, seed))
+        engine.add(EngineRequest(f"{step}-{name}-{slot}", prompt, (), sampling, seed))
     while engine.has_work:
         engine.step()
     return time.perf_counter() - began

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.columns import mean_decode_steps, reduction
 from bench.comparison import Comparison
-from bench.replay import Manner, ReplayedStep, replay
+from bench.replay import ReplayedStep, ReplaySetup, replay
 from bench.reuse import replayed, reused_share
 from bench.systems import HISTORY, PLAIN, System, platform_of
 from bench.trajectory import Trajectory
@@ -54,7 +54,7 @@ def _run(
     runs = {}
     with Platform(platform_of(system, MODEL, instances, folder)) as platform:
         for name, exactness in levels.items():
-            manner = Manner(f"history-{time.time_ns():x}", exactness, wait=False)
+            manner = ReplaySetup(f"history-{time.time_ns():x}", exactness, wait=False)
             runs[name] = replay(platform, trajectory, manner, watch=partial(say, name))
     return runs
 
@@ -62,7 +62,7 @@ def _run(
 def compare(
     trajectory: Trajectory, runs: Mapping[str, Sequence[ReplayedStep]]
 ) -> tuple[Comparison, Comparison]:
-    """The tokens of `exact` and of `coupled_history` beside plain decoding's of the same noise.
+    """Return the tokens of `exact` and of `coupled_history` beside plain decoding's of the same noise.
 
     Those of the plain replay must be the trajectory's besides.
     """
@@ -76,7 +76,7 @@ def compare(
 
 
 def figures(options: Options, runs: Mapping[str, Sequence[ReplayedStep]]) -> dict[str, dict[str, Any]]:
-    """The table: a row for each replay, over the epochs in which there was something to reuse."""
+    """Return the table: a row for each replay, over the epochs in which there was something to reuse."""
     size = epoch_steps(options)
     table = {}
     for name, steps in runs.items():
@@ -95,7 +95,7 @@ def figures(options: Options, runs: Mapping[str, Sequence[ReplayedStep]]) -> dic
 
 
 def epoch_steps(options: Options) -> int:
-    """Steps of an epoch."""
+    """Return the steps of an epoch."""
     return options.pool // options.prompts
 
 

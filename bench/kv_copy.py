@@ -1,4 +1,4 @@
-"""How fast KV is gathered into a buffer and scattered back, beside this machine's memcpy."""
+"""Speed of gathering and scattering KV blocks, beside this machine's memcpy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CopyRates:
 
 
 def measure_copies(rounds: int = 16) -> CopyRates:
-    """The best of some rounds each, in turn, for one sample of Qwen3-8B's shape."""
+    """Return the best of some rounds each, in turn, for one sample of Qwen3-8B's shape."""
     shape = (_CACHE_BLOCKS, _HEADS, _BLOCK, _VALUES)
     caches = [torch.ones(shape, dtype=torch.bfloat16) for _ in range(_LAYERS)]
     # Not in a row: a sample's blocks lie anywhere.

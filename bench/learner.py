@@ -34,11 +34,11 @@ from bench.following import (
     FROZEN,
     REWARD,
     Amounts,
-    Followed,
-    Recorded,
+    FollowerRecord,
+    RecordedRollouts,
     follow_all,
 )
-from bench.learner_live import Live, compare_live
+from bench.learner_live import LiveComparison, compare_live
 from bench.learner_picture import draw
 from bench.report import console, cores, format_value, show_rows, show_table, write
 from bench.systems import plain_platform
@@ -48,8 +48,8 @@ from examples.tinymath import tokenizer
 from examples.tinymath.tasks import PRACTICE, load_problem, make_problems
 from examples.tinymath.train import MODEL, Options, collect, groups, new_learner
 from paceline import Exactness, SamplingParams, WeightFolder
+from services.drafter.learning.data import TrainingSample
 from services.drafter.learning.settings import LearningSettings
-from services.drafter.rollout import Rollout
 from services.local import Platform
 
 FOLDER = Path("runs/bench/learner")
@@ -78,7 +78,7 @@ class Recording:
     """The run, and samples of its first policy for other problems."""
 
     trajectory: Trajectory
-    warm_up: tuple[Rollout, ...]
+    warm_up: tuple[TrainingSample, ...]
 
 
 def main() -> None:
@@ -96,10 +96,7 @@ def main() -> None:
         seed=given.seed,
     )
     settings = LearningSettings(
-        depth=given.depth,
-        layers=tuple(given.layers),
-        batch_tokens=given.batch_tokens,
-        top_k=given.top_k,
+        depth=given.depth, layers=tuple(given.layers), batch_tokens=given.batch_tokens, top_k=given.top_k
     )
     recording = _record(options, given.instances, given.warm_up_prompts)
     if given.drafter:
@@ -116,13 +113,7 @@ def main() -> None:
     live = None
     if given.live_steps:
         live = compare_live(
-            recording.trajectory,
-            given.live_steps,
-            drafter,
-            given.instances,
-            following,
-            FOLDER / "live",
-            _say,
+            recording.trajectory, given.live_steps, drafter, given.instances, following, FOLDER / "live", _say
         )
     result = _result(given, recording.trajectory, runs, table, live) | {"warm_up": warmed}
     if live:
@@ -164,8 +155,8 @@ def _record(options: Options, instances: int, warm_up_prompts: int) -> Recording
     return Recording(Trajectory(options, tuple(steps), last), warm_up)
 
 
-def _rollout(sample: Any, prompt: Iterable[Any], step: int, reward: float | None) -> Rollout:
-    return Rollout(
+def _rollout(sample: Any, prompt: Iterable[Any], step: int, reward: float | None) -> TrainingSample:
+    return TrainingSample(
         run_id="trajectory",
         batch_id=str(step),
         prompt_id=sample.prompt_id,
@@ -179,7 +170,7 @@ def _rollout(sample: Any, prompt: Iterable[Any], step: int, reward: float | None
 
 
 def _warm_up(recording: Recording, settings: LearningSettings, seconds: float) -> tuple[Path, dict[str, Any]]:
-    """The head that all followers begin with, and what it can."""
+    """Return the head that all followers begin with, and what it can."""
     import torch
 
     from services.drafter.learning.learner import Learner
@@ -203,8 +194,8 @@ def _warm_up(recording: Recording, settings: LearningSettings, seconds: float) -
     }
 
 
-def recorded_steps(trajectory: Trajectory) -> list[Recorded]:
-    """The steps of a run as the followers see them, with the reward of each sample."""
+def recorded_steps(trajectory: Trajectory) -> list[RecordedRollouts]:
+    """Return the steps of a run as the followers see them, with the reward of each sample."""
     steps = trajectory.steps
     # An update that is still running when the run ends has nothing more to hide behind.
     following = [after.rollout_seconds for _, after in pairwise(steps)] + [0.0]
@@ -221,20 +212,20 @@ def recorded_steps(trajectory: Trajectory) -> list[Recorded]:
             for key, sample in step.samples.items()
         )
         window = step.update_seconds + step.push_seconds + next_rollout
-        found.append(Recorded(place, step.weights, rollouts, window))
+        found.append(RecordedRollouts(place, step.weights, rollouts, window))
     return found
 
 
-def _as_the_engine_counts(step: Recorded, drafter: Path, settings: LearningSettings) -> float:
-    """Accepted tokens a verification, and one, of a drafter for all samples of a step: the learner's evaluation."""
+def _as_the_engine_counts(step: RecordedRollouts, drafter: Path, settings: LearningSettings) -> float:
+    """Return the acceptance length of a drafter over all samples of a step, by the learner's evaluation."""
     from services.drafter.learning.learner import Learner
 
     found = Learner(step.weights, settings, drafter).evaluate(step.rollouts)
     return 1 + found.accepted / found.verifications
 
 
-def figures(runs: dict[str, Followed], steps: Sequence[Recorded]) -> dict[str, dict[str, Any]]:
-    """A row for each follower."""
+def figures(runs: dict[str, FollowerRecord], steps: Sequence[RecordedRollouts]) -> dict[str, dict[str, Any]]:
+    """Return a row for each follower."""
     frozen = runs.get(FROZEN.name)
     return {
         name: {
@@ -251,12 +242,12 @@ def figures(runs: dict[str, Followed], steps: Sequence[Recorded]) -> dict[str, d
     }
 
 
-def gain(run: Followed, frozen: Followed) -> float:
-    """Acceptance length over the last steps against the frozen drafter's, less 1."""
+def gain(run: FollowerRecord, frozen: FollowerRecord) -> float:
+    """Return the acceptance length over the last steps divided by the frozen drafter's, minus 1."""
     return mean(run.acceptance_length[-_LAST:]) / mean(frozen.acceptance_length[-_LAST:]) - 1
 
 
-def hidden_share(run: Followed, steps: Sequence[Recorded]) -> float | None:
+def hidden_share(run: FollowerRecord, steps: Sequence[RecordedRollouts]) -> float | None:
     """Share of update seconds that fit between the step's last sample and the end of the next rollout.
 
     As if the learner had a device of its own: its seconds are measured alone, and the run's are the recorded ones.
@@ -270,9 +261,9 @@ def hidden_share(run: Followed, steps: Sequence[Recorded]) -> float | None:
 def _result(
     given: argparse.Namespace,
     trajectory: Trajectory,
-    runs: dict[str, Followed],
+    runs: dict[str, FollowerRecord],
     table: dict[str, dict[str, Any]],
-    live: Live | None,
+    live: LiveComparison | None,
 ) -> dict[str, Any]:
     reward = table.get(REWARD.name, {})
     return {

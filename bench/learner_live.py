@@ -28,8 +28,8 @@ _SECONDS = "paceline_drafter_training_seconds_total"
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
-    """What the run on drafts was like beside the plain one."""
+class LiveComparison:
+    """Comparison of the run that drafts with the plain run."""
 
     steps: int
     """That were done on both sides."""
@@ -62,8 +62,8 @@ def compare_live(
     settings: LearningSettings,
     folder: Path,
     say: Callable[[str, TrainedStep], None],
-) -> Live:
-    """Runs the first `steps` steps of the recorded run with the drafter at work."""
+) -> LiveComparison:
+    """Run the first `steps` steps of the recorded run with the drafter at work."""
     options = replace(trajectory.options, steps=min(steps, trajectory.options.steps))
     found, versions, share = _run(options, drafter, instances, settings, folder, say)
     comparison = Comparison()
@@ -78,7 +78,7 @@ def compare_live(
     rewards = [step.reward for step in found]
     by_reward = (i for i, reward in enumerate(rewards) if reward != trajectory.steps[i].reward)
     work = [[sample.provenance for sample in step.samples.values()] for step in found]
-    return Live(
+    return LiveComparison(
         steps=len(found),
         first_difference_step=next(by_reward, None),
         first_token_difference_step=token_step,
@@ -105,7 +105,7 @@ def _run(
     folder: Path,
     say: Callable[[str, TrainedStep], None],
 ) -> tuple[list[TrainedStep], list[int], float | None]:
-    """The steps, the drafter's version after each, and the share of the learner's seconds that were hidden."""
+    """Return the steps, the drafter's version after each, and the hidden share of training seconds."""
     weights_folder = folder / "weights"
     shutil.rmtree(weights_folder, ignore_errors=True)
     weights = WeightFolder(weights_folder, MODEL.absolute(), keep=options.steps + 2)
@@ -136,7 +136,7 @@ def _platform(drafter: Path, instances: int, settings: LearningSettings, folder:
             "--dtype=float32",
             f"--kv-cache-memory-bytes={KV_BYTES}",
             "--speculation=fixed",
-            "--drafters=given",
+            "--drafters=reference",
             "--draft-floor=0",
             "--survival-floor=0",
             f"--draft-window={settings.depth}",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.following import Followed
+from bench.following import FollowerRecord
 
 _WINDOW = 5
 """Steps that a line is the mean of; the values themselves are points."""
@@ -15,7 +15,7 @@ _COLOURS = ("#6b7280", "#b45309", "#1d4ed8", "#15803d", "#7e22ce", "#be123c", "#
 
 
 def draw(
-    runs: Mapping[str, Followed], rewards: Sequence[float], live_rewards: Sequence[float], path: Path
+    runs: Mapping[str, FollowerRecord], rewards: Sequence[float], live_rewards: Sequence[float], path: Path
 ) -> bool:
     """One panel of acceptance lengths, one of rewards. False where there is no matplotlib."""
     try:

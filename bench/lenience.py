@@ -21,7 +21,7 @@ from bench.systems import HISTORY, platform_of
 from bench.training import Samples, TrainedStep, push, train
 from examples.tinymath.train import MODEL, Options, new_learner
 from paceline import Client, Exactness, WeightFolder
-from services.drafts.diversity import distinct_share
+from services.generation.rollouts.diversity import distinct_share
 from services.local import Platform
 
 TARGET, GUARDED = "KL target", "diversity guard"
@@ -81,12 +81,12 @@ def kl_target(runs: Mapping[str, Sequence[TrainedStep]], options: Options) -> fl
 
 
 def diversity_floor(exact: Sequence[TrainedStep], options: Options) -> float:
-    """The median diversity of groups without reuse: about half of them are below it."""
+    """Return the median diversity of groups without reuse: about half of them are below it."""
     return round(median(diversities(step.samples for step in exact[epoch_steps(options) :])), 3)
 
 
 def diversities(steps: Iterable[Samples]) -> list[float]:
-    """The share of distinct n-grams of each group."""
+    """Return the share of distinct n-grams of each group."""
     found = []
     for samples in steps:
         groups: dict[str, list[list[int]]] = {}
@@ -97,7 +97,7 @@ def diversities(steps: Iterable[Samples]) -> list[float]:
 
 
 def figures(options: Options, runs: Mapping[str, Sequence[TrainedStep]]) -> dict[str, dict[str, Any]]:
-    """The table: a row for each run, over the epochs in which there was something to reuse."""
+    """Return the table: a row for each run, over the epochs in which there was something to reuse."""
     size = epoch_steps(options)
     return {name: _figures(steps[size:], steps, size) for name, steps in runs.items()}
 
@@ -119,5 +119,5 @@ def _figures(counted: Sequence[TrainedStep], steps: Sequence[TrainedStep], size:
 
 
 def _lenience(samples: Samples) -> float | None:
-    """The l that a step's samples were made with."""
+    """Return the l that a step's samples were made with."""
     return next(iter(samples.values())).provenance.exactness.lenience

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from bench.comparison import Comparison
-from bench.driver import Driver, Move, Outcome, Task
+from bench.driver import DrivenMove, Driver, LoadResult, Task
 from bench.kv_copy import measure_copies
 from bench.random_model import make_random_model
 from bench.report import console, show, show_table, write
@@ -36,9 +36,10 @@ from examples.tinymath.tasks import make_problems
 from examples.tinymath.tokenizer import prompt_ids
 from examples.tinymath.train import MODEL
 from paceline import SampleKey
+from paceline.times import seconds_of
 from paceline.v1 import sample_pb2
+from services.contracts.seeds import sample_seed
 from services.local import Platform
-from services.platform.seeds import sample_seed
 
 FOLDER = Path("runs/bench/migration")
 GOALS = {
@@ -53,12 +54,7 @@ _SEED, _PROMPT_TOKENS = 11, 24
 _FULL = "instance-0"
 # Until the reallocator has seen that a round is over.
 _SETTLE_SECONDS = 0.3
-_REALLOCATOR = (
-    "--decision-steps=32",
-    "--poll-seconds=0.05",
-    "--lease-seconds=0.5",
-    "--dtype=float32",
-)
+_REALLOCATOR = ("--decision-steps=32", "--poll-seconds=0.05", "--lease-seconds=0.5", "--dtype=float32")
 _DECIDED = "paceline_reallocator_decision_seconds_sum"
 _MOVED_BYTES = "paceline_reallocator_moved_bytes_total"
 _COLUMNS = (
@@ -77,10 +73,10 @@ _COLUMNS = (
 
 
 @dataclass(slots=True)
-class Runs:
+class MigrationRuns:
     """All rounds of one way to run a load."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[LoadResult] = field(default_factory=list)
     stall_steps: list[float] = field(default_factory=list)
     stall_seconds: list[float] = field(default_factory=list)
     # What the reallocator counted meanwhile.
@@ -88,12 +84,12 @@ class Runs:
 
     @property
     def seconds(self) -> float:
-        """Of the median round."""
+        """Seconds of the median round."""
         return median(each.seconds for each in self.outcomes)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the median round."""
+        """Tokens a second of the median round."""
         return median(each.tokens / each.seconds for each in self.outcomes)
 
 
@@ -164,9 +160,8 @@ def _figure_5(given: argparse.Namespace) -> list[Task]:
     ]
 
 
-def _tail(plain: Outcome | None, given: argparse.Namespace) -> list[Task]:
-    """Tinymath's prompts; those whose responses have been found to be longer are on the first half of the
-    instances."""
+def _tail(plain: LoadResult | None, given: argparse.Namespace) -> list[Task]:
+    """Return tinymath's prompts, those with longer measured responses on the first half of the instances."""
     problems = make_problems(seed=1, n=given.prompts)
     sampling = sample_pb2.SamplingParams(max_tokens=given.tail_tokens)
     lengths: dict[str, int] = defaultdict(int)
@@ -198,12 +193,12 @@ def _tail(plain: Outcome | None, given: argparse.Namespace) -> list[Task]:
 async def _measure(
     model: Path,
     name: str,
-    tasks_of: Callable[[Outcome | None], list[Task]],
+    tasks_of: Callable[[LoadResult | None], list[Task]],
     rounds: int,
     comparison: Comparison,
     given: argparse.Namespace,
-) -> dict[str, Runs]:
-    runs = {system: Runs() for system in (STAY, MOVE, PREFIX)}
+) -> dict[str, MigrationRuns]:
+    runs = {system: MigrationRuns() for system in (STAY, MOVE, PREFIX)}
     config = replace(
         plain_platform(model, given.instances, FOLDER / name.replace(" ", "-")),
         reallocator=True,
@@ -237,14 +232,16 @@ async def _measure(
     return runs
 
 
-async def _look(platform: Platform, driver: Driver, outcome: Outcome, runs: Runs, before: Metrics) -> None:
-    """Keeps a round, and what donors and reallocator say of it."""
+async def _look(
+    platform: Platform, driver: Driver, outcome: LoadResult, runs: MigrationRuns, before: Metrics
+) -> None:
+    """Keep a round, and what donors and reallocator say of it."""
     runs.outcomes.append(outcome)
     for move in outcome.moves:
         if move.by == "kv":
             told = await driver.migration(move)
             runs.stall_steps.append(told.stall_steps)
-            runs.stall_seconds.append(told.stall_seconds)
+            runs.stall_seconds.append(seconds_of(told.stall_time))
     runs.reallocator.append(scrape(platform)["reallocator"].since(before))
 
 
@@ -255,9 +252,7 @@ def _addresses(platform: Platform) -> dict[str, str]:
 
 async def _reallocate(platform: Platform, *, wanted: bool) -> None:
     """Lets the reallocator go on, or stops it where it is."""
-    child = platform.reallocator
-    if child is None:
-        raise RuntimeError("the platform has no reallocator")
+    child = platform.process("reallocator")
     if not wanted:
         await asyncio.sleep(_SETTLE_SECONDS)
     child.signal(signal.SIGCONT if wanted else signal.SIGSTOP)
@@ -265,15 +260,15 @@ async def _reallocate(platform: Platform, *, wanted: bool) -> None:
         await asyncio.sleep(_SETTLE_SECONDS)
 
 
-def _first_moves(moves: Sequence[Move]) -> list[Move]:
-    """The first move of each sample: one that went on is made once."""
-    found: dict[str, Move] = {}
+def _first_moves(moves: Sequence[DrivenMove]) -> list[DrivenMove]:
+    """Return the first move of each sample: one that went on is made once."""
+    found: dict[str, DrivenMove] = {}
     for move in moves:
         found.setdefault(move.key, move)
     return list(found.values())
 
 
-def _keyed(outcome: Outcome) -> dict[SampleKey, list[int]]:
+def _keyed(outcome: LoadResult) -> dict[SampleKey, list[int]]:
     return {
         SampleKey(prompt, int(slot)): tokens
         for key, tokens in outcome.responses.items()
@@ -284,12 +279,12 @@ def _keyed(outcome: Outcome) -> dict[SampleKey, list[int]]:
 # Figures ------------------------------------------------------------------------------------------------
 
 
-def _table(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
+def _table(runs: Mapping[str, MigrationRuns]) -> dict[str, dict[str, Any]]:
     plain = runs[STAY].tokens_per_second
     return {name: _row(each, plain) for name, each in runs.items()}
 
 
-def _row(runs: Runs, plain: float) -> dict[str, Any]:
+def _row(runs: MigrationRuns, plain: float) -> dict[str, Any]:
     gaps = [gap for outcome in runs.outcomes for gap in outcome.gaps("kv", "prefix")]
     ways = Counter(move.by for outcome in runs.outcomes for move in outcome.moves)
     return {
@@ -308,16 +303,19 @@ def _row(runs: Runs, plain: float) -> dict[str, Any]:
     }
 
 
-def _overhead(runs: Runs) -> float | None:
-    """Deciding and moving against everything: seconds of decisions over all seconds, and the time that moved
-    samples stood still over the time that all samples took; by prefix that is their whole gap."""
+def _overhead(runs: MigrationRuns) -> float | None:
+    """Return the share of time that deciding and moving take.
+
+    Seconds of decisions over all seconds, plus the pause of moved samples over the time of all samples;
+    by prefix the pause is the whole gap between two tokens.
+    """
     if not runs.reallocator:
         return None
     seconds = sum(each.seconds for each in runs.outcomes)
     decided = sum(each[_DECIDED] for each in runs.reallocator)
     stood = sum(runs.stall_seconds) + sum(gap for each in runs.outcomes for gap in each.gaps("prefix"))
     lived = sum(
-        track.finished.generation_seconds
+        seconds_of(track.finished.generation_time)
         for outcome in runs.outcomes
         for track in outcome.tracks.values()
         if track.finished is not None
@@ -325,7 +323,7 @@ def _overhead(runs: Runs) -> float | None:
     return decided / seconds + (stood / lived if lived else 0.0)
 
 
-def _say(name: str, number: int, plain: Outcome, moved: Outcome, by_prefix: Outcome) -> None:
+def _say(name: str, number: int, plain: LoadResult, moved: LoadResult, by_prefix: LoadResult) -> None:
     console().print(
         f"{name}, round {number}: {plain.seconds:.2f} s as it is, {moved.seconds:.2f} s with {len(moved.moves)} "
         f"moves, {by_prefix.seconds:.2f} s with {len(by_prefix.moves)} of them by prefix",

@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def make_random_model(folder: Path, *, hidden: int, layers: int, vocab_size: int, length: int) -> Path:
-    """A Qwen3 with wide distributions, so that equal tokens mean equal computation; `length` is its context."""
+    """Save a Qwen3 with wide distributions, so that equal tokens mean equal computation.
+
+    `length` is its context in tokens.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

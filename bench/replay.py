@@ -26,8 +26,8 @@ _EXACT = Exactness(ExactnessLevel.EXACT)
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How a trajectory is replayed."""
+class ReplaySetup:
+    """Settings of a replay of a trajectory."""
 
     run_id: str
     """New for each replay on a platform: history is kept under it."""
@@ -71,14 +71,14 @@ class Covering(Protocol):
 
 
 def nothing_covered(run_id: str, step: int) -> tuple[int, ...]:
-    """Of a platform without a coordinator."""
+    """Return the coverage of a platform without a coordinator: none."""
     return ()
 
 
 def replay(
     platform: Platform,
     trajectory: Trajectory,
-    manner: Manner,
+    manner: ReplaySetup,
     covering: Covering = nothing_covered,
     watch: Callable[[ReplayedStep], None] = lambda _: None,
 ) -> list[ReplayedStep]:
@@ -110,14 +110,16 @@ def replay(
     return found
 
 
-def _roll_out(run: paceline.Run, trajectory: Trajectory, place: int, manner: Manner) -> tuple[Samples, float]:
-    """The samples of a step, and the seconds from its submission to the last of them."""
+def _roll_out(
+    run: paceline.Run, trajectory: Trajectory, place: int, manner: ReplaySetup
+) -> tuple[Samples, float]:
+    """Return the samples of a step, and the seconds from its submission to the last of them."""
     sampling, recorded = sampling_of(trajectory.options), trajectory.steps[place]
     began = time.perf_counter()
     rollout = run.rollout(recorded.step, _asked(recorded), sampling, exactness=manner.exactness)
     if manner.hint and place + 1 < len(trajectory.steps):
         coming, version = trajectory.steps[place + 1], rollout.batch.policy_version + 1
-        run.hint(coming.step, _asked(coming), sampling, expected_version=version, exactness=manner.exactness)
+        run.hint(coming.step, _asked(coming), sampling, policy_version=version, exactness=manner.exactness)
     samples = collect(rollout, lambda *_: None)
     return {sample.key: sample for sample in samples}, time.perf_counter() - began
 
@@ -127,7 +129,7 @@ def _asked(recorded: TrainedStep) -> list[Group]:
 
 
 def _learn(recorded: TrainedStep) -> float:
-    """The trainer's update, on its own machine: its recorded time passes. Returns the seconds that it took."""
+    """Wait for the recorded time of the trainer's update and return the seconds that it took."""
     began = time.perf_counter()
     threading.Event().wait(recorded.update_seconds)
     return time.perf_counter() - began

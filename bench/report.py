@@ -1,4 +1,4 @@
-"""How benchmarks show and keep their figures."""
+"""Print and store the figures of benchmarks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(name: str, figures: Figures) -> Path:
 
 
 def console() -> Console:
-    """The terminal; a file or a pipe is as wide as the widest table."""
+    """Return the terminal; a file or a pipe is as wide as the widest table."""
     found = Console()
     return found if found.is_terminal else Console(width=_WIDTH)
 
@@ -64,7 +64,7 @@ def format_value(value: Any) -> str:
 
 
 def cores() -> tuple[int, ...]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 

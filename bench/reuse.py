@@ -17,7 +17,7 @@ INDEX_SECONDS = "paceline_drafts_index_seconds_total"
 
 
 def reuse(steps: Sequence[Samples]) -> dict[str, Any]:
-    """How much of what there was of the samples was kept, over all steps together."""
+    """Return the share of cached rollouts that was reused, over all steps together."""
     samples = [sample for step in steps for sample in step.values()]
     tokens = sum(len(sample.token_ids) for sample in samples)
     decode_steps = sum(sample.provenance.decode_steps for sample in samples)
@@ -45,12 +45,12 @@ def reused_share(steps: Iterable[Samples]) -> float:
 
 
 def wholly_reused(sample: Sample) -> bool:
-    """Whether nothing but cached tokens is in a sample."""
+    """Return True if a sample consists of cached tokens only."""
     return sample.provenance.reused_prefix == len(sample.token_ids)
 
 
 def replayed(steps: Sequence[ReplayedStep]) -> dict[str, Any]:
-    """The same of a replay, with its times and what verification cost.
+    """Return the same of a replay, with its times and what verification cost.
 
     `wasted_rows_per_token` are rows of logits that verifying cached rollouts took without giving a token of theirs.
     """
@@ -65,7 +65,7 @@ def replayed(steps: Sequence[ReplayedStep]) -> dict[str, Any]:
 
 
 def index_shares(steps: Sequence[ReplayedStep]) -> dict[str, float]:
-    """What the suffix index took of the instances' rollout time: to put in rollouts, and to follow samples."""
+    """Return the share of rollout time that the suffix index takes: inserting rollouts, and following samples."""
     counted = together(step.fleet_metrics for step in steps)
     whole = sum(step.rollout_seconds * len(step.fleet) for step in steps)
     return {

@@ -26,11 +26,11 @@ class Metrics:
         return self.values.get(name, 0.0)
 
     def since(self, before: Metrics) -> Metrics:
-        """What was added since an earlier reading."""
+        """Return the increase since an earlier reading."""
         return Metrics({name: value - before[name] for name, value in self.values.items()})
 
     def mean(self, histogram: str) -> float | None:
-        """The mean of a histogram's observations; None when it had none."""
+        """Return the mean of a histogram's observations; None when it had none."""
         count = self[f"{histogram}_count"]
         return self[f"{histogram}_sum"] / count if count else None
 
@@ -48,7 +48,7 @@ def parse(text: str) -> Metrics:
 
 
 def together(all_metrics: Iterable[Metrics]) -> Metrics:
-    """The sum over processes."""
+    """Return the sum over processes."""
     values: dict[str, float] = {}
     for metrics in all_metrics:
         for name, value in metrics.values.items():
@@ -57,7 +57,7 @@ def together(all_metrics: Iterable[Metrics]) -> Metrics:
 
 
 def scrape(platform: Platform) -> dict[str, Metrics]:
-    """The metrics of every process that is ready, by its name."""
+    """Return the metrics of every process that is ready, by its name."""
     found = {}
     for child in platform.processes:
         if child.alive and child.ready is not None:

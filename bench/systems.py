@@ -1,4 +1,4 @@
-"""What the bubbles benchmark compares: ways to set the platform up."""
+"""Systems that the bubbles benchmark compares: configurations of the platform."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class System:
     bubbles: bool = True
 
     def per_prompt(self, samples: int) -> System:
-        """The same with a number of samples pre-generated for each prompt."""
+        """Return the same with a number of samples pre-generated for each prompt."""
         options = (*self.bubble_options, f"--per-prompt={samples}")
         return replace(self, name=f"{self.name}, {samples} a prompt", bubble_options=options)
 
@@ -66,21 +66,17 @@ HISTORY = System(
 
 
 def plain_platform(model: Path, instances: int, folder: Path) -> PlatformConfig:
-    """A platform in float32 with nothing but engine and gateway at work."""
+    """Return a platform in float32 with nothing but engine and gateway at work."""
     return platform_of(PLAIN, model, instances, folder)
 
 
 def platform_of(system: System, model: Path, instances: int, folder: Path) -> PlatformConfig:
-    """A platform in float32 that is set up so."""
+    """Return a platform in float32 that is set up so."""
     return PlatformConfig(
         model=model.absolute(),
         instances=instances,
         folder=folder,
-        instance_options=(
-            "--dtype=float32",
-            f"--kv-cache-memory-bytes={KV_BYTES}",
-            *system.instance_options,
-        ),
+        instance_options=("--dtype=float32", f"--kv-cache-memory-bytes={KV_BYTES}", *system.instance_options),
         bubble_options=system.bubble_options,
         draft_stores=1 if system.drafts else 0,
         bubbles=system.bubbles,

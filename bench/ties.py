@@ -1,4 +1,4 @@
-"""Judges a difference in tokens: was it a floating-point near-tie?
+"""Near-ties between two runs whose tokens differ.
 
 A sampled token is the arg-max of logit/T + noise. Both are computed here once more, apart from the platform: the
 logits by transformers in float64, the noise by the reference of the coupled sampler.
@@ -35,7 +35,7 @@ class Tie:
 
     @property
     def near(self) -> bool:
-        """Whether rounding can explain the difference: the two tokens are the two best, and close."""
+        """Return True if rounding explains a difference: the two tokens are the two best, and close."""
         return self.gap < NEAR and {self.best, self.second} == {
             self.difference.expected,
             self.difference.found,
@@ -58,7 +58,7 @@ class Judge:
         seed: int,
         temperature: float,
     ) -> Tie:
-        """The two best tokens at the difference, after the response's own tokens before it."""
+        """Return the two best tokens at the difference, after the response's own tokens before it."""
         before = [*prompt, *response[: difference.position]]
         with torch.inference_mode():
             logits = self._load(weights)(torch.tensor([before])).logits[0, -1].double().numpy()

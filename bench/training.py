@@ -9,7 +9,7 @@ from pathlib import Path
 
 import paceline
 from bench.comparison import Responses
-from examples.tinymath.grpo import Learner
+from examples.tinymath.grpo import GrpoLearner
 from examples.tinymath.train import Options, collect, groups, lessons, plan, reward
 from paceline import Exactness, Group, Reward, Sample, SampleKey, SamplingParams, WeightFolder
 
@@ -49,7 +49,7 @@ class TrainedStep:
 
 
 def train(
-    run: paceline.Run, learner: Learner, options: Options, weights: WeightFolder, exactness: Exactness
+    run: paceline.Run, learner: GrpoLearner, options: Options, weights: WeightFolder, exactness: Exactness
 ) -> Iterator[TrainedStep]:
     """Trains from `weights.model`, which the platform must serve; every version is kept in `weights`."""
     sampling = sampling_of(options)
@@ -97,5 +97,5 @@ def push(run: paceline.Run, folder: Path) -> float:
 
 
 def sampling_of(options: Options) -> SamplingParams:
-    """How the samples of a run are drawn."""
+    """Return the sampling parameters of a run."""
     return SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)

@@ -12,7 +12,7 @@ import torch
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """A value for each token of its sample, [n] -> [num_tokens], with `replace_from` made `replace_to`."""
+    """Return a value for each token of its sample, [n] -> [num_tokens], with `replace_from` made `replace_to`."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return replaced.repeat_interleave(counts, output_size=num_tokens)

@@ -1,10 +1,10 @@
-"""The 4-bit twin on the tinymath model while it is trained: what its drafts are worth, and where they would pay.
+"""Drafts of the quantized copy on the tinymath model while it is trained: their worth, and where they would pay.
 
-A GRPO run in one process, every token of it drafted by the twin. Measured are the share of drafted tokens that the
-target samples too, the time to make the twin anew after each update, and the speed against plain decoding, with
-the same tokens. On this kind of machine the twin cannot be faster: a step of so small a model is Python and kernel
-launches, and a draft step has as many of them as the target's. Where it pays on a GPU is therefore predicted, by
-the step-time model and the code that decides in an instance. Writes runs/bench/w4.json.
+A GRPO run in one process, every token of it drafted by the quantized copy. Measured are the share of drafted tokens
+that the target samples too, the time to quantize the weights again after each update, and the speed against plain
+decoding, with the same tokens. On this kind of machine the copy cannot be faster: a step of so small a model is
+Python and kernel launches, and a draft step has as many of them as the target's. Where it pays on a GPU is
+therefore predicted, by tables of step times and the code that decides in an instance. Writes runs/bench/w4.json.
 
     python -m bench.w4 [--steps 8] [--group 32] [--depth 5]
 """
@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from bench.deciding.devices import H100, H200, QWEN3_8B, decoding_table
+from bench.deciding.simulation import swept
 from bench.report import Figures, cores, show, show_rows, write
-from services.generation.drafting.lengths import Batch, choose_lengths
-from services.generation.engine.types import SELF_W4, EngineOptions, SampleRequest, W4Options
-from services.platform.sampling import Sampling
-from services.policy.drafter_time import w4_architecture
-from services.policy.step_time import Architecture, StepTime
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import QUANTIZED, EngineOptions, EngineRequest, W4Options
+from services.generation.speculation.draft_lengths import DraftableBatch, choose_lengths
+from services.step_time.estimator import StepTimeEstimator
 
 MODEL = Path("examples/tinymath/model")
 _ANSWER_SECONDS = 1800
@@ -37,21 +38,9 @@ _NOTE = (
     " the whole run. speed_vs_plain is of the last step's samples and is expected to be below 1 here: the model is"
     " bound by overhead. gpu is predicted, not measured."
 )
-# Qwen3-8B in bfloat16.
-_CONFIG = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-_GROUP = 128
-# Data sheets: dense bfloat16 operations and bytes a second. What kernels reach of them, and what a step costs
-# beside (launches from a graph, sampling), are assumptions.
-_GPUS = {"H100 SXM": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
-_REACHED_COMPUTE, _REACHED_BANDWIDTH, _BASE_SECONDS = 0.6, 0.8, 5e-4
+# Bytes of a weight of the copy, with the scale that 128 of them share.
+_W4_BYTES = 0.5 + 2 / 128
+_GPUS = {"H100 SXM": H100, "H200": H200}
 # Bytes that a 4-bit kernel seems to move for each that it does: dequantising costs, and the kernels differ.
 _W4_OVERHEAD = 1.25
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -59,7 +48,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """How long the run is, and how the twin is made and used."""
+    """Options of the benchmark: length of the run, and how the quantized copy is made and used."""
 
     steps: int = 8
     prompts: int = 8
@@ -84,7 +73,7 @@ class _Rolled:
 
 
 def measure(given: Given = Given()) -> Figures:
-    """The figures of a training run, in a process of its own: vLLM allows one engine in each."""
+    """Return the figures of a training run, in a process of its own: vLLM allows one engine in each."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(theirs, given), daemon=True)
@@ -112,7 +101,7 @@ def _answer(pipe: Any, given: Given) -> None:
 
 
 def _run(given: Given) -> Figures:
-    """Train, drafting with the twin."""
+    """Train, drafting with the quantized copy."""
     from services.generation.engine.core import Engine
 
     engine = Engine(
@@ -121,12 +110,12 @@ def _run(given: Given) -> Figures:
             dtype="float32",
             max_num_seqs=given.prompts * given.samples,
             kv_cache_memory_bytes=1 << 29,
-            self_w4=W4Options(given.group, given.depth),
+            quantized=W4Options(given.group, given.depth),
         )
     )
     # Imported after vLLM, which takes the process's threads as it finds them.
     from examples.tinymath import tokenizer
-    from examples.tinymath.grpo import Sample
+    from examples.tinymath.grpo import GrpoSample
     from examples.tinymath.train import Options, new_learner, plan
 
     options = Options(steps=given.steps, prompts=given.prompts, pool=given.prompts, samples=given.samples)
@@ -135,7 +124,7 @@ def _run(given: Given) -> Figures:
     for step, problems in enumerate(plan(options)):
         prompts = [tokenizer.prompt_ids(problem.question) for problem in problems]
         requests = [
-            SampleRequest(
+            EngineRequest(
                 f"{step}/{i}/{slot}", tuple(prompt), (), Sampling(max_tokens=given.max_tokens), seed
             )
             for i, prompt in enumerate(prompts)
@@ -150,7 +139,7 @@ def _run(given: Given) -> Figures:
             place = int(request.sample_id.split("/")[1])
             tokens, logprobs = drafted.tokens[request.sample_id], drafted.logprobs[request.sample_id]
             rewards.append(problems[place].reward(tokenizer.decode(tokens)))
-            lessons.append(Sample(problems[place].id, prompts[place], tokens, logprobs, rewards[-1]))
+            lessons.append(GrpoSample(problems[place].id, prompts[place], tokens, logprobs, rewards[-1]))
         rows.append(_row(step, drafted, rewards))
         learner.step(lessons)
         engine.apply_weights(learner.model.state_dict().items())
@@ -163,7 +152,7 @@ def _run(given: Given) -> Figures:
         "group": given.group,
         "depth": given.depth,
         "refresh_seconds": median(refreshes),
-        "twin_bytes": engine.model_drafts[SELF_W4].nbytes,
+        "quantized_bytes": engine.model_drafts[QUANTIZED].nbytes,
         "same_tokens": plain.tokens == fast.tokens,
         "steps_vs_plain": fast.steps / plain.steps,
         "speed_vs_plain": plain.seconds / fast.seconds,
@@ -174,14 +163,14 @@ def _run(given: Given) -> Figures:
     }
 
 
-def _roll(engine: Any, requests: Sequence[SampleRequest], depth: int) -> _Rolled:
-    """Generate samples, plainly or with `depth` tokens of the twin for each in every step."""
+def _roll(engine: Any, requests: Sequence[EngineRequest], depth: int) -> _Rolled:
+    """Generate samples, plainly or with `depth` tokens of the quantized copy for each in every step."""
     engine.forget_kv()
     found, began = _Rolled(), time.perf_counter()
     prefix = "drafted/" if depth else "plain/"
     for request in requests:
-        own = {name: getattr(request, name) for name in SampleRequest.__slots__}
-        engine.add(SampleRequest(**own | {"sample_id": prefix + request.sample_id}))
+        own = {name: getattr(request, name) for name in EngineRequest.__slots__}
+        engine.add(EngineRequest(**own | {"sample_id": prefix + request.sample_id}))
         found.tokens[request.sample_id], found.logprobs[request.sample_id] = [], []
     while engine.has_work:
         if depth:
@@ -205,7 +194,7 @@ def _roll(engine: Any, requests: Sequence[SampleRequest], depth: int) -> _Rolled
 def _draft(engine: Any, depth: int, found: _Rolled) -> None:
     wanted = {state.sample_id: min(depth, state.room) for state in engine.decoding() if state.room > 0}
     began = time.perf_counter()
-    made = engine.model_drafts[SELF_W4].propose(wanted).proposals
+    made = engine.model_drafts[QUANTIZED].propose(wanted).proposals
     seconds = time.perf_counter() - began
     steps = max((len(proposal.tokens) for proposal in made.values()), default=0)
     found.draft_seconds += [seconds / max(steps, 1)] * steps
@@ -213,9 +202,9 @@ def _draft(engine: Any, depth: int, found: _Rolled) -> None:
 
 
 def _refresh(engine: Any) -> float:
-    """Make the twin anew; seconds that it took."""
+    """Make the quantized copy anew; seconds that it took."""
     began = time.perf_counter()
-    while not engine.model_drafts[SELF_W4].build(0.0):
+    while not engine.model_drafts[QUANTIZED].build(0.0):
         pass
     return time.perf_counter() - began
 
@@ -234,26 +223,23 @@ def _row(step: int, rolled: _Rolled, rewards: Sequence[float]) -> dict[str, Any]
 
 
 def predicted(acceptance: float, context: int = 4096, most: int = 16) -> list[dict[str, Any]]:
-    """Where the twin of Qwen3-8B pays on a GPU by the step-time model: a row for each machine and batch.
+    """Return predictions of where the quantized copy of Qwen3-8B pays on a GPU: a row for each device and batch.
 
     `gain` is tokens a second over plain decoding with the best depth; depth 0: it does not pay. Every drafted token
     is accepted with probability `acceptance` if those before it were; samples have `context` tokens each.
     """
     rows = []
-    for name, (compute, bandwidth) in _GPUS.items():
-        target = StepTime(
-            architecture=Architecture.of(_CONFIG, 2),
-            throughput=_REACHED_COMPUTE * compute,
-            bandwidth=_REACHED_BANDWIDTH * bandwidth,
-            base=_BASE_SECONDS,
-        )
-        twin = w4_architecture(target.architecture, _CONFIG, 2, _GROUP)
-        slower = twin.model_copy(update={"weight_bytes": twin.weight_bytes * _W4_OVERHEAD})
-        drafter = target.model_copy(update={"architecture": slower})
+    for name, chip in _GPUS.items():
+        target = decoding_table(name, QWEN3_8B, chip)
+        drafter = decoding_table(name, QWEN3_8B, chip, weight_bytes=_W4_BYTES * _W4_OVERHEAD)
         for n in _BATCHES:
             nothing = np.zeros(n)
-            batch = Batch(np.full(n, most), nothing, nothing, n * context)
-            best = choose_lengths(batch, [acceptance] * most, target, drafter, margin=0.02)
+            batch = DraftableBatch(np.full(n, most), nothing, nothing, n * context)
+            step_time, pass_time = StepTimeEstimator(swept(target, n)), StepTimeEstimator(swept(drafter, n))
+            plain, drafting = (table.seconds(n, n, n * context) for table in (target, drafter))
+            step_time.observe(n, n, n * context, plain)
+            pass_time.observe(n, n, n * context, drafting)
+            best = choose_lengths(batch, [acceptance] * most, step_time, pass_time, margin=0.02)
             rows.append(
                 {
                     "gpu": name,
@@ -261,9 +247,7 @@ def predicted(acceptance: float, context: int = 4096, most: int = 16) -> list[di
                     "acceptance": acceptance,
                     "depth": int(best.tokens.max()),
                     "gain": best.gain,
-                    "draft_over_target": float(
-                        drafter.seconds(n, n, n * context) / target.seconds(n, n, n * context)
-                    ),
+                    "draft_over_target": drafting / plain,
                 }
             )
     return rows
@@ -277,7 +261,7 @@ def main() -> None:
     given = parser.parse_args()
     figures = dict(measure(Given(**vars(given))))
     rows = figures.pop("trajectory")
-    show("The 4-bit twin on tinymath", figures)
+    show("The quantized copy on tinymath", figures)
     heads = ("step", "reward", "tokens", "acceptance", "block_efficiency")
     show_rows("While it is trained", heads, [[f"{row[head]:.4g}" for head in heads] for row in rows])
     gpu = predicted(round(figures["self_w4_acceptance"], 2)) + predicted(0.97)

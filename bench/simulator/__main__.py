@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.report import show, show_table, write
-from bench.simulator.cluster import Cluster, Manner
+from bench.simulator.cluster import ReallocationSetup, SimulatedCluster
 from bench.simulator.loads import (
     LMSYS_LIMIT,
     PUBLISHED_AFTER,
@@ -20,8 +20,8 @@ from bench.simulator.loads import (
     lmsys_lengths,
     published_curve,
 )
-from services.reallocator.plan import plan
-from services.reallocator.records import Candidate, Rules, Standing
+from services.reallocator.planning.plan import plan
+from services.reallocator.planning.records import Candidate, InstanceView, ReallocationRules
 
 _PUBLISHED_THRESHOLD = 19
 # Samples of a prompt, and how much their lengths have in common.
@@ -40,7 +40,7 @@ def main() -> None:
     """Simulate, show and write."""
     given = _arguments()
     figure = figure_5(_PUBLISHED_THRESHOLD) | {
-        f"turning_point_{name}": value for name, value in figure_5(None).items()
+        f"saturation_point_{name}": value for name, value in figure_5(None).items()
     }
     stages = {
         f"{instances} instances, {samples} samples each, {name}": stage(
@@ -58,9 +58,9 @@ def main() -> None:
 def figure_5(threshold: int | None) -> dict[str, Any]:
     """24 + 1 samples: what is moved, and tokens a second before and after."""
     curve = published_curve()
-    wanted = threshold or curve.turning_point(Manner().flatness) or len(curve.seconds)
+    wanted = threshold or curve.saturation_point(ReallocationSetup().flatness) or len(curve.seconds)
     fleet = [
-        Standing(
+        InstanceView(
             name,
             count,
             64 - count,
@@ -71,7 +71,7 @@ def figure_5(threshold: int | None) -> dict[str, Any]:
         )
         for name, count in (("ins1", 24), ("ins2", 1))
     ]
-    transfers = plan(fleet, Rules())
+    transfers = plan(fleet, ReallocationRules())
     moved = sum(len(each.keys) for each in transfers)
     before = curve.throughput(24) + curve.throughput(1)
     after = curve.throughput(24 - moved) + curve.throughput(1 + moved)
@@ -93,8 +93,8 @@ def stage(instances: int, samples: int, seeds: int, alike: float) -> dict[str, f
     for seed in range(seeds):
         lengths = lmsys_lengths(instances * samples, seed, group=_GROUP, alike=alike)
         loads = dealt(lengths, instances, _GROUP)
-        plain = Cluster(loads, curve).run()
-        moved = Cluster(loads, curve, Manner(limit=LMSYS_LIMIT)).run()
+        plain = SimulatedCluster(loads, curve).run()
+        moved = SimulatedCluster(loads, curve, ReallocationSetup(limit=LMSYS_LIMIT)).run()
         found.append((plain, moved))
     return {
         "seconds": fmean(moved.seconds for _, moved in found),

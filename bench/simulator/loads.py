@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.reallocator.threshold import Curve
+from services.reallocator.planning.throughput import ThroughputCurve
 
 PUBLISHED = {1: 103.0, 6: 765.0, 19: 1415.0, 24: 1453.0}
 """RLHFSpec, section 3.3 (Figure 5): tokens a second of an instance with so many samples."""
@@ -18,19 +18,21 @@ LMSYS_MEDIAN, LMSYS_P95, LMSYS_LIMIT = 378, 1373, 2048
 _Z95 = 1.6449
 
 
-def published_curve(most: int = 64) -> Curve:
+def published_curve(most: int = 64) -> ThroughputCurve:
     """Step times between the published points; beyond the last they grow as between the last two."""
     counts = np.array(sorted(PUBLISHED), float)
     seconds = counts / np.array([PUBLISHED[int(each)] for each in counts])
     slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
     wanted = np.arange(1, most + 1)
     found = np.interp(wanted, counts, seconds) + np.maximum(0.0, wanted - counts[-1]) * slope
-    return Curve(tuple(float(each) for each in found))
+    return ThroughputCurve(tuple(float(each) for each in found))
 
 
 def lmsys_lengths(samples: int, seed: int, *, group: int = 1, alike: float = 0.0) -> list[int]:
-    """Log-normal lengths with the published median and 95th percentile, cut at the limit. Of `group` samples in a
-    row, those of one prompt, the share `alike` of the variance is common."""
+    """Draw log-normal lengths with the published median and 95th percentile, cut at the limit.
+
+    Of `group` samples in a row, those of one prompt, the share `alike` of the variance is common.
+    """
     sigma = math.log(LMSYS_P95 / LMSYS_MEDIAN) / _Z95
     random = np.random.default_rng(seed)
     common = np.repeat(random.standard_normal(-(-samples // group)), group)[:samples]

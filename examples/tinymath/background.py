@@ -45,7 +45,7 @@ Reading = tuple[float, int]
 
 
 def stretches(instance_id: str, readings: Sequence[Reading], begin: float, end: float) -> list[Stretch]:
-    """What readings (in order of time) say of the time from `begin` to `end`, times counted from `begin`.
+    """Return the stretches of pre-generation between `begin` and `end`, times counted from `begin`.
 
     A reading holds until the next one; before the first and where it says 0 there is nothing.
     """
@@ -81,7 +81,7 @@ class BackgroundWatch:
         self._thread.join()
 
     def between(self, begin: float, end: float) -> tuple[Stretch, ...]:
-        """What was pre-generated from `begin` to `end` (seconds since the epoch), times counted from `begin`."""
+        """Return the pre-generation from `begin` to `end` (seconds since the epoch), times counted from `begin`."""
         with self._lock:
             known = {name: list(readings) for name, readings in self._readings.items()}
         return tuple(

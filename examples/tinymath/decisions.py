@@ -21,7 +21,7 @@ from paceline import Client, Decision, PacelineError
 STEP = "speculation"
 """Kind of the decision that sums up a step."""
 _MOST_SHOWN = 400
-_WAIT_SECONDS = 6.0
+_WAIT_SECONDS = 30.0
 
 
 class DecisionWatch:
@@ -49,7 +49,7 @@ class DecisionWatch:
             return list(self._decisions)
 
     def wait_for(self, step: int, seconds: float = _WAIT_SECONDS) -> None:
-        """Returns when a step has been summed up, or after so long: it may never be, without a policy service."""
+        """Return when a step has been summed up, or after so long: it may never be, without a policy service."""
 
         def known() -> bool:
             return any(each.kind == STEP and each.details.get("step") == step for each in self._decisions)
@@ -68,12 +68,12 @@ class DecisionWatch:
 
 
 def save_decisions(path: Path, decisions: Iterable[Decision]) -> None:
-    """Writes decisions, so that a report can be made again."""
+    """Write decisions, so that a report can be made again."""
     path.write_text(json.dumps([asdict(decision) for decision in decisions]))
 
 
 def load_decisions(path: Path) -> list[Decision]:
-    """Reads what `save_decisions` wrote; none where there is no such file."""
+    """Read what `save_decisions` wrote; none where there is no such file."""
     if not path.exists():
         return []
     return [Decision(**entry) for entry in json.loads(path.read_text())]
@@ -95,7 +95,7 @@ def decision_rows(decisions: Sequence[Decision], began: float) -> list[dict[str,
 
 
 def _drafts(details: Mapping[str, Any]) -> str:
-    """What became of drafts, by origin: accepted of drafted tokens."""
+    """Describe accepted and drafted tokens, by origin."""
     drafts = details.get("drafts", {})
     if not isinstance(drafts, Mapping):
         return ""

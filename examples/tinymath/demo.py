@@ -15,13 +15,13 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -31,10 +31,10 @@ from examples.tinymath.decisions import DecisionWatch, save_decisions
 from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
 from examples.tinymath.report import write_report
 from examples.tinymath.train import MODEL, Options, add_options, new_learner, read_options, train
-from paceline import Client, Policy, WeightFolder
+from paceline import Client, KnobSetting, WeightFolder
 from services.local import Platform, PlatformConfig, PlatformError
 
-_COLUMNS = (
+_TIME_COLUMNS = (
     "step",
     "reward",
     "tokens",
@@ -45,9 +45,7 @@ _COLUMNS = (
     "update s",
     "send s",
 )
-_SPECULATION_COLUMNS = ("accepted", "block eff.")
-_CACHE_COLUMNS = ("cached", "reused")
-_DRAFTER_COLUMNS = ("drafter", "eagle3")
+_DRAFT_COLUMNS = ("step", "accepted", "block eff.", "cached", "reused", "drafter", "eagle3")
 LEARNER_OPTIONS = ("--batch-tokens=512", "--held-out-share=0.2", "--report-seconds=0.5")
 """Of the online learner: its steps are small here, so it takes several optimizer steps from each."""
 POLICIES = ("fixed", "solver", "toggle", "planner")
@@ -56,7 +54,7 @@ POLICIES = ("fixed", "solver", "toggle", "planner")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the demo starts, beside the training options."""
+    """Options of the demo's platform, beside the training options."""
 
     model: Path
     instances: int
@@ -76,66 +74,71 @@ class Screen:
         self._options = options
         self._records: list[StepRecord] = []
         self._progress = Progress(
-            TextColumn("{task.description:24}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn()
+            TextColumn("{task.description:24}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn()
         )
         self._task = self._progress.add_task("submitting", total=options.prompts * options.samples)
         self.live = Live(self._progress, console=console, refresh_per_second=4)
 
     def watch(self, step: int, finished: int, total: int) -> None:
-        """A sample came."""
+        """Show that a sample has arrived."""
         doing = "rollout" if finished < total else "reward, learn, send"
         text = f"step {step}: {doing}"
         self._progress.update(self._task, description=text, completed=finished, total=total)
 
     def add(self, record: StepRecord) -> None:
-        """A step is finished."""
+        """Show that a step is finished."""
         self._records.append(record)
         last = len(self._records) == self._options.steps
-        table = steps_table(self._records)
+        tables = step_tables(self._records)
         self._progress.reset(self._task, description=f"step {record.step + 1}: submitting")
-        self.live.update(table if last else _below(table, self._progress))
+        self.live.update(Group(*tables, *([] if last else [self._progress])))
 
 
-def _below(table: Table, progress: Progress) -> Table:
-    grid = Table.grid()
-    grid.add_row(table)
-    grid.add_row(progress)
-    return grid
+def step_tables(records: Sequence[StepRecord]) -> list[Table]:
+    """Return a table of the steps' times and, if there were drafts or cached rollouts, a table of these."""
+    tables = [_steps_table(_TIME_COLUMNS, map(_time_cells, records))]
+    if any(record.drafted or record.cached or record.drafter_version for record in records):
+        tables.append(_steps_table(_DRAFT_COLUMNS, map(_draft_cells, records)))
+    return tables
 
 
-def steps_table(records: Sequence[StepRecord]) -> Table:
-    """A line for each step; figures of speculation, and of what was generated before, when there was any."""
-    speculation, caches = any(record.drafted for record in records), any(record.cached for record in records)
-    drafter = any(record.drafter_version for record in records)
+def _steps_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    more = (_SPECULATION_COLUMNS if speculation else ()) + (_CACHE_COLUMNS if caches else ())
-    more += _DRAFTER_COLUMNS if drafter else ()
-    for name in _COLUMNS + more:
+    for name in columns:
         table.add_column(name, justify="right")
-    for record in records:
-        cells = [
-            str(record.step),
-            f"{record.reward:.3f}",
-            str(record.tokens),
-            "/".join(map(str, percentiles(record.lengths))),
-            f"{record.timing.rollout:.2f}",
-            f"{record.tokens_per_second:.0f}",
-            " ".join(f"{seconds:.2f}" for seconds in record.bubbles.values()),
-            f"{record.timing.update:.2f}",
-            f"{record.timing.push:.2f}",
-        ]
-        if speculation:
-            cells += [f"{record.accepted}/{record.drafted}", f"{record.block_efficiency:.2f}"]
-        if caches:
-            cells += [f"{record.coverage:.0%}", f"{record.reuse:.0%}"]
-        if drafter:
-            cells += [f"v{record.drafter_version}", f"{record.eagle3_accepted}/{record.eagle3_drafted}"]
-        table.add_row(*cells)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
+def _time_cells(record: StepRecord) -> list[str]:
+    return [
+        str(record.step),
+        f"{record.reward:.3f}",
+        str(record.tokens),
+        "/".join(map(str, percentiles(record.lengths))),
+        f"{record.timing.rollout:.2f}",
+        f"{record.tokens_per_second:.0f}",
+        " ".join(f"{seconds:.2f}" for seconds in record.bubbles.values()),
+        f"{record.timing.update:.2f}",
+        f"{record.timing.push:.2f}",
+    ]
+
+
+def _draft_cells(record: StepRecord) -> list[str]:
+    return [
+        str(record.step),
+        f"{record.accepted}/{record.drafted}",
+        f"{record.block_efficiency:.2f}",
+        f"{record.coverage:.0%}",
+        f"{record.reuse:.0%}",
+        f"v{record.drafter_version}" if record.drafter_version else "",
+        f"{record.eagle3_accepted}/{record.eagle3_drafted}" if record.eagle3_drafted else "",
+    ]
+
+
 def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]:
-    """Runs everything and returns the summary."""
+    """Run everything and return the summary."""
     began, started = time.monotonic(), datetime.now().astimezone()
     setup.out.mkdir(parents=True, exist_ok=True)
     console.print(f"Starting {setup.instances} instances of {setup.model} and a gateway ...")
@@ -185,8 +188,8 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
 
 def set_mode(client: Client, mode: str) -> None:
     """Lets every instance speculate in this mode."""
-    policy = client.policy()
-    client.set_policy("", Policy(policy.revision, {**policy.knobs, "mode": mode}))
+    setting = client.knobs()
+    client.set_knobs("", KnobSetting(setting.revision, {**setting.knobs, "mode": mode}))
 
 
 def _train(client: Client, setup: Setup, options: Options, console: Console) -> list[StepRecord]:
@@ -235,7 +238,7 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="paceline demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -261,11 +264,9 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo; returns the exit status."""
+    """Run the demo and return the exit status."""
     setup, options = read_arguments(arguments)
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     try:
         summary = run_demo(setup, options, console)

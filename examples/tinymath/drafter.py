@@ -1,4 +1,4 @@
-"""What the platform decided about the drafter that learns, as figures for the report. Pure."""
+"""Figures for the report about the platform's decisions on the online drafter. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = ("drafter_published", "drafter_rejected")
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class HeldOutComparison:
     """One candidate beside the drafter in use, on the same held-out samples: tokens a verification."""
 
     update: int
@@ -21,8 +21,8 @@ class Comparison:
     published: bool
 
 
-def comparisons(decisions: Sequence[Decision]) -> list[Comparison]:
-    """The candidates that were judged, in order of their updates."""
+def comparisons(decisions: Sequence[Decision]) -> list[HeldOutComparison]:
+    """Return the candidates that were judged, in order of their updates."""
     found = []
     for each in decisions:
         details = each.details
@@ -30,7 +30,7 @@ def comparisons(decisions: Sequence[Decision]) -> list[Comparison]:
             continue
         current = details.get("current_acceptance_length")
         found.append(
-            Comparison(
+            HeldOutComparison(
                 int(details["update"]),
                 float(details["candidate_acceptance_length"]),
                 None if current is None else float(current),

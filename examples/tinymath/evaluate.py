@@ -23,7 +23,7 @@ MAX_TOKENS = 1200
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EvaluationResult:
     """One sampled response."""
 
     problem: Problem
@@ -37,8 +37,8 @@ class Outcome:
         return self.problem.reward(tokenizer.decode(self.response_ids))
 
 
-def sample(folder: Path, problems: Sequence[Problem], n: int) -> list[Outcome]:
-    """Samples n responses to each problem; they stand together in the result."""
+def sample(folder: Path, problems: Sequence[Problem], n: int) -> list[EvaluationResult]:
+    """Sample n responses to each problem, in the order of the problems."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     engine = LLM(
@@ -55,13 +55,13 @@ def sample(folder: Path, problems: Sequence[Problem], n: int) -> list[Outcome]:
     )
     prompts = [TokensPrompt(prompt_token_ids=tokenizer.prompt_ids(problem.question)) for problem in problems]
     return [
-        Outcome(problem, list(output.token_ids), output.finish_reason == "stop")
+        EvaluationResult(problem, list(output.token_ids), output.finish_reason == "stop")
         for problem, result in zip(problems, engine.generate(prompts, params, use_tqdm=False), strict=True)
         for output in result.outputs
     ]
 
 
-def row(name: str, outcomes: Sequence[Outcome], n: int) -> str:
+def row(name: str, outcomes: Sequence[EvaluationResult], n: int) -> str:
     """One line of the table, for outcomes in groups of n."""
     rewards = np.array([outcome.reward for outcome in outcomes]).reshape(-1, n)
     lengths = np.array([len(outcome.response_ids) for outcome in outcomes])
@@ -73,9 +73,9 @@ def row(name: str, outcomes: Sequence[Outcome], n: int) -> str:
     )
 
 
-def report(outcomes: Sequence[Outcome], n: int) -> str:
-    """The table: one line for each family and one for all."""
-    families: dict[str, list[Outcome]] = defaultdict(list)
+def report(outcomes: Sequence[EvaluationResult], n: int) -> str:
+    """Return the table: one line for each family and one for all."""
+    families: dict[str, list[EvaluationResult]] = defaultdict(list)
     for outcome in outcomes:
         families[outcome.problem.family].append(outcome)
     head = (
@@ -87,7 +87,7 @@ def report(outcomes: Sequence[Outcome], n: int) -> str:
 
 
 def main() -> None:
-    """Reads the options, samples, prints."""
+    """Read the options, samples, prints."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "model")
     options.add_argument("--problems", type=int, default=400)

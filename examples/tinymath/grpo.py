@@ -19,17 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from examples.tinymath.objective import (
-    group_advantages,
-    kl_penalty,
-    micro_batches,
-    policy_loss,
-    sum_of_means,
-)
+from examples.tinymath.objective import group_advantages, kl_penalty, micro_batches, policy_loss, sum_of_means
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class GrpoSample:
     """One finished response; samples with the same `group` answer the same prompt."""
 
     group: str
@@ -41,8 +35,8 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How to learn."""
+class GrpoSettings:
+    """Hyperparameters of GRPO."""
 
     lr: float = 5e-4
     warmup: int = 4
@@ -62,7 +56,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class GrpoReport:
     """Means over one step."""
 
     reward: float
@@ -77,7 +71,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far a policy is from the one that sampled, summed over tokens.
+    """Drift of the policy from the one that sampled, summed over tokens.
 
     `divergence` sums e^r - r - 1 with r = log p_policy - log p_behaviour: its mean estimates
     KL(behaviour || policy), is never negative, and is 0 where the two agree.
@@ -104,7 +98,7 @@ class Drift:
         return self.divergence / max(1, self.tokens)
 
 
-def response_logprobs(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
+def response_logprobs(model: nn.Module, samples: Sequence[GrpoSample]) -> Tensor:
     """Log-probabilities of all response tokens, one sample after another, shape [tokens].
 
     Rows are padded on the right, where causal attention never looks back at the padding: no mask.
@@ -118,10 +112,10 @@ def response_logprobs(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
     return torch.cat([line[first:last] for line, (first, last) in zip(chosen, spans, strict=True)])
 
 
-class Learner:
+class GrpoLearner:
     """Holds the policy and its optimizer; `step` changes the policy in place."""
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: GrpoSettings) -> None:
         self.model = model
         self.settings = settings
         self.reference = copy.deepcopy(model).eval() if settings.kl else None
@@ -132,7 +126,7 @@ class Learner:
             self.optimizer, lambda done: min(1.0, (done + 1) / max(1, settings.warmup))
         )
 
-    def step(self, samples: Sequence[Sample]) -> Report:
+    def step(self, samples: Sequence[GrpoSample]) -> GrpoReport:
         """One training step on the samples of one policy version; groups must be whole."""
         advantages = group_advantages([s.reward for s in samples], [s.group for s in samples])
         size = -(-len(samples) // self.settings.updates)
@@ -141,11 +135,11 @@ class Learner:
             loss, norm, moved = self._update(samples[first : first + size], advantages[first : first + size])
             drift += moved
         reward = sum(sample.reward for sample in samples) / len(samples)
-        return Report(reward, loss, norm, drift.clipped_ratio, drift.kl)
+        return GrpoReport(reward, loss, norm, drift.clipped_ratio, drift.kl)
 
     @torch.no_grad()
-    def drift(self, samples: Sequence[Sample]) -> Drift:
-        """How far the policy is from the one that sampled; costs a forward pass over all samples."""
+    def drift(self, samples: Sequence[GrpoSample]) -> Drift:
+        """Measure the drift from the policy that sampled; costs a forward pass over all samples."""
         total = Drift()
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
         for batch in micro_batches(lengths, self.settings.micro_tokens):
@@ -153,7 +147,9 @@ class Learner:
             total += self._drift(response_logprobs(self.model, places), _behaviour(places))
         return total
 
-    def _update(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[float, float, Drift]:
+    def _update(
+        self, samples: Sequence[GrpoSample], advantages: Sequence[float]
+    ) -> tuple[float, float, Drift]:
         """One optimizer step; returns loss, gradient norm and the drift before it."""
         # A sample without advantage has no gradient, unless it is held to the reference.
         used = [i for i, a in enumerate(advantages) if a or self.reference is not None]
@@ -171,8 +167,8 @@ class Learner:
         self.optimizer.zero_grad()
         return total, float(norm), drift
 
-    def _losses(self, samples: Sequence[Sample], advantages: Sequence[float]) -> tuple[Tensor, Drift]:
-        """The loss of each token, shape [tokens], and their drift."""
+    def _losses(self, samples: Sequence[GrpoSample], advantages: Sequence[float]) -> tuple[Tensor, Drift]:
+        """Return the loss of each token, shape [tokens], and their drift."""
         now, before = response_logprobs(self.model, samples), _behaviour(samples)
         gain = torch.tensor([a for s, a in zip(samples, advantages, strict=True) for _ in s.response_ids])
         low, high = self.settings.clip_low, self.settings.clip_high
@@ -184,12 +180,12 @@ class Learner:
         return losses, self._drift(now.detach(), before)
 
     def _drift(self, now: Tensor, before: Tensor) -> Drift:
-        """The drift of tokens, both shapes [tokens]."""
+        """Return the drift of tokens, both shapes [tokens]."""
         ratio = (now - before).exp()
         outside = (ratio < 1 - self.settings.clip_low) | (ratio > 1 + self.settings.clip_high)
         return Drift(len(now), float(outside.sum()), float(kl_penalty(before.double(), now.double()).sum()))
 
 
-def _behaviour(samples: Sequence[Sample]) -> Tensor:
-    """The behaviour log-probabilities of all response tokens, shape [tokens]."""
+def _behaviour(samples: Sequence[GrpoSample]) -> Tensor:
+    """Return the behaviour log-probabilities of all response tokens, shape [tokens]."""
     return torch.tensor([value for sample in samples for value in sample.logprobs])

@@ -1,4 +1,4 @@
-"""What one instance did in one step, over time: its own samples, those of the next step, nothing. Pure."""
+"""Timeline of one instance in one step: its own samples, those of the next step, idle time. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from examples.tinymath.background import Stretch
 from examples.tinymath.records import StepRecord
-from examples.tinymath.spans import Span, active_samples, by_instance
+from examples.tinymath.spans import SampleSpan, active_samples, by_instance
 
 _SHORTEST = 1e-3
 """Seconds; a shorter bubble is not shown."""
@@ -36,10 +36,10 @@ class Lane:
 
 
 def lane(record: StepRecord, instance_id: str) -> Lane:
-    """What an instance did from the begin of a step until the new weights served."""
+    """Return an instance's timeline from the begin of a step until the new weights served."""
     own = by_instance(record.spans).get(instance_id, [])
     ahead = [
-        Span(instance_id, stretch.begin, stretch.end)
+        SampleSpan(instance_id, stretch.begin, stretch.end)
         for stretch in record.background
         if stretch.instance_id == instance_id
         for _ in range(stretch.samples)
@@ -49,13 +49,13 @@ def lane(record: StepRecord, instance_id: str) -> Lane:
 
 
 def busy(record: StepRecord, instance_id: str) -> list[Interval]:
-    """When an instance worked, on samples of the step or ahead; the intervals may overlap."""
-    worked: list[Span | Stretch] = [*record.spans, *record.background]
+    """Intervals in which the instance worked, on samples of the step or ahead; they may overlap."""
+    worked: list[SampleSpan | Stretch] = [*record.spans, *record.background]
     return [(each.begin, each.end) for each in worked if each.instance_id == instance_id]
 
 
 def gaps(intervals: Iterable[Interval], end: float) -> list[Interval]:
-    """What intervals leave of the time from 0 to `end`."""
+    """Return the complement of intervals within 0 to `end`."""
     found, reached = [], 0.0
     for left, right in [*sorted(intervals), (end, end)]:
         if min(left, end) - reached > _SHORTEST:

@@ -35,7 +35,7 @@ SCHEDULE = 2800
 
 
 def new_model(seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of 1.2 million parameters; heads of 32, the smallest that vLLM's CPU attention takes."""
+    """Return a Qwen3 of 1.2 million parameters; heads of 32, the smallest that vLLM's CPU attention takes."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=tokenizer.SIZE,
@@ -140,7 +140,7 @@ def train(steps: int, tokens: int, seed: int, snapshots: Path | None = None) -> 
 
 
 def save(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Writes a complete model folder: weights (float32), configs and tokenizer."""
+    """Write a complete model folder: weights (float32), configs and tokenizer."""
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -153,7 +153,7 @@ def save(model: Qwen3ForCausalLM, folder: Path) -> None:
 
 
 def main() -> None:
-    """Reads the options, trains, saves."""
+    """Read the options, trains, saves."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     options.add_argument("--steps", type=int, default=1200)

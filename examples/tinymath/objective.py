@@ -23,7 +23,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], eps: 
 
 
 def policy_loss(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """The clipped loss of each token, all shapes [tokens]: -min(ratio * A, clip(ratio) * A)."""
+    """Return the clipped loss of each token, all shapes [tokens]: -min(ratio * A, clip(ratio) * A)."""
     ratio = (logprobs - behaviour).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
@@ -34,7 +34,7 @@ def kl_penalty(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def sum_of_means(losses: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The mean of each sample's losses, summed: `losses` is [sum of lengths], one sample after another."""
+    """Return the mean of each sample's losses, summed: `losses` is [sum of lengths], one sample after another."""
     weights = [1 / length for length in lengths for _ in range(length)]
     return (losses * torch.tensor(weights)).sum()
 

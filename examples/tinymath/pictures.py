@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
-from examples.tinymath.drafter import Comparison
+from examples.tinymath.drafter import HeldOutComparison
 from examples.tinymath.lanes import Lane, lane
 from examples.tinymath.records import StepRecord, percentiles
 from examples.tinymath.spans import step_seconds
@@ -125,8 +125,8 @@ def time_shares(records: Sequence[StepRecord]) -> str:
     return _svg(figure)
 
 
-def acceptance(found: Sequence[Comparison]) -> str:
-    """Acceptance length on held-out samples: of each candidate, and of the drafter in use."""
+def acceptance(found: Sequence[HeldOutComparison]) -> str:
+    """Plot the acceptance length on held-out samples: of each candidate, and of the drafter in use."""
     figure, axes = _figure(6.2, 3.0)
     updates, candidates = [each.update for each in found], [each.candidate for each in found]
     axes.plot(updates, candidates, color=SERIES[0], linewidth=2, label="candidate")
@@ -229,7 +229,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _svg(figure: Any) -> str:
-    """The figure as an inline element: no XML head, no fixed size, the page's colours and font."""
+    """Return the figure as an inline element: no XML head, no fixed size, the page's colours and font."""
     for axes in figure.axes:
         axes.patch.set_alpha(0)
     with io.StringIO() as file:

@@ -1,4 +1,4 @@
-"""What a training step is remembered by, and what follows from it. Pure."""
+"""Record of a training step, and figures derived from it. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from examples.tinymath.background import Stretch
-from examples.tinymath.spans import Span, bubble_seconds, step_begin, step_seconds, step_spans
+from examples.tinymath.spans import SampleSpan, bubble_seconds, step_begin, step_seconds, step_spans
 from paceline import Sample, SampleStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """Where the wall time of a step went, in seconds."""
+class StepTiming:
+    """Wall time of a step by phase, in seconds."""
 
     rollout: float
     """From the submission to the last sample."""
@@ -28,8 +28,8 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
-    """What the trainer learned from a step, as it told it."""
+class UpdateRecord:
+    """Measurements of the trainer's update on a step."""
 
     reward: float
     """Mean over the samples."""
@@ -48,15 +48,15 @@ class StepRecord:
     policy_version: int
     began: float
     """When the first sample was begun, in seconds since the epoch."""
-    learned: Learned
-    timing: Timing
+    learned: UpdateRecord
+    timing: StepTiming
     lengths: tuple[int, ...]
     """[samples], response lengths in tokens."""
     truncated: int
     """Samples that ran into the length limit."""
     instances: tuple[str, ...]
     """The fleet, those that got no sample included."""
-    spans: tuple[Span, ...]
+    spans: tuple[SampleSpan, ...]
     drafted: int
     accepted: int
     verify_steps: int
@@ -108,7 +108,7 @@ class StepRecord:
 
     @property
     def seconds(self) -> float:
-        """From the first sample's begin until the new weights served."""
+        """Seconds from the first sample's begin until the new weights served."""
         return step_seconds(self.spans) + self.timing.update + self.timing.push
 
     @property
@@ -120,12 +120,12 @@ class StepRecord:
 def record_step(
     step: int,
     samples: Sequence[Sample],
-    learned: Learned,
-    timing: Timing,
+    learned: UpdateRecord,
+    timing: StepTiming,
     version: int,
     fleet: Iterable[str],
 ) -> StepRecord:
-    """Sums up the samples of a step that this fleet could take part in."""
+    """Sum up the samples of a step that this fleet could take part in."""
     spans = step_spans(samples)
     provenances = [sample.provenance for sample in samples]
     sources = [source for provenance in provenances for source in provenance.draft_sources]
@@ -161,7 +161,7 @@ def percentiles(lengths: Sequence[int]) -> tuple[int, int, int]:
 
 
 def summarize(records: Sequence[StepRecord], options: Mapping[str, object]) -> dict[str, object]:
-    """The figures of a whole run, ready for JSON."""
+    """Return the figures of a whole run, ready for JSON."""
     rollout = sum(record.timing.rollout for record in records)
     tokens = sum(record.tokens for record in records)
     drafted, accepted = sum(r.drafted for r in records), sum(r.accepted for r in records)
@@ -199,20 +199,20 @@ def summarize(records: Sequence[StepRecord], options: Mapping[str, object]) -> d
 
 
 def save_steps(path: Path, records: Sequence[StepRecord]) -> None:
-    """Writes all records, so that a report can be made again."""
+    """Write all records, so that a report can be made again."""
     path.write_text(json.dumps([asdict(record) for record in records]))
 
 
 def load_steps(path: Path) -> list[StepRecord]:
-    """Reads what `save_steps` wrote."""
+    """Read what `save_steps` wrote."""
     return [_from_json(entry) for entry in json.loads(path.read_text())]
 
 
 def _from_json(entry: dict[str, Any]) -> StepRecord:
     return StepRecord(
-        learned=Learned(**entry.pop("learned")),
-        timing=Timing(**entry.pop("timing")),
-        spans=tuple(Span(**span) for span in entry.pop("spans")),
+        learned=UpdateRecord(**entry.pop("learned")),
+        timing=StepTiming(**entry.pop("timing")),
+        spans=tuple(SampleSpan(**span) for span in entry.pop("spans")),
         background=tuple(Stretch(**stretch) for stretch in entry.pop("background")),
         lengths=tuple(entry.pop("lengths")),
         instances=tuple(entry.pop("instances")),

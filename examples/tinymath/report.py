@@ -25,12 +25,9 @@ from paceline import Decision
 
 
 def write_report(
-    path: Path,
-    records: Sequence[StepRecord],
-    summary: Mapping[str, Any],
-    decisions: Sequence[Decision] = (),
+    path: Path, records: Sequence[StepRecord], summary: Mapping[str, Any], decisions: Sequence[Decision] = ()
 ) -> None:
-    """Renders the report of finished steps and of what the platform decided in them."""
+    """Render the report of finished steps and of what the platform decided in them."""
     compared = comparisons(decisions)
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -56,7 +53,7 @@ def write_report(
 
 
 def tiles(records: Sequence[StepRecord], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The figures at the top: name, value, remark."""
+    """Return the figures at the top: name, value, remark."""
     first, last = summary["reward_first"], summary["reward_last"]
     whole = sum(r.timing.rollout + r.timing.update + r.timing.push for r in records)
     rollout = sum(record.timing.rollout for record in records)
@@ -137,7 +134,7 @@ def row(record: StepRecord) -> dict[str, str]:
 
 
 def main() -> None:
-    """Makes a report again."""
+    """Make a report again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/latest"))
     folder = parser.parse_args().folder

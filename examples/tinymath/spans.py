@@ -1,4 +1,4 @@
-"""Who worked on what, and when: the spans of a step, its length, its bubbles. Pure."""
+"""Spans of a step: which instance generated which sample when, the step's length, its bubbles. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline import Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SampleSpan:
     """One instance worked on one sample from `begin` to `end`, in seconds from the start of the step."""
 
     instance_id: str
@@ -21,32 +21,32 @@ class Span:
 
 
 def step_begin(samples: Iterable[Sample]) -> float:
-    """When the first sample was begun, in seconds since the epoch; 0 when none was."""
+    """Return when the first sample was begun, in seconds since the epoch; 0 if none was."""
     spans = (span for sample in samples for span in sample.provenance.instance_spans)
     return min((span.begin for span in spans), default=0.0)
 
 
-def step_spans(samples: Sequence[Sample]) -> tuple[Span, ...]:
+def step_spans(samples: Sequence[Sample]) -> tuple[SampleSpan, ...]:
     """All spans of a step, from the first one's begin."""
     start = step_begin(samples)
     spans = (span for sample in samples for span in sample.provenance.instance_spans)
-    return tuple(Span(span.instance_id, span.begin - start, span.end - start) for span in spans)
+    return tuple(SampleSpan(span.instance_id, span.begin - start, span.end - start) for span in spans)
 
 
-def bubble_seconds(spans: Iterable[Span], instances: Iterable[str]) -> dict[str, float]:
+def bubble_seconds(spans: Iterable[SampleSpan], instances: Iterable[str]) -> dict[str, float]:
     """Seconds within the step (first begin to last end of any instance) in which an instance had no sample."""
     spans = list(spans)
     length, own = step_seconds(spans), by_instance(spans)
     return {name: length - _covered(own.get(name, ())) for name in instances}
 
 
-def step_seconds(spans: Iterable[Span]) -> float:
-    """From the first begin to the last end."""
+def step_seconds(spans: Iterable[SampleSpan]) -> float:
+    """Return the seconds from the first begin to the last end."""
     return max((span.end for span in spans), default=0.0)
 
 
-def active_samples(spans: Iterable[Span]) -> tuple[list[float], list[int]]:
-    """Times, and how many samples are active from each time to the next."""
+def active_samples(spans: Iterable[SampleSpan]) -> tuple[list[float], list[int]]:
+    """Return times, and the number of active samples from each time to the next."""
     changes: dict[float, int] = defaultdict(int)
     for span in spans:
         changes[span.begin] += 1
@@ -55,15 +55,15 @@ def active_samples(spans: Iterable[Span]) -> tuple[list[float], list[int]]:
     return times, np.cumsum([changes[time] for time in times], dtype=int).tolist()
 
 
-def by_instance(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """The spans of each instance."""
-    found: dict[str, list[Span]] = defaultdict(list)
+def by_instance(spans: Iterable[SampleSpan]) -> dict[str, list[SampleSpan]]:
+    """Return the spans of each instance."""
+    found: dict[str, list[SampleSpan]] = defaultdict(list)
     for span in spans:
         found[span.instance_id].append(span)
     return dict(found)
 
 
-def _covered(spans: Iterable[Span]) -> float:
+def _covered(spans: Iterable[SampleSpan]) -> float:
     """Length of the union of intervals."""
     covered, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.begin):

@@ -112,7 +112,7 @@ verifier gives for single letters is noise."""
 
 @cache
 def _dataset(family: str, level: int) -> Any:
-    """The reasoning-gym data set of one level; imported here because that import takes seconds."""
+    """Return the reasoning-gym data set of one level; imported here because that import takes seconds."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(family, seed=0, size=1, **FAMILIES[family].levels[level].options)
@@ -140,7 +140,7 @@ class Problem:
 
 
 def load_problem(problem_id: str) -> Problem:
-    """Makes the problem that an id names."""
+    """Make the problem that an id names."""
     family, level, index = problem_id.split(".")
     entry = _dataset(family, int(level))[int(index)]
     question = FAMILIES[family].question(entry["metadata"]) + "\n"
@@ -148,7 +148,7 @@ def load_problem(problem_id: str) -> Problem:
 
 
 def trace(problem: Problem, rng: Random | None = None, direct_share: float = DIRECT_SHARE) -> str:
-    """Returns a correct solution text that ends with the answer and the end-of-sequence token.
+    """Return a correct solution text that ends with the answer and the end-of-sequence token.
 
     With chance `direct_share` the working is left out. The supervised model then has two habits, to guess
     and to work, and reinforcement learning has something to choose between. Without `rng` the working is
@@ -173,7 +173,7 @@ def draw_problem(rng: Random, families: Sequence[str] = tuple(FAMILIES)) -> Prob
 
 
 def make_problems(seed: int, n: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Problem]:
-    """Returns n problems of the given families.
+    """Return n problems of the given families.
 
     The same seed gives the same problems, in the same order, on every machine.
     """

@@ -28,7 +28,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: Iterable[int]) -> str:
-    """The text of token ids, special tokens by name; spare ids give nothing."""
+    """Return the text of token ids, special tokens by name; spare ids give nothing."""
     return "".join(TOKENS[index] for index in ids if index < len(TOKENS))
 
 
@@ -38,7 +38,7 @@ def prompt_ids(question: str) -> list[int]:
 
 
 def save(folder: Path) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`, which AutoTokenizer loads without a network."""
+    """Write `tokenizer.json` and `tokenizer_config.json`, which AutoTokenizer loads without a network."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

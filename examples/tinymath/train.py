@@ -23,8 +23,8 @@ import transformers
 
 import paceline
 from examples.tinymath import tokenizer
-from examples.tinymath.grpo import Learner, Report, Sample, Settings
-from examples.tinymath.records import Learned, StepRecord, Timing, record_step
+from examples.tinymath.grpo import GrpoLearner, GrpoReport, GrpoSample, GrpoSettings
+from examples.tinymath.records import StepRecord, StepTiming, UpdateRecord, record_step
 from examples.tinymath.tasks import PRACTICE, Problem, make_problems
 from paceline import Exactness, ExactnessLevel, Group, Reward, Run, SamplingParams
 
@@ -33,7 +33,7 @@ MODEL = Path(__file__).parent / "model"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How long and on what to train."""
+    """Options of a training run: length, problems and sampling."""
 
     steps: int = 10
     prompts: int = 16
@@ -67,7 +67,7 @@ Watch = Callable[[int, int, int], None]
 
 
 def train(
-    run: Run, learner: Learner, options: Options, watch: Watch = lambda *_: None
+    run: Run, learner: GrpoLearner, options: Options, watch: Watch = lambda *_: None
 ) -> Iterator[StepRecord]:
     """Trains, one step for each record taken from the iterator."""
     sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
@@ -86,14 +86,14 @@ def train(
         report_rewards(run, rollout.batch.batch_id, samples, rewards, report)
         learned = time.monotonic()
         run.push_weights(learner.model.state_dict())
-        timing = Timing(rolled_out - began, learned - rolled_out, time.monotonic() - learned)
+        timing = StepTiming(rolled_out - began, learned - rolled_out, time.monotonic() - learned)
         fleet = [instance.instance_id for instance in run.client.instances()]
-        outcome = Learned(report.reward, report.loss, report.kl, report.clipped_ratio)
+        outcome = UpdateRecord(report.reward, report.loss, report.kl, report.clipped_ratio)
         yield record_step(step, samples, outcome, timing, version, fleet)
 
 
 def plan(options: Options) -> Iterator[list[Problem]]:
-    """The problems of each step: epoch after epoch over the pool."""
+    """Yield the problems of each step: epoch after epoch over the pool."""
     pool = make_problems(options.seed, max(options.pool, options.prompts), PRACTICE)
     rng = Random(options.seed)
     queue: list[Problem] = []
@@ -104,7 +104,7 @@ def plan(options: Options) -> Iterator[list[Problem]]:
 
 
 def groups(problems: Sequence[Problem], options: Options) -> list[Group]:
-    """The batch of a step."""
+    """Return the batch of a step."""
     return [Group(p.id, tokenizer.prompt_ids(p.question), options.samples) for p in problems]
 
 
@@ -113,7 +113,7 @@ def hint(
 ) -> None:
     """Names the next step's prompts, which idle instances may pre-generate."""
     with contextlib.suppress(paceline.UnimplementedError):
-        run.hint(step, groups, sampling, expected_version=version, exactness=asked)
+        run.hint(step, groups, sampling, policy_version=version, exactness=asked)
 
 
 def collect(rollout: paceline.Rollout, watch: Callable[[int, int], None]) -> list[paceline.Sample]:
@@ -128,13 +128,13 @@ def collect(rollout: paceline.Rollout, watch: Callable[[int, int], None]) -> lis
 
 
 def reward(problems: Sequence[Problem], samples: Sequence[paceline.Sample]) -> list[float]:
-    """The verifier's score of each sample, in [0, 1]."""
+    """Return the verifier's score of each sample, in [0, 1]."""
     known = {problem.id: problem for problem in problems}
     return [known[s.prompt_id].reward(tokenizer.decode(s.token_ids.tolist())) for s in samples]
 
 
 def report_rewards(
-    run: Run, batch_id: str, samples: Sequence[paceline.Sample], rewards: Sequence[float], report: Report
+    run: Run, batch_id: str, samples: Sequence[paceline.Sample], rewards: Sequence[float], report: GrpoReport
 ) -> None:
     """Tells the platform: rewards for drafters that learn, and how far the policy was from its samples."""
     named = [Reward(s.prompt_id, s.slot, value) for s, value in zip(samples, rewards, strict=True)]
@@ -144,8 +144,8 @@ def report_rewards(
 
 def lessons(
     problems: Sequence[Problem], samples: Sequence[paceline.Sample], rewards: Sequence[float]
-) -> list[Sample]:
-    """What the learner needs, in the order of the problems, whoever finished first.
+) -> list[GrpoSample]:
+    """Return the learner's samples in the order of the problems, whichever finished first.
 
     That order is random, so that each of the learner's updates sees several families.
     """
@@ -155,17 +155,17 @@ def lessons(
         zip(samples, rewards, strict=True), key=lambda pair: (place[pair[0].prompt_id], pair[0].slot)
     )
     return [
-        Sample(s.prompt_id, prompts[s.prompt_id], s.token_ids.tolist(), s.logprobs.tolist(), value)
+        GrpoSample(s.prompt_id, prompts[s.prompt_id], s.token_ids.tolist(), s.logprobs.tolist(), value)
         for s, value in scored
     ]
 
 
-def new_learner(model: Path, options: Options) -> Learner:
-    """A learner on the weights of a model folder, in float32."""
+def new_learner(model: Path, options: Options) -> GrpoLearner:
+    """Return a learner on the weights of a model folder, in float32."""
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return Learner(policy, Settings(lr=options.lr))
+    return GrpoLearner(policy, GrpoSettings(lr=options.lr))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +176,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(given: argparse.Namespace) -> Options:
-    """The options that were given."""
+    """Return the options that were given."""
     return Options(**{name: getattr(given, name) for name in asdict(Options())})
 
 

@@ -1,0 +1,120 @@
+"""Simulation of decisions on devices of known step times: no cost of deciding, and the same figures every time.
+
+Every device of `devices`, batches of 1 to 512 samples with contexts of 1k to 64k tokens as far as their KV fits,
+and drafts of which 2, 15, 40 or 95 % of the tokens are wrong: a cell. In each, the modes of an instance begin with
+a sweep of the device and nothing else, and are compared with plain decoding and with every fixed draft length,
+over the first 32 steps and over those after them; see `simulation`. Writes runs/bench/deciding.json.
+
+    python -m bench.deciding [--devices H100,B200] [--modes planner,toggle,solver]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bench.deciding.devices import DeviceTable, devices
+from bench.deciding.simulation import FIRST, FIXED, LATER, Cell, SimulatedBatch, fixed_rates, swept
+from bench.report import format_value, show_rows, write
+from services.step_time.estimator import warm_up
+
+SAMPLES = (1, 4, 16, 64, 128, 256, 512)
+CONTEXTS = (1024, 4096, 16384, 65536)
+WRONG = (0.02, 0.15, 0.4, 0.95)
+GOALS = {
+    "planner_vs_best_fixed_min": 0.97,
+    "planner_first_32_min": 0.9,
+    "worst_vs_plain_first_32": 0.95,
+    "worst_vs_plain": 0.98,
+}
+# The CPU's model has short contexts.
+_LONGEST_ON_CPU = 4096
+
+
+def main() -> None:
+    """Simulate, show and write."""
+    arguments = _arguments()
+    warm_up()
+    rows = [
+        row
+        for device in devices()
+        if not arguments.devices or any(name in device.name for name in arguments.devices)
+        for row in cells(device, arguments.modes)
+    ]
+    figures = figures_of(rows)
+    tables = sorted({row["device"] for row in rows})
+    columns = ("device", "cells", *GOALS)
+    by_device = [(name, [row for row in rows if row["device"] == name]) for name in tables]
+    show_rows(
+        "deciding: the worst cell of each device",
+        columns,
+        [
+            [name, str(len(some)), *(format_value(figures_of(some).get(goal)) for goal in GOALS)]
+            for name, some in by_device
+        ],
+    )
+    goals = [(name, format_value(figures.get(name)), f">= {goal}") for name, goal in GOALS.items()]
+    show_rows("deciding", ("figure", "value", "goal"), goals)
+    write("deciding", {**figures, "cells": rows, "steps": [FIRST, LATER]})
+
+
+def cells(
+    device: DeviceTable, modes: Sequence[str], samples: Sequence[int] = SAMPLES
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of the cells of a device, for each mode."""
+    sweep = swept(device, max(SAMPLES))
+    for n in samples:
+        for context in CONTEXTS:
+            if n * context > device.kv_tokens or (not device.padded and context > _LONGEST_ON_CPU):
+                continue
+            for wrong in WRONG:
+                cell = Cell(device, n, context, wrong)
+                fixed = {length: fixed_rates(cell, length) for length in (0, *FIXED)}
+                best = max(fixed, key=lambda length: fixed[length].later)
+                for mode in modes:
+                    rates = SimulatedBatch(cell, mode, sweep).rates()
+                    yield {
+                        "device": device.name,
+                        "samples": n,
+                        "context": context,
+                        "wrong": wrong,
+                        "mode": mode,
+                        "best_fixed": best,
+                        "best_vs_plain": fixed[best].later / fixed[0].later,
+                        "first_vs_best": rates.first / max(each.first for each in fixed.values()),
+                        "later_vs_best": rates.later / fixed[best].later,
+                        "first_vs_plain": rates.first / fixed[0].first,
+                        "later_vs_plain": rates.later / fixed[0].later,
+                    }
+
+
+def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the planner's figures with goals, and the worst of every other mode against plain decoding."""
+    planned = [row for row in rows if row["mode"] == "planner"]
+    figures = {}
+    if planned:
+        figures = {
+            "planner_vs_best_fixed_min": min(row["later_vs_best"] for row in planned),
+            "planner_first_32_min": min(row["first_vs_best"] for row in planned),
+            "worst_vs_plain_first_32": min(row["first_vs_plain"] for row in planned),
+            "worst_vs_plain": min(row["later_vs_plain"] for row in planned),
+        }
+    for mode in sorted({row["mode"] for row in rows} - {"planner"}):
+        figures[f"{mode}_worst_vs_plain"] = min(row["later_vs_plain"] for row in rows if row["mode"] == mode)
+    return figures
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",") if text else []
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--devices", type=_names, default=[], help="parts of their names; all by default")
+    parser.add_argument("--modes", type=_names, default=["planner", "toggle"])
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Tables of step times of devices that are not at hand, for the simulation of decisions.
+
+A table has the milliseconds of a step by verified tokens (rows), at the sizes for which graphs are captured and at
+larger ones, and what context and samples add. The estimator knows none of it; it sees the times of simulated steps.
+Tables are made from data sheets by rooflines, and checked against published decoding speeds:
+
+- H100 SXM: 989 TFLOP/s dense bfloat16, 3.35 TB/s, 80 GB (NVIDIA H100 data sheet). Kernels reach 0.65 and 0.8 of
+  that. A decoding step of 8B then takes 6.7 ms; vLLM's published single-stream speeds are 130 to 150 tokens/s.
+- H200: the same with 4.8 TB/s and 141 GB (NVIDIA H200 data sheet).
+- B200: 2.25 PFLOP/s dense bfloat16, 8 TB/s, 180 GB (NVIDIA DGX B200 data sheet), 0.6 and 0.8 of it reached.
+- 8B: Qwen3-8B, 70B: Llama-3.1-70B, MoE: Qwen3-30B-A3B, each by the sizes in its config.json, in bfloat16.
+- TP=8: two all-reduces a layer, each 12 us and 225 GB/s over NVLink (nccl-tests all_reduce_perf, 8 x H100).
+- Mixture of experts: a step reads the experts that its rows are routed to, 128 (1 - (1 - 8/128)^rows) of 128 in
+  each
+  layer for routing without preference; the grouped kernels reach 0.6 of the bandwidth and 0.35 of the compute.
+- Without a graph, above 512 rows, a step takes at least as long as its launches: 7 us a kernel (vLLM, eager).
+- CPU: the tinymath model in float32, from the sweep of the machine of docs/performance.md; verification costs there
+  by row and by the context that rows attend to.
+
+A device that halves its clock does everything except reading memory in twice the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+_GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+_LARGEST = 16384
+# Sharpness of the knee between two limits of a roofline.
+_KNEE = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    """Step times of a model on a device: milliseconds by rows, and what samples and context add."""
+
+    name: str
+    kv_tokens: int
+    """Tokens of context that fit, of all samples together."""
+    rows: Floats
+    milliseconds: Floats
+    """Of steps with `rows`; a step with a number of rows between two takes as long as the next larger one."""
+    per_sample: float = 0.0
+    """Milliseconds of the host and the sampler for each sample."""
+    per_context: float = 0.0
+    """Milliseconds to read a token of context."""
+    attended: float = 0.0
+    """Milliseconds for a row and a token before it, at most hidden behind reading the context."""
+    attending: float = 0.0
+    """Milliseconds for a draft token and a token before it, of which nothing is hidden."""
+    padded: bool = True
+    """False: times between two numbers of rows lie between theirs."""
+    slowed: DeviceTable | None = None
+    """What it becomes in mid-run."""
+
+    def seconds(self, samples: int, rows: int, context: float) -> float:
+        """Return the time of a step."""
+        if self.padded:
+            place = min(int(np.searchsorted(self.rows, rows)), len(self.rows) - 1)
+            found = float(self.milliseconds[place])
+        else:
+            found = float(np.interp(rows, self.rows, self.milliseconds))
+        reading = self.per_context * context
+        found += _either(reading, self.attended * rows * context / samples)
+        found += self.attending * context * (rows / samples - 1)
+        return (found + self.per_sample * samples) / 1e3
+
+
+def _either(*limits: float) -> float:
+    return float(sum(each**_KNEE for each in limits) ** (1 / _KNEE))
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Reached operations, bytes and link bytes a second, and bytes of memory."""
+
+    compute: float
+    bandwidth: float
+    memory: float
+    clock: float = 1.0
+
+
+H100 = Chip(0.65 * 989e12, 0.8 * 3.35e12, 80e9)
+H200 = Chip(0.65 * 989e12, 0.8 * 4.8e12, 141e9)
+B200 = Chip(0.6 * 2250e12, 0.8 * 8e12, 180e9)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of a model: weights read by every step and operations of a row, layers, heads."""
+
+    weights: float
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    experts: float = 0.0
+    """Parameters of the routed experts of all layers."""
+    head_dim: int = 128
+
+    @property
+    def kv_bytes(self) -> float:
+        return 4.0 * self.layers * self.kv_heads * self.head_dim
+
+
+QWEN3_8B = ModelSizes(7.57e9, 36, 4096, 32, 8)
+LLAMA_70B = ModelSizes(69.5e9, 80, 8192, 64, 8)
+QWEN3_30B_A3B = ModelSizes(1.2e9, 48, 2048, 32, 4, experts=29.0e9)
+_ROUTED, _EXPERTS = 8, 128
+_GROUPED_BANDWIDTH, _GROUPED_COMPUTE = 0.75, 0.55
+_KERNELS, _LAUNCH, _GRAPH_BASE = 12, 7e-6, 9e-4
+_ALL_REDUCE, _LINK = 12e-6, 225e9
+
+
+def decoding_table(
+    name: str, model: ModelSizes, chip: Chip, devices: int = 1, weight_bytes: float = 2.0
+) -> DeviceTable:
+    """Return the table of a model on a chip, or on several that share it; `weight_bytes` of a dense parameter."""
+    rows = np.array(
+        [*_GRAPHS, *np.unique(np.geomspace(576, _LARGEST, 160).astype(int) // 64 * 64)], np.float64
+    )
+    compute, slow = chip.compute * devices * chip.clock, 1 / chip.clock
+    dense = (
+        (weight_bytes * model.weights / (chip.bandwidth * devices)) ** _KNEE
+        + (2 * model.weights * rows / compute) ** _KNEE
+    ) ** (1 / _KNEE)
+    awake = 1 - (1 - _ROUTED / _EXPERTS) ** rows
+    reading = 2 * model.experts * awake / (_GROUPED_BANDWIDTH * chip.bandwidth)
+    routing = 2 * model.experts * _ROUTED / _EXPERTS * rows / (_GROUPED_COMPUTE * compute)
+    experts = (reading**_KNEE + routing**_KNEE) ** (1 / _KNEE)
+    links = 0.0 * rows
+    if devices > 1:
+        links = 2 * model.layers * (_ALL_REDUCE * slow + 2 * model.hidden * rows / _LINK)
+    seconds = dense + experts + links + _GRAPH_BASE * slow
+    eager = model.layers * _KERNELS * _LAUNCH * slow
+    seconds = np.where(rows > _GRAPHS[-1], np.maximum(seconds, eager), seconds)
+    held = 2 * (model.weights + model.experts)
+    return DeviceTable(
+        name,
+        int((0.9 * chip.memory * devices - held) / model.kv_bytes),
+        rows,
+        np.maximum.accumulate(1e3 * seconds),
+        per_sample=0.004 * slow,
+        per_context=1e3 * model.kv_bytes / (chip.bandwidth * devices),
+        attended=1e3 * 4 * model.layers * model.heads * model.head_dim / (0.5 * compute),
+    )
+
+
+def _cpu() -> DeviceTable:
+    rows = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, _LARGEST], np.float64)
+    # Milliseconds: the step, and each row's products and passes through Python.
+    return DeviceTable(
+        "CPU tinymath",
+        1 << 20,
+        rows,
+        2.4 + 0.0195 * rows,
+        per_sample=0.042,
+        per_context=8e-5,
+        attending=7e-5,
+        padded=False,
+    )
+
+
+def devices() -> Sequence[DeviceTable]:
+    """Return the tables."""
+    h100 = decoding_table("8B H100", QWEN3_8B, H100)
+    halved = decoding_table("8B H100", QWEN3_8B, replace(H100, clock=0.5))
+    return (
+        _cpu(),
+        h100,
+        decoding_table("70B 8xH100", LLAMA_70B, H100, devices=8),
+        decoding_table("30B-A3B H100", QWEN3_30B_A3B, H100),
+        decoding_table("8B B200", QWEN3_8B, B200),
+        replace(h100, name="8B H100, clock halved", slowed=halved),
+    )

@@ -1,0 +1,178 @@
+"""Simulated decoding on a device of known step times: a batch that draws tokens with given drafts. Deterministic.
+
+The modes of an instance decide as they do there, with their real code, on the estimator's own prior: a sweep of the
+simulated device. Every token of a draft is wrong with the same probability, and how likely tokens are accepted is
+learned as the drafter of references learns it; a small batch is the tail of a larger one that it has learned from.
+Samples do not end, and their context stays as long as in the cell,
+so that a cell is one question. What is asked of the drafters and what is planned takes no time here.
+
+A way of decoding is rated by the tokens that its drafts bring on average, not by those that happened to be
+accepted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.deciding.devices import DeviceTable
+from services.contracts.knobs import Knobs
+from services.generation.engine.types import EngineSampleState
+from services.generation.speculation.acceptance import AcceptanceTable
+from services.generation.speculation.drafter import Proposals
+from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
+from services.generation.speculation.plan import StepShape
+from services.step_time.estimator import StepTimeEstimator
+from services.step_time.prior import MeasuredStep
+from services.step_time.sweep import SWEEP_SECONDS, swept_batches
+
+WINDOW = 16
+FIXED = (1, 2, 4, 8, 12, 16)
+FIRST, LATER = 32, 64
+"""Steps of a cold start, and those after them that are rated."""
+_NOISE = 0.03
+_MARGIN = 0.02
+# As the drafter of references begins.
+_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 1 << 30)
+_PRIORS = (0.35, 0.55, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.96, 0.96, 0.96)
+_RAMP = np.array([bisect_right(_BUCKETS, k) - 1 for k in range(64)], np.int64)
+# A batch of fewer samples is the tail of a larger one: the drafter has seen so many tokens.
+_ALONE, _SEEN = 16, 512
+_TOKENS = np.ones((512, WINDOW), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A device, a batch of so many samples of so many tokens, and the share of wrong tokens in its drafts."""
+
+    device: DeviceTable
+    samples: int
+    context: int
+    wrong: float
+
+    def seconds(self, rows: int, step: int = 0) -> float:
+        """Return the true time of a step."""
+        device = self.device
+        if device.slowed is not None and step >= FIRST:
+            device = device.slowed
+        return device.seconds(self.samples, rows, self.samples * self.context)
+
+    def tokens(self, lengths: NDArray[np.int64]) -> float:
+        """Return the tokens that drafts of these lengths [n] bring on average, one for each sample included."""
+        right = 1.0 - self.wrong
+        return float((np.sum(1 - right ** (1.0 + lengths))) / self.wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens a second in the first steps, in the later ones, and in the first steps after those of a cold start."""
+
+    first: float
+    later: float
+
+
+def fixed_rates(cell: Cell, length: int) -> Rates:
+    """Return the rates with drafts of the same length in every step; 0 is plain decoding."""
+    tokens = cell.tokens(np.full(cell.samples, length))
+    rows = cell.samples * (1 + length)
+    return Rates(tokens / cell.seconds(rows), tokens / cell.seconds(rows, step=FIRST))
+
+
+def swept(device: DeviceTable, max_samples: int) -> list[MeasuredStep]:
+    """Return the steps that a sweep of the device measures before its time is over."""
+    random, found, left = Random(0), list[MeasuredStep](), SWEEP_SECONDS
+    for batch in swept_batches(max_samples, 16384, 1 << 16):
+        for length in batch.drafts:
+            if left <= 0:
+                return found
+            rows, context = batch.samples * (1 + length), batch.samples * batch.prompt
+            seconds = device.seconds(batch.samples, rows, context)
+            left -= 2 * seconds
+            measured = seconds * random.lognormvariate(0, _NOISE)
+            found.append(MeasuredStep(samples=batch.samples, rows=rows, context=context, seconds=measured))
+    return found
+
+
+@dataclass(slots=True)
+class SimulatedBatch:
+    """A batch that a mode decides on, step by step."""
+
+    cell: Cell
+    mode: Any
+    sweep: Sequence[MeasuredStep]
+    late: int = 0
+    """Steps by which measurements and outcomes come later than the next decision."""
+    planner: KnobDrivenPlanner = field(init=False)
+    lengths: list[float] = field(init=False, default_factory=list)
+    """Mean draft length of each step."""
+    _random: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        knobs = Knobs(mode=self.mode, draft_cap=WINDOW, margin=_MARGIN)
+        self.planner = KnobDrivenPlanner(knobs, StepTimeEstimator(self.sweep), lambda _: None)
+        self._random = np.random.default_rng(self.cell.samples + self.cell.context)
+
+    def rates(self, steps: int = FIRST + LATER) -> Rates:
+        """Decode so many steps, and return the rates of the first ones and of the later ones."""
+        cell, table = self.cell, AcceptanceTable(_PRIORS)
+        n = cell.samples
+        states = [EngineSampleState(f"{i}", [0] * cell.context, [0], WINDOW) for i in range(n)]
+        ids = [state.sample_id for state in states]
+        streak = np.full(n, 32)
+        for _ in range(0 if n >= _ALONE else _SEEN):
+            agreed = self._random.geometric(cell.wrong, 1) - 1
+            streak[:1] = _compare(table, streak[:1], np.ones(1, np.int64), np.minimum(agreed, 1))
+        made, took, due = [], [], list[tuple[StepShape | None, float, list[tuple[int, int]]]]()
+        for step in range(steps):
+            buckets = _RAMP[np.minimum(streak[:, None] + np.arange(WINDOW), 63)]
+            proposals = {"reference": Proposals(_TOKENS[:n], table.probabilities[buckets])}
+            drafts = self.planner.choose(states, proposals)
+            lengths = np.array([len(drafts.tokens.get(each, ())) for each in ids])
+            rows = n + int(lengths.sum())
+            seconds = cell.seconds(rows, step)
+            made.append(cell.tokens(lengths))
+            took.append(seconds)
+            self.lengths.append(int(lengths.sum()) / n)
+            # Tokens that agree with the response before the next one that does not.
+            agreed = np.minimum(self._random.geometric(cell.wrong, n) - 1, 1 << 20)
+            accepted = np.minimum(agreed, lengths)
+            # A reference is compared with the whole response, the token after the draft included.
+            compared = accepted + 1
+            kept = np.minimum(agreed, compared)
+            streak = _compare(table, streak, compared, kept)
+            shape = StepShape(n, rows, n * cell.context) if self.planner.measures else None
+            measured = seconds * float(self._random.lognormal(0, _NOISE))
+            due.append((shape, measured, list(zip(lengths.tolist(), accepted.tolist(), strict=True))))
+            if len(due) > self.late:
+                self._report(*due.pop(0))
+        first = sum(made[:FIRST]) / sum(took[:FIRST])
+        # After a device has changed, the first steps count as the steps of a cold start do: they are not rated.
+        begin = 2 * FIRST if cell.device.slowed is not None else FIRST
+        return Rates(first, sum(made[begin:]) / sum(took[begin:]))
+
+    def _report(self, shape: StepShape | None, seconds: float, outcomes: list[tuple[int, int]]) -> None:
+        for drafted, accepted in outcomes:
+            if drafted:
+                self.planner.verified("reference", drafted, accepted)
+        if shape is not None:
+            self.planner.stepped(shape, seconds)
+
+
+def _compare(
+    table: AcceptanceTable, streak: NDArray[np.int64], compared: NDArray[np.int64], kept: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Learn from `compared` [n] tokens of each reference, the first `kept` [n] of which agreed; return streaks."""
+    tried_by, kept_by = np.zeros((2, len(_PRIORS)), np.int64)
+    for position in range(int(compared.max())):
+        reached = position < compared
+        bucket = _RAMP[np.minimum(streak[reached] + position, 63)]
+        tried_by += np.bincount(bucket, minlength=len(_PRIORS))
+        kept_by += np.bincount(bucket[position < kept[reached]], minlength=len(_PRIORS))
+    table.observe_all(tried_by, kept_by)
+    return np.where(kept < compared, 0, np.minimum(streak + compared, 63))

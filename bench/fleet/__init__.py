@@ -1,0 +1,1 @@
+"""Benchmark of the control plane with up to a thousand simulated instances."""

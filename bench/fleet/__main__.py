@@ -1,0 +1,188 @@
+"""Cost of the control plane with a growing fleet: a real gateway and Redis, simulated instances.
+
+For each fleet size a gateway and a Redis of their own serve one step of so many samples an instance. Every
+instance is a gRPC server with a registration in Redis and an engine that is a clock: it decodes each sample at
+--speed tokens a second and reports as --reporting says, at most every 512 tokens or 5 seconds, or every 50 ms. The
+trainer checks every sample. Processor seconds count from the first submission to the last sample. Writes
+runs/bench/fleet.json after each fleet size; `longest_turns` has what ran in the gateway's longest turns.
+
+    python -m bench.fleet [--instances 125,250,500,1000] [--samples 100] [--reporting stream]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.fleet.control_plane import ControlPlane
+from bench.fleet.progress import Progress
+from bench.fleet.trainer import FleetTrainer
+from bench.fleet.workload import MAX_TOKENS, SimulatedPolicy
+from bench.report import format_value, show, show_rows, write
+
+FOLDER = Path("runs/bench/fleet")
+_BASELINE = Path(__file__).with_name("baseline.json")
+_LONGEST_TURN = "paceline_gateway_longest_turn_seconds"
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, write after each fleet size, so that a run that breaks loses nothing, and show."""
+    given, baseline = arguments(), json.loads(_BASELINE.read_text())
+
+    def keep(rows: list[Row]) -> None:
+        write("fleet", {**summary(rows, baseline), "reporting": given.reporting, "fleets": rows})
+
+    rows = asyncio.run(measure(given, keep))
+    _show(rows)
+    show("fleet: cost of the control plane", summary(rows, baseline))
+
+
+async def measure(given: argparse.Namespace, keep: Callable[[list[Row]], None]) -> list[Row]:
+    """Return a row of figures for each fleet size; `keep` gets those so far after each."""
+    rows = list[Row]()
+    async with Progress(
+        [(size, _planned(size, given)) for size in given.instances], given.samples
+    ) as progress:
+        for instances in given.instances:
+            progress.begin(instances)
+            rows.append(await _fleet(instances, given, progress))
+            progress.done()
+            keep(list(rows))
+    return rows
+
+
+def summary(rows: Sequence[Row], baseline: Row) -> Row:
+    """Return the figures that goals are set for, of rows in ascending order of fleet size.
+
+    `baseline` has what the journal wrote of unfinished samples when every token was reported within 50 ms.
+    """
+    small, large = rows[0], rows[-1]
+    compared = {row["instances"]: row["gateway_ms_per_sample"] for row in rows}
+    turns = [row["longest_turn_cpu_ms"] for row in rows]
+    return {
+        "cpu_per_sample_ratio_1000_vs_125": (
+            compared[1000] / compared[125] if {125, 1000} <= compared.keys() else None
+        ),
+        "cpu_per_sample_ratio_largest_vs_smallest": (
+            large["gateway_ms_per_sample"] / small["gateway_ms_per_sample"]
+        ),
+        "longest_turn_cpu_ms": None if None in turns else max(turns),
+        "samples": large["samples"],
+        "leases_lost": sum(row["leases_lost"] for row in rows),
+        # A step without any counts as one with a single write.
+        "journal_writes_reduction": baseline["partial_writes_per_token"]
+        * large["tokens"]
+        / max(large["partial_writes"], 1),
+        "journal_bytes_vs_results": large["journal_bytes"] / large["result_bytes"],
+    }
+
+
+async def _fleet(instances: int, given: argparse.Namespace, progress: Progress) -> Row:
+    policy = SimulatedPolicy.create(given.longest)
+    samples = instances * given.samples
+    options = (f"--max-queued-samples={2 * samples + 1024}", *given.gateway_option)
+    host_options = (
+        f"--reporting={given.reporting}",
+        f"--speed={given.speed}",
+        f"--compression={given.compression}",
+        f"--longest={given.longest}",
+    )
+    with ControlPlane(FOLDER / str(instances), options) as plane:
+        await plane.start(instances, min(given.hosts, instances), host_options)
+        progress.show("idle")
+        idle = plane.usage()
+        await asyncio.sleep(given.idle_seconds)
+        before = plane.usage()
+        progress.show("generating")
+        trainer = FleetTrainer(plane.gateway.address, policy, progress.ended)
+        step = await trainer.step(samples, given.batch_samples)
+        idle = before.since(idle)
+        used, metrics = plane.usage().since(before), plane.metrics()
+        turn = metrics.values.get(_LONGEST_TURN)
+        partial_writes = metrics["paceline_gateway_journal_chunks_total"]
+        submits = sorted(step.submit_seconds)
+        return {
+            "instances": instances,
+            "samples": step.samples,
+            "wrong_samples": step.wrong,
+            "tokens": step.tokens,
+            "step_seconds": step.seconds,
+            "gateway_seconds_per_1000": 1000 * used.gateway_seconds / samples,
+            "redis_seconds_per_1000": 1000 * used.redis_seconds / samples,
+            "gateway_ms_per_sample": 1000 * used.gateway_seconds / samples,
+            "gateway_cores": used.gateway_seconds / step.seconds,
+            "idle_gateway_cores": idle.gateway_seconds / given.idle_seconds,
+            "longest_turn_cpu_ms": None if turn is None else 1000 * turn,
+            "longest_turns": plane.longest_turns(),
+            "submit_p99_ms": 1000 * submits[math.ceil(0.99 * len(submits)) - 1],
+            "submissions": len(submits),
+            "gateway_peak_mib": plane.peak_memory() / (1 << 20),
+            "redis_bytes": used.redis_bytes,
+            # Without what the gateway sends for as long as it runs, to read the registry.
+            "journal_bytes": used.redis_bytes - idle.redis_bytes / given.idle_seconds * step.seconds,
+            "result_bytes": step.result_bytes,
+            "redis_bytes_per_sample": used.redis_bytes / samples,
+            "partial_writes": partial_writes,
+            "partial_writes_per_sample": partial_writes / samples,
+            "write_calls": {name: calls for name, calls in sorted(used.calls.items()) if calls},
+            "acknowledged": step.acknowledged,
+            "lost_acknowledgements": step.lost_acknowledgements,
+            "leases_lost": plane.leases_lost(),
+            "lost_instances": metrics["paceline_gateway_instance_losses_total"],
+        }
+
+
+def _planned(instances: int, given: argparse.Namespace) -> float:
+    """Return the seconds of a fleet: its start, about 20 ms an instance, and the longest response."""
+    return 6 + given.idle_seconds + 0.02 * instances + 1.2 * given.longest / given.speed / given.compression
+
+
+def _show(rows: Sequence[Row]) -> None:
+    columns = {
+        "samples": "samples",
+        "gateway ms/sample": "gateway_ms_per_sample",
+        "Redis s/1,000": "redis_seconds_per_1000",
+        "longest turn ms": "longest_turn_cpu_ms",
+        "submit p99 ms": "submit_p99_ms",
+        "peak MiB": "gateway_peak_mib",
+        "Redis bytes/sample": "redis_bytes_per_sample",
+        "partial writes/sample": "partial_writes_per_sample",
+        "leases lost": "leases_lost",
+    }
+    table = [(str(row["instances"]), *(format_value(row[key]) for key in columns.values())) for row in rows]
+    show_rows("fleet", ("instances", *columns), table)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options."""
+    parser = argparse.ArgumentParser(
+        prog="bench.fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = "fleet sizes, ascending, separated by commas"
+    parser.add_argument("--instances", type=_sizes, default=[125, 250, 500, 1000], help=sizes)
+    parser.add_argument("--samples", type=int, default=100, help="of each instance")
+    parser.add_argument("--batch-samples", type=int, default=512, help="samples of one submission")
+    parser.add_argument("--reporting", choices=("checkpoints", "stream"), default="checkpoints")
+    parser.add_argument("--speed", type=float, default=50.0, help="tokens a second of each sample")
+    parser.add_argument("--compression", type=float, default=1.0, help="how many times as fast time runs")
+    parser.add_argument("--longest", type=int, default=MAX_TOKENS, help="tokens of the longest response")
+    parser.add_argument("--hosts", type=int, default=4, help="processes of simulated instances")
+    parser.add_argument("--idle-seconds", type=float, default=4.0, help="measured before the step begins")
+    parser.add_argument(
+        "--gateway-option", action="append", default=[], help="flag of the gateway, repeatable"
+    )
+    return parser.parse_args(argv)
+
+
+def _sizes(text: str) -> list[int]:
+    return sorted(int(part) for part in text.split(","))
+
+
+if __name__ == "__main__":
+    main()

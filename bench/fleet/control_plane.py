@@ -1,0 +1,170 @@
+"""Processes of the fleet benchmark, and what they use: a gateway, its Redis, and hosts of simulated instances."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from redis import Redis
+
+from bench.fleet.host import CLIENT
+from bench.scrape import Metrics, parse
+from services.platform.lifeline import tied
+from services.platform.ready_file import ProcessEndpoint, read_ready_file
+from services.platform.redis.embedded import EmbeddedRedis
+
+_START_SECONDS = 60.0
+_SCRIPTS = ("eval", "evalsha")
+_TURNS_SHOWN = 3
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Resources that the control plane has used since its processes began: processor seconds, and traffic of Redis.
+
+    `redis_bytes` were sent to Redis by the control plane, without what simulated instances sent. `calls` counts the
+    commands that write, by name, those of scripts too, and scripts.
+    """
+
+    gateway_seconds: float
+    redis_seconds: float
+    redis_bytes: int
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def since(self, before: Usage) -> Usage:
+        """Return the increase since an earlier reading."""
+        return Usage(
+            self.gateway_seconds - before.gateway_seconds,
+            self.redis_seconds - before.redis_seconds,
+            self.redis_bytes - before.redis_bytes,
+            {name: calls - before.calls.get(name, 0) for name, calls in self.calls.items()},
+        )
+
+
+class ControlPlane:
+    """A gateway on a Redis of its own, with hosts of simulated instances, in `folder`.
+
+    Use it as a context manager; `start` returns when all instances serve.
+    """
+
+    def __init__(self, folder: Path, gateway_options: Sequence[str] = ()) -> None:
+        self._folder = folder
+        self._options = gateway_options
+        self._server = EmbeddedRedis(folder / "redis")
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._redis: Any = None
+        self._writing: frozenset[str] = frozenset()
+        self.gateway: ProcessEndpoint
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._redis = Redis.from_url(self._server.start())
+        self._redis.flushall()
+        self._writing = frozenset(
+            name.lower() for name, known in self._redis.command().items() if "write" in known["flags"]
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in reversed(self._children):
+            child.kill()
+            child.wait()
+        # Its data is of no use to anyone: no need to let it write.
+        self._redis.close()
+        self._server.kill()
+
+    async def start(self, instances: int, hosts: int, host_options: Sequence[str] = ()) -> None:
+        """Start the gateway and the hosts. TimeoutError when not all instances serve in time."""
+        ready_file = self._folder / "gateway.ready.json"
+        ready_file.unlink(missing_ok=True)
+        url = f"--redis-url={self._server.url}"
+        flags = (url, "--port=0", f"--ready-file={ready_file}", *self._options)
+        gateway = self._spawn("gateway", "services.gateway", flags)
+        async with asyncio.timeout(_START_SECONDS):
+            while (found := read_ready_file(ready_file)) is None:
+                await self._pause(gateway)
+        self.gateway = found
+        bounds = [instances * number // hosts for number in range(hosts + 1)]
+        for number, (first, end) in enumerate(itertools.pairwise(bounds)):
+            share = (url, f"--first={first}", f"--count={end - first}", *host_options)
+            self._spawn(f"host-{number}", "bench.fleet.host", share)
+        async with asyncio.timeout(_START_SECONDS + instances / 4):
+            while await asyncio.to_thread(self.serving) < instances:
+                await self._pause(gateway)
+
+    def metrics(self) -> Metrics:
+        """Return the metrics of the gateway."""
+        url = f"http://127.0.0.1:{self.gateway.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return parse(answer.read().decode())
+
+    def serving(self) -> int:
+        """Return how many instances the gateway can give samples to."""
+        return int(self.metrics()['paceline_gateway_instances{state="serving"}'])
+
+    def usage(self) -> Usage:
+        """Return what gateway and Redis have used so far."""
+        stats = self._redis.info("commandstats")
+        calls = {
+            name.removeprefix("cmdstat_"): int(each["calls"])
+            for name, each in stats.items()
+            if name.removeprefix("cmdstat_") in self._writing.union(_SCRIPTS)
+        }
+        theirs = sum(
+            int(client["tot-net-in"]) for client in self._redis.client_list() if client["name"] == CLIENT
+        )
+        total = int(self._redis.info("stats")["total_net_input_bytes"])
+        assert self._server.pid is not None
+        seconds = (_processor_seconds(self.gateway.pid), _processor_seconds(self._server.pid))
+        return Usage(*seconds, total - theirs, calls)
+
+    def peak_memory(self) -> int:
+        """Return the most bytes that the gateway has had in memory."""
+        status = Path(f"/proc/{self.gateway.pid}/status").read_text()
+        (line,) = (each for each in status.splitlines() if each.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+
+    def leases_lost(self) -> int:
+        """Return how often the gateway lost its lease, by its log."""
+        return len(self._logged("lease_lost")) + len(self._logged("fenced"))
+
+    def longest_turns(self) -> list[dict[str, Any]]:
+        """Return what ran in the longest of the gateway's long turns, the longest first, by its log."""
+        shown = ("timestamp", "cpu_ms", "wall_ms", "collection_ms", "callbacks", "calls")
+        turns = sorted(self._logged("long_turn"), key=lambda line: -line["cpu_ms"])
+        return [{name: turn[name] for name in shown} for turn in turns[:_TURNS_SHOWN]]
+
+    def _logged(self, event: str) -> list[dict[str, Any]]:
+        log = (self._folder / "gateway.log").read_text()
+        lines = (json.loads(line) for line in log.splitlines() if f'"{event}"' in line)
+        return [line for line in lines if line.get("event") == event]
+
+    async def _pause(self, gateway: subprocess.Popen[bytes]) -> None:
+        if gateway.poll() is not None:
+            raise RuntimeError(f"the gateway ended; see {self._folder / 'gateway.log'}")
+        await asyncio.sleep(0.25)
+
+    def _spawn(self, name: str, module: str, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+        with (self._folder / f"{name}.log").open("wb") as log:
+            command = tied([sys.executable, "-m", module, *flags])
+            child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        self._children.append(child)
+        return child
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS

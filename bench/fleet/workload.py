@@ -1,0 +1,82 @@
+"""Workload of the fleet benchmark: lengths and tokens that every process derives from a sample's seed. Pure.
+
+Lengths are log-normal, the usual model of response lengths: half of the responses have at most 320 tokens, the mean
+is about 430, and one in a hundred reaches the limit of 2,048, more than six times the median. The list is generated
+once by a fixed seed and replayed: a sample's seed picks its entry, so that every fleet and every commit gets the
+same responses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+VOCABULARY = 150_000
+MAX_TOKENS = 2048
+"""Longest response."""
+PROMPT_TOKENS = 128
+GROUP = 8
+"""Samples of one prompt."""
+_MEDIAN, _SIGMA = 320.0, 0.8
+_SEED = 20
+_ENTRIES = 4096
+_POOL = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPolicy:
+    """Stand-in for a model: the response of a sample is a slice of a fixed list, chosen by the sample's seed."""
+
+    lengths: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+    @classmethod
+    def create(cls, longest: int = MAX_TOKENS) -> SimulatedPolicy:
+        """Return the policy that every process of a run has. No response is longer than `longest`."""
+        numbers = np.random.default_rng(_SEED)
+        lengths = np.exp(numbers.normal(np.log(_MEDIAN), _SIGMA, _ENTRIES))
+        tokens = numbers.integers(1, VOCABULARY, _POOL + MAX_TOKENS)
+        logprobs = -numbers.exponential(0.5, _POOL + MAX_TOKENS).astype(np.float32)
+        return cls(np.clip(lengths, 8, longest).astype(int).tolist(), tokens.tolist(), logprobs.tolist())
+
+    def length(self, seed: int) -> int:
+        """Return the number of response tokens of a sample."""
+        return self.lengths[seed % len(self.lengths)]
+
+    def slice(self, seed: int, begin: int, end: int) -> tuple[list[int], list[float]]:
+        """Return the tokens and log-probabilities at these positions of a response."""
+        # Other bits of the seed than those that choose the length.
+        start = (seed >> 20) % _POOL
+        return self.tokens[start + begin : start + end], self.logprobs[start + begin : start + end]
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Pace at which a simulated instance decodes and reports, in seconds of the run.
+
+    Every running sample gets `speed` tokens a second. A delta is sent after `tokens` new ones or `seconds`.
+    """
+
+    speed: float
+    tokens: int
+    seconds: float
+
+    @classmethod
+    def checkpoints(cls, speed: float, compression: float) -> Reporting:
+        """Return the platform's default: 512 tokens or 5 seconds. Time runs `compression` times as fast."""
+        return cls(speed * compression, 512, 5.0 / compression)
+
+    @classmethod
+    def stream(cls, speed: float, compression: float) -> Reporting:
+        """Return a token stream: what there is, every 50 ms."""
+        return cls(speed * compression, 1 << 30, 0.05 / compression)
+
+    def due(self, now: float, unreported: int, remaining: int) -> float:
+        """Return when to report next, `unreported` tokens after the last report and `remaining` before the end."""
+        return min(
+            now + self.seconds,
+            now + max(0, self.tokens - unreported) / self.speed,
+            now + remaining / self.speed,
+        )

@@ -1,0 +1,23 @@
+"""`paceline demo`: the demo as a command."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def demo(context: typer.Context) -> None:
+    """Train a tiny model on two instances and write a report. `paceline demo --help` lists the options."""
+    try:
+        from examples.tinymath.demo import main
+    except ModuleNotFoundError as error:
+        typer.echo(
+            f"paceline: the demo needs a checkout of the repository and the demo extra: {error}", err=True
+        )
+        raise typer.Exit(2) from None
+    raise typer.Exit(main(context.args))
