@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import structlog
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-from services.platform.embedded_redis import EmbeddedRedis
+from services.platform.redis.embedded import EmbeddedRedis
+from tests.support.compiled import compile_once
 
 MARKED_FOLDERS = ("integration", "e2e", "chaos", "gpu")
-FIRST_FOLDERS = ("e2e", "integration")
+FIRST_FOLDERS = ("chaos", "e2e", "integration", "unit/kernels")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of long tests: `make soak` gives them, and who repeats a failure of one."""
+    group = parser.getgroup("paceline")
+    group.addoption("--soak", action="store_true", help="run long tests too, and others on new examples")
+    group.addoption("--chaos-events", type=int, help="kills and stalls, instead of those of each test")
+    group.addoption("--chaos-seed", type=int, help="seed of the kills and stalls")
+    group.addoption(
+        "--chaos-spare", action="append", default=[], help="process to leave alone, such as redis"
+    )
+    group.addoption(
+        "--fuzz-seconds", type=float, help="time of random messages, instead of that of each test"
+    )
+    group.addoption("--fuzz-seed", type=int, help="seed of the random messages")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the folders known as markers, and the workers quick."""
+    """Make the folders known as markers, and the workers quick."""
     _keep_bytecode(config.rootpath / ".pytest_cache" / "bytecode")
     _log_plainly()
     # There is a worker for each core: threads of torch would wait for each other, and keep the core while they do.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # How long an example takes says how busy the machine is.
-    settings.register_profile("no deadline", parent=settings(), deadline=None)
-    settings.load_profile("no deadline")
+    # How long an example takes says how busy the machine is. Examples are the same in every run, but with --soak.
+    settings.register_profile(
+        "paceline",
+        parent=settings(),
+        deadline=None,
+        derandomize=not config.getoption("soak"),
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("paceline")
     # Files are given to the workers in the order of `pytest_collection_modifyitems`, not those of most tests first.
     config.option.loadscopereorder = False
+    if getattr(config.option, "numprocesses", None):
+        compile_once(config.rootpath)
     for name in MARKED_FOLDERS:
         config.addinivalue_line("markers", f"{name}: lies in a folder tests/**/{name}")
+    config.addinivalue_line("markers", "soak: takes minutes; skipped without --soak (make soak)")
 
 
 def _keep_bytecode(folder: Path) -> None:
@@ -52,10 +78,22 @@ def _log_plainly() -> None:
     structlog.configure(processors=[*others, renderer])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks every test with the folder it lies in.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What collecting imports stays: no collection of garbage looks through it, neither then nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
-    Files that start platforms and engines come first: workers that end with quick ones end together.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark every test with the folder it lies in, and skip the long ones unless they are asked for.
+
+    Long files come first, those that start platforms and engines or run Triton's interpreter: workers that end with
+    quick ones end together.
     """
     items.sort(key=_folder_order)
     for item in items:
@@ -63,11 +101,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in MARKED_FOLDERS:
             if name in parts[:-1]:
                 item.add_marker(name)
+        if item.get_closest_marker("soak") and not config.getoption("soak"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: make soak"))
 
 
 def _folder_order(item: pytest.Item) -> int:
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    return FIRST_FOLDERS.index(folder) if folder in FIRST_FOLDERS else len(FIRST_FOLDERS)
+    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    ranks = (rank for rank, folder in enumerate(FIRST_FOLDERS) if path.startswith(f"{folder}/"))
+    return next(ranks, len(FIRST_FOLDERS))
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import pytest
 from paceline import Client, Tls
 from services.local import Platform, PlatformConfig
 from tests.support.certificates import Authority
+from tests.support.ports import free_port
 from tests.support.zygote import launch
 
 VOCAB = 64
@@ -24,7 +25,7 @@ UNDER_TLS = os.environ.pop("PACELINE_E2E_TLS", "") not in ("", "0")
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    """A random Qwen3 whose distributions are wide, so that equal tokens mean equal computation."""
+    """Return a random Qwen3 whose distributions are wide, so that equal tokens mean equal computation."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -48,7 +49,7 @@ def make_model(folder: Path, seed: int = 0) -> Path:
 
 
 def certificates(folder: Path) -> Tls:
-    """An authority, and a certificate that all processes and the client use, on both ends."""
+    """Return an authority, and a certificate that all processes and the client use, on both ends."""
     tls = Authority(folder, "ours").tls("platform")
     return Tls(tls.ca_file, tls.cert_file, tls.key_file)
 
@@ -72,11 +73,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    # A step takes seconds, so that samples must report more often than they do by default.
+    engine = ("--dtype=float32", "--max-num-seqs=32", "--kv-cache-memory-bytes=268435456")
     config = PlatformConfig(
         model=model,
         instances=2,
         folder=tmp_path_factory.mktemp("platform"),
-        instance_options=("--dtype=float32", "--max-num-seqs=32", "--kv-cache-memory-bytes=268435456"),
+        pin=False,  # the kernel shares the cores out among the workers
+        # Short samples are reported and journaled before they end, as long ones are by default.
+        instance_options=(*engine, "--checkpoint-seconds=0.2"),
+        gateway_options=("--journal-tokens=1",),
+        # A gateway that starts anew needs the port that it had.
+        port=free_port(),
+        # Time to hand over samples on a busy machine.
+        stop_timeout=60.0,
         tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
         token="the token of the tests" if UNDER_TLS else None,
     )

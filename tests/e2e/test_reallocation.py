@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline import Client, Group, RetryPolicy, Sample, SamplingParams
+from paceline import Client, Group, RetryPolicy, Rollout, Sample, SamplingParams
 from services.local import Platform, PlatformConfig
 from tests.e2e.conftest import UNDER_TLS, VOCAB, certificates, scrape
 from tests.support.zygote import launch
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
-PATIENT = RetryPolicy(attempts=60, initial=0.1, maximum=1.0)
+PATIENT = RetryPolicy(seconds=60, initial=0.1, maximum=1.0)
 SEED, SAMPLES = 31, 25
 Key = paceline.SampleKey
 
@@ -29,21 +29,25 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         model=model,
         instances=2,
         folder=tmp_path_factory.mktemp("platform"),
+        pin=False,  # the kernel shares the cores out among the workers
         instance_options=(
             "--dtype=float32",
             "--max-num-seqs=32",
             "--kv-cache-memory-bytes=268435456",
             "--speculation=off",
             "--no-drafts",
+            # However slow the machine is, all can be moved away.
+            "--evacuation-seconds=40",
         ),
         draft_stores=0,
         bubbles=False,
         policy=False,
+        stop_timeout=60.0,
         reallocator_options=(
             "--decision-steps=16",
             "--poll-seconds=0.02",
             "--least-gain=0",
-            "--least-level-gain=0",
+            "--least-balance-gain=0",
             "--payback=0",
             "--no-count-costs",
             # That no prefix is read again is part of what is tested.
@@ -68,18 +72,18 @@ def client(platform: Platform) -> Iterator[Client]:
 @pytest.fixture(autouse=True)
 def whole_fleet(platform: Platform) -> None:
     """Every test begins with two serving instances."""
-    for index, child in enumerate(platform.instances):
+    for child in platform.instances:
         if not child.alive:
-            platform.restart_instance(index)
+            platform.restart(child.spec.name)
 
 
 @pytest.fixture(scope="module")
 def truth(platform: Platform) -> dict[Key, list[int]]:
     """The step's tokens when nobody moves anything."""
-    platform.kill_reallocator()
+    platform.kill("reallocator")
     with platform.client() as client:
         samples = list(client.run("still", seed=SEED).rollout(0, uneven(), LONG))
-    platform.restart_reallocator()
+    platform.restart("reallocator")
     assert all(len(places(sample)) == 1 for sample in samples)
     counts = Counter(places(sample)[0] for sample in samples)
     assert sorted(counts.values()) == [1, SAMPLES - 1], "the load is uneven"
@@ -101,9 +105,8 @@ def tokens(samples: Sequence[Sample]) -> dict[Key, list[int]]:
 
 
 def counted(platform: Platform, name: str) -> float:
-    """A counter of the reallocator, summed over its labels; 0 while it is not there."""
-    child = platform.reallocator
-    assert child is not None
+    """Return a counter of the reallocator, summed over its labels; 0 while it is not there."""
+    child = platform.process("reallocator")
     if child.ready is None:
         return 0.0
     lines = scrape(platform, f"127.0.0.1:{child.ready.metrics_port}").splitlines()
@@ -111,7 +114,7 @@ def counted(platform: Platform, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-def until(holds: Callable[[], object], seconds: float = 30) -> None:
+def until(holds: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not come about"
@@ -163,32 +166,50 @@ def test_an_uneven_step_is_evened_out(
 def test_one_that_is_killed_in_the_middle_of_moves_costs_time_only(
     platform: Platform, client: Client, truth: dict[Key, list[int]], victim: str
 ) -> None:
+    # Another step is tried where one was over before.
+    for attempt in range(5):
+        rollout = moving(platform, client, f"killed-{victim}-{attempt}")
+        crowded, lone = sorted(range(2), key=lambda n: -samples_on(platform, n))
+        name = f"instance-{lone if victim == 'receiver' else crowded}"
+        platform.kill(name)
+        samples = list(rollout)
+        finished(samples, truth)
+        if any(sample.provenance.resubmissions for sample in samples):
+            break
+        platform.restart(name)
+    else:
+        pytest.fail("each step was over before")
+
+
+def moving(platform: Platform, client: Client, run: str) -> Rollout:
+    """Return a step of which a sample has moved."""
     before = counted(platform, "moves_total")
-    rollout = client.run(f"killed-{victim}", seed=SEED).rollout(0, uneven(), LONG)
+    rollout = client.run(run, seed=SEED).rollout(0, uneven(), LONG)
     until(lambda: counted(platform, "moves_total") > before)
-    crowded, lone = sorted(range(2), key=lambda n: -samples_on(client, n))
-    platform.kill(lone if victim == "receiver" else crowded)
-    samples = list(rollout)
-    finished(samples, truth)
-    assert any(sample.provenance.resubmissions for sample in samples)
+    return rollout
 
 
-def samples_on(client: Client, index: int) -> int:
-    return next(
-        each.load.running + each.load.waiting
-        for each in client.instances()
-        if each.instance_id == f"instance-{index}"
-    )
+def samples_on(platform: Platform, index: int) -> float:
+    """Return the samples that an instance has now."""
+    ready = platform.instances[index].ready
+    assert ready is not None
+    lines = scrape(platform, f"127.0.0.1:{ready.metrics_port}").splitlines()
+    names = ("paceline_generation_running_samples ", "paceline_generation_waiting_samples ")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
 
 
 def test_an_instance_that_is_stopped_in_mid_step_is_emptied_by_moves(
     platform: Platform, client: Client, truth: dict[Key, list[int]]
 ) -> None:
-    rollout = client.run("stopped", seed=SEED).rollout(0, uneven(), LONG)
-    until(lambda: max(samples_on(client, 0), samples_on(client, 1)) >= 12)
-    platform.remove(1)
-    assert platform.instances[1].returncode == 0
-    samples = list(rollout)
-    finished(samples, truth)
-    assert any(places(sample)[-2:] == ["instance-1", "instance-0"] for sample in samples)
-    assert sum(sample.provenance.resubmissions for sample in samples) == 0, "all of them were moved"
+    for attempt in range(5):
+        rollout = moving(platform, client, f"stopped-{attempt}")
+        platform.remove("instance-1")
+        assert platform.instances[1].returncode == 0
+        samples = list(rollout)
+        finished(samples, truth)
+        assert sum(sample.provenance.resubmissions for sample in samples) == 0, "all of them were moved"
+        if any(places(sample)[-2:] == ["instance-1", "instance-0"] for sample in samples):
+            break
+        platform.restart("instance-1")
+    else:
+        pytest.fail("each step was over before")

@@ -40,8 +40,8 @@ def decode_steps(samples: Sequence[Sample]) -> int:
     return sum(sample.provenance.decode_steps for sample in samples)
 
 
-def until(holds: Callable[[], Any], seconds: float = 30) -> None:
-    """Polls a condition that some process brings about."""
+def until(holds: Callable[[], Any], seconds: float = 120) -> None:
+    """Poll a condition that some process brings about."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not come about"
@@ -51,8 +51,11 @@ def until(holds: Callable[[], Any], seconds: float = 30) -> None:
 def repeated(
     client: Client, run: str, first: int, exactness: Exactness, most_steps: float = math.inf
 ) -> list[list[Sample]]:
-    """Steps of a run until one finds the rollouts of an earlier one, so soon that it takes less than `most_steps`
-    decode steps: history flows back in the background, and is fetched while samples run. All of them in order."""
+    """Run steps until one finds the rollouts of an earlier one.
+
+    That step takes less than `most_steps` decode steps: history flows back in the background, and is
+    fetched while samples run. All steps are returned, in order.
+    """
     found: list[list[Sample]] = []
 
     def known() -> bool:
@@ -104,12 +107,12 @@ def test_lenient_reuse_is_marked_and_carries_the_cached_log_probabilities(client
 def test_nobody_waits_for_a_dead_draft_store(platform: Platform, client: Client) -> None:
     first = step(client, "stores", 0, COUPLED)
     repeated(client, "stores", 1, COUPLED)
-    platform.kill_draft_store(0)
+    platform.kill("drafts-0")
     try:
         # An instance that has not seen a run's prompts has nothing to draft from.
         alone = step(client, "stores-alone", 1, COUPLED)
         assert tokens(alone) == tokens(first)
     finally:
-        platform.restart_draft_store(0)
+        platform.restart("drafts-0")
     step(client, "stores-back", 0, COUPLED)
     repeated(client, "stores-back", 1, COUPLED)

@@ -16,9 +16,10 @@ import pytest
 from safetensors.torch import load_file
 
 import paceline
+from examples.minimal_trainer import train
 from paceline import Client, Group, Sample, SampleRequest, SamplingParams, WeightFolder
 from services.local import Platform
-from tests.e2e.conftest import VOCAB
+from tests.e2e.conftest import UNDER_TLS, VOCAB
 
 SAMPLING = SamplingParams(max_tokens=60)
 
@@ -202,8 +203,8 @@ def test_pushed_weights_change_the_tokens_and_the_version(
     before = list(run.rollout(0, groups(), SAMPLING))
     version = client.versions().policy_version
     finished = run.push_weights({name: tensor * 1.5 for name, tensor in state.items()})
-    assert finished.version == client.versions().policy_version == version + 1
-    assert {update.version for update in finished.instances} == {version + 1}
+    assert finished.policy_version == client.versions().policy_version == version + 1
+    assert {update.policy_version for update in finished.instances} == {version + 1}
     # The same seeds under another name, so that only the weights differ.
     after = list(client.run("pushed", seed=3).rollout(0, groups(), SAMPLING))
     assert {span.policy_version for sample in after for span in sample.version_spans} == {version + 1}
@@ -247,6 +248,16 @@ def test_bad_weights_are_refused_and_the_old_ones_serve_on(
     assert client.versions().update_id == ""
     after = tokens(list(client.run(f"still-good-{fault}", seed=4).rollout(0, groups(), SAMPLING)))
     assert after == before
+
+
+@pytest.mark.skipif(UNDER_TLS, reason="the example speaks to a platform without TLS")
+def test_the_minimal_trainer_takes_its_steps(
+    platform: Platform, client: Client, model: Path, tmp_path: Path
+) -> None:
+    version = client.versions().policy_version
+    means = train(platform.gateway_address, model, tmp_path / "weights", steps=2)
+    assert len(means) == 2
+    assert client.versions().policy_version == version + 2
 
 
 def test_the_fleet_is_as_it_was_started(platform: Platform, client: Client) -> None:

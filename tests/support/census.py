@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.generation.drafting.reuse import Reuse
-from services.generation.engine.types import SampleRequest, SampleState, Verifier
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.drafters.reference.lenient_reuse import Reuse
+from services.generation.engine.types import EngineRequest, EngineSampleState, Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequenc
         while started < census.count and len(engine._scheduler.requests) < batch:
             seed = census.first_seed + started
             sample_id = f"{serial}/{started}"
-            request = SampleRequest(
+            request = EngineRequest(
                 sample_id,
                 census.prompt,
                 (),
@@ -89,7 +89,7 @@ def take_census(engine: Any, census: Census, serial: int, batch: int) -> Sequenc
     return Sequences(tokens, reused, drafted, accepted)
 
 
-def _draft(state: SampleState, vocab_size: int, count: int) -> list[int]:
+def _draft(state: EngineSampleState, vocab_size: int, count: int) -> list[int]:
     sample = int(state.sample_id.partition("/")[2])
     here = len(state.response)
     places = range(here, here + min(state.room, count))

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from services.platform.config import TlsConfig
+from services.platform.config.settings import TlsConfig
 
 DAY = datetime.timedelta(days=1)
 
@@ -35,8 +35,10 @@ class Authority:
         return _pem(builder.sign(self.key, hashes.SHA256()))
 
     def tls(self, subject: str, *, lasts: datetime.timedelta = DAY, **settings: Any) -> TlsConfig:
-        """TLS settings with a new certificate for `subject` that expires `lasts` from now (or did, when that is
-        negative), and this authority as the one that is trusted. A second call replaces the files."""
+        """TLS settings with a new certificate for `subject`, and this authority as the trusted one.
+
+        It expires `lasts` from now (or did, if that is negative). A second call replaces the files.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.DNSName(subject), x509.IPAddress(ip_address("127.0.0.1"))]
         certificate = _builder(subject, self.name, key, lasts).add_extension(
@@ -55,7 +57,7 @@ class Authority:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Puts another file in its place, as those who rotate secrets do."""
+    """Put another file in its place, as those who rotate secrets do."""
     part = path.with_name(f"{path.name}.new")
     part.write_bytes(content)
     os.replace(part, path)

@@ -8,7 +8,7 @@ import torch
 
 
 def chi_square(observed: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) -> float:
-    """The p-value of Pearson's test; cells of fewer than 5 expected are taken together."""
+    """Return the p-value of Pearson's test; cells of fewer than 5 expected are taken together."""
     observed, expected = observed.ravel(), expected.ravel()
     small = expected < 5
     observed = np.append(observed[~small], observed[small].sum())
@@ -21,6 +21,6 @@ def chi_square(observed: npt.NDArray[np.float64], expected: npt.NDArray[np.float
 
 
 def histogram(tokens: npt.NDArray[np.integer], vocab_size: int) -> npt.NDArray[np.float64]:
-    """Counts of every sequence: [n, length] -> [V] * length."""
+    """Count of every sequence: [n, length] -> [V] * length."""
     found, _ = np.histogramdd(tokens, bins=[np.arange(vocab_size + 1) - 0.5] * tokens.shape[1])
     return found

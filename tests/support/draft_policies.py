@@ -6,20 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from services.generation.drafting.drafter import Offer, Offers
-from services.generation.drafting.planner import PlannedDrafts
-from services.generation.engine.types import SampleState
-from services.policy.correction import CorrectedStepTime, Correction
-from services.policy.step_time import Architecture, StepTime
+from services.generation.engine.types import EngineSampleState
+from services.generation.speculation.drafter import Proposal, Proposals
+from services.generation.speculation.modes.planner import PlannerMode
+from tests.support.step_times import planner_mode
 
 PLANNED = "planned"
 # The planner's choice of `POLICIES`, by a machine on which a row costs a hundredth of a step.
-_STEP_TIME = StepTime(
-    architecture=Architecture(weight_bytes=1e9, kv_bytes=1e4, dense_flops=1e9, attention_flops=1e3),
-    throughput=1e14,
-    bandwidth=1e12,
-    per_row=1e-5,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +33,14 @@ class Drafting:
     vocab_size: int
     random: Random = field(init=False)
     steps: int = 0
-    planner: PlannedDrafts = field(init=False)
+    planner: PlannerMode = field(init=False)
 
     def __post_init__(self) -> None:
         self.random = Random(self.drafts.seed)
-        self.planner = PlannedDrafts(self.drafts.window, CorrectedStepTime(_STEP_TIME, Correction()))
+        self.planner = planner_mode(self.drafts.window)
 
-    def __call__(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
-        """The drafts of a step, by sample id."""
+    def __call__(self, samples: Sequence[EngineSampleState]) -> dict[str, list[int]]:
+        """Return the drafts of a step, by sample id."""
         self.steps += 1
         if self.drafts.policy == PLANNED:
             return self._planned(samples)
@@ -55,16 +48,16 @@ class Drafting:
         made = {sample.sample_id: policy(self, sample)[: max(sample.room, 0)] for sample in samples}
         return {sample_id: tokens for sample_id, tokens in made.items() if tokens}
 
-    def _planned(self, samples: Sequence[SampleState]) -> dict[str, list[int]]:
-        """What the planner makes of good offers that change all the time and of sure ones that are late."""
-        offers = {
-            name: Offers.of([_offer(POLICIES[name](self, each)) for each in samples])
+    def _planned(self, samples: Sequence[EngineSampleState]) -> dict[str, list[int]]:
+        """What the planner makes of good proposals that change all the time and of sure ones that are late."""
+        proposals = {
+            name: Proposals.of([_proposal(POLICIES[name](self, each)) for each in samples])
             for name in ("varying", "stale")
         }
-        return {name: draft.tokens for name, draft in self.planner.choose(samples, offers).items()}
+        return {name: draft.tokens for name, draft in self.planner.choose(samples, proposals).items()}
 
-    def true(self, sample: SampleState, count: int) -> list[int]:
-        """The next tokens that the sample will have."""
+    def true(self, sample: EngineSampleState, count: int) -> list[int]:
+        """Return the next tokens that the sample will have."""
         here = len(sample.response)
         return list(self.drafts.truth[sample.sample_id][here : here + count])
 
@@ -77,46 +70,46 @@ class Drafting:
         return [self.random.randrange(self.vocab_size) for _ in range(count)]
 
 
-def _offer(tokens: list[int]) -> Offer | None:
-    return Offer(tokens, [0.9] * len(tokens)) if tokens else None
+def _proposal(tokens: list[int]) -> Proposal | None:
+    return Proposal(tokens, [0.9] * len(tokens)) if tokens else None
 
 
-def _none(drafting: Drafting, sample: SampleState) -> list[int]:
+def _none(drafting: Drafting, sample: EngineSampleState) -> list[int]:
     return []
 
 
-def _true(drafting: Drafting, sample: SampleState) -> list[int]:
+def _true(drafting: Drafting, sample: EngineSampleState) -> list[int]:
     return drafting.true(sample, drafting.drafts.window)
 
 
-def _random(drafting: Drafting, sample: SampleState) -> list[int]:
+def _random(drafting: Drafting, sample: EngineSampleState) -> list[int]:
     return drafting.any(drafting.drafts.window)
 
 
-def _adversarial(drafting: Drafting, sample: SampleState) -> list[int]:
+def _adversarial(drafting: Drafting, sample: EngineSampleState) -> list[int]:
     """Right, right, wrong, right: what follows a wrong token must not be taken, however right it is."""
     tokens = drafting.true(sample, drafting.drafts.window)
     return [drafting.other(token) if i % 4 == 2 else token for i, token in enumerate(tokens)]
 
 
-def _varying(drafting: Drafting, sample: SampleState) -> list[int]:
+def _varying(drafting: Drafting, sample: EngineSampleState) -> list[int]:
     """Another length for every sample and step, one token in ten wrong."""
     tokens = drafting.true(sample, drafting.random.randrange(drafting.drafts.window + 1))
     return [drafting.other(token) if drafting.random.random() < 0.1 else token for token in tokens]
 
 
-def _flipping(drafting: Drafting, sample: SampleState) -> list[int]:
+def _flipping(drafting: Drafting, sample: EngineSampleState) -> list[int]:
     """On and off at random: for all samples in one step out of two, and for each sample by itself."""
     all_on = Random(drafting.drafts.seed * 7919 + drafting.steps).random() < 0.5
     return _true(drafting, sample) if all_on and drafting.random.random() < 0.8 else []
 
 
-def _stale(drafting: Drafting, sample: SampleState) -> list[int]:
+def _stale(drafting: Drafting, sample: EngineSampleState) -> list[int]:
     """Right tokens in the wrong place: the truth, one token late."""
     return drafting.true(sample, drafting.drafts.window + 1)[1:]
 
 
-POLICIES: dict[str, Callable[[Drafting, SampleState], list[int]]] = {
+POLICIES: dict[str, Callable[[Drafting, EngineSampleState], list[int]]] = {
     "none": _none,
     "true": _true,
     "random": _random,

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from kernels.coupled_sampler.noise import gumbel
-from services.drafter import checkpoint
-from services.drafter.checkpoint import Checkpoint
-from services.drafter.learning.head import Head, HeadShape
-from services.generation.engine.types import SampleRequest
+from services.contracts.drafter import checkpoint
+from services.contracts.drafter.checkpoint import Checkpoint
+from services.drafter.learning.head import Eagle3Head, HeadShape
+from services.generation.engine.types import EngineRequest
 
 _DEVIATION = 0.08
 
@@ -26,16 +26,16 @@ _DEVIATION = 0.08
 def head_shape(
     model: Path, layers: tuple[int, ...] = (1, 2), draft_vocabulary: int | None = None
 ) -> HeadShape:
-    """The shape of a head for a tiny model (tests/support/models.py)."""
+    """Return the shape of a head for a tiny model (tests/support/models.py)."""
     config = json.loads((model / "config.json").read_text())
     return HeadShape(
+        config["vocab_size"],
+        draft_vocabulary or config["vocab_size"],
         config["hidden_size"],
         config["intermediate_size"],
         config["num_attention_heads"],
         config["num_key_value_heads"],
         config["head_dim"],
-        config["vocab_size"],
-        draft_vocabulary or config["vocab_size"],
         layers,
         config["rms_norm_eps"],
         config.get("rope_theta", 10000.0),
@@ -43,21 +43,21 @@ def head_shape(
     )
 
 
-def random_head(shape: HeadShape, seed: int, scale: float = 1.0) -> Head:
+def random_head(shape: HeadShape, seed: int, scale: float = 1.0) -> Eagle3Head:
     """Random weights, as those of the tiny models: what a head says differs from row to row."""
     generator = torch.Generator().manual_seed(seed)
-    head = Head(shape)
+    head = Eagle3Head(shape)
     for parameter in head.parameters():
         if parameter.ndim > 1:
             parameter.data = torch.randn(parameter.shape, generator=generator) * _DEVIATION * scale
     if head.d2t is not None:
         head.set_vocabulary(
-            torch.randperm(shape.vocabulary, generator=generator)[: len(head.d2t)].sort().values
+            torch.randperm(shape.vocab_size, generator=generator)[: len(head.d2t)].sort().values
         )
     return head
 
 
-def save_head(head: Head, parent: Path, version: int) -> Checkpoint:
+def save_head(head: Eagle3Head, parent: Path, version: int) -> Checkpoint:
     """As a checkpoint."""
     return checkpoint.save(parent, version, head.shape.config(), head.tensors())
 
@@ -78,7 +78,11 @@ class DraftOracle:
         return torch.cat([found[layer][0] for layer in layers], dim=-1)
 
     def drafts(
-        self, head: Head, request: SampleRequest, response: Sequence[int], places: Sequence[tuple[int, int]]
+        self,
+        head: Eagle3Head,
+        request: EngineRequest,
+        response: Sequence[int],
+        places: Sequence[tuple[int, int]],
     ) -> Iterator[tuple[list[int], list[float]]]:
         """Draft tokens and the log-probability of each.
 
@@ -95,7 +99,7 @@ class DraftOracle:
                 yield self._draft(head, request.seed, there, known, combined[: len(known) - 1], count)
 
     def _draft(
-        self, head: Head, seed: int, there: int, tokens: list[int], hidden: torch.Tensor, count: int
+        self, head: Eagle3Head, seed: int, there: int, tokens: list[int], hidden: torch.Tensor, count: int
     ) -> tuple[list[int], list[float]]:
         embed, drafted, logprobs = self._policy.get_input_embeddings(), list[int](), list[float]()
         for step in range(count):
@@ -108,8 +112,8 @@ class DraftOracle:
         return drafted, logprobs
 
 
-def _rows(head: Head, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The head's outputs of all rows, [n, h], each attending to those up to itself."""
+def _rows(head: Eagle3Head, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the head's outputs of all rows, [n, h], each attending to those up to itself."""
     entries = head.enter(embeddings[None], hidden[None], torch.arange(len(hidden)))
     groups = entries.query.shape[1] // entries.key.shape[1]
     keys, values = (each.repeat_interleave(groups, 1) for each in (entries.key, entries.value))
@@ -119,10 +123,10 @@ def _rows(head: Head, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.T
     return head.leave(hidden[None], seen)[0]
 
 
-def _spread(head: Head, logits: torch.Tensor) -> torch.Tensor:
+def _spread(head: Eagle3Head, logits: torch.Tensor) -> torch.Tensor:
     """Over the whole vocabulary, [V]."""
     if head.tokens is None:
         return logits
-    whole = torch.full((head.shape.vocabulary,), -torch.inf)
+    whole = torch.full((head.shape.vocab_size,), -torch.inf)
     whole[head.tokens] = logits
     return whole

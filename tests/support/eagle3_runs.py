@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from services.generation.engine.types import EAGLE3, Eagle3Options, SampleRequest
-from services.generation.migration.engine import Exported, Reserved
-from services.generation.migration.outgoing import Part
+from services.generation.engine.kv_types import Exported, Reserved
+from services.generation.engine.types import EAGLE3, Eagle3Options, EngineRequest
+from services.generation.kv_transfer.outgoing import KvPart
 
 TOKEN = b"t" * 32
 WAIT = 20.0
@@ -48,7 +48,7 @@ def fail_to_swap(engine: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[bool
 
 
 def _make(worker: Any, checkpoint: str) -> None:
-    from services.generation.engine.eagle3_model import Eagle3Model
+    from services.generation.engine.draft_models.eagle3_model import Eagle3Model
 
     Eagle3Model(worker.model_runner, Eagle3Options(checkpoint))
 
@@ -56,6 +56,13 @@ def _make(worker: Any, checkpoint: str) -> None:
 def make_head(engine: Any, checkpoint: str) -> None:
     """Make another head beside the one that there is."""
     engine._core.collective_rpc(_make, args=(checkpoint,))
+
+
+def imported(engine: Any, *architectures: str) -> list[bool]:
+    """Whether vLLM has the classes of architectures, and need not inspect them in another process."""
+    from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
+
+    return [isinstance(ModelRegistry.models[each], _RegisteredModel) for each in architectures]
 
 
 def memory(engine: Any) -> tuple[int, int]:
@@ -72,7 +79,7 @@ def listen(engine: Any) -> str:
     return f"127.0.0.1:{port}"
 
 
-def send(engine: Any, address: str, part: Part) -> Any:
+def send(engine: Any, address: str, part: KvPart) -> Any:
     """Send KV to another engine's port."""
     return engine.migration.own_port().send("m", [address], TOKEN, WAIT, part).result(WAIT)
 
@@ -82,7 +89,7 @@ def expect(engine: Any, blocks: tuple[int, ...], tokens: int) -> None:
     engine.migration.call_ports("expect", "m", TOKEN, blocks, tokens, WAIT)
 
 
-def reserve(engine: Any, request: SampleRequest, capacity: int) -> Reserved:
+def reserve(engine: Any, request: EngineRequest, capacity: int) -> Reserved:
     """See `EngineMigration`."""
     reserved: Reserved = engine.migration.reserve(request, capacity)
     return reserved
@@ -100,9 +107,9 @@ def export(engine: Any, sample_id: str) -> Exported:
     return exported
 
 
-def freeze(engine: Any, exported: Exported) -> Exported:
+def pause(engine: Any, exported: Exported) -> Exported:
     """See `EngineMigration`."""
-    now: Exported = engine.migration.freeze(exported)
+    now: Exported = engine.migration.pause(exported)
     return now
 
 
@@ -112,7 +119,7 @@ def leave(engine: Any, sample_id: str) -> None:
     engine.migration.call_ports("end", "m")
 
 
-def add(engine: Any, request: SampleRequest) -> None:
+def add(engine: Any, request: EngineRequest) -> None:
     """Queue a sample."""
     engine.add(request)
 

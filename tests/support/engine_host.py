@@ -4,30 +4,28 @@
         plain = host.run(Scenario(requests))
         again = host.run(Scenario(requests, Drafts("true", truth=plain.tokens)))
 
-vLLM keeps global state and must be imported before numba, so an engine has a process to itself; starting one
-takes about ten seconds, so many scenarios share it.
+Starting one takes seconds, so many scenarios share it.
 """
 
 from __future__ import annotations
 
-import os
-import traceback
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from services.generation.drafting.drafter import DraftContext
-from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.reuse import Reuse
-from services.generation.drafting.speculation import Speculation
-from services.generation.drafts import SampleDrafts
-from services.generation.engine.types import EngineOptions, Finish, SampleRequest, SampleState
-from services.generation.metrics import EngineMetrics
+from services.generation.drafters.reference.lenient_reuse import Reuse
+from services.generation.engine.types import EngineOptions, EngineRequest, EngineSampleState, Finish
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.speculation.drafter import DraftContext
+from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.speculation import Speculation
 from tests.support.census import Census, Sequences, take_census
 from tests.support.draft_policies import Drafting, Drafts
-from tests.support.forkserver import engine_context
+from tests.support.engine_process import EngineProcess
 
 # Generous: machines that run tests are shared.
 _START_SECONDS = 300
@@ -43,7 +41,7 @@ class Scenario:
     `served`: drafts as in an instance's loop, whose drafter is given the truth, under a plan of fixed length.
     """
 
-    requests: tuple[SampleRequest, ...]
+    requests: tuple[EngineRequest, ...]
     drafts: Drafts = field(default_factory=Drafts)
     arrivals: tuple[int, ...] = ()
     cold: bool = True
@@ -74,92 +72,55 @@ class Outcome:
     began: dict[str, int] = field(default_factory=dict)
 
 
-class EngineHost:
+class EngineHost(EngineProcess):
     """The parent's side. A context manager: the process ends with it."""
 
     def __init__(self, options: EngineOptions) -> None:
-        context = engine_context()
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, options), daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__(_serve, options)
         try:
             self.vocab_size: int
             self.row_capacity: int
-            self.vocab_size, self.row_capacity = self._answer(_START_SECONDS)
+            self.vocab_size, self.row_capacity = self.answer(_START_SECONDS)
         except BaseException:
-            self._process.kill()
+            self.kill()
             raise
 
     def run(self, scenario: Scenario) -> Outcome:
         """Run a scenario to its end."""
-        self._pipe.send(scenario)
-        outcome: Outcome = self._answer(_RUN_SECONDS)
+        self.pipe.send(scenario)
+        outcome: Outcome = self.answer(_RUN_SECONDS)
         return outcome
 
     def count(self, census: Census) -> Sequences:
         """Take very many short samples."""
-        self._pipe.send(census)
-        sequences: Sequences = self._answer(_RUN_SECONDS)
+        self.pipe.send(census)
+        sequences: Sequences = self.answer(_RUN_SECONDS)
         return sequences
 
-    def _answer(self, seconds: float) -> Any:
-        if not self._pipe.poll(seconds):
-            raise TimeoutError(f"no answer from the engine process in {seconds} s")
-        answer = self._pipe.recv()
-        if isinstance(answer, _Failure):
-            raise RuntimeError(f"in the engine process:\n{answer.text}")
-        return answer
 
-    def __enter__(self) -> EngineHost:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pipe.close()
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    text: str
-
-
-def _serve(pipe: Connection, options: EngineOptions) -> None:
+def _serve(pipe: Connection[Any, Any], options: EngineOptions) -> None:
     """The child: build the engine, answer scenarios until the pipe closes."""
-    core = str(max(os.sched_getaffinity(0)))
-    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "HF_HUB_OFFLINE": "1"}
-    try:
-        from services.generation.engine.core import Engine
+    from services.generation.engine.core import Engine
 
-        engine = Engine(options)
-        pipe.send((engine.limits.vocab_size, engine.row_capacity))
-        serial = 0
-        while True:
-            serial += 1
-            order = pipe.recv()
-            if isinstance(order, Census):
-                pipe.send(take_census(engine, order, serial, options.max_num_seqs))
-            else:
-                pipe.send(_Run(engine, order, serial).outcome())
-    except EOFError:
-        return
-    except BaseException:
-        pipe.send(_Failure(traceback.format_exc()))
+    engine = Engine(options)
+    pipe.send((engine.limits.vocab_size, engine.row_capacity))
+    for serial in count(1):
+        order = pipe.recv()
+        if isinstance(order, Census):
+            pipe.send(take_census(engine, order, serial, options.max_num_seqs))
+        else:
+            pipe.send(_Run(engine, order, serial).outcome())
 
 
 def _served(engine: Any, scenario: Scenario) -> SampleDrafts:
-    """The drafts of an instance's loop."""
+    """Return the drafts of an instance's loop."""
     # Imports numba, which vLLM must come before.
-    from services.generation.drafting.given import GivenDrafter
+    from services.generation.drafters.reference.drafter import ReferenceDrafter
 
     metrics = EngineMetrics(CollectorRegistry())
-    drafts = SampleDrafts(metrics)
-    plan = FixedPlan(scenario.drafts.window)
-    drafts.speculation = Speculation([GivenDrafter()], plan, engine.limits.vocab_size, metrics)
-    return drafts
+    plan = FixedLengthPlanner(scenario.drafts.window)
+    speculation = Speculation([ReferenceDrafter()], plan, engine.limits.vocab_size, metrics)
+    return SampleDrafts(metrics, speculation=speculation)
 
 
 def _followed_samples(worker: Any) -> int:
@@ -211,17 +172,17 @@ class _Run:
             self._step()
         found.preemptions = sum(self._preempted.values())
         assert not self._reuse, "a sample is followed after its end"
-        assert not engine._cached_logprobs
+        assert not engine._requests.cached_logprobs
         assert engine._core.collective_rpc(_followed_samples) == [0]
         return found
 
-    def _add(self, request: SampleRequest) -> None:
+    def _add(self, request: EngineRequest) -> None:
         self._found.tokens[request.sample_id] = []
         self._found.logprobs[request.sample_id] = []
         self._found.verified[request.sample_id] = []
         self._found.reused[request.sample_id] = 0
-        own = {name: getattr(request, name) for name in SampleRequest.__slots__}
-        known = SampleRequest(**own | {"sample_id": self._prefix + request.sample_id})
+        own = {name: getattr(request, name) for name in EngineRequest.__slots__}
+        known = EngineRequest(**own | {"sample_id": self._prefix + request.sample_id})
         self._engine.add(known)
         if self._served is not None and self._served.speculation is not None:
             truth = self._scenario.drafts.truth[request.sample_id]
@@ -232,7 +193,9 @@ class _Run:
     def _drafts(self) -> dict[str, list[int]]:
         decoding = self._engine.decoding()
         states = [
-            SampleState(state.sample_id.removeprefix(self._prefix), state.prompt, state.response, state.room)
+            EngineSampleState(
+                state.sample_id.removeprefix(self._prefix), state.prompt, state.response, state.room
+            )
             for state in decoding
             if state.sample_id not in self._reuse
         ]

@@ -14,15 +14,15 @@ from typing import Any, Self
 
 import grpc
 
+from paceline.errors import Violation
 from paceline.internal.v1 import drafter_pb2 as pb
 from paceline.internal.v1 import drafter_pb2_grpc as rpc
-from services.platform.config import ServiceConfig
-from services.platform.errors import InvalidArgument
-from services.platform.registry import InstanceRecord, Registration
-from services.platform.server import GrpcServer
-from services.platform.store import Keys, connect
+from services.contracts.errors import InvalidArgument
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.server import GrpcServer
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.tasks import end
-from services.platform.violations import Violation
 
 
 class FakeDraftModel(rpc.DraftModelServiceServicer):
@@ -43,7 +43,8 @@ class FakeDraftModel(rpc.DraftModelServiceServicer):
         rpc.add_DraftModelServiceServicer_to_server(self, self._server.server)
         await self._server.start()
         record = InstanceRecord("generation", self.instance_id, address=self._server.address, state="serving")
-        self.registration = Registration(self._redis, Keys(self._config.namespace), record)
+        # Well within its expiry, even if this process is held up for two seconds.
+        self.registration = Registration(self._redis, Keys(self._config.namespace), record, interval=0.25)
         await self.registration.register()
         self._beating = asyncio.create_task(self.registration.run())
         return self
@@ -57,7 +58,7 @@ class FakeDraftModel(rpc.DraftModelServiceServicer):
     @property
     def version(self) -> int:
         """In use."""
-        return self.status.version
+        return self.status.drafter_version
 
     def draft(self, drafts: int, length: int, accepted: int) -> None:
         """So many drafts of so many tokens each were verified, and so many tokens accepted in all."""
@@ -71,14 +72,14 @@ class FakeDraftModel(rpc.DraftModelServiceServicer):
         if self.deaf:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "deaf")
         before = self.version
-        if request.version == before:
-            return pb.LoadDraftModelResponse(previous_version=before)
+        if request.drafter_version == before:
+            return pb.LoadDraftModelResponse(previous_drafter_version=before)
         content = (Path(request.path) / "model.safetensors").read_bytes()
         if self.refuses or hashlib.sha256(content).hexdigest() != request.sha256:
             raise InvalidArgument([Violation("path", "is broken")])
-        self.status = pb.GetDraftModelResponse(version=request.version, sha256=request.sha256)
-        self.loaded.append(request.version)
-        return pb.LoadDraftModelResponse(previous_version=before)
+        self.status = pb.GetDraftModelResponse(drafter_version=request.drafter_version, sha256=request.sha256)
+        self.loaded.append(request.drafter_version)
+        return pb.LoadDraftModelResponse(previous_drafter_version=before)
 
     async def GetDraftModel(self, request: pb.GetDraftModelRequest, context: Any) -> pb.GetDraftModelResponse:
         if self.deaf:

@@ -32,12 +32,13 @@ import grpc
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
+from paceline.times import duration
 from paceline.v1 import fleet_pb2, sample_pb2
-from services.platform.config import ServiceConfig
-from services.platform.errors import FailedPrecondition, ServiceError
-from services.platform.registry import InstanceRecord, Registration
-from services.platform.server import GrpcServer
-from services.platform.store import Keys, connect
+from services.contracts.errors import FailedPrecondition, ServiceError
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.server import GrpcServer
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.tasks import end
 
 _STATES = {
@@ -51,7 +52,7 @@ EOS = 0
 
 
 def token_at(seed: int, position: int, version: int) -> tuple[int, float]:
-    """The token and log-probability at a response position. One in 64 is the end of the sequence."""
+    """Return the token and log-probability at a response position. One in 64 is the end of the sequence."""
     digest = hashlib.blake2b(struct.pack("<QQQ", seed, position, version), digest_size=8).digest()
     value = int.from_bytes(digest, "little")
     token = EOS if value % 64 == 0 else 1 + value % (VOCAB - 1)
@@ -62,7 +63,7 @@ def token_at(seed: int, position: int, version: int) -> tuple[int, float]:
 def response_of(
     seed: int, version: int, max_tokens: int, ignore_eos: bool = False
 ) -> tuple[list[int], list[float]]:
-    """The whole response of a sample that nothing happened to."""
+    """Return the whole response of a sample that nothing happened to."""
     tokens: list[int] = []
     logprobs: list[float] = []
     while len(tokens) < max_tokens and (ignore_eos or EOS not in tokens[-1:]):
@@ -100,7 +101,7 @@ class _Sample:
     steps: int = 0
 
     def reused(self) -> int:
-        """The response tokens that are the cached rollout's, before the first that is not."""
+        """Return the response tokens that are the cached rollout's, before the first that is not."""
         if self.item.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT:
             return min(self.keep, self.length)
         cached = self.cached.tokens if self.cached else ()
@@ -170,8 +171,8 @@ class FakeInstance(rpc.GenerationServiceServicer):
         self.staged: tuple[int, str] | None = None
         self.paused = False
         self.draining = False
-        self._thawed = asyncio.Event()
-        self._thawed.set()
+        self._unfrozen = asyncio.Event()
+        self._unfrozen.set()
         self._tasks: list[asyncio.Task[None]] = []
         self._redis = connect(self.config)
         self._server: GrpcServer | None = None
@@ -185,7 +186,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
         await self.kill()
 
     async def start(self) -> None:
-        """Listens and registers."""
+        """Listen and registers."""
         self._server = GrpcServer(self.config, service="generation")
         rpc.add_GenerationServiceServicer_to_server(self, self._server.server)
         for add in self.beside:
@@ -210,19 +211,19 @@ class FakeInstance(rpc.GenerationServiceServicer):
     async def kill(self) -> None:
         """Goes as a killed process does: sockets close, the record stays until it expires."""
         await end(self._tasks)
-        self._thawed.set()
+        self._unfrozen.set()
         if self._server is not None:
             await self._server.stop(0)
             self._server = None
             await self._redis.aclose()
 
     def freeze(self) -> None:
-        """Stops as SIGSTOP does: sockets stay open, nothing moves, no heartbeat."""
-        self._thawed.clear()
+        """Stop as SIGSTOP does: sockets stay open, nothing moves, no heartbeat."""
+        self._unfrozen.clear()
 
-    def thaw(self) -> None:
+    def unfreeze(self) -> None:
         """Goes on as SIGCONT does."""
-        self._thawed.set()
+        self._unfrozen.set()
 
     @property
     def state(self) -> str:
@@ -230,15 +231,16 @@ class FakeInstance(rpc.GenerationServiceServicer):
         return "draining" if self.draining else "paused" if self.paused else "serving"
 
     def running(self) -> list[_Sample]:
-        """The samples that are not finished."""
+        """Return the samples that are not finished."""
         streams = (*self.streams, *self.unclaimed.values())
         return [sample for stream in streams for sample in stream.samples.values()]
 
     def move(
         self, sample: _Sample, migration_id: str, receiver: FakeInstance | None, name: str = "", more: int = 0
     ) -> None:
-        """Moves a sample to another fake (None: to one that loses it, called `name`). `more` is added to the
-        number of tokens that it is said to have: a mistake."""
+        """Move a sample to another fake (None: to one that loses it, called `name`).
+
+        `more` is added to the number of tokens that the sample is said to have: a mistake."""
         handle, stream = sample.item.handle, sample.stream
         response = pb.WorkResponse(policy_version=self.version)
         self._take(sample, response)
@@ -260,14 +262,14 @@ class FakeInstance(rpc.GenerationServiceServicer):
     async def Work(
         self, request_iterator: AsyncIterator[pb.WorkRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WorkResponse]:
-        await self._thawed.wait()
+        await self._unfrozen.wait()
         stream = _Stream()
         self.streams.add(stream)
         reader = asyncio.create_task(self._read(stream, request_iterator))
         try:
             while True:
                 event = await stream.outbox.get()
-                await self._thawed.wait()
+                await self._unfrozen.wait()
                 if isinstance(event, Exception):
                     raise event
                 yield event
@@ -278,7 +280,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
     async def GetStatus(
         self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetStatusResponse:
-        await self._thawed.wait()
+        await self._unfrozen.wait()
         assert self.registration is not None
         return pb.GetStatusResponse(
             instance=fleet_pb2.Instance(
@@ -291,12 +293,12 @@ class FakeInstance(rpc.GenerationServiceServicer):
                 state=_STATES[self.state],
                 load=fleet_pb2.InstanceLoad(
                     running=len(self.running()),
-                    step_seconds=self.step_seconds,
+                    step_time=duration(self.step_seconds),
                     steps=self.steps,
                     generated_tokens=self.generated,
                 ),
             ),
-            staged_version=self.staged[0] if self.staged else 0,
+            staged_policy_version=self.staged[0] if self.staged else 0,
         )
 
     async def PauseEngine(
@@ -330,8 +332,8 @@ class FakeInstance(rpc.GenerationServiceServicer):
         await self.stage_gate.wait()
         if self.fail_stage is not None:
             raise self.fail_stage
-        self.staged = (request.version, request.disk.path)
-        return pb.StageWeightsResponse(checksum=f"sha256:{request.disk.path}", seconds=0.01)
+        self.staged = (request.policy_version, request.disk.path)
+        return pb.StageWeightsResponse(checksum=f"sha256:{request.disk.path}", stage_time=duration(0.01))
 
     async def ApplyWeights(
         self, request: pb.ApplyWeightsRequest, context: grpc.aio.ServicerContext
@@ -341,18 +343,18 @@ class FakeInstance(rpc.GenerationServiceServicer):
             raise self.fail_apply
         if self.running():
             raise FailedPrecondition("SAMPLES_RUNNING", f"{len(self.running())} samples are running")
-        if self.staged is None or self.staged[0] != request.version:
-            raise FailedPrecondition("NOT_STAGED", f"version {request.version} is not staged")
-        self.version, self.staged = request.version, None
-        self.applied.append(request.version)
+        if self.staged is None or self.staged[0] != request.policy_version:
+            raise FailedPrecondition("NOT_STAGED", f"version {request.policy_version} is not staged")
+        self.version, self.staged = request.policy_version, None
+        self.applied.append(request.policy_version)
         assert self.registration is not None
         await self.registration.update(policy_version=self.version)
-        return pb.ApplyWeightsResponse(seconds=0.02, dropped_blocks=7)
+        return pb.ApplyWeightsResponse(apply_time=duration(0.02), dropped_blocks=7)
 
     async def DiscardWeights(
         self, request: pb.DiscardWeightsRequest, context: grpc.aio.ServicerContext
     ) -> pb.DiscardWeightsResponse:
-        self.discarded.append(request.version)
+        self.discarded.append(request.policy_version)
         self.staged = None
         return pb.DiscardWeightsResponse()
 
@@ -361,13 +363,14 @@ class FakeInstance(rpc.GenerationServiceServicer):
     async def _beat(self) -> None:
         assert self.registration is not None
         while True:
-            await self._thawed.wait()
+            await self._unfrozen.wait()
             await self.registration.update()
-            await asyncio.sleep(1.0)
+            # Well within its expiry, even if this process is held up for two seconds.
+            await asyncio.sleep(0.25)
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[pb.WorkRequest]) -> None:
         async for request in requests:
-            await self._thawed.wait()
+            await self._unfrozen.wait()
             for claim in request.claim:
                 self._claim(stream, claim)
             for item in request.start:
@@ -415,7 +418,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
     async def _steps(self) -> None:
         while True:
             await asyncio.sleep(self.step_seconds)
-            await self._thawed.wait()
+            await self._unfrozen.wait()
             if self.paused:
                 continue
             self.steps += 1
@@ -448,7 +451,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
             self._finish(sample, sample_pb2.FINISH_REASON_LENGTH)
 
     def hand_back(self, sample: _Sample, instance_id: str) -> None:
-        """Ends a sample that is to be resumed by its prefix on another instance."""
+        """End a sample that is to be resumed by its prefix on another instance."""
         self._finish(sample, sample_pb2.FINISH_REASON_ABORTED, instance_id)
 
     def _finish(self, sample: _Sample, reason: sample_pb2.FinishReason, resume_on: str = "") -> None:
@@ -457,8 +460,8 @@ class FakeInstance(rpc.GenerationServiceServicer):
             handle=sample.item.handle,
             finish_reason=reason,
             decode_steps=sample.steps,
-            queue_seconds=0.001,
-            generation_seconds=sample.steps * self.step_seconds,
+            queue_time=duration(0.001),
+            generation_time=duration(sample.steps * self.step_seconds),
             draft_sources=[sample_pb2.DraftSource(drafter="suffix", drafted=4, accepted=3)],
             reused_prefix=sample.reused(),
             cached_tokens=len(sample.cached.tokens) if sample.cached else 0,

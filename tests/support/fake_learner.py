@@ -19,9 +19,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from services.drafter.checkpoint import Checkpoint, CorruptCheckpoint, folder_of
+from services.contracts.drafter.checkpoint import Checkpoint, CorruptCheckpoint, folder_of
+from services.drafter.learning.data import TrainingSample
 from services.drafter.learning.settings import LearningSettings
-from services.drafter.rollout import Rollout
 
 FACTORY = "tests.support.fake_learner:FakeLearner"
 FRESH, GAIN = 1.0, 0.05
@@ -61,7 +61,7 @@ class FakeLearner:
         self._length = _read(checkpoint)
         self._log("adopt", path=str(checkpoint))
 
-    def update(self, rollouts: Sequence[Rollout], weights: Sequence[float]) -> Report:
+    def update(self, rollouts: Sequence[TrainingSample], weights: Sequence[float]) -> Report:
         names = [f"{each.run_id}/{each.batch_id}/{each.prompt_id}/{each.slot}" for each in rollouts]
         self._log("updating", names=names)
         while (self._folder / "hold").exists():
@@ -74,7 +74,7 @@ class FakeLearner:
         self._log("updated", names=names, rewards=[each.reward for each in rollouts])
         return Report(1 / self._length, len(rollouts), sum(len(each.response) for each in rollouts), 0, 0.01)
 
-    def evaluate(self, rollouts: Sequence[Rollout], drafter: Path | None = None) -> Evaluation:
+    def evaluate(self, rollouts: Sequence[TrainingSample], drafter: Path | None = None) -> Evaluation:
         length = self._length if drafter is None else _read(drafter)
         names = [f"{each.run_id}/{each.batch_id}/{each.prompt_id}/{each.slot}" for each in rollouts]
         self._log("evaluated", names=names)
@@ -99,7 +99,7 @@ class FakeLearner:
 
 
 def write_drafter(parent: Path, version: int, length: float) -> Checkpoint:
-    """A drafter of this acceptance length."""
+    """Return a drafter of this acceptance length."""
     path = folder_of(parent, version)
     path.mkdir(parents=True)
     (path / "config.json").write_text(
@@ -127,4 +127,6 @@ def _read(path: Path) -> float:
 def log_of(folder: Path) -> list[dict[str, Any]]:
     """What learners did in this folder, in order."""
     path = folder / "log"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    # The last line may be half written.
+    *lines, _ = path.read_text().split("\n") if path.exists() else [""]
+    return [json.loads(line) for line in lines]

@@ -1,5 +1,6 @@
-"""The drafter service with the learner of tests.support.fake_learner, as a process to be killed:
-`python -m tests.support.fake_learner_service --model ... --folder ... --redis-url ...`."""
+"""The drafter service with the learner of tests.support.fake_learner, as a process to be killed.
+
+`python -m tests.support.fake_learner_service --model ... --folder ... --redis-url ...`"""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import grpc
 
 from paceline.internal.v1 import migration_pb2 as pb
 from paceline.internal.v1 import migration_pb2_grpc as rpc
+from paceline.times import duration
 from tests.support.fake_instance import MAX_MODEL_LEN, FakeInstance
 
 BLOCK = 16
@@ -65,7 +66,7 @@ class FakeMigration(rpc.MigrationServiceServicer):
             free_blocks=self.free_blocks,
             total_blocks=1000,
             max_running=self.fake.max_running,
-            free_seats=max(0, self.fake.max_running - len(self.fake.running())),
+            free_capacity=max(0, self.fake.max_running - len(self.fake.running())),
             policy_version=self.fake.version,
         )
 
@@ -99,7 +100,8 @@ class FakeMigration(rpc.MigrationServiceServicer):
             self.fake.hand_back(sample, request.receiver_id)
             return migration
         self.fake.move(sample, request.migration_id, receiver)
-        migration.copied_bytes, migration.stall_seconds, migration.stall_steps = 4096, 0.002, 1.5
+        migration.copied_bytes, migration.stall_steps = 4096, 1.5
+        migration.stall_time.CopyFrom(duration(0.002))
         return migration
 
 

@@ -33,7 +33,7 @@ CALL = 60.0
 """Deadline of calls and waits, in seconds: far above what anything takes."""
 BREAKS_AT = 40
 """Response tokens at which the engine of `tests.support.breaking_instance` fails."""
-_START_TIMEOUT = 120.0
+_START_TIMEOUT = 600.0
 _SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max-model-len": 512,
@@ -127,7 +127,7 @@ class InstanceProcess:
         return {name: float(value) for name, value in pairs}
 
     def log_tail(self, lines: int = 30) -> str:
-        """The end of what the process wrote."""
+        """Return the end of what the process wrote."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def __enter__(self) -> Self:
@@ -148,17 +148,20 @@ class InstanceProcess:
 
 
 def _flag(name: str, value: Any) -> tuple[str, ...]:
-    """A setting on the command line; a yes or no has no value of its own."""
+    """Return a setting on the command line; a yes or no has no value of its own."""
     if isinstance(value, bool):
         return (f"--{name}" if value else f"--no-{name}",)
     return f"--{name}", str(value)
 
 
 def item(handle: int, prompt: Sequence[int], **fields: Any) -> pb.WorkItem:
-    """A work item; names of sampling parameters go to `sampling`, all others are the item's own."""
+    """Return a work item; names of sampling parameters go to `sampling`, all others are the item's own.
+
+    It is streamed unless it is said not to be: most tests read along.
+    """
     own = {field.name for field in pb.WorkItem.DESCRIPTOR.fields}
     sampling = {name: value for name, value in fields.items() if name not in own}
-    rest = {name: value for name, value in fields.items() if name in own}
+    rest = {"streamed": True} | {name: value for name, value in fields.items() if name in own}
     params = sample_pb2.SamplingParams(**sampling)
     return pb.WorkItem(handle=handle, prompt_token_ids=prompt, sampling=params, **rest)
 

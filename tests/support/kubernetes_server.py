@@ -8,7 +8,6 @@ There are no controllers behind the former, so that nothing but the API itself i
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import requests
 
 from services.platform.lifeline import tied
 from tests.support.certificates import Authority
+from tests.support.ports import free_port
 
 _START_SECONDS = 60.0
 
@@ -32,7 +32,7 @@ class ApiServer:
     ca_file: Path | None = None
 
     def call(self, method: str, path: str, body: object = None) -> requests.Response:
-        """A call that has to succeed."""
+        """Return a call that has to succeed."""
         verify = True if self.ca_file is None else str(self.ca_file)
         answer = requests.request(method, self.url + path, json=body, verify=verify, timeout=20)
         answer.raise_for_status()
@@ -51,7 +51,7 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
         yield ApiServer(url.rstrip("/"))
         return
     assets = Path(os.environ["KUBEBUILDER_ASSETS"])
-    peers, clients, api = _free_port(), _free_port(), _free_port()
+    peers, clients, api = free_port(), free_port(), free_port()
     tls = Authority(folder, "cluster").tls("apiserver")
     with ExitStack() as stack:
         etcd = f"http://127.0.0.1:{clients}"
@@ -104,9 +104,3 @@ def _wait_ready(server: ApiServer) -> None:
             time.sleep(0.2)
         else:
             return
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

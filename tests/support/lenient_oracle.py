@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.coupled_sampler.noise import Purpose, gumbel, uniform
-from services.generation.engine.types import SampleRequest
+from services.generation.engine.types import EngineRequest
 from tests.support.oracle import FloatArray, Oracle, log_softmax
 
 
@@ -40,7 +40,7 @@ class LenientOracle:
     oracle: Oracle
     tie: float = 1e-4
 
-    def retrace(self, request: SampleRequest, response: Sequence[int], reused: int) -> Retraced:
+    def retrace(self, request: EngineRequest, response: Sequence[int], reused: int) -> Retraced:
         """Go along a response that is said to have taken over its first `reused` tokens."""
         found = Retraced()
         logits = self.oracle.logits([*request.prompt, *response[:-1]])[len(request.prompt) - 1 :]
@@ -62,7 +62,7 @@ class LenientOracle:
         return found
 
     def _takes_over(
-        self, request: SampleRequest, position: int, processed: FloatArray, own: FloatArray, said: bool
+        self, request: EngineRequest, position: int, processed: FloatArray, own: FloatArray, said: bool
     ) -> bool:
         token, then = request.cached[position], request.cached_logprobs[position]
         if processed[token] == -np.inf or not math.isfinite(then):
@@ -74,7 +74,7 @@ class LenientOracle:
         u = uniform(request.seed, position, Purpose.LENIENT)
         return said if abs(u - bound) < self.tie else u < bound
 
-    def _sample(self, request: SampleRequest, position: int, processed: FloatArray, said: int) -> int:
+    def _sample(self, request: EngineRequest, position: int, processed: FloatArray, said: int) -> int:
         scores = processed
         if request.sampling.temperature > 0:
             scores = processed + gumbel(request.seed, position, len(processed)).astype(np.float64)
@@ -83,7 +83,7 @@ class LenientOracle:
 
 
 def other_policy(source: Path, folder: Path, amount: float, seed: int = 1) -> Path:
-    """The model of a folder with noise on its weights, each by `amount` of its deviation; the new folder."""
+    """Return the model of a folder with noise on its weights, each by `amount` of its deviation; the new folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text((source / "config.json").read_text())
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +98,7 @@ def other_policy(source: Path, folder: Path, amount: float, seed: int = 1) -> Pa
 def rollout(
     oracle: Oracle, prompt: Sequence[int], seed: int, length: int, end_token: int | None = None
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """A response of a model at temperature 1, at most `length` tokens, and their log-probabilities."""
+    """Return a response of a model at temperature 1, at most `length` tokens, and their log-probabilities."""
     random = np.random.default_rng(seed)
     tokens: list[int] = []
     logprobs: list[float] = []

@@ -146,13 +146,18 @@ class Movers:
         return response
 
     async def key(self, handle: int) -> str:
-        """The key of a sample at the instance where it is."""
+        """Return the key of a sample at the instance where it is."""
         listed = (await self.samples(self.journeys[handle].place)).samples
         return next((each.key for each in listed if each.handle == handle), "")
 
     async def move(self, handle: int, to: int, **fields: Any) -> migration_pb2.Migration:
-        """Move a sample; what its donor says of it."""
-        return await self.move_key(self.journeys[handle].place, await self.key(handle), to, **fields)
+        """Move a sample; what its donor says of it, once its stream has told of it as well."""
+        journey = self.journeys[handle]
+        donor, moves = journey.place, journey.moves
+        report = await self.move_key(donor, await self.key(handle), to, **fields)
+        if (report.outcome, report.by) == (migration_pb2.MOVE_OUTCOME_MOVED, migration_pb2.MOVE_BY_KV):
+            await self.until(lambda: journey.moves > moves or donor in self.gone)
+        return report
 
     async def move_key(self, donor: int, key: str, to: int, **fields: Any) -> migration_pb2.Migration:
         """Move the sample that has a key at its donor."""

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kernels.coupled_sampler.noise import gumbel
-from services.generation.engine.types import SampleRequest
+from services.generation.engine.types import EngineRequest
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -43,7 +43,7 @@ class Oracle:
         self._end_tokens = tuple(end_tokens)
 
     def logits(self, tokens: Sequence[int]) -> FloatArray:
-        """The logits after each token, [n, V]."""
+        """Return the logits after each token, [n, V]."""
         with torch.inference_mode():
             found = self._model(torch.tensor([list(tokens)])).logits[0]
         result: FloatArray = found.double().numpy()
@@ -59,7 +59,7 @@ class Oracle:
             yield made.logits[0, -1].double().numpy()
             news = [response[-1]]
 
-    def judge(self, request: SampleRequest, response: Sequence[int]) -> Judgement:
+    def judge(self, request: EngineRequest, response: Sequence[int]) -> Judgement:
         """Judge the whole response of a request, prefix included."""
         if not response:
             return Judgement([], [], [], [])
@@ -68,7 +68,7 @@ class Oracle:
         return Judgement(*(list(column) for column in zip(*rows, strict=True)))
 
     def _judge_row(
-        self, request: SampleRequest, response: Sequence[int], position: int, row: FloatArray
+        self, request: EngineRequest, response: Sequence[int], position: int, row: FloatArray
     ) -> tuple[int, float, float, float]:
         token, sampling = response[position], request.sampling
         processed = self.process(request, list(response[:position]), row)
@@ -79,7 +79,7 @@ class Oracle:
         gap = float(scores[expected] - scores[token])
         return expected, gap, log_softmax(row)[token], log_softmax(processed)[token]
 
-    def process(self, request: SampleRequest, output: list[int], row: FloatArray) -> FloatArray:
+    def process(self, request: EngineRequest, output: list[int], row: FloatArray) -> FloatArray:
         """Penalties, end tokens, temperature, min-p, top-k, top-p: vLLM's order."""
         sampling, logits = request.sampling, row.copy()
         seen = sorted({*request.prompt, *output})

@@ -51,7 +51,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._server.stop(0).wait()
 
     def Export(self, request: Any, context: Any) -> Any:
-        """Keeps the spans of a message."""
+        """Keep the spans of a message."""
         seen = []
         for resource in request.resource_spans:
             names = _attributes(resource.resource.attributes)
@@ -67,8 +67,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         with self._changed:
             return list(self._spans)
 
-    def until(self, holds: Callable[[list[Seen]], bool], seconds: float = 20) -> list[Seen]:
-        """The spans, once `holds` of them is true."""
+    def until(self, holds: Callable[[list[Seen]], bool], seconds: float = 60) -> list[Seen]:
+        """Return the spans, once `holds` of them is true."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while not holds(self._spans):

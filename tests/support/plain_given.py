@@ -59,7 +59,7 @@ class Follower:
             self.offset, self.matched = near - self.length, ANCHOR
 
     def _near(self, here: int, anchor: list[int]) -> int | None:
-        """The nearest other place that these tokens come before."""
+        """Return the nearest other place that these tokens come before."""
         for distance in range(1, REACH):
             for end in (here + distance, here - distance):
                 if ANCHOR <= end <= len(self.given) and list(self.given[end - ANCHOR : end]) == anchor:
@@ -72,7 +72,7 @@ class Follower:
         return sum(0 <= place - i < len(self.given) and self.given[place - i] == token for i, token in latest)
 
     def ahead(self, window: int) -> list[tuple[int, int]]:
-        """The next tokens, and the bucket of each."""
+        """Return the next tokens, and the bucket of each."""
         here = self.length + self.offset
         tokens = self.given[here : here + window] if here >= 0 else []
         return [(token, self.bucket(i)) for i, token in enumerate(tokens)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,7 @@ import pytest
 import yaml
 
 from services.platform.lifeline import tied
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def _found() -> tuple[Path | None, str]:
 
 
 def tools() -> Path:
-    """The folder of prometheus and promtool; skips the test where they cannot be had."""
+    """Return the folder of prometheus and promtool; skips the test where they cannot be had."""
     folder, reason = _found()
     if folder is None:
         pytest.skip(reason)
@@ -46,9 +46,7 @@ class Prometheus:
 
     def __init__(self, folder: Path, scrape: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
         self._folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._address = f"127.0.0.1:{free_port()}"
         (folder / "rules.yml").write_text(yaml.safe_dump(dict(rules)))
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -68,7 +66,7 @@ class Prometheus:
         ]
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(tied(command), stdout=log, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self._is_ready():
             log_so_far = (self._folder / "log").read_text()
             assert self._process.poll() is None, log_so_far
@@ -81,10 +79,10 @@ class Prometheus:
     ) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(10)
+            self._process.wait(60)
 
     def get(self, path: str, **parameters: Any) -> Any:
-        """The data of one API call; AssertionError with Prometheus's words when it refuses."""
+        """Return the data of one API call; AssertionError with Prometheus's words when it refuses."""
         url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:
@@ -109,12 +107,12 @@ class Prometheus:
         ]
 
     def firing(self) -> list[dict[str, str]]:
-        """The labels of the alerts that fire."""
+        """Return the labels of the alerts that fire."""
         return [each["labels"] for each in self.get("alerts")["alerts"] if each["state"] == "firing"]
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=1):
+            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=10):
                 return True
         except OSError:
             return False

@@ -14,19 +14,19 @@ _COMPARING = {"==", "!=", ">", "<", ">=", "<=", "and", "unless"}
 
 
 def substituted(expression: str) -> str:
-    """A panel's expression as Grafana would send it."""
+    """Return a panel's expression as Grafana would send it."""
     for variable, value in VARIABLES.items():
         expression = expression.replace(variable, value)
     return expression
 
 
 def parsed(expression: str) -> Any:
-    """The syntax tree; ValueError when there is none."""
+    """Return the syntax tree; ValueError when there is none."""
     return promql_parser.parse(expression)
 
 
 def operands(expression: str) -> list[str]:
-    """The parts of a condition that are compared, however deep: they have values when nothing is wrong, too."""
+    """Operands of a condition's comparisons, however deep: they have values when nothing is wrong, too."""
     return [node.prettify() for node in _operands(parsed(expression))]
 
 

@@ -114,9 +114,9 @@ class Relay(rpc.MigrationServiceServicer):
             back.close()
 
     async def _forward(self, donor: asyncio.StreamReader, receiver: asyncio.StreamWriter) -> None:
-        passed = 0
+        # Of the move that the connection belongs to: what is set for a later one is not its trouble.
+        passed, trouble = 0, self.trouble
         while data := bytearray(await donor.read(4096)):
-            trouble = self.trouble
             if trouble.break_at is not None and passed <= trouble.break_at < passed + len(data):
                 data[trouble.break_at - passed] ^= 0x55
             if trouble.stall_after is not None and passed + len(data) > trouble.stall_after:

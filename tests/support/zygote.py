@@ -24,13 +24,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from services.local.child import ChildSpec, Process, spawned
 from services.platform.lifeline import tied
 
-INSTANCES = frozenset({"services.generation", "tests.support.breaking_instance"})
+INSTANCES = frozenset(
+    {"services.generation", "tests.support.breaking_instance", "tests.support.engine_process"}
+)
 """Modules that are forked from where vLLM is imported."""
 _SERVICES = tuple(
     f"services.{name}" for name in ("bubbles", "drafter", "drafts", "gateway", "policy", "reallocator")
@@ -39,32 +42,38 @@ CONTROL = frozenset({*_SERVICES, "tests.support.fake_learner_service"})
 """Modules that are forked from where nothing large is imported."""
 _STATUS = struct.Struct("<i")
 _PID = struct.Struct("<i")
-_START_TIMEOUT = 120.0
+_START_TIMEOUT = 600.0
 
 
 class Forked:
-    """A process out of the zygote, to be used like a `subprocess.Popen`."""
+    """A process out of the zygote, to be used like a `subprocess.Popen`, by several threads."""
 
     def __init__(self, pid: int, news: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._news = news
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        self._news.close()
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while the process runs."""
+        """Return the exit status, negative for a signal; None while the process runs."""
         return self._ended(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, once there is one. subprocess.TimeoutExpired after `timeout` seconds."""
+        """Return the exit status, once there is one. subprocess.TimeoutExpired after `timeout` seconds."""
         status = self._ended(timeout)
         if status is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return status
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, if the process has not ended."""
+        """Send a signal, if the process has not ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # It may have ended without its parent having told of it yet.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -77,11 +86,11 @@ class Forked:
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None:
             ready, _, _ = select.select([self._news], [], [], timeout)
-            if ready:
-                said = self._news.recv(_STATUS.size)
-                # Its parent was killed, and it with it.
-                self.returncode = _STATUS.unpack(said)[0] if said else -signal.SIGKILL
-                self._news.close()
+            with self._lock:
+                if ready and self.returncode is None:
+                    said = self._news.recv(_STATUS.size)
+                    # Its parent was killed, and it with it.
+                    self.returncode = _STATUS.unpack(said)[0] if said else -signal.SIGKILL
         return self.returncode
 
 
@@ -96,7 +105,12 @@ class Zygote:
         self._process: subprocess.Popen[bytes] | None = None
 
     def fork(
-        self, argv: Sequence[str], environment: Mapping[str, str], cores: Sequence[int], log: BinaryIO
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        cores: Sequence[int],
+        log: BinaryIO,
+        pipe: int | None = None,
     ) -> Forked:
         """Run `python -m module flags...`, [python, -m, module, flags...] being `argv`.
 
@@ -105,6 +119,7 @@ class Zygote:
             environment: the whole of it.
             cores: that it may use; empty for all.
             log: for its output.
+            pipe: descriptor that becomes its standard input.
         """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -113,7 +128,7 @@ class Zygote:
         news = socket.socket(socket.AF_UNIX)
         news.settimeout(_START_TIMEOUT)
         news.connect(self._address)
-        fds = array.array("i", [log.fileno()])
+        fds = array.array("i", [log.fileno(), *(() if pipe is None else (pipe,))])
         news.sendmsg([struct.pack("<q", len(order))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
         news.sendall(order)
         said = news.recv(_PID.size)
@@ -151,16 +166,26 @@ class Zygote:
         listener.close()
 
 
-_instances = Zygote("services.generation.__main__", "services.generation.engine.core")
+# vLLM imports the last two when it builds a worker. Nothing here may import numba, which must come later.
+_instances = Zygote(
+    "services.generation.__main__",
+    "services.generation.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+)
 _control = Zygote(*[f"{name}.__main__" for name in _SERVICES])
 
 
 def forked(
-    argv: Sequence[str], environment: Mapping[str, str], log: BinaryIO, cores: Sequence[int] = ()
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    log: BinaryIO,
+    cores: Sequence[int] = (),
+    pipe: int | None = None,
 ) -> Forked:
-    """A process out of one of this process's zygotes (see `Zygote.fork`): [python, -m, module, flags...]."""
+    """Return a process out of one of this process's zygotes (see `Zygote.fork`): [python, -m, module, flags...]."""
     zygote = _control if argv[2] in CONTROL else _instances
-    return zygote.fork(argv, environment, cores, log)
+    return zygote.fork(argv, environment, cores, log, pipe)
 
 
 def launch(spec: ChildSpec, log: BinaryIO) -> Process:
@@ -193,7 +218,7 @@ def _serve(listener: socket.socket, imported: Mapping[str, str]) -> tuple[str, l
 def _attended(caller: socket.socket, imported: Mapping[str, str]) -> tuple[str, list[str]]:
     """Fork the process proper; tell its pid, wait for it, tell its status. Returns in that process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    head, fds, _, _ = socket.recv_fds(caller, 8, 1)
+    head, fds, _, _ = socket.recv_fds(caller, 8, 2)
     (size,) = struct.unpack("<q", head)
     order = b""
     while len(order) < size:
@@ -210,9 +235,13 @@ def _attended(caller: socket.socket, imported: Mapping[str, str]) -> tuple[str, 
     caller.close()
     _die_with(waiting)
     os.setsid()
+    log, *pipes = fds
     for place in (1, 2):
-        os.dup2(fds[0], place)
-    os.close(fds[0])
+        os.dup2(log, place)
+    for pipe in pipes:
+        os.dup2(pipe, 0)
+    for fd in fds:
+        os.close(fd)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update({**imported, **environment})
@@ -230,13 +259,22 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    import faulthandler
+    import gc
     import importlib
     import runpy
 
+    # A process that hangs tells where, in its log: SIGABRT.
+    faulthandler.enable()
+
+    # What is imported stays: to look through it again and again takes a fifth of the import. Forks need not look
+    # either, which collect garbage a few times while their engines start.
+    gc.disable()
     before = dict(os.environ)
     for name in sys.argv[2:]:
         importlib.import_module(name)
-
+    gc.freeze()
+    gc.enable()
     added = {name: value for name, value in os.environ.items() if before.get(name) != value}
     module, sys.argv[1:] = _serve(socket.socket(fileno=int(sys.argv[1])), added)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

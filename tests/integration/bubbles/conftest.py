@@ -17,12 +17,12 @@ import pytest
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
-from services.platform.config import ServiceConfig
-from services.platform.registry import InstanceRecord, Registry
-from services.platform.store import Keys, connect
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.registry import InstanceRecord, Registry
 from tests.support.zygote import Forked, forked
 
-CALL = 20.0
+CALL = 60.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
 ROLLOUT, UPDATE, APPLYING = pb.RUN_PHASE_ROLLOUT, pb.RUN_PHASE_UPDATE, pb.RUN_PHASE_APPLYING
 
@@ -57,7 +57,7 @@ class Coordinator:
         self.stub = rpc.BubbleServiceStub(self._channel)
 
     async def kill(self) -> None:
-        """Ends it as a crash does."""
+        """End it as a crash does."""
         if self._channel is not None:
             await self._channel.close()
         if self._process is not None:
@@ -65,7 +65,7 @@ class Coordinator:
             self._process.wait()
 
     def stop(self) -> int:
-        """Ends it as an operator does; the exit status."""
+        """End it as an operator does; the exit status."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(CALL)
@@ -148,14 +148,14 @@ async def coordinate(redis_url: str, namespace: str, tmp_path: Path) -> AsyncIte
 
 
 async def registered(redis_url: str, namespace: str) -> dict[str, InstanceRecord]:
-    """The coordinators in the registry."""
+    """Return the coordinators in the registry."""
     config = ServiceConfig(redis_url=redis_url, namespace=namespace)
     async with connect(config) as redis:
         return await Registry(redis, Keys(namespace)).list("bubbles")
 
 
 def make_hint(step: int = 1, groups: int = 2, slots: int = 2, name: str = "") -> pb.PutHintRequest:
-    """A hint of run "run"."""
+    """Return a hint of run "run"."""
     return pb.PutHintRequest(
         run_id="run",
         hint_id=name or f"hint-{step}",
@@ -173,9 +173,9 @@ def make_hint(step: int = 1, groups: int = 2, slots: int = 2, name: str = "") ->
 
 
 def progress(
-    items: Iterable[pb.PregenerationItem], tokens: int = 0, *, finished: bool = False, returned: bool = False
+    items: Iterable[pb.PregenerationTask], tokens: int = 0, *, finished: bool = False, returned: bool = False
 ) -> list[pb.PregenerationProgress]:
-    """A report of items."""
+    """Return a report of items."""
     return [
         pb.PregenerationProgress(lease=item.lease, tokens=tokens, finished=finished, returned=returned)
         for item in items

@@ -1,5 +1,4 @@
-"""Drafter services in this process or beside it, instances that take drafters, and a feed as the gateway fills
-it."""
+"""Drafter services, instances that take drafters, and a feed as the gateway fills it."""
 
 from __future__ import annotations
 
@@ -19,39 +18,40 @@ from redis.exceptions import ResponseError
 
 from paceline.internal.v1 import drafter_pb2 as pb
 from paceline.internal.v1 import drafter_pb2_grpc as rpc
-from services.drafter.buffer import prompt_hash
+from services.contracts.drafter.keys import GROUP, DrafterKeys
+from services.contracts.drafter.record import PublishedDrafter, read_published
+from services.contracts.learner_feed import Fed, FedRewards, FedSample, encode
 from services.drafter.config import DrafterConfig
-from services.drafter.feed import Fed, FedRewards, FedSample, encode
-from services.drafter.keys import GROUP, DrafterKeys
-from services.drafter.process import DrafterProcess
-from services.drafter.record import Published, read_published
-from services.platform.config import ServiceConfig
-from services.platform.decisions import Decision, DecisionLog
-from services.platform.store import Keys, connect
+from services.drafter.feed.buffer import prompt_hash
+from services.drafter.process import SERVICE, DrafterProcess
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.decision_log import DecisionLog, DecisionRecord
+from services.platform.redis.registry import Registry
+from services.platform.registered_server import LEADING
 from services.platform.tasks import end
 from tests.support.fake_draft_model import FakeDraftModel
 from tests.support.fake_learner import FACTORY, log_of
 from tests.support.zygote import Forked, forked
 
-CALL = 30.0
+CALL = 60.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
 SHARE = 0.25
 """Of prompts that are held out."""
 # Quick where something is waited for.
 _QUICK: dict[str, Any] = {
-    "lease_seconds": 1.5,
     "report_seconds": 0.05,
     "settle_seconds": 0.05,
     "reward_wait_seconds": 60.0,
     "held_out_share": SHARE,
     "publish_samples": 2,
-    "publish_rest": 1,
+    "publish_cooldown": 1,
     "canary_least_tokens": 64,
 }
 
 
 async def until(condition: Callable[[], Any], what: str) -> None:
-    """Waits until the condition holds."""
+    """Wait until the condition holds."""
     try:
         async with asyncio.timeout(CALL):
             while True:
@@ -78,7 +78,7 @@ def prompts(count: int, *, held_out: bool) -> list[tuple[int, ...]]:
 def step(
     number: int, learned: int = 3, held_out: int = 2, run_id: str = "run", version: int = 1
 ) -> list[Fed]:
-    """The samples of a step, two of each prompt, with their rewards last."""
+    """Return the samples of a step, two of each prompt, with their rewards last."""
     batch = (run_id, f"step-{number}")
     chosen = prompts(learned, held_out=False) + prompts(held_out, held_out=True)
     samples = [
@@ -95,7 +95,8 @@ class Running:
 
     def __init__(self, config: DrafterConfig) -> None:
         self.registry = CollectorRegistry()
-        self.process = DrafterProcess(config, self.registry, factory=FACTORY)
+        self._config = config
+        self.process = DrafterProcess(config, self.registry, learner=FACTORY)
         self._task: asyncio.Task[None] | None = None
         self._channel: grpc.aio.Channel | None = None
         self.stub: Any
@@ -107,10 +108,13 @@ class Running:
         self.stub = rpc.LearnerServiceStub(self._channel)
 
     async def leads(self) -> bool:
-        return self.process.leadership.term is not None
+        """Return True once the registry says so: gateways look there."""
+        records = await Registry(self.process.redis, Keys(self._config.namespace)).list(SERVICE)
+        record = records.get(self._config.instance_id)
+        return record is not None and record.state == LEADING
 
     async def kill(self) -> None:
-        """Ends it; harmless when it was done before."""
+        """End it; harmless when it was done before. The lease is free at once."""
         if self._task is not None:
             task, self._task = self._task, None
             await end([task])
@@ -149,13 +153,13 @@ class Killable:
                 await asyncio.sleep(0.01)
 
     def kill(self) -> None:
-        """Ends it as a crash does; harmless when it was done before."""
+        """End it as a crash does; harmless when it was done before."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def stop(self) -> int:
-        """Ends it as an operator does; the exit status."""
+        """End it as an operator does; the exit status."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(CALL)
@@ -198,7 +202,8 @@ class World:
         return running
 
     async def process(self, name: str = "drafter-0", **settings: Any) -> Killable:
-        given = self.settings(name, **settings)
+        # It is over soon when the process was killed.
+        given = self.settings(name, lease_seconds=1.5, **settings)
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
         killable = Killable(flags, self.folder)
         self.stack.callback(killable.kill)
@@ -206,9 +211,11 @@ class World:
         return killable
 
     async def feed(self, entries: Iterable[Fed]) -> None:
-        """As the gateway does."""
-        for each in entries:
-            await self.redis.xadd(self.keys.feed, encode(each))
+        """As the gateway does; all at once, so that no step ends between two of its samples."""
+        async with self.redis.pipeline(transaction=True) as pipe:
+            for each in entries:
+                pipe.xadd(self.keys.feed, encode(each))
+            await pipe.execute()
 
     def did(self, what: str) -> list[dict[str, Any]]:
         """What learners did."""
@@ -223,15 +230,15 @@ class World:
         path = self.control / name
         path.touch() if on else path.unlink(missing_ok=True)
 
-    async def published(self) -> Published | None:
-        return await read_published(self.redis, Keys(self.config.namespace))
+    async def published(self) -> PublishedDrafter | None:
+        return await read_published(self.redis, self.config.namespace)
 
     async def version(self) -> int:
         published = await self.published()
         return published.version if published is not None else 0
 
     async def publishes(self, version: int) -> None:
-        """Waits for a version."""
+        """Wait for a version."""
 
         async def is_there() -> bool:
             return await self.version() >= version
@@ -248,11 +255,11 @@ class World:
     async def entries(self) -> int:
         return await self.redis.xlen(self.keys.feed)
 
-    async def decisions(self, kind: str) -> list[Decision]:
+    async def decisions(self, kind: str) -> list[DecisionRecord]:
         log = DecisionLog(self.redis, self.config.namespace)
         return [each for each in await log.recent(1000) if each.kind == kind]
 
-    async def decided(self, kind: str, count: int = 1) -> list[Decision]:
+    async def decided(self, kind: str, count: int = 1) -> list[DecisionRecord]:
         async def is_there() -> bool:
             return len(await self.decisions(kind)) >= count
 
@@ -260,7 +267,7 @@ class World:
         return await self.decisions(kind)
 
     def figures(self) -> dict[str, Any]:
-        """The manifest of the latest state."""
+        """Return the manifest of the latest state."""
         latest = max((self.folder / "drafters/state").glob("state-*/manifest.json"))
         return json.loads(latest.read_text())
 

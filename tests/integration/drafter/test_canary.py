@@ -21,8 +21,8 @@ async def test_a_collapse_on_live_traffic_rolls_back_by_itself(world: World) -> 
     (decision,) = await world.decided("drafter_rolled_back")
     assert decision.details == {"version": 2, "back_to": 1, "cause": "collapsed"}
     assert "70.0% of the version before" in decision.reason
-    assert learner.metric("roll_backs_total", cause="collapsed") == 1
-    assert (await learner.get()).roll_backs == 1
+    assert learner.metric("rollbacks_total", cause="collapsed") == 1
+    assert (await learner.get()).rollbacks == 1
     assert await world.version() == 1
 
 
@@ -39,7 +39,9 @@ async def test_fewer_accepted_drafts_are_no_collapse(world: World) -> None:
     await until(lambda: learner.metric("live_acceptance_length") == 3.2, "its drafts are known")
     instance.draft(50, 4, 110)
     # It has passed: what comes later of it is the policy's doing, and going back would be no help.
-    await until(lambda: learner.process.leadership.leading().release._canary is None, "the canary has ended")
+    await until(
+        lambda: learner.process.leadership.leading().publisher._canary is None, "the canary has ended"
+    )
     assert not await world.decisions("drafter_rolled_back")
 
 
@@ -83,7 +85,7 @@ async def test_without_one_before_a_collapse_is_said_once(world: World) -> None:
     await world.feed(step(2))
     await until(lambda: instance.version == 2, "the next is published all the same")
     assert len(await world.decisions("drafter_rolled_back")) == 1
-    assert learner.metric("roll_backs_total", cause="collapsed") == 1
+    assert learner.metric("rollbacks_total", cause="collapsed") == 1
 
 
 async def test_an_instance_that_is_away_is_tried_again(world: World) -> None:

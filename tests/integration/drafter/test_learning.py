@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from services.drafter.checkpoint import verify
-from services.drafter.feed import FedRewards
+from services.contracts.drafter.checkpoint import verify
+from services.contracts.learner_feed import FedRewards
 from tests.integration.drafter.conftest import World, prompts, step, until
 from tests.support.fake_learner import write_drafter
 
@@ -27,7 +27,7 @@ async def test_what_was_learned_is_published_and_loaded(world: World) -> None:
     held_out = {f"run/step-1/p{prompt[2]}/{slot}" for prompt in prompts(2, held_out=True) for slot in (0, 1)}
     assert set(world.did("evaluated")[0]["names"]) == held_out
     said = await learner.get()
-    assert (said.version, said.updates, said.samples_used) == (1, 1, 6)
+    assert (said.drafter_version, said.updates, said.samples_used) == (1, 1, 6)
     assert said.candidate_acceptance_length == pytest.approx(1.3)
     assert said.sha256 == published.sha256 == first.status.sha256
     (decision,) = await world.decided("drafter_published")
@@ -88,7 +88,6 @@ async def test_samples_without_rewards_are_learned_from_after_the_wait(world: Wo
     await world.feed([each for each in step(1) if not isinstance(each, FedRewards)])
     await until(lambda: len(world.learned()) == 6, "all were learned from")
     assert {reward for each in world.did("updated") for reward in each["rewards"]} == {None}
-    # Those that are held out came last, and wait a little longer.
     await until(lambda: learner.metric("samples_total", reward="neutral") == 10, "all were waited for")
 
 
@@ -138,7 +137,7 @@ async def test_roll_back_on_request(world: World) -> None:
     for number in (1, 2):
         await world.feed(step(number))
         await until(lambda number=number: instance.version == number, f"version {number} is loaded")
-    assert (await learner.roll_back("looks odd")).version == 1
+    assert (await learner.roll_back("looks odd")).drafter_version == 1
     await until(lambda: instance.version == 1, "the one before is loaded")
     (decision,) = await world.decided("drafter_rolled_back")
     assert decision.reason == "looks odd"

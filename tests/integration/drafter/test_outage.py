@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.platform.embedded_redis import EmbeddedRedis
+from services.platform.redis.embedded import EmbeddedRedis
 from tests.integration.drafter.conftest import World, step, until
 
 
@@ -45,7 +45,7 @@ async def test_it_outlasts_an_outage_and_a_store_that_comes_back_empty(
 
         async def agreed() -> bool:
             # The update that was kept through the outage may be published first, and the one after it next.
-            return (await learner.get()).version == instance.version
+            return (await learner.get()).drafter_version == instance.version
 
         await until(agreed, "instances have what it last published")
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,19 +18,20 @@ from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.drafts.client import DraftStores
 from services.local.child import Child, ChildSpec, stop_together
-from services.platform.channel import open_channel
-from services.platform.config import ServiceConfig
-from services.platform.registry import Registry
-from services.platform.store import Keys, connect
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.channel import open_channel
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.registry import Registry
 from services.platform.tasks import end
 from tests.support.zygote import launch
+from tests.unit.drafts.rollouts import make
 
-CALL = 20.0
+CALL = 60.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
 
 
 async def until(condition: Callable[[], Any], what: str) -> None:
-    """Waits until the condition (or what it is awaited for) holds; fails when it does not."""
+    """Wait until the condition (or what it is awaited for) holds; fails when it does not."""
     try:
         async with asyncio.timeout(CALL):
             while not await _holds(condition):  # noqa: ASYNC110 (what is waited for sets no event)
@@ -44,11 +46,18 @@ async def _holds(condition: Callable[[], Any]) -> bool:
 
 
 async def connected(stores: DraftStores, wanted: int) -> None:
-    """Returns when a client is connected to so many replicas: a call would otherwise fail on a busy machine,
-    where connecting takes long."""
+    """Return when a client is connected to so many replicas.
+
+    A call would otherwise fail on a busy machine, where connecting takes long."""
     await until(lambda: len(stores.replicas) == wanted, f"{wanted} replicas are found")
     async with asyncio.timeout(CALL):
         await asyncio.gather(*(replica.connected() for replica in stores._replicas.values()))
+
+
+async def refused(stores: DraftStores) -> bool:
+    """Return True if what is put is lost, and nobody is called just after that: a little later they are."""
+    assert await stores.put([make("a")]) == 0
+    return not stores.available
 
 
 class StoreProcess:
@@ -61,19 +70,19 @@ class StoreProcess:
         self.stub: Any = None
 
     async def start(self) -> None:
-        """Returns when it is ready."""
+        """Return when it is ready."""
         await asyncio.to_thread(self.child.start)
         await asyncio.to_thread(self.child.wait_ready, time.monotonic() + CALL)
         self.stub = await self.connect(self._config)
 
     async def connect(self, config: ServiceConfig) -> Any:
-        """A stub with the settings of another client."""
+        """Return a stub with the settings of another client."""
         assert self.child.ready is not None
         channel = open_channel(self.child.ready.address, config)
         return rpc.DraftServiceStub(await self._stack.enter_async_context(channel))
 
     async def restart(self, *, kill: bool) -> None:
-        """Replaces the process, after SIGKILL or SIGTERM."""
+        """Replace the process, after SIGKILL or SIGTERM."""
         await asyncio.to_thread(self.child.stop, 0 if kill else CALL)
         await self.start()
 
@@ -104,7 +113,7 @@ class Deployment:
     async def replica(
         self, index: int = 0, *flags: str, token: str | None = None, snapshots: bool = True
     ) -> StoreProcess:
-        """Starts drafts-<index>; returns when it is ready."""
+        """Start drafts-<index>; returns when it is ready."""
         name = f"drafts-{index}"
         run = f"{name}.{len(self._children)}"
         ready = self.folder / f"{run}.ready.json"
@@ -126,8 +135,16 @@ class Deployment:
         await process.start()
         return process
 
+    async def freeze(self, replica: StoreProcess) -> None:
+        """Stop a process until SIGCONT. It is registered all the time, however long that is."""
+        replica.child.signal(signal.SIGSTOP)
+        name = replica.child.spec.name.partition(".")[0]
+        config = self.config()
+        async with connect(config) as redis:
+            await redis.pexpire(Keys(config.namespace).registry("drafts", name), int(2 * CALL * 1000))
+
     async def client(self, wanted: int = 1, *, seconds: float = CALL, **settings: Any) -> DraftStores:
-        """A client that is connected to so many replicas. `seconds` is its timeout."""
+        """Return a client that is connected to so many replicas. `seconds` is its timeout."""
         config = self.config(**settings)
         redis = await self.stack.enter_async_context(connect(config))
         stores = DraftStores(config, Registry(redis, Keys(config.namespace)), timeout=seconds)

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from services.drafts.fetched import Fetched
-from services.drafts.ring import owner
-from services.platform.embedded_redis import EmbeddedRedis
-from tests.integration.drafts.conftest import CALL, Deployment, connected, until
+from services.drafts.client import FIRST_DELAY, Fetched, owner
+from services.platform.redis.embedded import EmbeddedRedis
+from tests.integration.drafts.conftest import CALL, Deployment, connected, refused, until
 from tests.unit.drafts.rollouts import make
 
 PROMPTS = [f"gsm8k-{number}" for number in range(60)]
-PATIENCE = 1.0
+PATIENCE = 4.0
 """The clients' timeout, in seconds; what takes longer than this and a little has waited too long."""
-MARGIN = 1.0
+MARGIN = 4.0
 
 
 def places(*indices: int) -> dict[str, list[str]]:
@@ -79,7 +78,7 @@ async def test_a_replica_that_hangs_is_waited_for_once_and_then_left_alone(deplo
     stores = await deployment.client(2, seconds=PATIENCE)
     await stores.put([make(prompt) for prompt in PROMPTS])
     answering = places(0, 1)["drafts-0"]
-    replicas[1].child.signal(signal.SIGSTOP)
+    await deployment.freeze(replicas[1])
     try:
         began = time.monotonic()
         fetched = await stores.fetch("run", PROMPTS)
@@ -87,9 +86,11 @@ async def test_a_replica_that_hangs_is_waited_for_once_and_then_left_alone(deplo
         assert {each.prompt_id for each in fetched.rollouts} == {*answering}
         assert fetched.missed == {*PROMPTS} - {*answering}
         assert PATIENCE * 0.9 < waited < PATIENCE + MARGIN
-        began = time.monotonic()
+        again = time.monotonic()
         assert await stores.put([make(prompt) for prompt in PROMPTS]) == len(answering)
-        assert time.monotonic() - began < PATIENCE * 0.9, "it waited for a replica that had just failed"
+        # Unless it was time to try it once more.
+        if again - began < PATIENCE + FIRST_DELAY:
+            assert time.monotonic() - again < PATIENCE * 0.9, "it waited for a replica that had just failed"
     finally:
         replicas[1].child.signal(signal.SIGCONT)
     await until(lambda: has_all(stores), "the replica is called again")
@@ -105,15 +106,14 @@ async def test_without_a_store_nothing_is_stored_and_nobody_waits(deployment: De
     assert not stores.available
     assert await stores.put([make("a")]) == 0
     assert await stores.fetch("run", ["a"]) == Fetched([], frozenset({"a"}))
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < CALL / 2
 
 
 async def test_when_all_are_dead_nobody_waits_until_they_are_back(deployment: Deployment) -> None:
     replica = await deployment.replica()
     stores = await deployment.client(1, seconds=PATIENCE)
     await asyncio.to_thread(replica.child.kill)
-    assert await stores.put([make("a")]) == 0
-    assert not stores.available
+    await until(lambda: refused(stores), "it is left alone for a while")
     began = time.monotonic()
     for _ in range(200):
         assert (await stores.fetch("run", ["a"])).rollouts == []
@@ -126,7 +126,7 @@ async def test_when_all_are_dead_nobody_waits_until_they_are_back(deployment: De
 async def test_a_caller_that_gives_up_is_let_go(deployment: Deployment) -> None:
     replica = await deployment.replica()
     stores = await deployment.client(1)
-    replica.child.signal(signal.SIGSTOP)
+    await deployment.freeze(replica)
     call = asyncio.create_task(stores.fetch("run", ["a"]))
     await asyncio.sleep(0)
     with pytest.raises(TimeoutError):
@@ -138,11 +138,8 @@ async def test_a_caller_that_gives_up_is_let_go(deployment: Deployment) -> None:
 async def test_closing_ends_calls_under_way_without_an_error(deployment: Deployment) -> None:
     replica = await deployment.replica()
     stores = await deployment.client(1)
-    replica.child.signal(signal.SIGSTOP)
-    calls = [
-        asyncio.create_task(stores.fetch("run", ["a"])),
-        asyncio.create_task(stores.put([make("a")])),
-    ]
+    await deployment.freeze(replica)
+    calls = [asyncio.create_task(stores.fetch("run", ["a"])), asyncio.create_task(stores.put([make("a")]))]
     done, _ = await asyncio.wait(calls, timeout=0.2)
     assert not done
     await stores.close()

@@ -1,10 +1,11 @@
-"""What a restart costs: nothing, when there is a sound snapshot."""
+"""Restarts of a store: with a valid snapshot nothing is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
+from paceline.times import seconds_of
 from services.drafts.client import DraftStores
 from tests.integration.drafts.conftest import Deployment, StoreProcess, until
 from tests.unit.drafts.rollouts import ahead, describe, make
@@ -16,13 +17,13 @@ NEVER = "--snapshot-interval-seconds=3600"
 
 
 async def saved(replica: StoreProcess, stores: DraftStores) -> None:
-    """Returns when a snapshot has been taken of what was put before, and perhaps of one rollout more."""
+    """Return when a snapshot has been taken of what was put before, and perhaps of one rollout more."""
     now = time.time()
     # Without a change there would be no new snapshot.
     assert await stores.put([make("marker")]) == 1
 
     async def is_saved() -> bool:
-        return (await replica.stats()).snapshot_at > now
+        return seconds_of((await replica.stats()).snapshot_at) > now
 
     await until(is_saved, "a snapshot is taken")
 
@@ -35,7 +36,7 @@ async def test_history_comes_back_after_a_crash(deployment: Deployment) -> None:
     await saved(replica, stores)
     await replica.restart(kill=True)
     assert "snapshot_restored" in replica.log()
-    assert (await replica.stats()).snapshot_at > 0
+    assert seconds_of((await replica.stats()).snapshot_at) > 0
     stores = await deployment.client()
     found = (await stores.fetch("run", PROMPTS)).rollouts
     assert list(map(describe, found)) == list(map(describe, before))
@@ -45,11 +46,11 @@ async def test_one_that_is_told_to_stop_saves_everything(deployment: Deployment)
     replica = await deployment.replica(0, NEVER)
     stores = await deployment.client()
     await stores.put(HISTORY)
-    assert (await replica.stats()).snapshot_at == 0
+    assert seconds_of((await replica.stats()).snapshot_at) == 0
     await replica.restart(kill=False)
     stats = await replica.stats()
     assert stats.rollouts == len(HISTORY)
-    assert stats.snapshot_at > 0
+    assert seconds_of(stats.snapshot_at) > 0
 
 
 async def test_without_a_folder_a_restart_begins_empty(deployment: Deployment) -> None:
@@ -72,7 +73,7 @@ async def test_a_damaged_snapshot_is_refused_and_the_store_begins_empty(deployme
     await replica.start()
     assert "snapshot_refused" in replica.log()
     stats = await replica.stats()
-    assert (stats.rollouts, stats.snapshot_at) == (0, 0)
+    assert (stats.rollouts, seconds_of(stats.snapshot_at)) == (0, 0)
     assert file.with_name("drafts-0.drafts.refused").read_bytes() == content
     stores = await deployment.client()
     assert await stores.put(HISTORY) == len(HISTORY), "it takes new ones"

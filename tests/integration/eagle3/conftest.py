@@ -8,20 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from services.drafter.learning.head import Head
-from services.generation.engine.types import (
-    EAGLE3,
-    Eagle3Options,
-    EngineOptions,
-    SampleRequest,
-    W4Options,
-)
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.drafter.learning.head import Eagle3Head
+from services.generation.engine.types import EAGLE3, Eagle3Options, EngineOptions, EngineRequest, W4Options
 from tests.integration.exactness.conftest import requests_of
 from tests.support.eagle3 import DraftOracle, head_shape, random_head, save_head
 from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.quantized_runs import Rolled, Rolling
 from tests.support.remote_engine import RemoteEngine
-from tests.support.twin_runs import Rolled, Rolling
 
 DEPTH = 5
 CATCH_UP = 400
@@ -49,16 +43,16 @@ class Bench:
 
     engine: RemoteEngine
     model: Path
-    head: Head
+    head: Eagle3Head
     folder: Path
     oracle: DraftOracle
 
     def check(
         self,
-        requests: tuple[SampleRequest, ...],
+        requests: tuple[EngineRequest, ...],
         found: Rolled,
         *,
-        head: Head | None = None,
+        head: Eagle3Head | None = None,
         oracle: DraftOracle | None = None,
         part: slice = slice(None),
         least: int = 20,
@@ -77,7 +71,7 @@ class Bench:
         assert compared >= least
 
 
-def wishes(sampling: Sampling = T1, count: int = 8, **how: object) -> tuple[SampleRequest, ...]:
+def wishes(sampling: Sampling = T1, count: int = 8, **how: object) -> tuple[EngineRequest, ...]:
     """Requests of the tiny model."""
     return requests_of(VOCAB_SIZE, sampling, count, **how)  # type: ignore[arg-type]
 
@@ -92,7 +86,7 @@ def same(found: Rolled, plain: Rolled) -> None:
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Qwen3 in float32, with a head for a part of the vocabulary and the 4-bit twin; KV for few long samples."""
+    """Qwen3 in float32 with a head for part of the vocabulary, the quantized copy, and KV for few long samples."""
     folder = tmp_path_factory.mktemp("eagle3")
     model = tiny_model(folder / "qwen3")
     head = random_head(head_shape(model, draft_vocabulary=DRAFT_VOCABULARY), seed=1)
@@ -100,7 +94,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         OPTIONS,
         model=str(model),
         kv_cache_memory_bytes=40 * BLOCK_BYTES,
-        self_w4=W4Options(group=32, most_tokens=3),
+        quantized=W4Options(group=32, most_tokens=3),
         eagle3=Eagle3Options(str(save_head(head, folder, 1).path), DEPTH, CATCH_UP),
     )
     with RemoteEngine(options) as engine:

@@ -6,20 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.generation.engine.types import EAGLE3, Finish, SampleRequest
-from services.platform.sampling import Sampling
-from tests.integration.eagle3.conftest import (
-    CATCH_UP,
-    DEPTH,
-    DRAFTING,
-    LENGTH,
-    T1,
-    Bench,
-    same,
-    wishes,
-)
-from tests.support import twin_runs
-from tests.support.twin_runs import Rolling, roll
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EAGLE3, EngineRequest, Finish
+from tests.integration.eagle3.conftest import CATCH_UP, DEPTH, DRAFTING, LENGTH, T1, Bench, same, wishes
+from tests.support import eagle3_runs, quantized_runs
+from tests.support.quantized_runs import Rolling, roll
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -31,6 +22,11 @@ OTHERS = {
     ),
     "greedy": Sampling(max_tokens=LENGTH, temperature=0),
 }
+
+
+def test_no_class_was_inspected_in_another_process(bench: Bench) -> None:
+    classes = "Qwen3ForCausalLM", "LlamaForCausalLMEagle3", "MixtralForCausalLM"
+    assert bench.engine.run(eagle3_runs.imported, *classes) == [True, True, False]
 
 
 def test_it_drafts_what_the_learner_would(bench: Bench) -> None:
@@ -132,12 +128,12 @@ def test_a_draft_ends_at_a_stop_token_and_at_the_length_limits(bench: Bench) -> 
 def test_unlike_drafters_share_an_engine(bench: Bench) -> None:
     requests = wishes(count=12)
     plain = bench.engine.run(roll, requests)
-    mixed: tuple[SampleRequest, ...] = tuple(
+    mixed: tuple[EngineRequest, ...] = tuple(
         replace(request, given=tuple(plain.tokens[request.sample_id])) if i % 2 else request
         for i, request in enumerate(requests)
     )
-    found = bench.engine.run(twin_runs.speculate, mixed, DEPTH)
+    found = bench.engine.run(quantized_runs.speculate, mixed, DEPTH)
     assert found.tokens == plain.tokens
     assert found.finishes == plain.finishes
     drafters = [{source for source, _, _ in drafts} for drafts in found.sources.values()]
-    assert set().union(*drafters) >= {EAGLE3, "self_w4", "given"}
+    assert set().union(*drafters) >= {EAGLE3, "quantized", "reference"}

@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 
 from paceline.internal.v1 import drafter_pb2 as pb
 from paceline.internal.v1 import drafter_pb2_grpc as rpc
-from services.drafter.keys import DrafterKeys
-from services.drafter.record import History, Published
+from services.contracts.drafter.keys import DrafterKeys
+from services.contracts.drafter.record import DrafterHistory, PublishedDrafter
 from tests.integration.generation.conftest import Policy
 from tests.support.eagle3 import head_shape, random_head, save_head
 from tests.support.instances import CALL, InstanceProcess, stub_of
@@ -33,10 +33,10 @@ async def test_an_instance_drafts_with_a_head_and_takes_another(
     )
     # Published before the instance starts: it begins with that one.
     async with Redis.from_url(redis_url) as redis:
-        published = Published(2, str(second.path), second.sha256)
-        await redis.set(DrafterKeys(_NAMESPACE).published, History(published).to_json())
+        published = PublishedDrafter(2, str(second.path), second.sha256)
+        await redis.set(DrafterKeys(_NAMESPACE).published, DrafterHistory(published).to_json())
     settings = {"block_size": 32, "namespace": _NAMESPACE, "speculation": "fixed"}
-    alone = {"drafters": "given", "drafts": False}
+    alone = {"drafters": "reference", "drafts": False}
     with InstanceProcess(
         model, redis_url, folder, eagle3=str(first.path), eagle3_tokens=4, **settings, **alone
     ) as instance:
@@ -47,13 +47,13 @@ async def test_an_instance_drafts_with_a_head_and_takes_another(
                 return await drafts.GetDraftModel(pb.GetDraftModelRequest(), timeout=CALL)
 
             async def load(version: int, path: Path, sha256: str) -> int:
-                request = pb.LoadDraftModelRequest(version=version, path=str(path), sha256=sha256)
-                return (await drafts.LoadDraftModel(request, timeout=CALL)).previous_version
+                request = pb.LoadDraftModelRequest(drafter_version=version, path=str(path), sha256=sha256)
+                return (await drafts.LoadDraftModel(request, timeout=CALL)).previous_drafter_version
 
             policy = Policy(instance.address, stub)
             await policy.look()
             recalled = await in_use()
-            assert (recalled.version, recalled.sha256) == (2, second.sha256)
+            assert (recalled.drafter_version, recalled.sha256) == (2, second.sha256)
             tokens = []
             for version, made in ((2, second), (3, third)):
                 if version == 3:
@@ -64,7 +64,7 @@ async def test_an_instance_drafts_with_a_head_and_takes_another(
                 sources = [each for outcome in outcomes.values() for each in outcome.finished.draft_sources]
                 assert {each.drafter for each in sources} == {"eagle3"}
                 found = await in_use()
-                assert (found.version, found.sha256) == (version, made.sha256)
+                assert (found.drafter_version, found.sha256) == (version, made.sha256)
                 assert 0 < found.drafts < found.draft_tokens
                 # What was verified of each draft is at most what was compared.
                 accepted = sum(each.accepted for each in sources)
@@ -77,7 +77,7 @@ async def test_an_instance_drafts_with_a_head_and_takes_another(
                 await load(4, second.path, second.sha256)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "SHA-256" in (refused.value.details() or "")
-            assert (await in_use()).version == 3
+            assert (await in_use()).drafter_version == 3
         metrics = instance.metrics()
     assert metrics["paceline_eagle3_drafter_version"] == 3
     assert metrics["paceline_eagle3_swaps_total"] == 2

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from services.generation.engine.types import Eagle3Options, SampleRequest
-from services.generation.migration.outgoing import Part
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import Eagle3Options, EngineRequest
+from services.generation.kv_transfer.outgoing import KvPart
 from tests.integration.eagle3.conftest import BLOCK_BYTES, DEPTH, OPTIONS, Bench
 from tests.support import eagle3_runs
+from tests.support.quantized_runs import Rolled
 from tests.support.remote_engine import RemoteEngine
-from tests.support.twin_runs import Rolled
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -23,7 +23,7 @@ PROMPT = tuple(range(2, 72))
 
 @pytest.fixture(scope="module")
 def receiver(bench: Bench) -> Iterator[tuple[RemoteEngine, str]]:
-    """An engine with the same policy and head, and without a twin; the address of its port. The donor's is open."""
+    """Engine with the same policy and head but no quantized copy; the address of its port. The donor's is open."""
     head = next(bench.folder.glob("drafter-000001"))
     options = replace(
         OPTIONS,
@@ -44,8 +44,8 @@ def test_a_sample_that_moves_is_drafted_for_from_its_second_step_on(
     donor, (engine, address), name = bench.engine, receiver, f"moves-{depth}"
     sampling = Sampling(max_tokens=110, ignore_eos=True)
 
-    def request(sample_id: str, response: tuple[int, ...] = ()) -> SampleRequest:
-        return SampleRequest(sample_id, PROMPT, response, sampling, 77)
+    def request(sample_id: str, response: tuple[int, ...] = ()) -> EngineRequest:
+        return EngineRequest(sample_id, PROMPT, response, sampling, 77)
 
     donor.run(eagle3_runs.add, request(f"{name}-stayed"))
     stayed, _, _ = donor.run(eagle3_runs.go_on, f"{name}-stayed", 0)
@@ -57,11 +57,11 @@ def test_a_sample_that_moves_is_drafted_for_from_its_second_step_on(
     reserved = engine.run(eagle3_runs.reserve, asked, len(PROMPT) + len(tokens) + 60)
     engine.run(eagle3_runs.expect, reserved.blocks, reserved.shared_blocks * BLOCK)
     shared, whole = reserved.shared_blocks, exported.tokens // BLOCK
-    first = Part(shared * BLOCK, (whole - shared) * BLOCK, exported.blocks[shared:whole])
+    first = KvPart(shared * BLOCK, (whole - shared) * BLOCK, exported.blocks[shared:whole])
     donor.run(eagle3_runs.send, address, first)
     more, _, _ = donor.run(eagle3_runs.go_on, name, depth, 9)
-    frozen = donor.run(eagle3_runs.freeze, exported)
-    rest = Part(whole * BLOCK, frozen.tokens - whole * BLOCK, frozen.blocks[whole:])
+    paused = donor.run(eagle3_runs.pause, exported)
+    rest = KvPart(whole * BLOCK, paused.tokens - whole * BLOCK, paused.blocks[whole:])
     donor.run(eagle3_runs.send, address, rest)
     engine.run(eagle3_runs.enter, asked.sample_id, more)
     donor.run(eagle3_runs.leave, name)

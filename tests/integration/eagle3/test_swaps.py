@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from services.generation.engine.types import SampleRequest
+from services.generation.engine.types import EngineRequest
 from tests.integration.eagle3.conftest import DRAFTING, LENGTH, Bench, same, wishes
 from tests.support import eagle3_runs
 from tests.support.eagle3 import DraftOracle, head_shape, random_head, save_head
 from tests.support.models import tiny_model, tiny_weights
-from tests.support.twin_runs import Rolled, roll
+from tests.support.quantized_runs import Rolled, roll
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -78,8 +78,8 @@ def test_a_head_for_another_model_is_refused(bench: Bench) -> None:
     shape = head_shape(bench.model)
     for version, changes, fault in (
         (11, {"layers": (1, 2, 3)}, r"it reads layers \[1, 2, 3\], the model has 3"),
-        (12, {"kv_heads": 4}, "num_key_value_heads is 4, the model's is 2"),
-        (13, {"vocabulary": 600, "draft_vocabulary": 600}, "vocab_size is 600, the model's is 512"),
+        (12, {"num_key_value_heads": 4}, "num_key_value_heads is 4, the model's is 2"),
+        (13, {"vocab_size": 600, "draft_vocab_size": 600}, "vocab_size is 600, the model's is 512"),
     ):
         unfit = random_head(replace(shape, **changes), seed=1)  # type: ignore[arg-type]
         path = str(save_head(unfit, bench.folder, version).path)
@@ -95,7 +95,7 @@ def test_its_memory_is_counted(bench: Bench) -> None:
     assert blocks == 40
 
 
-def _tokens(bench: Bench, requests: tuple[SampleRequest, ...]) -> dict[str, list[list[int]]]:
+def _tokens(bench: Bench, requests: tuple[EngineRequest, ...]) -> dict[str, list[list[int]]]:
     found = bench.engine.run(roll, requests, DRAFTING)
     return {key: [tokens for _, tokens, _ in made] for key, made in found.proposals.items()}
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from services.drafter.learning.data import TrainingSample
 from services.drafter.learning.learner import Learner
 from services.drafter.learning.settings import LearningSettings
-from services.drafter.rollout import Rollout
-from services.generation.engine.types import SampleRequest
+from services.generation.engine.types import EngineRequest
 from tests.integration.eagle3.conftest import DEPTH, DRAFT_VOCABULARY, DRAFTING, Bench, same, wishes
 from tests.support import eagle3_runs
-from tests.support.twin_runs import Rolled, roll
+from tests.support.quantized_runs import Rolled, roll
 
 pytestmark = pytest.mark.timeout(400)
 _UPDATES = 24
@@ -28,9 +28,9 @@ def _acceptance_length(found: Rolled) -> float:
     return (sum(map(len, found.tokens.values())) - samples) / (found.outputs - samples)
 
 
-def _rollouts(requests: tuple[SampleRequest, ...], found: Rolled) -> list[Rollout]:
+def _rollouts(requests: tuple[EngineRequest, ...], found: Rolled) -> list[TrainingSample]:
     return [
-        Rollout(
+        TrainingSample(
             "run",
             "batch",
             each.sample_id,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.generation.engine.types import EngineOptions, SampleRequest
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EngineOptions, EngineRequest
 from tests.support.engine_host import EngineHost, Outcome, Scenario
 from tests.support.models import END_TOKEN, tiny_model
 from tests.support.oracle import Oracle
@@ -37,7 +37,7 @@ class Bench:
     host: EngineHost
     oracle: Oracle
 
-    def check(self, requests: tuple[SampleRequest, ...], outcome: Outcome) -> None:
+    def check(self, requests: tuple[EngineRequest, ...], outcome: Outcome) -> None:
         """Every token is the oracle's, every log-probability within 1e-4 of it."""
         for request in requests:
             response = [*request.prefix, *outcome.tokens[request.sample_id]]
@@ -50,7 +50,7 @@ class Bench:
 
 def requests_of(
     vocab_size: int, sampling: Sampling, count: int = 24, lengths: tuple[int, int] = (3, 40), seed: int = 0
-) -> tuple[SampleRequest, ...]:
+) -> tuple[EngineRequest, ...]:
     """Requests with random prompts, `lengths` tokens long; half of them share the start of their prompt."""
     random = Random(seed)
     common = [random.randrange(2, vocab_size) for _ in range(lengths[1])]
@@ -59,7 +59,7 @@ def requests_of(
         length = random.randrange(*lengths)
         own = [random.randrange(2, vocab_size) for _ in range(length)]
         prompt = tuple([*common[: length // 2], *own][:length] if i % 2 else own)
-        made.append(SampleRequest(f"r{i}", prompt, (), sampling, random.getrandbits(64)))
+        made.append(EngineRequest(f"r{i}", prompt, (), sampling, random.getrandbits(64)))
     return tuple(made)
 
 
@@ -111,6 +111,6 @@ def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     yield from engine(tmp_path_factory.mktemp("model"), "qwen3", {}, dtype="bfloat16")
 
 
-def run(bench: Bench, requests: tuple[SampleRequest, ...], **how: Any) -> Outcome:
+def run(bench: Bench, requests: tuple[EngineRequest, ...], **how: Any) -> Outcome:
     """Run requests; `how` are fields of the scenario."""
     return bench.host.run(Scenario(requests, **how))

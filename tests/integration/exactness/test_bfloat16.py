@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.generation.engine.types import SampleRequest
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EngineRequest
 from tests.integration.exactness.conftest import Bench, requests_of, run
 from tests.support.draft_policies import Drafts
 from tests.support.engine_host import Outcome
@@ -43,7 +43,7 @@ def test_where_speculation_differs_in_bfloat16_the_tokens_were_nearly_tied(
     assert differing / (3 * len(requests)) < MOST
 
 
-def _against_float32(bench: Bench, requests: tuple[SampleRequest, ...], plain: Outcome) -> None:
+def _against_float32(bench: Bench, requests: tuple[EngineRequest, ...], plain: Outcome) -> None:
     """Where bfloat16 picks another token than float32 would, that token was nearly as good."""
     gaps = [
         gap

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.generation.engine.types import Finish, SampleRequest, Verifier
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EngineRequest, Finish, Verifier
 from tests.integration.exactness.conftest import T1, Bench, requests_of, run
 from tests.support.draft_policies import Drafts
 from tests.support.engine_host import Outcome
@@ -47,8 +47,8 @@ VARIANTS = {
 Rollout = tuple[tuple[int, ...], tuple[float, ...]]
 
 
-def lenient(request: SampleRequest, cached: Rollout, lenience: float) -> SampleRequest:
-    """A request that takes over a rollout."""
+def lenient(request: EngineRequest, cached: Rollout, lenience: float) -> EngineRequest:
+    """Return a request that takes over a rollout."""
     return replace(
         request, verifier=Verifier.LENIENT, cached=cached[0], cached_logprobs=cached[1], lenience=lenience
     )
@@ -65,14 +65,14 @@ class Rollouts:
     bench: Bench
     of: Callable[[str], list[Rollout]]
 
-    def requests(self, sampling: Sampling, origin: str, lenience: float) -> tuple[SampleRequest, ...]:
-        """The requests of all prompts, each with its rollout of an origin."""
+    def requests(self, sampling: Sampling, origin: str, lenience: float) -> tuple[EngineRequest, ...]:
+        """Return the requests of all prompts, each with its rollout of an origin."""
         return tuple(
             lenient(request, cached, lenience)
             for request, cached in zip(prompts(sampling), self.of(origin), strict=True)
         )
 
-    def check(self, requests: tuple[SampleRequest, ...], found: Outcome) -> None:
+    def check(self, requests: tuple[EngineRequest, ...], found: Outcome) -> None:
         """Tokens, how many were taken over, and both log-probabilities are the reference's."""
         oracle = LenientOracle(self.bench.oracle)
         for request in requests:
@@ -87,7 +87,7 @@ class Rollouts:
             assert found.finishes[key] is (Finish.STOP if response[-1] in ends else Finish.LENGTH), key
 
 
-def prompts(sampling: Sampling, seed: int = 7) -> tuple[SampleRequest, ...]:
+def prompts(sampling: Sampling, seed: int = 7) -> tuple[EngineRequest, ...]:
     return requests_of(512, sampling, count=COUNT, seed=seed)
 
 

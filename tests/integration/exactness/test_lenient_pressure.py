@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from services.generation.engine.types import SampleRequest, Verifier
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EngineRequest, Verifier
 from tests.integration.exactness.conftest import Bench, requests_of, run
 from tests.support.draft_policies import Drafts
 from tests.support.lenient_oracle import LenientOracle
@@ -21,7 +21,7 @@ SAMPLING = Sampling(max_tokens=60, ignore_eos=True)
 
 def _lenient(
     bench: Bench, count: int, lengths: tuple[int, int], spread: float, lenience: float
-) -> tuple[SampleRequest, ...]:
+) -> tuple[EngineRequest, ...]:
     """Requests with rollouts of the same weights, whose cached log-probabilities are off by `spread`."""
     random = Random(3)
     requests = requests_of(bench.host.vocab_size, SAMPLING, count=count, lengths=lengths, seed=2)

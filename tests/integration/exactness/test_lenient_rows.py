@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kernels.coupled_sampler import INVALID, UNSAMPLED
-from services.generation.engine.noise import CachedRollout, SampleNoise
-from services.generation.engine.rows import Rows
-from services.generation.engine.sampler import Verified, sample
-from services.generation.engine.types import SampleRequest, Verifier
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
+from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.sampling.sampler import Verified, sample
+from services.generation.engine.types import EngineRequest, Verifier
 
 VOCAB = 16
 CACHED = CachedRollout(np.array([3, 5, 7, 9]), np.full(4, -50.0), 1.0)
@@ -77,7 +77,7 @@ def test_a_token_that_the_model_rules_out_is_not_taken_over() -> None:
 def test_a_rollout_that_cannot_be_taken_over_is_refused(
     cached: tuple[int, ...], logprobs: tuple[float, ...], complaint: str
 ) -> None:
-    request = SampleRequest(
+    request = EngineRequest(
         "a", (1,), (), Sampling(), 1, verifier=Verifier.LENIENT, cached=cached, cached_logprobs=logprobs
     )
     with pytest.raises(ValueError, match=complaint):

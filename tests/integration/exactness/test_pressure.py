@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
 from tests.integration.exactness.conftest import T06, T1, Bench, requests_of, run
 from tests.support.draft_policies import Drafts
 

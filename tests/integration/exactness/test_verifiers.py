@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from kernels.coupled_sampler import INVALID, UNSAMPLED, Purpose, coupled_argmax, coupled_verify, uniform
-from services.generation.engine.rejection import rejection_verify, uniforms
+from services.generation.engine.sampling.rejection import rejection_verify, uniforms
 from tests.support.chi_square import chi_square, histogram
 
 VOCAB, COUNT, LENGTH = 11, 100_000, 3
@@ -50,16 +50,11 @@ def _draft_coupled(last: Integers, seeds: Any, position: Integers, random: Any) 
 
 
 def _draft_sampled(last: Integers, seeds: Any, position: Integers, random: Any) -> Integers:
-    """A sample of Q, with noise of its own."""
+    """Return a sample of Q, with noise of its own."""
     return (Q[last].cumsum(axis=1) < random.random(len(last))[:, None]).sum(axis=1).clip(max=VOCAB - 1)
 
 
-DRAFTS = {
-    "random": _draft_random,
-    "best": _draft_best,
-    "coupled": _draft_coupled,
-    "sampled": _draft_sampled,
-}
+DRAFTS = {"random": _draft_random, "best": _draft_best, "coupled": _draft_coupled, "sampled": _draft_sampled}
 
 
 def _generate(

@@ -16,18 +16,20 @@ from google.rpc import error_details_pb2, status_pb2
 from prometheus_client import CollectorRegistry
 
 from paceline.v1 import fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc, sample_pb2, weight_pb2_grpc
+from services.contracts.gateway_keys import BatchKeys
+from services.contracts.seeds import sample_seed
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
-from services.platform.seeds import sample_seed
+from services.gateway.journal.sample_chunks import Head
 from services.platform.tasks import end
 from tests.support.fake_instance import FakeInstance, response_of
 
-CALL = 20.0
+CALL = 60.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = CALL) -> None:
-    """Waits until the condition holds; fails when it does not within `seconds`."""
+    """Wait until the condition holds; fails when it does not within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             while not await _holds(condition):  # noqa: ASYNC110 (what is waited for sets no event)
@@ -39,6 +41,28 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = CALL) 
 async def _holds(condition: Callable[[], Any]) -> bool:
     result = condition()
     return bool(await result if isinstance(result, Awaitable) else result)
+
+
+@dataclass
+class SampleStream:
+    """Stream of a batch, without events that carry no sample."""
+
+    call: Any
+
+    async def __aiter__(self) -> AsyncIterator[rollout_pb2.StreamRolloutsResponse]:
+        async for event in self.call:
+            if event.HasField("sample"):
+                yield event
+
+    async def read(self) -> Any:
+        """Return the next event, or grpc.aio.EOF."""
+        event = await self.call.read()
+        while event is not grpc.aio.EOF and not event.HasField("sample"):
+            event = await self.call.read()
+        return event
+
+    def cancel(self) -> None:
+        self.call.cancel()
 
 
 @dataclass
@@ -55,7 +79,10 @@ class Trainer:
     async def submit(self, request: rollout_pb2.SubmitRolloutsRequest) -> rollout_pb2.SubmitRolloutsResponse:
         return await self.rollouts.SubmitRollouts(request, timeout=CALL)
 
-    def stream(self, request: rollout_pb2.SubmitRolloutsRequest, cursor: int = 0) -> Any:
+    def stream(self, request: rollout_pb2.SubmitRolloutsRequest, cursor: int = 0) -> SampleStream:
+        return SampleStream(self.events(request, cursor))
+
+    def events(self, request: rollout_pb2.SubmitRolloutsRequest, cursor: int = 0) -> Any:
         return self.rollouts.StreamRollouts(
             rollout_pb2.StreamRolloutsRequest(
                 run_id=request.run_id, batch_id=request.batch_id, cursor=cursor
@@ -84,7 +111,9 @@ class Cluster:
 
     async def gateway(self, *, leading: bool = True, **settings: Any) -> RunningGateway:
         config = GatewayConfig(
-            port=0, redis_url=self.redis_url, namespace=self.namespace, **{"lease_seconds": 1.0, **settings}
+            redis_url=self.redis_url,
+            namespace=self.namespace,
+            **{"port": 0, "lease_seconds": 1.0, "journal_tokens": 1, **settings},
         )
         gateway = RunningGateway(config)
         self.gateways.append(gateway)
@@ -94,7 +123,7 @@ class Cluster:
         return gateway
 
     async def serving(self, gateway: RunningGateway, count: int) -> None:
-        """Waits until so many instances serve."""
+        """Wait until so many instances serve."""
         await until(lambda: len(gateway.links()) == count, f"{count} instances serve")
 
     async def close(self) -> None:
@@ -118,14 +147,14 @@ class RunningGateway:
         self.trainer = Trainer(grpc.aio.insecure_channel(self.gateway.address))
 
     def links(self) -> dict[str, Any]:
-        """The links that can be given work."""
-        return self.gateway.leadership.term.dispatcher.links if self.gateway.leadership.term else {}
+        """Return the links that can be given work."""
+        return self.gateway.leadership.term.placer.links if self.gateway.leadership.term else {}
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"paceline_gateway_{name}", labels) or 0.0
 
     async def kill(self) -> None:
-        """Ends it without any farewell to the journal (the process tests use SIGKILL)."""
+        """End it without any farewell to the journal (the process tests use SIGKILL)."""
         if self.task is None:
             return
         await end([self.task])
@@ -150,7 +179,7 @@ def make_batch(
     ignore_eos: bool = False,
     **fields: Any,
 ) -> rollout_pb2.SubmitRolloutsRequest:
-    """A batch under a new id."""
+    """Return a batch under a new id."""
     request = rollout_pb2.SubmitRolloutsRequest(
         run_id="run",
         batch_id=uuid.uuid4().hex,
@@ -174,7 +203,9 @@ def check_samples(
     keys = [(event.sample.prompt_id, event.sample.slot) for event in events]
     wanted = [(group.prompt_id, slot) for group in request.groups for slot in range(group.samples)]
     assert sorted(keys) == sorted(wanted)
-    assert [event.cursor for event in events] == list(range(1, len(wanted) + 1))
+    cursors = [event.cursor for event in events]
+    assert cursors == sorted(set(cursors))
+    assert cursors[0] > 0
     for event in events:
         check_complete(request, event.sample)
 
@@ -199,8 +230,16 @@ def check_complete(request: rollout_pb2.SubmitRolloutsRequest, sample: sample_pb
     assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(covered))
 
 
+async def chunked_tokens(
+    redis: Any, namespace: str, request: rollout_pb2.SubmitRolloutsRequest
+) -> dict[int, int]:
+    """Return how many tokens of each sample are in chunks of the journal; without those that have none."""
+    found = await redis.hgetall(BatchKeys(namespace, (request.run_id, request.batch_id)).chunks)
+    return {int(name): Head.parse(value.decode()).tokens for name, value in found.items() if b":" not in name}
+
+
 def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
-    """The google.rpc details of an error by the name of their type."""
+    """Return the google.rpc details of an error by the name of their type."""
     (raw,) = [value for key, value in error.trailing_metadata() if key == "grpc-status-details-bin"]
     found: dict[str, Any] = {}
     for detail in status_pb2.Status.FromString(raw).details:

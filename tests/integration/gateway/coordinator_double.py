@@ -1,4 +1,4 @@
-"""A bubble coordinator that decides nothing: it notes what it is told, and answers what the test says."""
+"""Bubble coordinator that decides nothing: it records reports, and answers what the test sets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import grpc
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
-from services.platform.config import ServiceConfig
-from services.platform.errors import ServiceError
-from services.platform.registry import InstanceRecord, Registration
-from services.platform.server import GrpcServer
-from services.platform.store import Keys, connect
+from services.contracts.errors import ServiceError
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.server import GrpcServer
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.tasks import end
 
 
@@ -56,14 +56,14 @@ class CoordinatorDouble(rpc.BubbleServiceServicer):
             await self._server.stop(0)
             await self._redis.aclose()
 
-    def standing(self, run_id: str = "run") -> pb.SetRunRequest:
-        """What was last told of a run."""
+    def run_report(self, run_id: str = "run") -> pb.SetRunRequest:
+        """Return the last report of a run."""
         return next(
             (each for each in reversed(self.told) if each.run_id == run_id), pb.SetRunRequest(run_id=run_id)
         )
 
     def phases(self, run_id: str = "run") -> list[str]:
-        """The phases of a run, each as often as it was entered."""
+        """Return the phases of a run, each as often as it was entered."""
         found: list[str] = []
         for each in self.told:
             name = pb.RunPhase.Name(each.phase).removeprefix("RUN_PHASE_")

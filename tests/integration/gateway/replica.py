@@ -7,16 +7,16 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import draft_pb2_grpc as rpc
+from services.contracts.rollout import Rollout
 from services.drafts.archive import Archive
 from services.drafts.client import SERVICE
-from services.drafts.metrics import DraftMetrics
-from services.drafts.rollout import Rollout
+from services.drafts.metrics import DraftStoreMetrics
 from services.drafts.service import DraftService
 from services.drafts.store import DraftStore
-from services.platform.config import ServiceConfig
-from services.platform.registry import InstanceRecord, Registration
-from services.platform.server import GrpcServer
-from services.platform.store import Keys, connect
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.server import GrpcServer
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.tasks import end
 
 
@@ -32,7 +32,7 @@ class Replica:
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Replica:
-        metrics = DraftMetrics(CollectorRegistry(), self.store, lambda: 0.0)
+        metrics = DraftStoreMetrics(CollectorRegistry(), self.store, lambda: 0.0)
         service = DraftService(self.store, Archive(None, self.store), metrics)
         rpc.add_DraftServiceServicer_to_server(service, self._server.server)
         await self._server.start()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.v1 import rollout_pb2, sample_pb2
-from services.drafts.rollout import Kind
-from services.gateway.history import History
+from services.contracts.rollout import RolloutKind
+from services.gateway.finished.history_writer import HistoryWriter
 from tests.integration.gateway.conftest import CALL, Cluster, check_samples, make_batch, until
 from tests.integration.gateway.replica import Replica
 
@@ -43,7 +43,7 @@ async def test_every_whole_sample_is_kept_as_it_was_delivered(
         assert kept.tokens.tolist() == list(sample.token_ids)
         assert kept.logprobs.tolist() == list(sample.logprobs)
         assert (kept.run_id, kept.step, kept.seed) == ("run", 3, sample.seed)
-        assert (kept.kind, kept.finished) == (Kind.HISTORY, True)
+        assert (kept.kind, kept.finished) == (RolloutKind.HISTORY, True)
     await until(lambda: gateway.metric("history_rollouts_total", outcome="stored") == 20, "it is counted")
 
 
@@ -137,10 +137,10 @@ async def test_history_can_be_turned_off(cluster: Cluster) -> None:
 async def test_a_mistake_in_keeping_history_costs_history_only(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(self: History) -> None:
+    async def broken(self: HistoryWriter) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(History, "run", broken)
+    monkeypatch.setattr(HistoryWriter, "run", broken)
     gateway = await cluster.gateway()
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
-from services.drafter.feed import Fed, FedRewards, FedSample, decode
-from services.drafter.keys import DrafterKeys
-from services.drafter.record import History, Published
+from services.contracts.drafter.keys import DrafterKeys
+from services.contracts.drafter.record import DrafterHistory, PublishedDrafter
+from services.contracts.learner_feed import Fed, FedRewards, FedSample, decode
 from services.gateway.config import GatewayConfig
-from services.gateway.feed import LearnerFeed
-from services.platform.config import ServiceConfig
-from services.platform.registry import InstanceRecord, Registration, Registry
-from services.platform.store import Keys, connect
+from services.gateway.finished.learner_feed import LearnerFeed
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.registry import InstanceRecord, Registration, Registry
 from services.platform.tasks import end
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, make_batch, until
 
 
 @pytest.fixture
-async def redis(cluster: Cluster) -> AsyncIterator[Any]:
-    async with connect(ServiceConfig(redis_url=cluster.redis_url, namespace=cluster.namespace)) as redis:
-        yield redis
+async def redis(cluster: Cluster) -> Any:
+    redis = connect(ServiceConfig(redis_url=cluster.redis_url, namespace=cluster.namespace))
+    return await cluster.stack.enter_async_context(redis)
 
 
 async def learner(cluster: Cluster, redis: Any) -> Registration:
@@ -32,6 +31,8 @@ async def learner(cluster: Cluster, redis: Any) -> Registration:
         redis, Keys(cluster.namespace), InstanceRecord("drafter", "drafter-0", address="127.0.0.1:1")
     )
     await registration.register()
+    beating = asyncio.create_task(registration.run())
+    cluster.stack.push_async_callback(end, [beating])
     return registration
 
 
@@ -163,12 +164,44 @@ async def test_what_waits_is_bounded_and_the_oldest_go(cluster: Cluster, redis: 
     assert [each.batch[1] for each in await entries(cluster, redis)] == [str(n) for n in range(13, 20)]
 
 
-async def test_the_drafters_version_is_told(cluster: Cluster, redis: Any) -> None:
+async def test_the_stream_is_bounded_in_bytes_and_what_is_trimmed_is_counted(
+    cluster: Cluster, redis: Any
+) -> None:
     await learner(cluster, redis)
     gateway = await cluster.gateway()
+    config = GatewayConfig(
+        redis_url=cluster.redis_url, namespace=cluster.namespace, learner_feed_bytes=16 << 20
+    )
+    feed = LearnerFeed(config, redis, Registry(redis, Keys(cluster.namespace)), gateway.gateway._metrics)
+    running = [asyncio.create_task(feed.run())]
+    key, response = DrafterKeys(cluster.namespace).feed, tuple(range(32_768))
+    # As it was before there was a bound.
+    await redis.xadd(key, {"response": bytes(20 << 20)})
+    for slot in range(200):
+        # 128 KiB each, 25 MiB in all; between them what is small.
+        feed._waiting.put(FedSample(("run", "b"), "p", slot, None, 1, (1, 2), response))
+        feed._waiting.put(FedRewards(("run", "b"), {("p", slot): 1.0}))
+        await until(
+            lambda slot=slot: gateway.metric("learner_feed_entries_total", outcome="fed") == 2 * slot + 2,
+            "it is fed",
+        )
+        assert await redis.memory_usage(key, samples=0) <= 16 << 20
+    await end(running)
+    kept = await entries(cluster, redis)
+    assert gateway.metric("learner_feed_entries_total", outcome="trimmed") == 401 - len(kept)
+    # The latest are there, in order, and no more went than had to.
+    assert [each.slot for each in kept if isinstance(each, FedSample)][-1] == 199
+    assert 80 <= sum(isinstance(each, FedSample) for each in kept) <= 127
+
+
+@pytest.mark.parametrize("fed", [True, False])
+async def test_the_drafters_version_is_told_with_or_without_a_learner(
+    cluster: Cluster, redis: Any, fed: bool
+) -> None:
+    gateway = await cluster.gateway(learner_feed=fed)
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)
-    history = History(Published(7, "/somewhere", "ab"))
+    history = DrafterHistory(PublishedDrafter(7, "/somewhere", "ab"))
     await redis.set(DrafterKeys(cluster.namespace).published, history.to_json())
 
     async def is_told() -> bool:

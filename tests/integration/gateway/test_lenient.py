@@ -8,15 +8,8 @@ import grpc
 import pytest
 
 from paceline.v1 import rollout_pb2, sample_pb2
-from services.drafts.lenience import CEILING, next_lenience
-from tests.integration.gateway.conftest import (
-    CALL,
-    Cluster,
-    RunningGateway,
-    details,
-    make_batch,
-    until,
-)
+from services.gateway.batches.adaptive_lenience import CEILING, next_lenience
+from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, details, make_batch, until
 from tests.integration.gateway.replica import Replica
 from tests.support.fake_instance import Cached, FakeInstance, token_at, verified_logprob
 
@@ -49,7 +42,7 @@ async def report(
 
 
 async def used(gateway: RunningGateway, exactness: sample_pb2.Exactness) -> float:
-    """The l that a new batch gets."""
+    """Return the l that a new batch gets."""
     request = make_batch(groups=1, samples=2, exactness=exactness)
     (lenience,) = {s.provenance.exactness.lenience for s in await rollout(gateway, request)}
     return lenience
@@ -136,9 +129,7 @@ async def test_how_far_exact_samples_agree_with_what_was_cached_is_told(cluster:
     assert gateway.metric("fully_reused_samples_total", level="exact") == 1
 
 
-async def test_a_lenient_sample_that_lost_its_instance_goes_on_as_the_policy_has_it(
-    cluster: Cluster,
-) -> None:
+async def test_a_lenient_sample_that_lost_its_instance_goes_on_as_the_policy_has_it(cluster: Cluster) -> None:
     gateway = await cluster.gateway()
     fakes = [await cluster.instance("i0")]
     await cluster.serving(gateway, 1)
@@ -150,7 +141,7 @@ async def test_a_lenient_sample_that_lost_its_instance_goes_on_as_the_policy_has
     request.step = 4
     await gateway.trainer.submit(request)
     # The gateway has all twelve: the fake flushes every fourth step, held or not.
-    batch = gateway.gateway.leadership.leading().dispatcher.batches["run", request.batch_id].batch
+    batch = gateway.gateway.leadership.leading().batches.by_key["run", request.batch_id].batch
     await until(lambda: [len(s.tokens) for s in batch.samples] == [12, 12], "twelve tokens have arrived")
     fakes.append(await cluster.instance("i1"))
     cache(fakes[1], first)

@@ -22,7 +22,7 @@ from tests.support.fake_instance import FakeInstance
 async def held(
     cluster: Cluster, *, length: int = 12, **settings: Any
 ) -> tuple[RunningGateway, list[FakeInstance], rollout_pb2.SubmitRolloutsRequest]:
-    """A batch of 16 unfinished samples on two instances, each with so many tokens."""
+    """Return a batch of 16 unfinished samples on two instances, each with so many tokens."""
     gateway = await cluster.gateway(**settings)
     fakes = [await cluster.instance(name) for name in ("i0", "i1")]
     for fake in fakes:
@@ -95,7 +95,7 @@ async def test_a_sample_that_ends_before_it_is_claimed_is_delivered(cluster: Clu
     receiver.hold_at = None
     await until(lambda: not receiver.running(), "all have ended there")
     assert not receiver.claimed
-    donor.thaw()
+    donor.unfreeze()
     events = await gateway.trainer.collect(request)
     check_samples(request, events)
     assert resubmissions(events) == 0
@@ -103,7 +103,7 @@ async def test_a_sample_that_ends_before_it_is_claimed_is_delivered(cluster: Clu
 
 
 async def test_moved_samples_wait_for_the_link_to_an_instance_that_joined_late(cluster: Cluster) -> None:
-    gateway, fakes, request = await held(cluster, registry_poll_seconds=0.5)
+    gateway, fakes, request = await held(cluster, registry_poll_seconds=0.5, claim_wait_seconds=CALL)
     late = await cluster.instance("i2")
     late.hold_at = 12
     moving = fakes[0].running()[:3]
@@ -185,7 +185,7 @@ async def test_a_sample_that_is_cancelled_on_its_way_is_claimed_and_ended(cluste
     )
     donor.move(sample, "m0", receiver)
     assert (await gateway.trainer.rollouts.CancelRollouts(cancel, timeout=CALL)).cancelled == 1
-    donor.thaw()
+    donor.unfreeze()
     await until(lambda: receiver.claimed == ["m0"] and not receiver.unclaimed, "it is claimed")
     await until(lambda: sample not in receiver.running(), "it is ended there")
     release([donor, receiver])
@@ -205,7 +205,7 @@ async def test_a_sample_that_is_cancelled_while_there_is_no_link_ends_at_once(cl
     sample = donor.running()[0]
     donor.move(sample, "m0", None, name="nowhere")
     term = gateway.gateway.leadership.term
-    await until(lambda: term is not None and len(term.dispatcher._moves.transit) == 1, "it is on its way")
+    await until(lambda: term is not None and len(term.events.transit) == 1, "it is on its way")
     cancel = rollout_pb2.CancelRolloutsRequest(
         run_id=request.run_id, batch_id=request.batch_id, keep_partial=True
     )
@@ -222,7 +222,7 @@ async def test_a_gateway_that_restarts_in_between_resumes_by_prefix(cluster: Clu
     for number, sample in enumerate(donor.running()):
         donor.move(sample, f"m{number}", receiver)
     await gateway.kill()
-    donor.thaw()
+    donor.unfreeze()
     release([donor, receiver])
     successor = await cluster.gateway()
     check_samples(request, await successor.trainer.collect(request))
@@ -245,7 +245,7 @@ async def test_one_that_is_handed_on_is_resumed_where_it_is_to_go(cluster: Clust
 
 
 async def test_one_that_is_handed_on_waits_for_the_link_and_not_for_ever(cluster: Cluster) -> None:
-    gateway, fakes, request = await held(cluster, registry_poll_seconds=0.3, claim_wait_seconds=2.0)
+    gateway, fakes, request = await held(cluster, registry_poll_seconds=0.3, claim_wait_seconds=5.0)
     late = await cluster.instance("i2")
     late.hold_at = 12
     first, second, third = fakes[0].running()[:3]

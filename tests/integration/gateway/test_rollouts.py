@@ -12,6 +12,7 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from tests.integration.gateway.conftest import (
     CALL,
     Cluster,
+    SampleStream,
     check_complete,
     check_samples,
     details,
@@ -48,7 +49,25 @@ async def test_a_stream_resumes_after_its_cursor_even_when_the_batch_is_done(clu
     stream.cancel()
     rest = await gateway.trainer.collect(request, cursor=first[-1].cursor)
     check_samples(request, first + rest)
-    assert await gateway.trainer.collect(request, cursor=12) == []
+    assert await gateway.trainer.collect(request, cursor=rest[-1].cursor) == []
+
+
+async def test_a_stream_begins_at_once_though_no_sample_has_ended(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fake = await cluster.instance("i0")
+    fake.hold_at = 0
+    await cluster.serving(gateway, 1)
+    request = make_batch()
+    await gateway.trainer.submit(request)
+    stream = gateway.trainer.events(request)
+    first = await stream.read()
+    assert not first.HasField("sample")
+    assert (first.cursor, first.finished, first.total) == (0, 0, 12)
+    fake.hold_at = None
+    samples, events = SampleStream(stream), []
+    while (event := await samples.read()) is not grpc.aio.EOF:
+        events.append(event)
+    check_samples(request, events)
 
 
 async def test_a_repeated_submission_is_answered_as_the_first(cluster: Cluster) -> None:
@@ -82,7 +101,7 @@ async def test_another_batch_under_the_same_id_is_refused(cluster: Cluster) -> N
 
 @pytest.mark.parametrize("keep_partial", [True, False])
 async def test_cancelled_samples_are_delivered_as_aborted(cluster: Cluster, keep_partial: bool) -> None:
-    gateway = await cluster.gateway(room_factor=1.0)
+    gateway = await cluster.gateway(room_factor=1.0, abort_timeout_seconds=CALL)
     fake = await cluster.instance("i0", max_running=4)
     fake.hold_at = 6
     await cluster.serving(gateway, 1)
@@ -155,9 +174,7 @@ async def test_an_instance_that_does_not_answer_an_abort_holds_up_nobody(cluster
     assert [event.sample.status for event in events] == [sample_pb2.SAMPLE_STATUS_ABORTED] * 2
 
 
-async def test_samples_past_the_deadline_are_delivered_as_aborted_with_their_tokens(
-    cluster: Cluster,
-) -> None:
+async def test_samples_past_the_deadline_are_delivered_as_aborted_with_their_tokens(cluster: Cluster) -> None:
     gateway = await cluster.gateway()
     fake = await cluster.instance("i0")
     fake.hold_at = 5
@@ -197,7 +214,7 @@ async def test_more_samples_than_the_bound_are_refused_with_the_resource(cluster
 
 
 async def expect_violations(call: Any, code: str = "INVALID_ARGUMENT") -> set[str]:
-    """The fields that the call is refused for."""
+    """Return the fields that the call is refused for."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     assert error.value.code().name == code
@@ -239,14 +256,16 @@ async def test_a_batch_id_must_be_a_name(cluster: Cluster, batch_id: str) -> Non
     assert await expect_violations(gateway.trainer.submit(request)) == {"batch_id"}
 
 
-async def test_a_wrong_policy_version_is_refused_with_both_versions(cluster: Cluster) -> None:
+async def test_a_wrong_policy_version_is_refused_with_both_versions_and_the_way_out(cluster: Cluster) -> None:
     gateway = await cluster.gateway()
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await gateway.trainer.submit(make_batch(version=4))
     assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert dict(details(error.value)["ErrorInfo"].metadata) == {"current": "0", "requested": "4"}
+    found = dict(details(error.value)["ErrorInfo"].metadata)
+    assert found == {"current": "0", "requested": "4", "model": "fake"}
+    assert "a pool of its own with version 4" in (error.value.details() or "")
 
 
 async def test_without_an_instance_a_batch_is_refused_for_now(cluster: Cluster) -> None:
@@ -267,8 +286,7 @@ async def test_a_stream_of_what_is_not_there_is_refused(cluster: Cluster) -> Non
         await gateway.trainer.collect(request)
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
     await gateway.trainer.submit(request)
-    assert await expect_violations(gateway.trainer.collect(request, cursor=1)) == {"cursor"}
-    assert await expect_violations(gateway.trainer.collect(request, cursor=13)) == {"cursor"}
+    assert await expect_violations(gateway.trainer.collect(request, cursor=1 << 63)) == {"cursor"}
 
 
 async def test_generate_sends_deltas_and_then_the_whole_sample(cluster: Cluster) -> None:
@@ -295,6 +313,10 @@ async def test_generate_sends_deltas_and_then_the_whole_sample(cluster: Cluster)
     *_, resumed = [event async for event in gateway.trainer.rollouts.Generate(request, timeout=CALL)]
     assert list(resumed.sample.token_ids) == list(last.sample.token_ids[20:])
     assert list(fake.accepted[-1].prefix_token_ids) == list(last.sample.token_ids[:20])
+    assert all(item.streamed for item in fake.accepted)
+    await gateway.trainer.submit(batch)
+    await gateway.trainer.collect(batch)
+    assert not fake.accepted[-1].streamed
 
 
 async def test_a_generate_whose_caller_is_gone_ends_on_the_instance(cluster: Cluster) -> None:
@@ -311,6 +333,4 @@ async def test_a_generate_whose_caller_is_gone_ends_on_the_instance(cluster: Clu
     await call.read()
     call.cancel()
     await until(lambda: fake.aborted and not fake.running(), "the sample is aborted on the instance")
-    await until(
-        lambda: gateway.gateway.leadership.leading().dispatcher.unfinished == 0, "nothing is unfinished"
-    )
+    await until(lambda: gateway.gateway.leadership.leading().batches.unfinished == 0, "nothing is unfinished")

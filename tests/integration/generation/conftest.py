@@ -9,9 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.internal.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.instances import CALL, Caller, InstanceProcess, Outcome, calling, generate, item, stub_of
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -31,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="package")
 def start(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., InstanceProcess]:
-    """Makes instances of one fleet, not yet launched."""
+    """Make instances of one fleet, not yet launched."""
 
     def make(model: Path, name: str, **settings: Any) -> InstanceProcess:
         folder = tmp_path_factory.mktemp(name)
@@ -67,6 +69,16 @@ def successor(replaceable: InstanceProcess) -> InstanceProcess:
     return replaceable
 
 
+async def draft_always(address: str, run_id: str) -> None:
+    """Drafts of fixed length in a run: a planner on a busy machine may find, rightly or not, that none pay."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        knobs = policy_pb2_grpc.KnobServiceStub(channel)
+        report = await knobs.GetSpeculationReport(policy_pb2.GetSpeculationReportRequest(), timeout=CALL)
+        request = policy_pb2.ApplyKnobsRequest(revision=report.revision + 1)
+        request.runs[run_id].mode = "fixed"
+        await knobs.ApplyKnobs(request, timeout=CALL)
+
+
 class Policy:
     """An instance and the version it serves now."""
 
@@ -89,7 +101,7 @@ class Policy:
                 load = (await self.look()).instance.load
 
     def item(self, handle: int, prompt: Sequence[int] | None = None, **fields: Any) -> pb.WorkItem:
-        """An item of the version served; without a prompt, one that belongs to the handle. The seed too."""
+        """Return an item of the version served; without a prompt, one that belongs to the handle. The seed too."""
         fields = {"policy_version": self.version, "seed": 1000 + handle, "max_tokens": 40} | fields
         return item(handle, prompt_of(handle) if prompt is None else prompt, **fields)
 
@@ -105,13 +117,13 @@ class Policy:
     async def stage(self, version: int, folder: Path, checksum: str = "") -> pb.StageWeightsResponse:
         """Stage the weights in a folder."""
         disk = {"path": str(folder), "checksum": checksum}
-        request = pb.StageWeightsRequest(version=version, disk=disk)
+        request = pb.StageWeightsRequest(policy_version=version, disk=disk)
         staged: pb.StageWeightsResponse = await self.stub.StageWeights(request, timeout=CALL)
         return staged
 
     async def apply(self, version: int) -> pb.ApplyWeightsResponse:
         """Apply staged weights."""
-        request = pb.ApplyWeightsRequest(version=version)
+        request = pb.ApplyWeightsRequest(policy_version=version)
         applied: pb.ApplyWeightsResponse = await self.stub.ApplyWeights(request, timeout=CALL)
         await self.look()
         return applied
@@ -132,11 +144,12 @@ class Policy:
 
     @asynccontextmanager
     async def midway(
-        self, handles: Sequence[int], streams: int = 1, **fields: Any
+        self, handles: Sequence[int], streams: int = 1, begun: int | None = None, **fields: Any
     ) -> AsyncIterator[list[Caller]]:
         """Callers on so many streams, each with these samples: all are half done and the engine is paused.
 
-        A sample may end before the pause is heard: then all of them are begun again.
+        With `begun` it is known of the first so many only that they have begun. A sample may end before the pause
+        is heard: then all of them are begun again.
         """
         for _ in range(ATTEMPTS):
             async with AsyncExitStack() as stack:
@@ -144,9 +157,10 @@ class Policy:
                 for caller in callers:
                     await caller.send([self.item(handle, **fields) for handle in handles])
                 for caller in callers:
-                    await caller.started(*handles)
+                    await caller.started(*handles[:begun])
                 await self.pause()
-                if (await self.look()).instance.load.running == streams * len(handles):
+                load = (await self.look()).instance.load
+                if load.running + load.waiting == streams * len(handles):
                     yield callers
                     return
                 await self.resume()
@@ -156,7 +170,7 @@ class Policy:
 
 
 def prompt_of(handle: int) -> list[int]:
-    """A prompt of the handle's own."""
+    """Return a prompt of the handle's own."""
     chosen = random.Random(handle)
     return [chosen.randrange(2, VOCAB_SIZE) for _ in range(PROMPT)]
 

@@ -16,12 +16,14 @@ from uuid import uuid4
 
 import grpc
 import pytest
+from redis import Redis
 
 from paceline.internal.v1 import draft_pb2
 from paceline.internal.v1 import draft_pb2_grpc as draft_rpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.local.child import Child, ChildSpec
+from services.platform.redis.connection import Keys
 from tests.integration.generation.conftest import ATTEMPTS, PROMPT, Policy
 from tests.support.instances import CALL, Caller, InstanceProcess, Outcome, calling, stub_of
 from tests.support.zygote import launch
@@ -37,6 +39,7 @@ class Store:
     """A replica of the draft store in a process of its own."""
 
     def __init__(self, redis_url: str, folder: Path, spawner: ThreadPoolExecutor) -> None:
+        self._redis_url = redis_url
         self._folder = folder
         self._spawner = spawner
         self._argv = [
@@ -52,7 +55,7 @@ class Store:
         return self._child
 
     def start(self) -> None:
-        """Returns when it takes calls."""
+        """Return when it takes calls."""
         self._starts += 1
         ready = self._folder / f"store.{self._starts}.json"
         log = self._folder / f"store.{self._starts}.log"
@@ -72,9 +75,11 @@ class Store:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """It takes calls and does not answer."""
+        """It takes calls and does not answer. It is registered all the time, however long that is."""
         self._process.signal(signal.SIGSTOP)
         try:
+            with Redis.from_url(self._redis_url) as redis:
+                redis.pexpire(Keys(SPACE).registry("drafts", "drafts-0"), int(2 * CALL * 1000))
             yield
         finally:
             self._process.signal(signal.SIGCONT)
@@ -140,13 +145,13 @@ def new_run() -> str:
 
 
 def named(policy: Policy, run: str, handle: int, **fields: Any) -> pb.WorkItem:
-    """An item with a place in a run: slot and prompt are the handle's."""
+    """Return an item with a place in a run: slot and prompt are the handle's."""
     own = {"run_id": run, "prompt_id": f"prompt-{handle}", "slot": handle, "step": 1}
     return policy.item(handle, **({"max_tokens": LENGTH, "ignore_eos": True} | own | fields))
 
 
 def rollout(item: pb.WorkItem, tokens: Sequence[int], **fields: Any) -> draft_pb2.Rollout:
-    """A rollout of the sample that an item asks for."""
+    """Return a rollout of the sample that an item asks for."""
     logprobs = fields.pop("logprobs", ())
     known: dict[str, Any] = {
         "run_id": item.run_id,
@@ -339,18 +344,41 @@ async def test_a_store_that_dies_costs_drafts_and_is_used_again_when_it_is_back(
 
 LENIENT = {"level": sample_pb2.EXACTNESS_LEVEL_LENIENT, "lenience": 1.5}
 HISTORY = draft_pb2.ROLLOUT_KIND_HISTORY
+FETCHED, EXPIRED = "paceline_drafts_fetched_rollouts_total", "paceline_drafts_waits_expired_total"
 
 
-async def test_a_lenient_sample_takes_over_what_the_policy_still_says(policy: Policy, store: Store) -> None:
+async def ask_lenient(
+    policy: Policy,
+    store: Store,
+    drafting: InstanceProcess,
+    handle: int,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+) -> tuple[Outcome, list[float]]:
+    """Outcome of a lenient sample with a cached rollout, and its verified log-probabilities.
+
+    The rollout may arrive after the sample has waited as long as it may: then another sample is asked for.
+    """
+    for attempt in range(ATTEMPTS):
+        item = named(policy, new_run(), handle, exactness=LENIENT, seed=4711 + attempt, step=2)
+        await store.put(rollout(item, tokens, logprobs=logprobs, kind=HISTORY, seed=1, step=1))
+        before = drafting.metrics()
+        async with calling(policy.address) as caller:
+            await caller.send([item])
+            outcome = (await caller.ended(handle))[handle]
+        after = drafting.metrics()
+        fetched = after[FETCHED] - before[FETCHED]
+        if fetched and after[EXPIRED] == before[EXPIRED]:
+            deltas = [delta for each in caller.responses for delta in each.deltas]
+            return outcome, [value for delta in deltas for value in delta.verified_logprobs]
+    pytest.fail("no rollout was fetched in the time that a lenient sample waits")
+
+
+async def test_a_lenient_sample_takes_over_what_the_policy_still_says(
+    policy: Policy, store: Store, drafting: InstanceProcess
+) -> None:
     known = (await plain(policy, [10]))[10]
-    item = named(policy, new_run(), 10, exactness=LENIENT, seed=4711, step=2)
-    await store.put(rollout(item, known.tokens, logprobs=known.logprobs, kind=HISTORY, seed=1, step=1))
-    async with calling(policy.address) as caller:
-        await caller.send([item])
-        outcome = (await caller.ended(10))[10]
-        verified = [
-            value for each in caller.responses for delta in each.deltas for value in delta.verified_logprobs
-        ]
+    outcome, verified = await ask_lenient(policy, store, drafting, 10, known.tokens, known.logprobs)
     end = end_of(outcome)
     # The policy is the same one, so every token is as likely as it was.
     assert outcome.tokens == known.tokens
@@ -361,14 +389,12 @@ async def test_a_lenient_sample_takes_over_what_the_policy_still_says(policy: Po
 
 
 async def test_a_lenient_sample_leaves_a_rollout_that_the_policy_would_not_say(
-    policy: Policy, store: Store
+    policy: Policy, store: Store, drafting: InstanceProcess
 ) -> None:
     exact = (await plain(policy, [11]))[11]
-    item = named(policy, new_run(), 11, exactness=LENIENT, step=2)
     # What was certain then is not now.
     wrong = [(token + 1) % 512 for token in exact.tokens]
-    await store.put(rollout(item, wrong, logprobs=[0.0] * LENGTH, kind=HISTORY, seed=1, step=1))
-    outcome = (await policy.ask(item))[11]
+    outcome, _ = await ask_lenient(policy, store, drafting, 11, wrong, [0.0] * LENGTH)
     assert end_of(outcome).cached_tokens == LENGTH
     assert end_of(outcome).reused_prefix < LENGTH / 4
     assert len(outcome.tokens) == LENGTH
@@ -389,8 +415,7 @@ async def test_a_lenient_sample_waits_no_longer_than_it_may(
     with store.silent():
         outcome = (await policy.ask(named(policy, new_run(), 13, exactness=LENIENT)))[13]
     assert outcome.tokens == exact.tokens
-    name = "paceline_drafts_waits_expired_total"
-    assert drafting.metrics()[name] == before[name] + 1
+    assert drafting.metrics()[EXPIRED] == before[EXPIRED] + 1
 
 
 async def test_a_lenient_sample_that_is_aborted_while_it_waits_never_runs(
@@ -398,8 +423,9 @@ async def test_a_lenient_sample_that_is_aborted_while_it_waits_never_runs(
 ) -> None:
     async with calling(policy.address) as caller:
         with store.silent():
-            await caller.send([named(policy, new_run(), 14, exactness=LENIENT), named(policy, "", 15)])
-            await caller.send(abort=[14])
+            # In one request: it is taken before it has waited as long as it may.
+            items = [named(policy, new_run(), 14, exactness=LENIENT), named(policy, "", 15)]
+            await caller.send(items, abort=[14])
             await caller.ended(14)
         await caller.ended(15)
     assert caller.of(14).reason == "ABORTED"

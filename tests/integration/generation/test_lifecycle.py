@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2
-from services.platform.config import ServiceConfig
-from services.platform.registry import InstanceRecord, Registry
-from services.platform.store import Keys, connect
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.registry import InstanceRecord, Registry
 from tests.integration.generation.conftest import NAMESPACE, PROMPT, Policy
 from tests.support.instances import BREAKS_AT, CALL, InstanceProcess, calling, stub_of
 
@@ -33,14 +33,21 @@ async def record_of(registry: Registry, name: str) -> InstanceRecord | None:
     return (await registry.list("generation")).get(name)
 
 
+async def registered(registry: Registry, name: str) -> InstanceRecord:
+    """The record of an instance that serves. If it expired, the next heartbeat brings it back."""
+    async with asyncio.timeout(CALL):
+        while (record := await record_of(registry, name)) is None:
+            pass
+    return record
+
+
 async def exit_status(process: InstanceProcess) -> int:
     return await asyncio.to_thread(process.wait)
 
 
 async def test_a_serving_instance_is_registered_and_healthy(policy: Policy, registry: Registry) -> None:
-    record = await record_of(registry, "shared")
+    record = await registered(registry, "shared")
     described = (await policy.look()).instance
-    assert record is not None
     assert (record.address, record.epoch) == (described.address, described.epoch)
     assert (record.max_running, record.max_model_len, record.vocab_size) == (32, 512, 512)
     async with grpc.aio.insecure_channel(policy.address) as channel:
@@ -54,10 +61,9 @@ async def test_sigterm_hands_every_sample_back_and_ends_cleanly(
 ) -> None:
     handles = range(1, 41)
     whole = await fresh.tokens(handles, **LONG)
-    assert await record_of(registry, "successor") is not None
-    async with calling(fresh.address) as caller:
-        await caller.send([fresh.item(handle, **LONG) for handle in handles])
-        await caller.started(1, 2, 3, tokens=20)
+    await registered(registry, "successor")
+    # More than run at once. Paused: none of them ends before it is told to.
+    async with fresh.midway(handles, begun=3, **LONG) as (caller,):
         successor.terminate()
         assert await caller.rest() == grpc.StatusCode.OK
         outcomes = {handle: caller.of(handle) for handle in handles}
@@ -106,7 +112,7 @@ async def test_a_broken_engine_ends_its_streams_and_its_process(
             await breaking.look()
             short = await breaking.tokens([1, 2], max_tokens=BREAKS_AT, ignore_eos=True)
             assert short == {handle: whole[handle][:BREAKS_AT] for handle in (1, 2)}
-            assert await record_of(registry, "breaking") is not None
+            await registered(registry, "breaking")
             async with calling(process.address) as idle:
                 # Answered, so that the stream is known to be open.
                 await idle.send([breaking.item(9, [])])

@@ -15,20 +15,14 @@ from uuid import uuid4
 import grpc
 import pytest
 
-from paceline.internal.v1 import (
-    bubble_pb2,
-    bubble_pb2_grpc,
-    draft_pb2,
-    draft_pb2_grpc,
-    policy_pb2,
-    policy_pb2_grpc,
-)
+from paceline.internal.v1 import bubble_pb2, bubble_pb2_grpc, draft_pb2, draft_pb2_grpc
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.times import seconds_of, timestamp
 from services.local.child import Child, ChildSpec
-from services.platform.config import ServiceConfig
-from services.platform.registry import InstanceRecord, Registration
-from services.platform.store import Keys, connect
-from tests.integration.generation.conftest import ATTEMPTS, PROMPT, Policy
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.registry import InstanceRecord, Registration
+from tests.integration.generation.conftest import ATTEMPTS, PROMPT, Policy, draft_always
 from tests.support.instances import CALL, InstanceProcess, calling, stub_of
 from tests.support.zygote import launch
 
@@ -44,15 +38,23 @@ ASLEEP = "paceline_generation_asleep"
 class Poll:
     """A poll that waits for its answer."""
 
-    def __init__(self, request: bubble_pb2.PollWorkRequest, epoch: int) -> None:
+    def __init__(
+        self, request: bubble_pb2.PollWorkRequest, epoch: int, owed: dict[int, bubble_pb2.PregenerationTask]
+    ) -> None:
         self.request = request
         self.reply: asyncio.Future[bubble_pb2.PollWorkResponse] = asyncio.get_running_loop().create_future()
         self._epoch = epoch
+        self._owed = owed
 
-    def answer(self, *items: bubble_pb2.PregenerationItem, **fields: Any) -> None:
+    def answer(self, *items: bubble_pb2.PregenerationTask, **fields: Any) -> None:
+        """Answer, with the items that the instance has not heard of yet: it may have given up an earlier poll."""
         fields = {"coordinator_epoch": self._epoch, "poll_steps": POLL_STEPS} | fields
+        if fields.get("halt") or fields.get("sleep"):
+            self._owed.clear()
+        self._owed.update({item.lease: item for item in items})
+        tasks = self._owed.values() if self.request.room >= len(self._owed) else ()
         if not self.reply.done():
-            self.reply.set_result(bubble_pb2.PollWorkResponse(items=items, **fields))
+            self.reply.set_result(bubble_pb2.PollWorkResponse(tasks=tasks, **fields))
 
     @property
     def tokens(self) -> dict[int, int]:
@@ -66,6 +68,10 @@ class Poll:
     def returned(self) -> set[int]:
         return {each.lease for each in self.request.progress if each.returned}
 
+    @property
+    def over(self) -> bool:
+        return self.finished | self.returned == self.tokens.keys()
+
 
 class Coordinator(bubble_pb2_grpc.BubbleServiceServicer):
     """Answers polls as a test says. It is in the registry from `__aenter__` to `stop`."""
@@ -75,11 +81,15 @@ class Coordinator(bubble_pb2_grpc.BubbleServiceServicer):
         self._config = ServiceConfig(redis_url=redis_url, namespace=SPACE)
         self._polls: asyncio.Queue[Poll] = asyncio.Queue()
         self._held: set[Poll] = set()
+        # Items that were given and that no poll has named yet, by lease.
+        self._owed: dict[int, bubble_pb2.PregenerationTask] = {}
         self._server = grpc.aio.server()
         self._beating: asyncio.Task[None] | None = None
 
     async def PollWork(self, request: bubble_pb2.PollWorkRequest, context: Any) -> Any:
-        poll = Poll(request, self.epoch)
+        for each in request.progress:
+            self._owed.pop(each.lease, None)
+        poll = Poll(request, self.epoch, self._owed)
         self._polls.put_nowait(poll)
         self._held.add(poll)
         try:
@@ -89,7 +99,7 @@ class Coordinator(bubble_pb2_grpc.BubbleServiceServicer):
             poll.reply.cancel()
 
     async def next(self, holds: Callable[[Poll], Any] = lambda _: True, **fields: Any) -> Poll:
-        """The next poll that is so; the ones before it are answered with nothing, or with `fields`."""
+        """Return the next poll that is so; the ones before it are answered with nothing, or with `fields`."""
         async with asyncio.timeout(CALL):
             while True:
                 poll = await self._polls.get()
@@ -99,12 +109,12 @@ class Coordinator(bubble_pb2_grpc.BubbleServiceServicer):
                     return poll
                 poll.answer(**fields)
 
-    async def give(self, *items: bubble_pb2.PregenerationItem) -> None:
+    async def give(self, *items: bubble_pb2.PregenerationTask) -> None:
         """Hand out items once the instance has room for all of them."""
         (await self.next(lambda poll: poll.request.room >= len(items))).answer(*items)
 
     async def finished(self, *leases: int) -> Poll:
-        """The poll in which the last of these leases was finished."""
+        """Return the poll in which the last of these leases was finished."""
         done: set[int] = set()
 
         def all_done(poll: Poll) -> bool:
@@ -117,7 +127,7 @@ class Coordinator(bubble_pb2_grpc.BubbleServiceServicer):
         """End what is left of a test."""
         for poll in self._held:
             poll.answer(halt=True)
-        (await self.next(halt=True)).answer(halt=True)
+        (await self.next(lambda poll: poll.over, halt=True)).answer(halt=True)
 
     async def __aenter__(self) -> Self:
         bubble_pb2_grpc.add_BubbleServiceServicer_to_server(self, self._server)
@@ -160,7 +170,7 @@ class Store:
         self._child: Child | None = None
 
     def start(self) -> None:
-        """Returns when it takes calls."""
+        """Return when it takes calls."""
         name = uuid4().hex
         ready = self._folder / f"{name}.json"
         argv = [*self._argv, f"--ready-file={ready}"]
@@ -179,7 +189,7 @@ class Store:
         return self._child is not None and self._child.alive
 
     async def tokens(self, run: str, prompts: Sequence[str]) -> dict[int, list[int]]:
-        """The pre-generated tokens of a run by slot."""
+        """Return the pre-generated tokens of a run by slot."""
         return {
             slot: list(struct.unpack(f"<{len(each.token_ids) // 4}I", each.token_ids))
             for slot, each in (await self.rollouts(run, prompts)).items()
@@ -265,16 +275,6 @@ async def coordinator(redis_url: str, policy: Policy) -> AsyncIterator[Coordinat
         await made.halt()
 
 
-async def draft_always(ahead: InstanceProcess, run_id: str) -> None:
-    """Drafts of fixed length in a run: a planner on a busy machine may find, rightly or not, that none pay."""
-    async with grpc.aio.insecure_channel(ahead.address) as channel:
-        knobs = policy_pb2_grpc.KnobServiceStub(channel)
-        report = await knobs.GetPolicyReport(policy_pb2.GetPolicyReportRequest(), timeout=CALL)
-        request = policy_pb2.ApplyKnobsRequest(revision=report.revision + 1)
-        request.runs[run_id].update({"mode": "fixed"})
-        await knobs.ApplyKnobs(request, timeout=CALL)
-
-
 class Work:
     """Samples of one run, to pre-generate and for real: handle, lease and slot are the same number."""
 
@@ -295,12 +295,12 @@ class Work:
         return self._policy.item(number, max_tokens=self._length, ignore_eos=True, **(own | fields))
 
     def plain(self, number: int) -> pb.WorkItem:
-        """The same sample without a name: nothing is known of it."""
+        """Return the same sample without a name: nothing is known of it."""
         return self.real(number, run_id="", prompt_id="")
 
-    def item(self, number: int) -> bubble_pb2.PregenerationItem:
+    def item(self, number: int) -> bubble_pb2.PregenerationTask:
         real = self.real(number)
-        return bubble_pb2.PregenerationItem(
+        return bubble_pb2.PregenerationTask(
             lease=number,
             run_id=real.run_id,
             prompt_id=real.prompt_id,
@@ -318,30 +318,37 @@ class Work:
 
 
 async def midway(
-    policy: Policy, coordinator: Coordinator, ahead: InstanceProcess, work: Work, first: int, count: int
-) -> tuple[list[int], Poll]:
-    """Numbers of items that are half done, from `first` on, and the poll that told of them; the engine is paused,
-    and asks for nothing more.
+    policy: Policy, coordinator: Coordinator, ahead: InstanceProcess, first: int, count: int
+) -> tuple[Work, list[int], Poll]:
+    """Long tasks that are half done, their numbers from `first` on, and the poll that reported them.
 
-    An item may end before the pause is heard: then others are begun.
+    The engine is paused, and asks for nothing more.
+
+    An item may end before the pause is heard: then others are begun, of another run.
     """
     for attempt in range(ATTEMPTS):
+        work = Work(policy, LONG)
         numbers = [first + 1000 * attempt + n for n in range(count)]
         await coordinator.give(*map(work.item, numbers))
         poll = await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
         await policy.pause()
         if ahead.metrics()["paceline_generation_background_samples"] == count:
-            return numbers, poll
+            return work, numbers, poll
         await policy.resume()
         await coordinator.halt()
     pytest.fail("items always ended before the engine could be paused")
+
+
+async def until_asleep(coordinator: Coordinator, ahead: InstanceProcess) -> Poll:
+    """Tell the instance to sleep until it does; its next poll, while which waits no such answer is under way."""
+    return await coordinator.next(lambda _: ahead.metrics()[ASLEEP], sleep=True)
 
 
 async def test_what_is_pregenerated_is_what_the_real_samples_will_be(
     policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
 ) -> None:
     work, numbers = Work(policy), [1, 2, 3, 4, 5, 6]
-    await draft_always(ahead, work.run)
+    await draft_always(ahead.address, work.run)
     await coordinator.give(*map(work.item, numbers))
     poll = await coordinator.finished(*numbers)
     assert poll.request.instance_id == "ahead"
@@ -376,8 +383,8 @@ async def test_what_is_pregenerated_is_what_the_real_samples_will_be(
 async def test_real_work_ends_it_at_once_and_it_goes_on_later(
     policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
 ) -> None:
-    work, real = Work(policy, LONG), [101, 102, 103]
-    ahead_of_time, _ = await midway(policy, coordinator, ahead, work, 11, 4)
+    real = [101, 102, 103]
+    work, ahead_of_time, _ = await midway(policy, coordinator, ahead, 11, 4)
     async with calling(policy.address) as caller:
         await caller.send([work.plain(number) for number in real])
         given_back = await coordinator.next(lambda poll: poll.returned >= set(ahead_of_time))
@@ -409,26 +416,28 @@ async def test_real_work_ends_it_at_once_and_it_goes_on_later(
 async def test_weights_are_applied_while_it_goes_on(
     policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess, models: tuple[Path, Path]
 ) -> None:
-    work = Work(policy, LONG)
     await policy.stage(policy.version + 1, models[1])
-    numbers, before = await midway(policy, coordinator, ahead, work, 21, 3)
+    work, numbers, before = await midway(policy, coordinator, ahead, 21, 3)
     applied = await policy.apply(policy.version + 1)
-    assert 0 < applied.halt_seconds < applied.seconds
-    # Stored when the call returns: the next step's samples may be anywhere.
-    drafts = await store.tokens(work.run, work.prompts)
-    for number in numbers:
-        assert len(drafts[number]) >= before.tokens[number]
+    assert 0 < seconds_of(applied.halt_time) < seconds_of(applied.apply_time)
     await policy.resume()
     poll = await coordinator.next(lambda poll: poll.returned >= set(numbers))
     assert poll.request.policy_version == policy.version
+    ended = {number: poll.tokens[number] for number in numbers}
+    assert all(ended[number] >= before.tokens[number] for number in numbers)
+    # All of it goes to the store: the next step's samples may be anywhere.
+    async with asyncio.timeout(CALL):
+        drafts = await store.tokens(work.run, work.prompts)
+        while {number: len(tokens) for number, tokens in drafts.items()} != ended:
+            drafts = await store.tokens(work.run, work.prompts)
     new = await work.truth(numbers)
     outcomes = await policy.ask(*[work.real(number) for number in numbers])
     for number in numbers:
-        ended = outcomes[number].finished
-        assert ended is not None
+        end = outcomes[number].finished
+        assert end is not None
         assert outcomes[number].tokens == new[number], "a draft of the old policy is only a draft"
-        assert ended.cached_tokens == len(drafts[number])
-        assert ended.reused_prefix < ended.cached_tokens
+        assert end.cached_tokens == ended[number]
+        assert end.reused_prefix < end.cached_tokens
     poll.answer()
     await policy.update(models[0])
     old = await work.truth(numbers)
@@ -446,7 +455,7 @@ async def test_a_halt_leaves_nothing_running(
         await coordinator.give(*map(work.item, numbers))
         poll = await coordinator.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
         left = numbers - poll.finished
-        poll.answer(halt=True, halted_at=time.time())
+        poll.answer(halt=True, halted_at=timestamp(time.time()))
         if not left:
             continue
         poll = await coordinator.next(lambda poll: poll.returned | poll.finished >= left)  # noqa: B023
@@ -471,24 +480,18 @@ async def test_a_sleeping_instance_wakes_for_whatever_needs_it(
     truth = await work.truth(numbers)
     await coordinator.give(work.item(43))
     (await coordinator.next(lambda poll: poll.tokens)).answer(sleep=True)
-    await coordinator.next(lambda poll: 43 in poll.returned | poll.finished, sleep=True)
-    assert ahead.metrics()[ASLEEP] == 1
-    # Real work, while the coordinator still says so.
+    await until_asleep(coordinator, ahead)
+    assert ahead.metrics()["paceline_generation_background_samples"] == 0
+    # Real work, while that is the coordinator's last word.
     assert await work.truth(numbers) == truth
     assert ahead.metrics()[ASLEEP] == 0
-    (await coordinator.next(lambda poll: poll.request.room)).answer(sleep=True)
-    await coordinator.next(lambda poll: poll.request.room)
-    assert ahead.metrics()[ASLEEP] == 1
     # New weights.
+    await until_asleep(coordinator, ahead)
     await policy.update(models[0])
     assert ahead.metrics()[ASLEEP] == 0
-    (await coordinator.next(lambda poll: poll.request.room)).answer(sleep=True)
-    poll = await coordinator.next(lambda poll: poll.request.room)
-    assert ahead.metrics()[ASLEEP] == 1
     # An answer that says nothing of sleep.
-    poll.answer()
-    await coordinator.next()
-    assert ahead.metrics()[ASLEEP] == 0
+    (await until_asleep(coordinator, ahead)).answer()
+    await coordinator.next(lambda _: not ahead.metrics()[ASLEEP])
     assert await work.truth(numbers) == truth
 
 
@@ -517,7 +520,7 @@ async def test_without_a_store_the_instance_has_its_own_drafts(
     policy: Policy, store: Store, coordinator: Coordinator, ahead: InstanceProcess
 ) -> None:
     work, numbers = Work(policy), [61, 62, 63]
-    await draft_always(ahead, work.run)
+    await draft_always(ahead.address, work.run)
     truth = await work.truth(numbers)
     store.stop()
     await coordinator.give(*map(work.item, numbers))

@@ -45,10 +45,10 @@ async def test_new_weights_give_the_tokens_of_an_instance_started_on_them(
     staged = await updated.stage(updated.version + 1, models[1])
     content = (models[1] / "model.safetensors").read_bytes()
     assert staged.checksum == f"sha256:{hashlib.sha256(content).hexdigest()}"
-    assert (await updated.look()).staged_version == updated.version + 1
+    assert (await updated.look()).staged_policy_version == updated.version + 1
     applied = await updated.apply(updated.version + 1)
     assert applied.dropped_blocks > 0
-    assert (await updated.look()).staged_version == 0
+    assert (await updated.look()).staged_policy_version == 0
     new = await updated.tokens(HANDLES)
     assert new == await fresh.tokens(HANDLES)
     assert all(new[handle] != old[handle] for handle in HANDLES)
@@ -108,11 +108,11 @@ async def test_only_what_is_staged_is_applied(policy: Policy, models: tuple[Path
         assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         assert f"version {other} is not staged" in (caught.value.details() or "")
     # Discarding another version leaves it; applying what is served already is no change.
-    await policy.stub.DiscardWeights(pb.DiscardWeightsRequest(version=version + 2), timeout=CALL)
-    assert (await policy.look()).staged_version == version + 1
+    await policy.stub.DiscardWeights(pb.DiscardWeightsRequest(policy_version=version + 2), timeout=CALL)
+    assert (await policy.look()).staged_policy_version == version + 1
     assert (await policy.apply(version)).dropped_blocks == 0
-    await policy.stub.DiscardWeights(pb.DiscardWeightsRequest(version=version + 1), timeout=CALL)
-    assert (await policy.look()).staged_version == 0
+    await policy.stub.DiscardWeights(pb.DiscardWeightsRequest(policy_version=version + 1), timeout=CALL)
+    assert (await policy.look()).staged_policy_version == 0
     with pytest.raises(grpc.aio.AioRpcError, match="not staged"):
         await policy.apply(version + 1)
     assert policy.version == version
@@ -201,7 +201,7 @@ async def test_every_bad_folder_is_refused_and_the_engine_goes_on_unharmed(
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert str(folder) in (error.details() or "")
 
-    assert (await policy.look()).staged_version == 0
+    assert (await policy.look()).staged_policy_version == 0
     assert policy.version == version - 1
     assert await policy.tokens(HANDLES) == before
 
@@ -212,13 +212,13 @@ async def test_a_refused_folder_leaves_what_is_staged(
     version = updated.version + 1
     await updated.stage(version, models[1])
     await refusal(updated, version + 1, tmp_path)
-    assert (await updated.look()).staged_version == version
+    assert (await updated.look()).staged_policy_version == version
     await updated.apply(version)
 
 
 async def test_weights_of_a_drafter_are_refused(policy: Policy, models: tuple[Path, Path]) -> None:
     request = pb.StageWeightsRequest(
-        version=1, target=weight_pb2.WEIGHT_TARGET_DRAFTER, disk={"path": str(models[1])}
+        policy_version=1, target=weight_pb2.WEIGHT_TARGET_DRAFTER, disk={"path": str(models[1])}
     )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await policy.stub.StageWeights(request, timeout=CALL)

@@ -9,8 +9,9 @@ import grpc
 import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2, sample_pb2
-from tests.integration.generation.conftest import PROMPT, Policy, prompt_of
+from tests.integration.generation.conftest import PROMPT, Policy, draft_always, prompt_of
 from tests.support.instances import CALL, InstanceProcess, calling
 from tests.support.models import END_TOKEN, VOCAB_SIZE
 
@@ -38,7 +39,7 @@ async def test_every_sample_gets_its_tokens_exactly_once(policy: Policy) -> None
             assert outcome.reason == "LENGTH"
             assert len(outcome.tokens) == 1 + 3 * handle
         assert 0 < outcome.finished.decode_steps <= len(outcome.tokens)
-        assert outcome.finished.generation_seconds > 0
+        assert seconds_of(outcome.finished.generation_time) > 0
     assert {outcome.reason for outcome in outcomes.values()} == {"STOP", "LENGTH"}
     assert len({tuple(outcome.tokens[:8]) for outcome in outcomes.values()}) > 40
 
@@ -58,7 +59,7 @@ async def test_a_response_says_load_and_version(policy: Policy) -> None:
         last = caller.responses[-1]
     assert last.policy_version == policy.version
     assert last.load.generated_tokens >= 40
-    assert 0 < last.load.step_seconds < 10
+    assert 0 < seconds_of(last.load.step_time) < 10
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -67,7 +68,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "huge token": ({"prompt": [2**32 - 1]}, "prompt_token_ids[0]"),
     "prompt without room": ({"prompt": [5] * MODEL_LENGTH}, "prompt_token_ids"),
     "bad prefix": ({"prefix_token_ids": [1, 2, 600]}, "prefix_token_ids[2]"),
-    "bad draft": ({"given_draft": [700]}, "given_draft[0]"),
+    "bad draft": ({"reference_token_ids": [700]}, "reference_token_ids[0]"),
     "negative temperature": ({"temperature": -1}, "sampling.temperature"),
     "NaN temperature": ({"temperature": math.nan}, "sampling.temperature"),
     "zero top_p": ({"top_p": 0}, "sampling.top_p"),
@@ -161,16 +162,18 @@ async def test_a_prefix_longer_than_the_response_may_be_is_refused(policy: Polic
 
 
 async def test_a_given_draft_changes_the_steps_and_not_the_tokens(policy: Policy) -> None:
-    plain = await policy.ask(policy.item(1, max_tokens=80, ignore_eos=True))
+    await draft_always(policy.address, "given")
+    fields: dict[str, Any] = {"max_tokens": 80, "ignore_eos": True, "run_id": "given"}
+    plain = await policy.ask(policy.item(1, **fields))
     tokens = plain[1].tokens
     wrong = [*tokens[:20], (tokens[20] + 1) % VOCAB_SIZE, *tokens[21:50], *tokens[55:]]
     for draft, most_steps in ((tokens, 12), (wrong, 30), ([9] * 80, 80)):
-        outcome = (await policy.ask(policy.item(1, max_tokens=80, ignore_eos=True, given_draft=draft)))[1]
+        outcome = (await policy.ask(policy.item(1, reference_token_ids=draft, **fields)))[1]
         assert outcome.tokens == tokens
         assert outcome.logprobs == pytest.approx(plain[1].logprobs, abs=1e-4)
         assert outcome.finished is not None
         assert outcome.finished.decode_steps <= most_steps
-    drafted = (await policy.ask(policy.item(1, max_tokens=80, ignore_eos=True, given_draft=tokens)))[1]
+    drafted = (await policy.ask(policy.item(1, reference_token_ids=tokens, **fields)))[1]
     assert drafted.finished is not None
     # The suffix drafter knows the text by now too: whose offer is taken is the plan's affair.
     sources = drafted.finished.draft_sources
@@ -258,12 +261,15 @@ async def test_status_describes_the_instance(policy: Policy, instance: InstanceP
 async def test_metrics_count_what_was_generated_and_drafted(
     policy: Policy, instance: InstanceProcess
 ) -> None:
-    # A sample whose caller has gone is ended between two steps, which may be after its last test.
+    # A sample whose caller has gone is ended between two steps, which may be after its last test. What was counted
+    # of its drafts is published with the end of another one at the latest.
     await policy.until_samples(0)
+    await draft_always(policy.address, "counted")
+    fields: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "run_id": "counted"}
+    await policy.ask(policy.item(2, **fields))
     before = instance.metrics()
-    plain = (await policy.ask(policy.item(1, max_tokens=30, ignore_eos=True)))[1]
-    draft = plain.tokens
-    drafted = await policy.ask(policy.item(1, max_tokens=30, ignore_eos=True, given_draft=draft))
+    plain = (await policy.ask(policy.item(1, **fields)))[1]
+    drafted = await policy.ask(policy.item(1, reference_token_ids=plain.tokens, **fields))
     after = instance.metrics()
 
     def grown(name: str) -> float:
@@ -274,7 +280,7 @@ async def test_metrics_count_what_was_generated_and_drafted(
     finished = [outcome.finished for outcome in (plain, drafted[1]) if outcome.finished is not None]
     sources = [source for each in finished for source in each.draft_sources]
     for kind in ("drafted", "accepted"):
-        for drafter in ("given", "suffix"):
+        for drafter in ("reference", "suffix"):
             expected = sum(getattr(source, kind) for source in sources if source.drafter == drafter)
             series = [
                 name for name in after if name.startswith(f"paceline_speculation_{kind}_tokens_total{{")

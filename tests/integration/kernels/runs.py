@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.generation.engine.types import SampleRequest
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EngineRequest
 
 LONGEST_DRAFT = 7
 
 
-def requests_of(vocab_size: int, lengths: Sequence[int], max_tokens: int) -> tuple[SampleRequest, ...]:
+def requests_of(vocab_size: int, lengths: Sequence[int], max_tokens: int) -> tuple[EngineRequest, ...]:
     """Samples whose prompts have these lengths."""
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
     return tuple(
-        SampleRequest(
+        EngineRequest(
             f"s{i}",
             tuple((7 * i + 13 * j) % (vocab_size - 2) + 2 for j in range(length)),
             (),
@@ -28,11 +28,11 @@ def requests_of(vocab_size: int, lengths: Sequence[int], max_tokens: int) -> tup
 
 def generate(
     engine: Any,
-    requests: Sequence[SampleRequest],
+    requests: Sequence[EngineRequest],
     truth: Mapping[str, Sequence[int]] | None = None,
     late: int = 0,
 ) -> dict[str, list[int]]:
-    """The tokens of samples, of which the last `late` come after two steps, while the others decode.
+    """Return the tokens of samples, of which the last `late` come after two steps, while the others decode.
 
     With the `truth`, samples are drafted for: as many tokens as differ from sample to sample and step to step, none
     now and then, and the last one is sometimes wrong.
@@ -91,7 +91,7 @@ def watch(engine: Any) -> dict[str, Any]:
 
 
 def launched(_: Any) -> list[int]:
-    """The longest query of each launch that Python made since `watch`: replays of graphs are not among them."""
+    """Longest query of each launch that Python made since `watch`; replays of graphs are not included."""
     return list(_launched)
 
 

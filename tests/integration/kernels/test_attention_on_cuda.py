@@ -58,7 +58,7 @@ def plain(model: Path) -> dict[str, Tokens]:
 
 
 def same_share(found: Tokens, plain: Tokens) -> float:
-    """The share of tokens before a sample's first difference."""
+    """Return the share of tokens before a sample's first difference."""
     same = 0
     for sample_id, tokens in plain.items():
         pairs = zip(found[sample_id], tokens, strict=True)

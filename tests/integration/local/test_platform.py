@@ -12,14 +12,14 @@ import pytest
 
 from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
-from services.drafts.convert import to_proto
+from services.contracts.rollout_messages import to_proto
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.child import Child
-from services.local.restarts import RestartPolicy
+from services.local.config import RestartPolicy
 from tests.support.zygote import launch
 from tests.unit.drafts.rollouts import make
 
-CALL = 20.0
+CALL = 60.0
 
 
 @pytest.fixture
@@ -84,33 +84,33 @@ def test_every_process_runs_and_is_shown(config: PlatformConfig) -> None:
 
 
 def test_a_draft_store_comes_back_with_its_rollouts(platform: Platform, config: PlatformConfig) -> None:
-    store = platform.draft_stores[1]
+    store = platform.process("drafts-1")
     put(store)
-    until(lambda: stats(store).snapshot_at)
-    platform.kill_draft_store(1)
+    until(lambda: stats(store).HasField("snapshot_at"))
+    platform.kill("drafts-1")
     platform.check()  # it is meant to be dead
-    platform.restart_draft_store(1)
+    platform.restart("drafts-1")
     assert stats(store).rollouts == 1
-    platform.restart_draft_store(1, kill=True)
+    platform.restart("drafts-1", kill=True)
     assert stats(store).rollouts == 1
-    assert stats(platform.draft_stores[0]).rollouts == 0
+    assert stats(platform.process("drafts-0")).rollouts == 0
     assert [each.name for each in config.snapshots.iterdir()] == ["drafts-1.drafts"]
 
 
 def test_the_coordinator_is_replaced(platform: Platform) -> None:
-    assert platform.bubbles is not None
-    platform.kill_bubbles()
-    assert not platform.bubbles.alive
+    bubbles = platform.process("bubbles")
+    platform.kill("bubbles")
+    assert not bubbles.alive
     platform.check()
-    platform.restart_bubbles()
-    first = platform.bubbles.pid
-    platform.restart_bubbles(kill=True)
-    assert platform.bubbles.pid != first
-    assert platform.bubbles.alive
+    platform.restart("bubbles")
+    first = bubbles.pid
+    platform.restart("bubbles", kill=True)
+    assert bubbles.pid != first
+    assert bubbles.alive
 
 
 def test_one_that_dies_by_itself_is_noticed(platform: Platform) -> None:
-    platform.draft_stores[0].kill()
+    platform.process("drafts-0").kill()
     with pytest.raises(PlatformError, match="drafts-0 ended"):
         platform.check()
 
@@ -120,7 +120,7 @@ def test_they_can_be_left_out(config: PlatformConfig) -> None:
     with Platform(alone, launch=launch) as platform:
         assert [child.spec.name for child in platform.processes] == ["gateway"]
         with pytest.raises(PlatformError, match="not configured"):
-            platform.kill_bubbles()
+            platform.kill("bubbles")
 
 
 def test_a_platform_with_a_new_redis_begins_without_drafts_and_restarts_what_dies(
@@ -128,12 +128,12 @@ def test_a_platform_with_a_new_redis_begins_without_drafts_and_restarts_what_die
 ) -> None:
     config = replace(config, restarts=RestartPolicy(initial=0.05))
     with Platform(config, launch=launch) as first:
-        put(first.draft_stores[0])
+        put(first.process("drafts-0"))
     assert list(config.snapshots.iterdir())
     with Platform(config, launch=launch) as second:
-        store = second.draft_stores[0]
+        store = second.process("drafts-0")
         assert stats(store).rollouts == 0
         killed = store.pid
-        second.kill_draft_store(0)
+        second.kill("drafts-0")
         until(lambda: store.alive and store.pid != killed and store.ready)
         assert stats(store).rollouts == 0

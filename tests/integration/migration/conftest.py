@@ -23,7 +23,9 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_model_len": 1024,
     "namespace": "migration-tests",
-    "migration_stall_seconds": 1.0,
+    # Far longer than anything takes. Nobody waits for it: what goes wrong here is noticed at once.
+    "migration_stall_seconds": 10.0,
+    "migration_timeout_seconds": 30.0,
     "migration_claim_seconds": 4.0,
 }
 
@@ -91,19 +93,19 @@ async def until_empty(caller: Movers) -> None:
     async with asyncio.timeout(CALL):
         for place in range(len(caller.addresses)):
             now = await caller.samples(place)
-            while now.samples or now.free_blocks != now.total_blocks or now.free_seats != now.max_running:
+            while now.samples or now.free_blocks != now.total_blocks or now.free_capacity != now.max_running:
                 await asyncio.sleep(0.02)
                 now = await caller.samples(place)
 
 
 def prompt_of(handle: int) -> list[int]:
-    """A prompt of the handle's own."""
+    """Return a prompt of the handle's own."""
     chosen = random.Random(handle)
     return [chosen.randrange(2, VOCAB_SIZE) for _ in range(PROMPT)]
 
 
 def asked(handle: int, **fields: Any) -> pb.WorkItem:
-    """An item with a prompt and a seed of its own."""
+    """Return an item with a prompt and a seed of its own."""
     own: dict[str, Any] = {"seed": 1000 + handle, "max_tokens": LENGTH, "ignore_eos": True}
     return item(handle, prompt_of(handle), **(own | fields))
 
@@ -111,13 +113,13 @@ def asked(handle: int, **fields: Any) -> pb.WorkItem:
 async def stage_weights(movers: Movers, place: int, version: int, model: Path) -> None:
     """Have an instance read the weights in a folder, to become a version."""
     disk = {"path": str(model)}
-    staging = pb.StageWeightsRequest(version=version, disk=disk)
+    staging = pb.StageWeightsRequest(policy_version=version, disk=disk)
     await movers.generation[place].StageWeights(staging, timeout=CALL)
 
 
 async def apply_weights(movers: Movers, place: int, version: int) -> None:
     """Have an instance serve what it has staged."""
-    await movers.generation[place].ApplyWeights(pb.ApplyWeightsRequest(version=version), timeout=CALL)
+    await movers.generation[place].ApplyWeights(pb.ApplyWeightsRequest(policy_version=version), timeout=CALL)
 
 
 async def level(movers: Movers, model: Path) -> None:

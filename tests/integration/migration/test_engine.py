@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.generation.engine.types import EngineOptions, SampleRequest
-from services.generation.migration.engine import Exported, KvSpace, Reserved
-from services.generation.migration.outgoing import Part
-from services.generation.migration.reason import NotMoved, Reason
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.engine.kv_types import Exported, KvSpace, Reserved
+from services.generation.engine.types import EngineOptions, EngineRequest
+from services.generation.kv_transfer.outgoing import KvPart
+from services.generation.kv_transfer.reason import NotMoved, Reason
 from tests.support.engine_actor import EngineActor
 
 BLOCK = 32
@@ -49,10 +49,10 @@ def space(engine: Any) -> KvSpace:
 
 
 def seats(engine: Any) -> int:
-    return int(engine.migration.free_seats)
+    return int(engine.migration.free_capacity)
 
 
-def add(engine: Any, *requests: SampleRequest) -> None:
+def add(engine: Any, *requests: EngineRequest) -> None:
     for request in requests:
         engine.add(request)
 
@@ -86,7 +86,7 @@ def migration(engine: Any, method: str, *args: Any) -> Any:
     return getattr(engine.migration, method)(*args)
 
 
-def send(engine: Any, address: str, part: Part) -> Any:
+def send(engine: Any, address: str, part: KvPart) -> Any:
     return engine.migration.own_port().send("m", [address], TOKEN, WAIT, part).result(WAIT)
 
 
@@ -144,9 +144,9 @@ def name(engines: tuple[EngineActor, EngineActor, str]) -> Iterator[str]:
         engine.call(scheduled)
 
 
-def request(name: str, response: list[int] | None = None, **fields: Any) -> SampleRequest:
+def request(name: str, response: list[int] | None = None, **fields: Any) -> EngineRequest:
     sampling = Sampling(**({"max_tokens": 150, "ignore_eos": True} | fields))
-    return SampleRequest(name, PROMPT, tuple(response or ()), sampling, 77)
+    return EngineRequest(name, PROMPT, tuple(response or ()), sampling, 77)
 
 
 def stage_one(
@@ -159,7 +159,7 @@ def stage_one(
     reserved = receiver.call(migration, "reserve", asked, len(PROMPT) + len(response) + 40)
     receiver.call(port, "expect", "m", TOKEN, reserved.blocks, reserved.shared_blocks * BLOCK, WAIT)
     shared, whole = reserved.shared_blocks, exported.tokens // BLOCK
-    part = Part(shared * BLOCK, (whole - shared) * BLOCK, exported.blocks[shared:whole])
+    part = KvPart(shared * BLOCK, (whole - shared) * BLOCK, exported.blocks[shared:whole])
     donor.call(send, address, part)
     return exported, reserved
 
@@ -167,13 +167,13 @@ def stage_one(
 def stage_two(
     engines: tuple[EngineActor, EngineActor, str], name: str, exported: Exported, new: list[int]
 ) -> None:
-    """Freeze, send the rest, enter, and leave."""
+    """Pause, send the rest, enter, and leave."""
     donor, receiver, address = engines
-    frozen = donor.call(migration, "freeze", exported)
+    paused = donor.call(migration, "pause", exported)
     begin = exported.tokens // BLOCK
-    part = Part(begin * BLOCK, frozen.tokens - begin * BLOCK, frozen.blocks[begin:])
+    part = KvPart(begin * BLOCK, paused.tokens - begin * BLOCK, paused.blocks[begin:])
     sent = donor.call(send, address, part)
-    assert receiver.call(port, "received", "m") == (frozen.tokens, sent.crc)
+    assert receiver.call(port, "received", "m") == (paused.tokens, sent.crc)
     receiver.call(port, "drop", "m")
     receiver.call(migration, "enter", f"{name}'", new)
     donor.call(end, name)
@@ -234,7 +234,7 @@ def test_a_prompt_that_the_receiver_knows_is_shared(
     assert len(receiver.call(steps, 0)[f"{name}'"][0]) == 130
 
 
-def test_a_frozen_sample_that_goes_on_is_as_it_was(
+def test_a_paused_sample_that_goes_on_is_as_it_was(
     engines: tuple[EngineActor, EngineActor, str], name: str
 ) -> None:
     donor, receiver, _ = engines
@@ -243,13 +243,13 @@ def test_a_frozen_sample_that_goes_on_is_as_it_was(
     donor.call(add, request(name), request(f"{name}-other"))
     tokens = donor.call(steps, 30)[name][0]
     exported = donor.call(migration, "export", name)
-    donor.call(migration, "freeze", exported)
+    donor.call(migration, "pause", exported)
     # Others go on without it.
     assert donor.call(steps, 5).keys() == {f"{name}-other"}
     with pytest.raises(NotMoved) as caught:
-        donor.call(migration, "freeze", exported)
+        donor.call(migration, "pause", exported)
     assert caught.value.reason is Reason.IN_TRANSIT
-    donor.call(migration, "thaw", name)
+    donor.call(migration, "resume", name)
     donor.call(scheduled)
     tokens += donor.call(steps, 1)[name][0]
     assert donor.call(scheduled)[-1][name] == 1
@@ -257,16 +257,16 @@ def test_a_frozen_sample_that_goes_on_is_as_it_was(
     assert tokens == stayed
 
 
-def test_a_frozen_sample_whose_seat_is_taken_gets_the_next(
+def test_a_paused_sample_whose_seat_is_taken_gets_the_next(
     engines: tuple[EngineActor, EngineActor, str], name: str
 ) -> None:
     donor = engines[0]
     donor.call(add, *[request(f"{name}{each}") for each in "abcd"])
     got = donor.call(steps, 30)
     assert len(got) == SEATS
-    donor.call(migration, "freeze", donor.call(migration, "export", f"{name}a"))
+    donor.call(migration, "pause", donor.call(migration, "export", f"{name}a"))
     assert f"{name}d" in donor.call(steps, 3)
-    donor.call(migration, "thaw", f"{name}a")
+    donor.call(migration, "resume", f"{name}a")
     assert f"{name}a" not in donor.call(steps, 3)
     donor.call(end, f"{name}b")
     donor.call(scheduled)
@@ -275,15 +275,15 @@ def test_a_frozen_sample_whose_seat_is_taken_gets_the_next(
     assert len(got[f"{name}a"][0]) + len(again[f"{name}a"][0]) == 31
 
 
-def test_an_aborted_frozen_sample_leaves_nothing(
+def test_an_aborted_paused_sample_leaves_nothing(
     engines: tuple[EngineActor, EngineActor, str], name: str
 ) -> None:
     donor = engines[0]
     donor.call(add, request(name))
     donor.call(steps, 10)
-    donor.call(migration, "freeze", donor.call(migration, "export", name))
+    donor.call(migration, "pause", donor.call(migration, "export", name))
     donor.call(end, name)
-    donor.call(migration, "thaw", name)
+    donor.call(migration, "resume", name)
 
 
 def test_a_waiting_or_starting_sample_stays(engines: tuple[EngineActor, EngineActor, str], name: str) -> None:
@@ -324,7 +324,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 
     with pytest.raises(NotMoved) as caught:
         until_full()
-    assert caught.value.reason in (Reason.NO_SEAT, Reason.NO_KV)
+    assert caught.value.reason in (Reason.FULL, Reason.NO_KV)
     assert kept
     used = len({block for each in kept for block in each.blocks})
     assert receiver.call(space).free_blocks == total.free_blocks - used

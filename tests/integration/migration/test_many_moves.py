@@ -23,7 +23,7 @@ SAMPLES = 12
 WAVES = 3
 """How often the same samples are moved: to have them stay takes as long as to move them."""
 # Reasons that are no failure: what was asked for came too late, or too early.
-TIMELY = {"FINISHED", "UNKNOWN_SAMPLE", "NOT_DECODING", "IN_TRANSIT", "DONOR_BUSY", "NO_SEAT", "OUTGROWN"}
+TIMELY = {"FINISHED", "UNKNOWN_SAMPLE", "NOT_DECODING", "IN_TRANSIT", "DONOR_BUSY", "FULL", "OUTGROWN"}
 SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7, "top_k": 40},
@@ -33,7 +33,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def items(movers: Movers, wave: int, first: int) -> list[pb.WorkItem]:
-    """The samples of the `first` wave for any wave: of every kind, in groups of two that share a prompt."""
+    """Return the samples of the `first` wave for any wave: of every kind, in groups of two that share a prompt."""
     made = []
     for i in range(SAMPLES):
         like = 1000 * first + i
@@ -45,13 +45,13 @@ def items(movers: Movers, wave: int, first: int) -> list[pb.WorkItem]:
 
 
 def with_drafts(items: list[pb.WorkItem], stayed: list[Outcome], chosen: random.Random) -> list[pb.WorkItem]:
-    """A third gets its own future as a guess, and another third one that goes wrong in places."""
+    """Return a third gets its own future as a guess, and another third one that goes wrong in places."""
     for i, item in enumerate(items):
         guess = list(stayed[i].tokens)
         if i % 3 == 1:
             guess = [chosen.randrange(512) if chosen.random() < 0.1 else token for token in guess]
         if i % 3:
-            item.given_draft[:] = guess
+            item.reference_token_ids[:] = guess
     return items
 
 

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.times import duration
 from tests.integration.migration.conftest import apply_weights, asked, level, stage_weights, until_empty
 from tests.support.instances import InstanceProcess, generate
 from tests.support.moving import Movers, moving, outcome, reason
@@ -32,7 +33,7 @@ _ATTEMPTS = 20
 
 
 async def started(movers: Movers) -> pb.WorkItem:
-    """A sample, number 1, that is half done at the first, which is paused: it cannot end before it is moved."""
+    """Sample number 1, half done at the first instance, which is paused: it cannot end before it moves."""
     for _ in range(_ATTEMPTS):
         item = asked(next(_prompts), policy_version=movers.version, max_tokens=900)
         item.handle = 1
@@ -61,7 +62,8 @@ async def ends(movers: Movers, stayed: list[int], place: int) -> None:
 
 TROUBLES: dict[str, tuple[dict[str, Any], str]] = {
     "cut": ({"cut_after": 20_000}, "CONNECTION"),
-    "stalled": ({"stall_after": 20_000}, "DEADLINE"),
+    # From the first byte on, so that it is the time of the move that is over: a peer is given up later.
+    "stalled": ({"stall_after": 0}, "DEADLINE"),
     "broken": ({"break_at": 20_000}, "CHECKSUM"),
     "commit lost": ({"commit": True}, "RECEIVER_LOST"),
 }
@@ -73,7 +75,7 @@ async def test_the_sample_stays(movers: Movers, relay: Relay, kind: str) -> None
     stayed = await start(movers)
     relay.trouble = Trouble(**trouble)
     # Only what is to come too late has little time.
-    seconds = {"timeout_seconds": 0.4} if why == "DEADLINE" else {}
+    seconds = {"timeout": duration(0.4)} if why == "DEADLINE" else {}
     report = await movers.move(1, 1, receiver_address=relay.address, **seconds)
     assert outcome(report) == ("FAILED", why)
     await ends(movers, stayed, 0)
@@ -86,7 +88,7 @@ async def test_a_lost_answer_to_the_commit(movers: Movers, relay: Relay) -> None
     await ends(movers, stayed, 1)
 
 
-async def test_an_abort_while_it_is_frozen(movers: Movers, relay: Relay) -> None:
+async def test_an_abort_while_it_is_paused(movers: Movers, relay: Relay) -> None:
     stayed = await start(movers)
 
     async def abort() -> None:
@@ -111,7 +113,7 @@ async def test_new_weights_at_the_receiver(
     refused = []
 
     async def apply_to_both() -> None:
-        # The donor does not let new weights in while it has the sample, frozen as it is.
+        # The donor does not let new weights in while it has the sample, paused as it is.
         try:
             await apply_weights(movers, 0, version)
         except grpc.aio.AioRpcError as error:

@@ -8,7 +8,7 @@ from tests.support.prometheus import ROOT, tools
 
 
 def promtool(*arguments: str) -> str:
-    """What promtool says; fails with it when promtool does."""
+    """Return the output of promtool; fail with it if promtool does."""
     command = [str(tools() / "promtool"), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,11 +15,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform import otlp, tracing
-from services.platform.channel import open_channel
-from services.platform.config import ConfigError, ServiceConfig
-from services.platform.errors import NotFound
-from services.platform.server import GrpcServer
+from services.contracts.errors import NotFound
+from services.platform.config.settings import ServiceConfig
+from services.platform.config.sources import ConfigError
+from services.platform.grpc.channel import open_channel
+from services.platform.grpc.server import GrpcServer
+from services.platform.observability import otlp, tracing
+from services.platform.observability.span import NO_SPAN, TRACE_PARENT
 from tests.support.otlp_collector import Collector, Seen
 
 TRAINER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -33,7 +35,14 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-def traced(collector: Collector) -> Iterator[ServiceConfig]:
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last spans are waited for, however slow the collector is."""
+    monkeypatch.setattr(otlp, "STOP_SECONDS", 60.0)
+    monkeypatch.setattr(otlp, "EXPORT_SECONDS", 60.0)
+
+
+@pytest.fixture
+def traced(collector: Collector, patient: None) -> Iterator[ServiceConfig]:
     """A process that sends its spans to the collector."""
     config = ServiceConfig(tracing_endpoint=collector.address)
     tracing.start_tracing("toy", config)
@@ -48,11 +57,11 @@ class Front(fleet_pb2_grpc.FleetServiceServicer):
         self.behind = behind
 
     async def ListInstances(self, request: Any, context: Any) -> fleet_pb2.ListInstancesResponse:
-        """Does something of its own, then what it is asked for."""
+        """Do something of its own, then what it is asked for."""
         tracing.begin("thought", about="instances").end(answer=42)
         if self.behind is None:
             raise NotFound("instance", "none")
-        await self.behind.ListInstances(request, timeout=5)
+        await self.behind.ListInstances(request, timeout=30)
         return fleet_pb2.ListInstancesResponse()
 
 
@@ -73,7 +82,7 @@ async def call(config: ServiceConfig, **kwargs: Any) -> None:
     """One call that goes through two servers and fails at the second."""
     async with serving(config, Front()) as second, serving(config, Front(second)) as first:
         with pytest.raises(grpc.aio.AioRpcError):
-            await first.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=5, **kwargs)
+            await first.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=30, **kwargs)
 
 
 def by_parent(spans: list[Seen]) -> dict[str, list[Seen]]:
@@ -86,7 +95,7 @@ def by_parent(spans: list[Seen]) -> dict[str, list[Seen]]:
 async def test_a_call_and_what_is_done_for_it_are_one_trace(
     collector: Collector, traced: ServiceConfig
 ) -> None:
-    await call(traced, metadata=((tracing.TRACE_PARENT, TRAINER),))
+    await call(traced, metadata=((TRACE_PARENT, TRAINER),))
     tracing.stop_tracing()
     spans = collector.spans()
     assert {span.trace for span in spans} == {TRAINER.split("-")[1]}
@@ -115,7 +124,7 @@ async def test_a_call_of_a_trainer_that_is_not_traced_begins_a_trace(
 async def test_a_trace_that_the_trainer_does_not_keep_is_not_kept_here(
     collector: Collector, traced: ServiceConfig
 ) -> None:
-    await call(traced, metadata=((tracing.TRACE_PARENT, TRAINER[:-2] + "00"),))
+    await call(traced, metadata=((TRACE_PARENT, TRAINER[:-2] + "00"),))
     tracing.stop_tracing()
     assert collector.spans() == []
 
@@ -123,8 +132,8 @@ async def test_a_trace_that_the_trainer_does_not_keep_is_not_kept_here(
 async def test_what_services_do_by_themselves_makes_no_trace(
     collector: Collector, traced: ServiceConfig
 ) -> None:
-    assert tracing.begin("polling") is tracing.NO_SPAN
-    assert tracing.serve("/paceline.internal.v1.BubbleService/PollWork", "") is tracing.NO_SPAN
+    assert tracing.begin("polling") is NO_SPAN
+    assert tracing.serve("/paceline.internal.v1.BubbleService/PollWork", "") is NO_SPAN
     tracing.stop_tracing()
     assert collector.spans() == []
 
@@ -146,6 +155,7 @@ def test_processes_with_the_same_seed_have_spans_of_their_own(traced: ServiceCon
     assert len(names) == 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_share_of_the_traces_can_be_kept(collector: Collector) -> None:
     tracing.start_tracing("toy", ServiceConfig(tracing_endpoint=collector.address, tracing_sample_ratio=0.25))
     for _ in range(400):
@@ -164,31 +174,34 @@ def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch: pytest.M
     monkeypatch.setattr(otlp, "STOP_SECONDS", 0.2)
     tracing.start_tracing("toy", ServiceConfig(tracing_endpoint="127.0.0.1:1"))
     tracing.begin("lost", root=True).end()
-    began = time.monotonic()
     tracing.stop_tracing()
-    assert time.monotonic() - began < 2
-    assert tracing.begin("after", root=True) is tracing.NO_SPAN
+    assert "last-spans" in [thread.name for thread in threading.enumerate()], "it tries on, and nobody waits"
+    assert tracing.begin("after", root=True) is NO_SPAN
 
 
 def test_without_an_endpoint_nothing_is_imported_and_nothing_is_a_span() -> None:
     code = """
 import sys
-from services.platform import channel, interceptor, process, tracing
-from services.platform.config import ServiceConfig
+from services.platform import process
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc import channel, interceptor
+from services.platform.observability import tracing
+from services.platform.observability.span import NO_SPAN
 tracing.start_tracing("toy", ServiceConfig())
-assert tracing.begin("nothing", root=True) is tracing.NO_SPAN
-assert tracing.serve("/paceline.v1.RolloutService/SubmitRollouts", "") is tracing.NO_SPAN
+assert tracing.begin("nothing", root=True) is NO_SPAN
+assert tracing.serve("/paceline.v1.RolloutService/SubmitRollouts", "") is NO_SPAN
 assert not tracing.active()
 tracing.stop_tracing()
 # redis-py imports OpenTelemetry's metrics where they are installed.
-ours = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "opentelemetry.proto", "services.platform.otlp")
+ours = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "opentelemetry.proto")
+ours += ("services.platform.observability.otlp",)
 assert not [name for name in sys.modules if name.startswith(ours)]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "services.platform.otlp", None)
+    monkeypatch.setitem(sys.modules, "services.platform.observability.otlp", None)
     with pytest.raises(ConfigError, match=r"paceline\[tracing\]"):
         tracing.start_tracing("toy", ServiceConfig(tracing_endpoint="127.0.0.1:4317"))
 

@@ -14,10 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform import watched
-from services.platform.channel import open_channel
-from services.platform.config import ServiceConfig
-from services.platform.server import GrpcServer
+from services.platform.config import watched
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.channel import open_channel
+from services.platform.grpc.server import GrpcServer
 from tests.support.certificates import Authority
 
 Poll = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
@@ -28,7 +28,7 @@ class ToyFleet(fleet_pb2_grpc.FleetServiceServicer):
     """Does what the test asks for."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.instances = [fleet_pb2.Instance(instance_id="toy", epoch=1)]
         self.trailer: tuple[tuple[str, str], ...] = ()
         self.entered = asyncio.Event()
@@ -44,7 +44,7 @@ class ToyFleet(fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.ListInstancesResponse(instances=self.instances)
 
     async def WatchFleet(self, request: Any, context: Any) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
-        """Yields once, then raises `error` or goes on until the caller leaves."""
+        """Yield once, then raises `error` or goes on until the caller leaves."""
         try:
             self.entered.set()
             yield fleet_pb2.WatchFleetResponse(instances=self.instances)
@@ -94,12 +94,12 @@ def serve() -> Serve:
 
 @pytest.fixture
 def poll() -> Poll:
-    """Calls until the answer is true, at most ten seconds, and returns it."""
+    """Call until the answer is true, at most a minute, and return it."""
 
     async def until(call: Callable[[], Awaitable[Any]]) -> Any:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (answer := await call()):
-            assert time.monotonic() < deadline, "did not come true within ten seconds"
+            assert time.monotonic() < deadline, "did not come true within a minute"
             await asyncio.sleep(0.02)
         return answer
 
@@ -108,7 +108,7 @@ def poll() -> Poll:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Callable[[str], Authority]:
-    """Makes a certificate authority of the given name."""
+    """Make a certificate authority of the given name."""
     return lambda name: Authority(tmp_path, name)
 
 

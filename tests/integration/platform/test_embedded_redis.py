@@ -13,13 +13,13 @@ import psutil
 import pytest
 from redis import Redis
 
-from services.platform.embedded_redis import LONGEST_SOCKET_PATH, EmbeddedRedis
+from services.platform.redis.embedded import LONGEST_SOCKET_PATH, EmbeddedRedis
 
 ROOT = Path(__file__).parents[3]
 
 PARENT = """
 import sys, time
-from services.platform.embedded_redis import EmbeddedRedis
+from services.platform.redis.embedded import EmbeddedRedis
 server = EmbeddedRedis(sys.argv[1])
 print(server.start(), server.pid, flush=True)
 time.sleep(600)
@@ -60,7 +60,7 @@ def test_data_survives_a_crash(tmp_path: Path) -> None:
 def test_a_folder_belongs_to_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedRedis(tmp_path) as first, Redis.from_url(first.url) as client:
         client.set("key", "value")
-        monkeypatch.setattr("services.platform.embedded_redis.START_TIMEOUT", 0.1)
+        monkeypatch.setattr("services.platform.redis.embedded.START_TIMEOUT", 0.1)
         with pytest.raises(RuntimeError, match="another Redis"):
             EmbeddedRedis(tmp_path).start()
         assert client.get("key") == b"value"

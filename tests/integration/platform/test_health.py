@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.platform import health
-from services.platform.config import ServiceConfig
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc import health
 
 
 async def probe(*arguments: str, **environ: str) -> int:
-    return await asyncio.to_thread(health.main, arguments, environ)
+    return await asyncio.to_thread(health.main, ("--timeout", "30", *arguments), environ)
 
 
 async def test_the_probe_tells_a_service_that_serves_from_one_that_only_lives(serve: Any) -> None:
@@ -56,5 +56,5 @@ async def test_the_probe_shows_the_certificate_of_the_service(serve: Any, author
 async def test_the_probe_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert await probe() == health.UNHEALTHY
     assert "PACELINE_READY_FILE" in capsys.readouterr().err
-    assert await probe("--address", "127.0.0.1:1", "--timeout", "1") == health.UNHEALTHY
+    assert await probe("--address", "127.0.0.1:1") == health.UNHEALTHY
     assert "127.0.0.1:1: UNAVAILABLE" in capsys.readouterr().err

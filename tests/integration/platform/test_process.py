@@ -20,9 +20,9 @@ from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 TOY = """
 import asyncio, sys, time
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform.config import ServiceConfig
+from services.platform.config.settings import ServiceConfig
 from services.platform.process import Shutdown, run
-from services.platform.server import GrpcServer
+from services.platform.grpc.server import GrpcServer
 
 
 class Config(ServiceConfig):
@@ -45,6 +45,8 @@ async def main(config: Config, shutdown: Shutdown) -> None:
     if config.fail:
         raise RuntimeError("the engine broke")
     await shutdown.wait()
+    if config.hang:
+        print("hangs", flush=True)
     while config.hang:
         time.sleep(0.05)
     if not config.leave:
@@ -64,7 +66,7 @@ def ready_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, ready_file: Path) -> Iterator[Start]:
-    """Starts the toy service with flags."""
+    """Start the toy service with flags."""
     script = tmp_path / "toy.py"
     script.write_text(TOY)
     started: list[subprocess.Popen[str]] = []
@@ -90,9 +92,9 @@ def start(tmp_path: Path, ready_file: Path) -> Iterator[Start]:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (answer := condition()):
-        assert time.monotonic() < deadline, "did not come true within thirty seconds"
+        assert time.monotonic() < deadline, "did not come true within a minute"
         time.sleep(0.02)
     return answer
 
@@ -119,7 +121,7 @@ def test_a_signal_ends_the_process_cleanly(start: Start, ready_file: Path, numbe
     assert answer.instances[0].instance_id == "toy"
     assert told["metrics_port"] > 0
     process.send_signal(number)
-    output, errors = process.communicate(timeout=20)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert errors == ""
     assert not ready_file.exists()
@@ -133,15 +135,16 @@ def test_a_second_signal_ends_a_process_that_hangs(start: Start, ready_file: Pat
     process = start("--hang")
     ready(process, ready_file)
     process.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.5)
+    assert process.stdout is not None
+    assert "hangs\n" in iter(process.stdout.readline, "")
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 128 + signal.SIGTERM
+    assert process.wait(60) == 128 + signal.SIGTERM
 
 
 def test_an_error_is_logged_and_ends_with_status_one(start: Start) -> None:
     process = start("--fail")
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     failed = lines(output)[-1]
     assert failed["event"] == "service_failed"
@@ -153,7 +156,7 @@ def test_a_server_that_was_not_stopped_does_not_keep_the_process(start: Start, r
     process = start("--leave")
     ready(process, ready_file)
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def test_a_taken_port_ends_with_status_one(start: Start, ready_file: Path) -> None:
@@ -161,14 +164,14 @@ def test_a_taken_port_ends_with_status_one(start: Start, ready_file: Path) -> No
     port = ready(first, ready_file)["address"].rpartition(":")[2]
     ready_file.unlink()
     second = start("--port", port)
-    output, _ = second.communicate(timeout=30)
+    output, _ = second.communicate(timeout=60)
     assert second.returncode == 1
     assert port in lines(output)[-1]["exception"]
 
 
 def test_bad_configuration_ends_with_status_two(start: Start) -> None:
     process = start("--port", "many")
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert output == ""
     assert "port" in errors
@@ -177,6 +180,6 @@ def test_bad_configuration_ends_with_status_two(start: Start) -> None:
 
 def test_a_forbidden_address_ends_with_status_two(start: Start) -> None:
     process = start("--host", "0.0.0.0")
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "needs tls and token" in errors

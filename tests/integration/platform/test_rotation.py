@@ -13,11 +13,11 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter
 
+from paceline.tokens import hash_token
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform.channel import open_channel
-from services.platform.config import ServiceConfig, TlsConfig
-from services.platform.metrics import start_metrics_server
-from services.platform.tokens import hashed
+from services.platform.config.settings import ServiceConfig, TlsConfig
+from services.platform.grpc.channel import open_channel
+from services.platform.observability.metrics import start_metrics_server
 from tests.support.certificates import replace
 
 pytestmark = pytest.mark.usefixtures("immediate")
@@ -26,21 +26,21 @@ REQUEST = fleet_pb2.ListInstancesRequest()
 
 
 async def code_of(address: str, config: ServiceConfig) -> grpc.StatusCode:
-    """Of one call on a channel of its own."""
+    """Return the outcome of one call on a channel of its own."""
     async with open_channel(address, config) as channel:
         return await code_on(fleet_pb2_grpc.FleetServiceStub(channel))
 
 
 async def code_on(stub: Any) -> grpc.StatusCode:
     try:
-        await stub.ListInstances(REQUEST, timeout=2)
+        await stub.ListInstances(REQUEST, timeout=30)
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
 
 
 def renamed(tls: TlsConfig, folder: Path, name: str) -> TlsConfig:
-    """The same certificates in files that stay as they are."""
+    """Return the same certificates in files that stay as they are."""
     changes = {}
     for field in ("cert_file", "key_file", "ca_file"):
         path = folder / f"{name}-{field}"
@@ -126,7 +126,7 @@ async def test_a_callers_token_is_added_and_taken_away(serve: Any, tmp_path: Pat
     file = tmp_path / "tokens.yaml"
 
     def accept(*tokens: str) -> None:
-        entries = [{"name": f"of-{t}", "sha256": hashed(t), "scopes": ["fleet"]} for t in tokens]
+        entries = [{"name": f"of-{t}", "sha256": hash_token(t), "scopes": ["fleet"]} for t in tokens]
         replace(file, yaml.safe_dump(entries).encode())
 
     accept("one")
@@ -149,7 +149,7 @@ def scrape(port: int, ca_file: Path | None, token: str) -> str:
     url = f"https://127.0.0.1:{port}/metrics"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     context = ssl.create_default_context(cafile=str(ca_file))
-    with urllib.request.urlopen(request, timeout=5, context=context) as answer:
+    with urllib.request.urlopen(request, timeout=30, context=context) as answer:
         return str(answer.read().decode())
 
 
@@ -157,7 +157,7 @@ def test_the_metrics_port_follows_certificates_and_tokens(authority: Any, tmp_pa
     old, new = authority("old"), authority("new")
     server = renamed(old.tls("server"), tmp_path, "live")
     file = tmp_path / "tokens.yaml"
-    entries = [{"name": n, "sha256": hashed(n), "scopes": [n]} for n in ("metrics", "rollouts")]
+    entries = [{"name": n, "sha256": hash_token(n), "scopes": [n]} for n in ("metrics", "rollouts")]
     file.write_text(yaml.safe_dump(entries))
     registry = CollectorRegistry()
     Counter("paceline_toys", "Toys.", registry=registry).inc()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 import grpc
@@ -14,12 +13,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from paceline.errors import Violation
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform import errors
-from services.platform.channel import open_channel
-from services.platform.config import ConfigError, ServiceConfig
-from services.platform.server import LIVENESS, GrpcServer
-from services.platform.violations import Violation
+from services.contracts import errors
+from services.platform.config.settings import ServiceConfig
+from services.platform.config.sources import ConfigError
+from services.platform.grpc.channel import open_channel
+from services.platform.grpc.server import LIVENESS, GrpcServer
 
 LIST = "paceline.v1.FleetService/ListInstances"
 WATCH = "paceline.v1.FleetService/WatchFleet"
@@ -37,12 +37,12 @@ async def read_all(stream: Any) -> list[Any]:
 
 
 def status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
-    """The rich status as the SDK finds it."""
+    """Return the rich status as the SDK finds it."""
     return status_pb2.Status.FromString(dict(error.trailing_metadata())["grpc-status-details-bin"])
 
 
 def bare(address: str) -> grpc.aio.Channel:
-    """A channel that adds nothing."""
+    """Return a channel that adds nothing."""
     return grpc.aio.insecure_channel(address)
 
 
@@ -53,14 +53,14 @@ def count(toy: Any, method: str, code: str) -> float:
 
 async def test_a_call_is_answered(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
-        answer = await toy.stub.ListInstances(OK, timeout=5)
+        answer = await toy.stub.ListInstances(OK, timeout=30)
         assert [each.instance_id for each in answer.instances] == ["toy"]
 
 
 async def test_violations_reach_the_client(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = errors.InvalidArgument([Violation("a.b", "is 1; must be 2")])
-        error = await refused(toy.stub.ListInstances(OK, timeout=5))
+        error = await refused(toy.stub.ListInstances(OK, timeout=30))
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         status = status_of(error)
         assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
@@ -74,7 +74,7 @@ async def test_violations_reach_the_client(serve: Any) -> None:
 async def test_many_violations_still_reach_the_client(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = errors.InvalidArgument([Violation(f"f[{i}]", "é" * 300) for i in range(2000)])
-        error = await refused(toy.stub.ListInstances(OK, timeout=5))
+        error = await refused(toy.stub.ListInstances(OK, timeout=30))
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert status_of(error).details
 
@@ -82,7 +82,7 @@ async def test_many_violations_still_reach_the_client(serve: Any) -> None:
 async def test_an_error_ends_a_stream_after_its_messages(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = errors.Unavailable("going away", retry_after=2)
-        stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=5)
+        stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=30)
         assert (await anext(aiter(stream))).instances[0].instance_id == "toy"
         error = await refused(read_all(stream))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
@@ -94,16 +94,28 @@ async def test_an_error_ends_a_stream_after_its_messages(serve: Any) -> None:
 async def test_an_error_of_a_task_group_is_seen_as_itself(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = ExceptionGroup("tasks", [errors.NotFound("batch", "b")])
-        error = await refused(toy.stub.ListInstances(OK, timeout=5))
+        error = await refused(toy.stub.ListInstances(OK, timeout=30))
         assert error.code() == grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_lost_store_is_unavailable(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = RedisConnectionError("Error 111 connecting to redis-0.internal")
-        error = await refused(toy.stub.ListInstances(OK, timeout=5))
+        error = await refused(toy.stub.ListInstances(OK, timeout=30))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "redis-0" not in str(error)
+
+
+@pytest.mark.parametrize("method", ["ListInstances", "WatchFleet"])
+async def test_a_call_is_answered_when_the_work_that_it_waits_for_is_cancelled(
+    serve: Any, method: str
+) -> None:
+    async with serve(ServiceConfig()) as toy:
+        toy.servicer.error = asyncio.CancelledError()
+        answer = getattr(toy.stub, method)(OK, timeout=30)
+        error = await refused(read_all(answer) if method == "WatchFleet" else answer)
+        assert error.code() == grpc.StatusCode.UNAVAILABLE, "not a deadline"
+        assert count(toy, LIST if method == "ListInstances" else WATCH, "UNAVAILABLE") == 1
 
 
 @pytest.mark.parametrize("method", ["ListInstances", "WatchFleet"])
@@ -114,7 +126,7 @@ async def test_an_unexpected_error_is_logged_and_not_told(
         toy.servicer.error = RuntimeError("password is hunter2")
         call = getattr(toy.stub, method)
         metadata = (("x-request-id", "req-1"),)
-        answer = call(OK, timeout=5, metadata=metadata)
+        answer = call(OK, timeout=30, metadata=metadata)
         error = await refused(read_all(answer) if method == "WatchFleet" else answer)
         assert error.code() == grpc.StatusCode.INTERNAL
         assert "req-1" in (error.details() or "")
@@ -123,15 +135,15 @@ async def test_an_unexpected_error_is_logged_and_not_told(
         assert "hunter2" in logged
         assert "Traceback" in logged
         toy.servicer.error = None
-        assert (await toy.stub.ListInstances(OK, timeout=5)).instances
+        assert (await toy.stub.ListInstances(OK, timeout=30)).instances
 
 
 async def test_a_failing_call_leaves_a_running_one_alone(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
-        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=10)
-        await asyncio.wait_for(toy.servicer.entered.wait(), 5)
+        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=30)
+        await asyncio.wait_for(toy.servicer.entered.wait(), 30)
         toy.servicer.error = RuntimeError("boom")
-        await refused(toy.stub.ListInstances(OK, timeout=5))
+        await refused(toy.stub.ListInstances(OK, timeout=30))
         toy.servicer.release.set()
         assert (await running).handed_over == 3
 
@@ -141,7 +153,7 @@ async def test_a_failing_call_leaves_a_running_one_alone(serve: Any) -> None:
 async def test_calls_without_the_token_are_refused(serve: Any, method: str, token: str | None) -> None:
     async with serve(ServiceConfig(token="right")) as toy, bare(toy.server.address) as channel:
         metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        answer = getattr(fleet_pb2_grpc.FleetServiceStub(channel), method)(OK, timeout=5, metadata=metadata)
+        answer = getattr(fleet_pb2_grpc.FleetServiceStub(channel), method)(OK, timeout=30, metadata=metadata)
         error = await refused(read_all(answer) if method == "WatchFleet" else answer)
         assert error.code() == grpc.StatusCode.UNAUTHENTICATED
         assert "right" not in str(status_of(error))
@@ -151,8 +163,8 @@ async def test_calls_without_the_token_are_refused(serve: Any, method: str, toke
 
 async def test_calls_with_the_token_are_answered(serve: Any) -> None:
     async with serve(ServiceConfig(token="right")) as toy:
-        assert (await toy.stub.ListInstances(OK, timeout=5)).instances
-        stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=5)
+        assert (await toy.stub.ListInstances(OK, timeout=30)).instances
+        stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=30)
         assert (await anext(aiter(stream))).instances
         stream.cancel()
 
@@ -168,10 +180,10 @@ async def test_reflection_needs_the_token_and_names_the_service(serve: Any) -> N
     async with serve(ServiceConfig(token="right")) as toy, bare(toy.server.address) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        error = await refused(read_all(stub.ServerReflectionInfo(iter([request]), timeout=5)))
+        error = await refused(read_all(stub.ServerReflectionInfo(iter([request]), timeout=30)))
         assert error.code() == grpc.StatusCode.UNAUTHENTICATED
         stub = reflection_pb2_grpc.ServerReflectionStub(toy.channel)
-        (answer,) = await read_all(stub.ServerReflectionInfo(iter([request]), timeout=5))
+        (answer,) = await read_all(stub.ServerReflectionInfo(iter([request]), timeout=30))
         names = {each.name for each in answer.list_services_response.service}
         assert {"paceline.v1.FleetService", "grpc.health.v1.Health"} <= names
 
@@ -188,12 +200,16 @@ async def test_a_unary_call_needs_a_deadline(serve: Any) -> None:
 
 async def test_a_deadline_ends_the_call_and_is_counted(serve: Any, poll: Any) -> None:
     async with serve(ServiceConfig()) as toy:
-        error = await refused(toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=0.2))
-        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        # The deadline may pass before the server has the call: then another call has more time.
+        for seconds in (0.2, 2, 10):
+            error = await refused(toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=seconds))
+            assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            if toy.servicer.entered.is_set():
+                break
 
         async def counted() -> bool:
             method = "paceline.v1.FleetService/Drain"
-            return count(toy, method, "DEADLINE_EXCEEDED") + count(toy, method, "CANCELLED") == 1
+            return count(toy, method, "DEADLINE_EXCEEDED") + count(toy, method, "CANCELLED") >= 1
 
         await poll(counted)
 
@@ -203,7 +219,7 @@ async def test_a_caller_that_leaves_ends_its_stream(serve: Any, poll: Any) -> No
         stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest())
         await anext(aiter(stream))
         stream.cancel()
-        await asyncio.wait_for(toy.servicer.left.wait(), 5)
+        await asyncio.wait_for(toy.servicer.left.wait(), 30)
 
         async def counted() -> bool:
             return count(toy, WATCH, "CANCELLED") == 1
@@ -216,16 +232,16 @@ async def test_a_caller_that_leaves_ends_its_stream(serve: Any, poll: Any) -> No
 async def test_a_request_over_the_limit_is_refused_and_harms_nobody(serve: Any) -> None:
     client = ServiceConfig(max_message_bytes=1 << 20)
     async with serve(ServiceConfig(max_message_bytes=4096), client) as toy:
-        error = await refused(toy.stub.Drain(fleet_pb2.DrainRequest(instance_id="x" * 5000), timeout=5))
+        error = await refused(toy.stub.Drain(fleet_pb2.DrainRequest(instance_id="x" * 5000), timeout=30))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not toy.servicer.entered.is_set()
-        assert (await toy.stub.ListInstances(OK, timeout=5)).instances
+        assert (await toy.stub.ListInstances(OK, timeout=30)).instances
 
 
 async def test_an_answer_over_the_limit_is_refused(serve: Any) -> None:
     async with serve(ServiceConfig(max_message_bytes=4096)) as toy:
         toy.servicer.instances = [fleet_pb2.Instance(instance_id="x" * 5000)]
-        error = await refused(toy.stub.ListInstances(OK, timeout=5))
+        error = await refused(toy.stub.ListInstances(OK, timeout=30))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -233,11 +249,11 @@ async def test_a_message_over_the_default_of_grpc_passes(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.release.set()
         request = fleet_pb2.DrainRequest(instance_id="x" * (8 << 20))
-        assert (await toy.stub.Drain(request, timeout=10)).handed_over == 3
+        assert (await toy.stub.Drain(request, timeout=30)).handed_over == 3
 
 
 async def returned_id(toy: Any, *metadata: tuple[str, str]) -> str:
-    call = toy.stub.ListInstances(OK, timeout=5, metadata=metadata)
+    call = toy.stub.ListInstances(OK, timeout=30, metadata=metadata)
     await call
     return str(dict(await call.trailing_metadata())["x-request-id"])
 
@@ -255,7 +271,7 @@ async def test_the_request_id_is_returned(serve: Any) -> None:
 async def test_the_request_id_joins_the_trailer_of_the_servicer(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.trailer = (("mine", "1"),)
-        call = toy.stub.ListInstances(OK, timeout=5, metadata=(("x-request-id", "r1"),))
+        call = toy.stub.ListInstances(OK, timeout=30, metadata=(("x-request-id", "r1"),))
         await call
         trailer = dict(await call.trailing_metadata())
         assert (trailer["mine"], trailer["x-request-id"]) == ("1", "r1")
@@ -265,7 +281,7 @@ async def test_the_request_id_follows_to_the_next_service(serve: Any) -> None:
     async with serve(ServiceConfig()) as first, serve(ServiceConfig()) as second:
 
         async def pass_on(request: Any, context: Any) -> fleet_pb2.ListInstancesResponse:
-            call = second.stub.ListInstances(OK, timeout=5)
+            call = second.stub.ListInstances(OK, timeout=30)
             await call
             seen = dict(await call.trailing_metadata())["x-request-id"]
             return fleet_pb2.ListInstancesResponse(instances=[fleet_pb2.Instance(instance_id=seen)])
@@ -276,7 +292,7 @@ async def test_the_request_id_follows_to_the_next_service(serve: Any) -> None:
         await server.start()
         async with open_channel(server.address, ServiceConfig()) as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
-            answer = await stub.ListInstances(OK, timeout=5, metadata=(("x-request-id", "abc"),))
+            answer = await stub.ListInstances(OK, timeout=30, metadata=(("x-request-id", "abc"),))
         await server.stop(0)
         assert answer.instances[0].instance_id == "abc"
 
@@ -284,11 +300,11 @@ async def test_the_request_id_follows_to_the_next_service(serve: Any) -> None:
 async def test_calls_are_counted_by_code_and_timed(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         for _ in range(3):
-            await toy.stub.ListInstances(OK, timeout=5)
+            await toy.stub.ListInstances(OK, timeout=30)
         toy.servicer.error = errors.NotFound("batch", "b")
-        await refused(toy.stub.ListInstances(OK, timeout=5))
+        await refused(toy.stub.ListInstances(OK, timeout=30))
         toy.servicer.error = ValueError("boom")
-        await refused(toy.stub.ListInstances(OK, timeout=5))
+        await refused(toy.stub.ListInstances(OK, timeout=30))
         assert [count(toy, LIST, code) for code in ("OK", "NOT_FOUND", "INTERNAL")] == [3, 1, 1]
         labels = {"component": "toy", "method": LIST}
         assert toy.registry.get_sample_value("paceline_rpc_seconds_count", labels) == 5
@@ -297,8 +313,8 @@ async def test_calls_are_counted_by_code_and_timed(serve: Any) -> None:
 
 async def test_running_calls_are_counted(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
-        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=10)
-        await asyncio.wait_for(toy.servicer.entered.wait(), 5)
+        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=30)
+        await asyncio.wait_for(toy.servicer.entered.wait(), 30)
         labels = {"component": "toy", "method": "paceline.v1.FleetService/Drain"}
         assert toy.registry.get_sample_value("paceline_rpc_in_flight", labels) == 1
         toy.servicer.release.set()
@@ -310,7 +326,7 @@ async def test_health_follows_the_service(serve: Any) -> None:
         health = health_pb2_grpc.HealthStub(toy.channel)
 
         async def status(name: str) -> int:
-            return (await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)).status
+            return (await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=30)).status
 
         response = health_pb2.HealthCheckResponse
         for serving, expected in [(True, response.SERVING), (False, response.NOT_SERVING)]:
@@ -326,23 +342,22 @@ async def test_stop_says_not_serving_and_lets_running_calls_end(serve: Any) -> N
         await toy.server.set_serving(True)
         watch = health_pb2_grpc.HealthStub(toy.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=10)
-        await asyncio.wait_for(toy.servicer.entered.wait(), 5)
-        stopping = asyncio.create_task(toy.server.stop(grace=8))
+        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=30)
+        await asyncio.wait_for(toy.servicer.entered.wait(), 30)
+        stopping = asyncio.create_task(toy.server.stop(grace=300))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         toy.servicer.release.set()
         assert (await running).handed_over == 3
-        began = time.monotonic()
-        await asyncio.wait_for(stopping, 5)
-        assert time.monotonic() - began < 4, "a health watcher must not hold up the end"
+        # A watcher of health, which never leaves, does not hold up the end.
+        await asyncio.wait_for(stopping, 30)
 
 
 async def test_a_call_that_does_not_end_is_cut_after_the_grace(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         running = asyncio.ensure_future(refused(toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=30)))
-        await asyncio.wait_for(toy.servicer.entered.wait(), 5)
-        await asyncio.wait_for(toy.server.stop(grace=0.1), 5)
-        error = await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(toy.servicer.entered.wait(), 30)
+        await asyncio.wait_for(toy.server.stop(grace=0.1), 30)
+        error = await asyncio.wait_for(running, 30)
         assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -354,7 +369,7 @@ async def test_listening_beyond_loopback_without_tls_is_refused() -> None:
 
 async def test_listening_beyond_loopback_can_be_allowed(serve: Any) -> None:
     async with serve(ServiceConfig(host="0.0.0.0", insecure=True, advertise_host="127.0.0.1")) as toy:
-        assert (await toy.stub.ListInstances(OK, timeout=5)).instances
+        assert (await toy.stub.ListInstances(OK, timeout=30)).instances
 
 
 async def test_two_servers_cannot_have_one_port(serve: Any) -> None:

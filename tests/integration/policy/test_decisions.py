@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from services.platform import decisions
-from services.platform.config import ServiceConfig
-from services.platform.decisions import BEGINNING, Decision, DecisionLog, stream_key
-from services.platform.store import connect
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis import decision_log as decisions
+from services.platform.redis.connection import connect
+from services.platform.redis.decision_log import BEGINNING, DecisionLog, DecisionRecord, stream_key
 from tests.integration.policy.conftest import CALL, Fleet, until
 
 
-async def read(log: DecisionLog, count: int, **how: str) -> list[Decision]:
-    found: list[Decision] = []
+async def read(log: DecisionLog, count: int, **how: str) -> list[DecisionRecord]:
+    found: list[DecisionRecord] = []
     async with asyncio.timeout(CALL):
         async for decision in log.follow(**how):
             found.append(decision)
@@ -24,9 +24,9 @@ async def read(log: DecisionLog, count: int, **how: str) -> list[Decision]:
 async def test_decisions_are_read_as_they_were_written(fleet: Fleet) -> None:
     log = fleet.decisions_log
     written = [
-        Decision("toggle", "warum: größer", 0.25, {"a": [1, {"b": None}]}, 12.5, "run"),
-        Decision("scaling", "", 0.0, {}, 13.0),
-        Decision("toggle", "of another run", 0.1, {}, 14.0, "other"),
+        DecisionRecord("toggle", "warum: größer", 0.25, {"a": [1, {"b": None}]}, 12.5, "run"),
+        DecisionRecord("scaling", "", 0.0, {}, 13.0),
+        DecisionRecord("toggle", "of another run", 0.1, {}, 14.0, "other"),
     ]
     for decision in written:
         assert await log.write(decision)
@@ -37,7 +37,7 @@ async def test_decisions_are_read_as_they_were_written(fleet: Fleet) -> None:
 
 async def test_a_watcher_that_starts_now_sees_what_comes_after(fleet: Fleet) -> None:
     log = fleet.decisions_log
-    await log.write(Decision("knobs", "before"))
+    await log.write(DecisionRecord("knobs", "before"))
     watching = asyncio.create_task(read(log, 1))
     # It reads with a blocking command: then it is where it wants to be.
 
@@ -45,7 +45,7 @@ async def test_a_watcher_that_starts_now_sees_what_comes_after(fleet: Fleet) -> 
         return any(each["cmd"] == "xread" for each in await fleet.redis.client_list())
 
     await until(waits, "the watcher reads")
-    await log.write(Decision("knobs", "after"))
+    await log.write(DecisionRecord("knobs", "after"))
     assert [each.reason for each in await watching] == ["after"]
 
 
@@ -53,21 +53,23 @@ async def test_the_stream_is_bounded_and_odd_entries_are_passed_over(fleet: Flee
     log = fleet.decisions_log
     key = stream_key(fleet.config.namespace)
     await fleet.redis.xadd(key, {"kind": "no decision"})
-    big = Decision("knobs", "big", details={"text": "x" * 100_000}, predicted_gain=float("inf"))
+    big = DecisionRecord("knobs", "big", details={"text": "x" * 100_000}, predicted_gain=float("inf"))
     await log.write(big)
     (kept,) = await log.recent()
     assert (kept.reason, kept.predicted_gain) == ("big", 0.0)
     assert "100011 bytes" in kept.details["left_out"]
-    await log.write(Decision("knobs", "odd", details={"share": float("nan")}))
+    await log.write(DecisionRecord("knobs", "odd", details={"share": float("nan")}))
     assert "left_out" in (await log.recent(1))[0].details, "what is no JSON would end every watch"
     async with fleet.redis.pipeline(transaction=False) as pipe:
         for n in range(decisions.KEPT + 500):
-            pipe.xadd(key, Decision("knobs", str(n)).to_fields(), maxlen=decisions.KEPT, approximate=True)
+            pipe.xadd(
+                key, DecisionRecord("knobs", str(n)).to_fields(), maxlen=decisions.KEPT, approximate=True
+            )
         await pipe.execute()
     assert await fleet.redis.xlen(key) < decisions.KEPT + 200
 
 
 async def test_without_redis_nothing_is_written_and_nothing_fails() -> None:
     redis = connect(ServiceConfig(redis_url="redis://127.0.0.1:1"))
-    assert not await DecisionLog(redis, "nowhere").write(Decision("knobs", "lost"))
+    assert not await DecisionLog(redis, "nowhere").write(DecisionRecord("knobs", "lost"))
     await redis.aclose()

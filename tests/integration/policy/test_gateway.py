@@ -13,14 +13,14 @@ from paceline import (
     AbortedError,
     AsyncClient,
     InvalidArgumentError,
-    Policy,
+    KnobSetting,
     RetryPolicy,
     UnavailableError,
 )
-from paceline.types import Decision as Read
+from paceline.types import Decision
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
-from services.platform.decisions import Decision
+from services.platform.redis.decision_log import DecisionRecord
 from services.platform.tasks import end
 from tests.integration.policy.conftest import CALL, Fleet
 
@@ -33,7 +33,8 @@ async def client(fleet: Fleet) -> AsyncIterator[AsyncClient]:
     await gateway.start()
     running = asyncio.create_task(gateway.run())
     try:
-        async with AsyncClient(gateway.address, timeout=CALL, retry=RetryPolicy(attempts=2)) as client:
+        brief = RetryPolicy(seconds=1)
+        async with AsyncClient(gateway.address, timeout=CALL, leaders_only=False, retry=brief) as client:
             yield client
     finally:
         await end([running])
@@ -45,42 +46,42 @@ async def test_knobs_are_set_and_read_and_a_stale_change_is_refused(
 ) -> None:
     instance = await fleet.instance("i0", pool="spot")
     await fleet.linked(await fleet.policy(), 1)
-    nothing = await client.policy()
-    assert nothing == Policy(0, {})
-    change = await client.set_policy("", Policy(nothing.revision, {"speculation": False}))
+    nothing = await client.knobs()
+    assert nothing == KnobSetting(0, {})
+    change = await client.set_knobs("", KnobSetting(nothing.revision, {"speculation": False}))
     assert change.applied == ("i0",)
     assert instance.knobs == {"speculation": False}
-    assert await client.policy() == Policy(change.revision, {"speculation": False})
+    assert await client.knobs() == KnobSetting(change.revision, {"speculation": False})
     with pytest.raises(AbortedError, match=f"revision {change.revision}") as refused:
-        await client.set_policy("", Policy(nothing.revision, {"mode": "fixed"}))
+        await client.set_knobs("", KnobSetting(nothing.revision, {"mode": "fixed"}))
     assert refused.value.reason == "STALE_REVISION"
-    await client.set_policy("", Policy(0, {"draft_cap": 3}), pool="spot")
-    assert (await client.policy(pool="spot")).knobs == {"draft_cap": 3}
+    await client.set_knobs("", KnobSetting(0, {"draft_cap": 3}), pool="spot")
+    assert (await client.knobs(pool="spot")).knobs == {"draft_cap": 3}
     assert instance.knobs == {"speculation": False, "draft_cap": 3}
 
 
 async def test_a_refusal_says_which_field_it_is_about(fleet: Fleet, client: AsyncClient) -> None:
     await fleet.policy()
     with pytest.raises(InvalidArgumentError) as refused:
-        await client.set_policy("", Policy(0, {"margin": -1, "mode": "toggle"}))
+        await client.set_knobs("", KnobSetting(0, {"margin": -1, "mode": "toggle"}))
     assert [each.field for each in refused.value.violations] == ["knobs.margin"]
 
 
 async def test_without_a_policy_service_it_says_so(fleet: Fleet, client: AsyncClient) -> None:
     with pytest.raises(UnavailableError, match="go on with the knobs"):
-        await client.policy()
+        await client.knobs()
 
 
 async def test_decisions_are_watched_from_a_time_on_and_by_run(fleet: Fleet, client: AsyncClient) -> None:
     began = time.time()
     for decision in (
-        Decision("toggle", "early", 0.5, {"requests": 3}, began - 100, "run"),
-        Decision("toggle", "mine", 0.5, {"requests": 3}, began + 1, "run"),
-        Decision("toggle", "of another", 0.0, {}, began + 2, "other"),
-        Decision("scaling", "of all", 0.0, {}, began + 3),
+        DecisionRecord("toggle", "early", 0.5, {"requests": 3}, began - 100, "run"),
+        DecisionRecord("toggle", "mine", 0.5, {"requests": 3}, began + 1, "run"),
+        DecisionRecord("toggle", "of another", 0.0, {}, began + 2, "other"),
+        DecisionRecord("scaling", "of all", 0.0, {}, began + 3),
     ):
         await fleet.decisions_log.write(decision)
-    found: list[Read] = []
+    found: list[Decision] = []
     async with asyncio.timeout(CALL):
         async for read in client.watch_decisions("run", began):
             found.append(read)

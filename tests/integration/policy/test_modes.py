@@ -13,11 +13,12 @@ import pytest
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
-from services.platform.config import ServiceConfig
-from services.platform.store import connect
-from services.policy.convert import to_struct
-from services.policy.knobs import Scope
-from services.policy.store import KnobStore
+from paceline.knobs import knobs_to_proto
+from paceline.times import seconds_of
+from services.contracts.knob_store import KnobStore
+from services.contracts.knobs import KnobScope
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis.connection import connect
 from tests.support.instances import CALL, InstanceProcess, Outcome, calling, generate, item
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -29,7 +30,7 @@ SAMPLES, TOKENS = 12, 80
 async def _switch_off(redis_url: str) -> int:
     redis = connect(ServiceConfig(redis_url=redis_url))
     try:
-        return await KnobStore(redis, NAMESPACE).set(Scope(), 0, {"speculation": False}, "test")
+        return await KnobStore(redis, NAMESPACE).set(KnobScope(), 0, {"speculation": False}, "test")
     finally:
         await redis.aclose()
 
@@ -40,7 +41,7 @@ def instance(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     asyncio.run(_switch_off(redis_url))
     model = tiny_model(tmp_path_factory.mktemp("model"))
     folder = tmp_path_factory.mktemp("modes")
-    settings = {"namespace": NAMESPACE, "instance_id": "modes", "drafters": '["given"]'}
+    settings = {"namespace": NAMESPACE, "instance_id": "modes", "drafters": '["reference"]'}
     with InstanceProcess(model, redis_url, folder, **settings) as process:
         yield process
 
@@ -54,13 +55,13 @@ class Knobs:
 
     async def set(self, setting: dict[str, Any], **runs: dict[str, Any]) -> pb.ApplyKnobsResponse:
         self.revision += 1
-        request = pb.ApplyKnobsRequest(revision=self.revision, knobs=to_struct(setting))
+        request = pb.ApplyKnobsRequest(revision=self.revision, knobs=knobs_to_proto(setting))
         for run_id, each in runs.items():
-            request.runs[run_id].CopyFrom(to_struct(each))
+            request.runs[run_id].CopyFrom(knobs_to_proto(each))
         return await self.stub.ApplyKnobs(request, timeout=CALL)
 
-    async def report(self) -> pb.GetPolicyReportResponse:
-        report = await self.stub.GetPolicyReport(pb.GetPolicyReportRequest(), timeout=CALL)
+    async def report(self) -> pb.GetSpeculationReportResponse:
+        report = await self.stub.GetSpeculationReport(pb.GetSpeculationReportRequest(), timeout=CALL)
         self.revision = max(self.revision, report.revision)
         return report
 
@@ -76,7 +77,7 @@ async def knobs(instance: InstanceProcess) -> AsyncIterator[Knobs]:
 def items(
     step: int, truth: dict[int, list[int]] | None = None, run_id: str = "run"
 ) -> list[generation_pb2.WorkItem]:
-    """The same samples in every step; given the truth, with a guess of which one token in ten is wrong."""
+    """Return the same samples in every step; given the truth, with a guess of which one token in ten is wrong."""
     chosen = random.Random(5)
     made = []
     for handle in range(SAMPLES):
@@ -89,7 +90,7 @@ def items(
                 seed=900 + handle,
                 max_tokens=TOKENS,
                 ignore_eos=True,
-                given_draft=guess,
+                reference_token_ids=guess,
                 run_id=run_id,
                 prompt_id=f"p{handle}",
                 step=step,
@@ -142,16 +143,22 @@ async def test_an_instance_starts_with_the_knobs_that_are_kept(
 async def test_tokens_are_the_same_in_every_mode_and_each_is_on_the_account(
     instance: InstanceProcess, knobs: Knobs, truth: dict[int, list[int]]
 ) -> None:
-    for step, mode in enumerate(MODES, 10):
+    for first, mode in zip(range(1000, 9000, 1000), MODES, strict=False):
         assert (await knobs.set({"mode": mode, "draft_cap": 8})).speculates
-        outcomes = await generate(instance.address, items(step, truth))
-        assert tokens(outcomes) == truth, mode
-        tallies = {each.step: each for each in (await knobs.report()).steps}
-        tally = tallies[step]
-        assert (tally.run_id, tally.mode) == ("run", mode)
-        assert drafted(outcomes) == sum(each.drafted for each in tally.drafts) > 0
-        assert tally.measured_seconds > 0
-        assert tally.reasons
+        # On a busy machine drafts may not pay, or seem not to, for a whole step.
+        for step in range(first, first + 20):
+            outcomes = await generate(instance.address, items(step, truth))
+            assert tokens(outcomes) == truth, mode
+            tallies = {each.step: each for each in (await knobs.report()).steps}
+            tally = tallies[step]
+            assert (tally.run_id, tally.mode) == ("run", mode)
+            assert drafted(outcomes) == sum(each.drafted for each in tally.drafts)
+            assert seconds_of(tally.measured_time) > 0
+            assert tally.reasons
+            if drafted(outcomes):
+                break
+        else:
+            pytest.fail(f"{mode}: nothing was ever drafted")
 
 
 async def test_knobs_that_change_in_mid_sample_do_not_change_it(
@@ -162,7 +169,7 @@ async def test_knobs_that_change_in_mid_sample_do_not_change_it(
         {"speculation": False},
         {"mode": "planner", "draft_cap": 3, "latch": True},
         {"mode": "toggle", "draft_cap": 1, "margin": 0.0},
-        {"drafters": {"given": False}},
+        {"drafters": {"reference": False}},
         {"mode": "solver", "draft_cap": 3},
     ]
     # The samples may have ended before a change is heard: then they are begun again, as another step.
@@ -192,45 +199,26 @@ async def test_after_the_kill_switch_not_one_token_is_drafted(
     await knobs.set({"mode": "fixed"})
     await generate(instance.address, items(30, truth))
     await knobs.set({"speculation": False})
-    # Not before: a step's samples may be delivered before its drafts are counted.
     before = counted(instance)
     assert before > 0
     outcomes = await generate(instance.address, items(31, truth))
     assert counted(instance) == before
     assert tokens(outcomes) == truth
     # One run alone may be switched off as well.
-    await knobs.set({}, run={"speculation": False})
+    await knobs.set({"mode": "fixed"}, run={"speculation": False})
     assert drafted(await generate(instance.address, items(32, truth))) == 0
     assert drafted(await generate(instance.address, items(32, truth, "other"))) > 0
 
 
-@pytest.mark.parametrize("model", ["{}", "no model", '{"of": "a later version"}'])
-async def test_a_kill_switch_that_comes_with_a_model_of_another_version_is_thrown(
-    instance: InstanceProcess, knobs: Knobs, truth: dict[int, list[int]], model: str
-) -> None:
-    await knobs.set({"mode": "fixed"})
-    off = pb.ApplyKnobsRequest(
-        revision=knobs.revision + 1, knobs=to_struct({"speculation": False}), step_time=model
-    )
-    assert (await knobs.stub.ApplyKnobs(off, timeout=CALL)).revision == off.revision
-    before = counted(instance)
-    outcomes = await generate(instance.address, items(33, truth))
-    assert tokens(outcomes) == truth
-    assert counted(instance) == before
-    assert (await knobs.report()).revision == off.revision
-
-
 async def test_old_and_bad_knobs_are_refused(instance: InstanceProcess, knobs: Knobs) -> None:
     await knobs.set({"draft_cap": 4})
-    old = pb.ApplyKnobsRequest(revision=knobs.revision - 1, knobs=to_struct({"draft_cap": 9}))
+    old = pb.ApplyKnobsRequest(revision=knobs.revision - 1, knobs=knobs_to_proto({"draft_cap": 9}))
     assert (await knobs.stub.ApplyKnobs(old, timeout=CALL)).revision == knobs.revision
     for bad in (
-        pb.ApplyKnobsRequest(revision=10**6, knobs=to_struct({"draft_cap": 0})),
-        pb.ApplyKnobsRequest(revision=10**6, runs={"r": to_struct({"mode": 3})}),
+        pb.ApplyKnobsRequest(revision=10**6, knobs=knobs_to_proto({"draft_cap": 0})),
+        pb.ApplyKnobsRequest(revision=10**6, runs={"r": knobs_to_proto({"mode": "best"})}),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await knobs.stub.ApplyKnobs(bad, timeout=CALL)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    report = await knobs.report()
-    assert report.revision == knobs.revision
-    assert report.calibration.endswith("_float32.json")
+    assert (await knobs.report()).revision == knobs.revision

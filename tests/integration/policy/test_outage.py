@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.platform.embedded_redis import EmbeddedRedis
-from services.policy.convert import from_struct
+from paceline.knobs import knobs_from_proto
+from services.platform.redis.embedded import EmbeddedRedis
 from tests.integration.policy.conftest import Fleet, until
 from tests.integration.policy.test_service import tally
 
@@ -26,7 +26,9 @@ async def test_knobs_are_refused_while_redis_is_away_and_instances_keep_theirs(t
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await policy.set(before.revision, {"mode": "fixed"})
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert from_struct((await policy.get()).knobs) == {"mode": "toggle"}, "what is known is still told"
+        assert knobs_from_proto((await policy.get()).knobs) == {"mode": "toggle"}, (
+            "what is known is still told"
+        )
         assert instance.knobs == {"mode": "toggle"}
         # A step that ends meanwhile is explained when that is possible again, or never; nobody waits for it.
         instance.report.steps.extend([tally(0, 100)])

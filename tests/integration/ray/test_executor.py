@@ -1,4 +1,4 @@
-"""Where vLLM puts the workers of an instance."""
+"""Placement of the workers of an instance by vLLM."""
 
 from __future__ import annotations
 

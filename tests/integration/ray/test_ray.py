@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 
 LONG = SamplingParams(max_tokens=700, ignore_eos=True)
 QUICK = SamplingParams(max_tokens=3, ignore_eos=True)
-PATIENT = RetryPolicy(attempts=60, initial=0.1, maximum=1.0)
+PATIENT = RetryPolicy(seconds=60, initial=0.1, maximum=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_the_processes_are_those_of_every_platform(platform: RayPlatform, client
         module = "services.gateway" if name == "gateway" else "services.generation"
         assert module in psutil.Process(ready.pid).cmdline()
     with (
-        Client(platform.gateway_address(), retry=RetryPolicy(attempts=1)) as stranger,
+        Client(platform.gateway_address(), retry=RetryPolicy(seconds=0)) as stranger,
         pytest.raises(paceline.UnauthenticatedError),
     ):
         stranger.instances()
@@ -126,7 +126,7 @@ def test_a_step_survives_the_death_of_an_actor_and_what_dies_comes_back(
     ray.kill(platform.actor("instance-0"), no_restart=False)
     rest = list(samples)
     assert {each.key: each.token_ids.tolist() for each in [first, *rest]} == undisturbed
-    until(lambda: not psutil.pid_exists(pid_of(before, "instance-0")), 10)
+    until(lambda: not psutil.pid_exists(pid_of(before, "instance-0")))
     # And a process without its actor; the two come back together, which saves a minute.
     os.kill(pid_of(before, "instance-1"), signal.SIGKILL)
     until(lambda: all(serving(client).get(name, 0) > epoch for name, epoch in epochs.items()))
@@ -141,5 +141,5 @@ def test_down_leaves_no_process_behind(platform: RayPlatform) -> None:
     pids = [ready.pid for ready in platform.processes().values() if ready is not None]
     assert len(pids) == 3
     platform.stop()
-    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 20)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     assert platform.actor("gateway") is None

@@ -13,16 +13,16 @@ from numpy.typing import ArrayLike, NDArray
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import migration_pb2_grpc
-from services.platform.decisions import Decision, DecisionLog
-from services.platform.registry import Registry
-from services.platform.store import Keys, connect
+from services.platform.redis.connection import Keys, connect
+from services.platform.redis.decision_log import DecisionLog, DecisionRecord
+from services.platform.redis.registry import Registry
 from services.platform.tasks import end
 from services.reallocator.config import ReallocatorConfig
-from services.reallocator.learned import Costs, Learned
 from services.reallocator.metrics import ReallocatorMetrics
+from services.reallocator.planning.learned_costs import LearnedCosts, MoveCosts
+from services.reallocator.planning.throughput import Roofline
 from services.reallocator.reallocator import Reallocator
-from services.reallocator.threshold import Roofline
-from tests.integration.gateway.conftest import Cluster
+from tests.integration.gateway.conftest import Cluster, until
 from tests.support.fake_instance import FakeInstance
 from tests.support.fake_migration import FakeMigration
 
@@ -30,26 +30,33 @@ from tests.support.fake_migration import FakeMigration
 class Figure5:
     """Step times shaped as in RLHFSpec's Figure 5: flat to a dozen samples, then in proportion."""
 
-    def __init__(self, reading: float = 0.0) -> None:
-        """`reading`: seconds for each token of a prompt; 0: nothing is known of it."""
-        self.reading = reading
+    def __init__(self, prefill: float = 0.0) -> None:
+        """`prefill`: seconds for each token of a prompt; 0: nothing is known of it."""
+        self.prefill = prefill
 
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         read = np.asarray(rows, np.float64) - np.asarray(requests, np.float64)
-        return np.maximum(0.0078, 0.00069 * np.asarray(requests, np.float64)) + self.reading * read
+        return np.maximum(0.0078, 0.00069 * np.asarray(requests, np.float64)) + self.prefill * read
+
+
+class Known(Roofline):
+    """Nothing is learned: how fast fakes step says how busy the machine is."""
+
+    def observe(self, samples: int, seconds: float, tokens: float, context: float) -> None:
+        """Do nothing."""
 
 
 class Running:
     """A reallocator in this process."""
 
-    def __init__(self, redis_url: str, namespace: str, reading: float = 0.0, **settings: Any) -> None:
+    def __init__(self, redis_url: str, namespace: str, prefill: float = 0.0, **settings: Any) -> None:
         given = {"decision_steps": 16, "poll_seconds": 0.02, **settings}
         self.config = ReallocatorConfig(redis_url=redis_url, namespace=namespace, **given)
         # All are alike.
-        roofline = Roofline(Figure5(reading), 64)
+        roofline = Known(Figure5(prefill), 64)
         self.redis = connect(self.config)
         self.prometheus = CollectorRegistry()
-        self.learned = Learned(Costs(self.config.ways()))
+        self.learned = LearnedCosts(MoveCosts(self.config.ways()))
         self.decisions = DecisionLog(self.redis, namespace)
         self.reallocator = Reallocator(
             self.config,
@@ -69,8 +76,16 @@ class Running:
             await end([self.task])
         await self.redis.aclose()
 
-    async def told(self, kind: str) -> list[Decision]:
-        return [each for each in await self.decisions.recent() if each.kind == kind]
+    async def told(self, kind: str) -> list[DecisionRecord]:
+        """Decisions of a kind, once there are some: they are written beside the moves, or after them."""
+        found: list[DecisionRecord] = []
+
+        async def some() -> bool:
+            found[:] = [each for each in await self.decisions.recent() if each.kind == kind]
+            return bool(found)
+
+        await until(some, f"there is a decision {kind}")
+        return found
 
     def metric(self, name: str, **labels: str) -> float:
         return self.prometheus.get_sample_value(f"paceline_reallocator_{name}", labels) or 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from bench.driver import Driver, Move, Task
+from bench.driver import DrivenMove, Driver, Task
 from paceline.v1 import sample_pb2
 from tests.integration.gateway.conftest import Cluster, until
 from tests.integration.reallocator.conftest import Fleet
@@ -66,7 +66,7 @@ async def test_a_claim_that_is_refused_costs_a_prefix(fleet: Fleet, cluster: Clu
 
 async def test_moves_by_prefix_are_made_where_they_were_wanted(fleet: Fleet, cluster: Cluster) -> None:
     donor, receiver = await pair(fleet, cluster)
-    wanted = [Move(f"p{n}/0", "i0", "i1", 24) for n in range(2)]
+    wanted = [DrivenMove(f"p{n}/0", "i0", "i1", 24) for n in range(2)]
     # They are not done before they have gone.
     donor.hold_at = 40
     async with Driver(addresses(donor, receiver)) as driver:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.zygote import forked
 
-CALL = 30.0
+CALL = 60.0
 
 
 class Process:
@@ -28,7 +28,8 @@ class Process:
             "instance-id": name,
             "ready-file": self.ready_file,
             "port": 0,
-            "lease-seconds": 1.0,
+            # No leader is silent for so long, on a busy machine either.
+            "lease-seconds": 4.0,
         }
         with self.log.open("wb") as log:
             command = [sys.executable, "-m", "services.reallocator"]

@@ -1,4 +1,4 @@
-"""What scaling relies on of the Kubernetes API: of the fake, and of a real server where there is one."""
+"""Behaviour of the Kubernetes API that scaling relies on: of the fake, and of a real server if there is one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from services.policy.scaling.cluster import Cluster, LeaseRecord, connected
 from services.policy.scaling.errors import ApiConflict, ApiNotFound
+from services.policy.scaling.kubernetes_client import KubernetesClient, LeaseRecord, connected
 from tests.support.kubernetes_api import NAMESPACE, KubernetesApi
 from tests.support.kubernetes_server import ApiServer, api_server, is_available
 
@@ -19,7 +19,7 @@ from tests.support.kubernetes_server import ApiServer, api_server, is_available
 class Contract:
     """An API, and how to make there what controllers and people make."""
 
-    cluster: Cluster
+    cluster: KubernetesClient
     make_stateful_set: Callable[[str, int], None]
     make_pod: Callable[[str, bool], None]
 
@@ -46,7 +46,7 @@ async def contract(request: pytest.FixtureRequest) -> AsyncIterator[Contract]:
             yield Contract(cluster, api.make_stateful_set, api.make_pod)
 
 
-def _real(server: ApiServer, cluster: Cluster, namespace: str) -> Contract:
+def _real(server: ApiServer, cluster: KubernetesClient, namespace: str) -> Contract:
     def make_stateful_set(name: str, replicas: int) -> None:
         labels = {"app": name}
         pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "i"}]}}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.platform.config import ServiceConfig
-from services.platform.decisions import Decision
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis.decision_log import DecisionRecord
 from services.platform.tasks import end
 from services.policy.scaling.config import PoolConfig, ScalingConfig
 from services.policy.scaling.scaler import Scaler
@@ -38,18 +38,19 @@ class Scaling:
 
     def __init__(self, gateway: RunningGateway, api: KubernetesApi | None, **settings: Any) -> None:
         self.registry = CollectorRegistry()
-        self.decisions: list[Decision] = []
+        self.decisions: list[DecisionRecord] = []
         quick = {"interval_seconds": 0.05, "up_seconds": 0, "down_seconds": 0.2, "cooldown_seconds": 0}
         cluster = {"apply": True, "kubernetes_url": api.url, "kubernetes_namespace": NAMESPACE} if api else {}
         config = ScalingConfig(
             pools=[PoolConfig(name="pool", minimum=1, maximum=3)],
             gateway=gateway.gateway.address,
-            lease_seconds=1.0,
+            # Nobody else wants it, and it outlasts any stall.
+            lease_seconds=30.0,
             **{**quick, **cluster, **settings},
         )
         self.scaler = Scaler(ServiceConfig(), config, self.registry, self._tell)
 
-    async def _tell(self, decision: Decision) -> None:
+    async def _tell(self, decision: DecisionRecord) -> None:
         self.decisions.append(decision)
 
     def metric(self, name: str, **labels: str) -> float | None:

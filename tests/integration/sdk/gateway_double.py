@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
@@ -14,7 +15,9 @@ import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from paceline.times import duration
 from paceline.v1 import (
     fleet_pb2,
     fleet_pb2_grpc,
@@ -24,6 +27,7 @@ from paceline.v1 import (
     weight_pb2,
     weight_pb2_grpc,
 )
+from tests.support.ports import free_port
 
 
 @dataclass
@@ -37,16 +41,31 @@ class State:
     reports: list[rollout_pb2.ReportRewardsRequest] = field(default_factory=list)
     calls: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     """Name and metadata of every call."""
-    failures: dict[str, list[tuple[grpc.StatusCode, str, list[Message]]]] = field(
+    times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """When each method was called, in seconds, monotonic."""
+    failures: dict[str, list[tuple[grpc.StatusCode, str, list[Message]] | None]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Errors that the next calls of a method are answered with."""
+    """Errors that the next calls of a method are answered with; None: the call succeeds."""
+    acks: list[rollout_pb2.AckRolloutsRequest] = field(default_factory=list)
     hanging: set[str] = field(default_factory=set)
     """Methods that never answer."""
+    hung: threading.Event = field(default_factory=threading.Event)
+    """Set when a call has arrived that is never answered."""
     cut_after: int | None = None
     """The next stream ends without an error after so many events."""
+    left: threading.Event = field(default_factory=threading.Event)
+    """Set when a caller has left WatchFleet."""
     stall_after: int | None = None
-    """Streams wait for `go_on` after so many events."""
+    """Streams that begin now wait for `go_on` after so many events."""
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds. AssertionError when it does not."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
 
 
 def samples_of(batch: rollout_pb2.SubmitRolloutsRequest) -> list[sample_pb2.Sample]:
@@ -68,7 +87,7 @@ def samples_of(batch: rollout_pb2.SubmitRolloutsRequest) -> list[sample_pb2.Samp
 
 
 async def fail(context: Any, code: grpc.StatusCode, message: str, details: list[Message]) -> None:
-    """Ends a call as Paceline's services do."""
+    """End a call as Paceline's services do."""
     packed = []
     for detail in details:
         packed.append(any_pb2.Any())
@@ -87,10 +106,12 @@ class _Servicer:
 
     async def enter(self, name: str, context: Any) -> None:
         self.state.calls.append((name, dict(context.invocation_metadata())))
+        self.state.times[name].append(time.monotonic())
         if name in self.state.hanging:
+            self.state.hung.set()
             await asyncio.Event().wait()
-        if self.state.failures[name]:
-            await fail(context, *self.state.failures[name].pop(0))
+        if self.state.failures[name] and (failure := self.state.failures[name].pop(0)) is not None:
+            await fail(context, *failure)
 
 
 class Rollouts(_Servicer, rollout_pb2_grpc.RolloutServiceServicer):
@@ -111,17 +132,29 @@ class Rollouts(_Servicer, rollout_pb2_grpc.RolloutServiceServicer):
 
     async def StreamRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:
         await self.enter("StreamRollouts", context)
-        samples = samples_of(self.state.batches[request.run_id, request.batch_id])
+        submitted = self.state.batches.get((request.run_id, request.batch_id))
+        if submitted is None:
+            await fail(context, grpc.StatusCode.NOT_FOUND, f"batch {request.batch_id!r} not found", [])
+            return
+        samples = samples_of(submitted)
         cut, self.state.cut_after = self.state.cut_after, None
+        stall = self.state.stall_after
         # Starts one event too early: a client must not give an event twice.
         for cursor in range(max(1, request.cursor), len(samples) + 1):
             if cursor == cut:
                 return
-            if cursor == self.state.stall_after:
+            if cursor == stall:
+                if cursor == max(1, request.cursor):
+                    yield rollout_pb2.StreamRolloutsResponse(cursor=request.cursor, total=len(samples))
                 await self.go_on.wait()
             yield rollout_pb2.StreamRolloutsResponse(
                 cursor=cursor, sample=samples[cursor - 1], finished=cursor, total=len(samples)
             )
+
+    async def AckRollouts(self, request: Any, context: Any) -> Any:
+        await self.enter("AckRollouts", context)
+        self.state.acks.append(request)
+        return rollout_pb2.AckRolloutsResponse(trimmed=request.cursor)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         await self.enter("Generate", context)
@@ -152,26 +185,26 @@ class Weights(_Servicer, weight_pb2_grpc.WeightServiceServicer):
     async def StartUpdate(self, request: Any, context: Any) -> Any:
         await self.enter("StartUpdate", context)
         self.state.update = request
-        return weight_pb2.StartUpdateResponse(update_id="u1", current_version=self.state.version)
+        return weight_pb2.StartUpdateResponse(update_id="u1", policy_version=self.state.version)
 
     async def UpdateWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
         await self.enter("UpdateWeights", context)
         async for request in requests:
             self.state.disk = request.disk
-        staged = [weight_pb2.InstanceUpdate(instance_id=f"i{n}", stage_seconds=0.5) for n in range(2)]
+        staged = [weight_pb2.InstanceUpdate(instance_id=f"i{n}", stage_time=duration(0.5)) for n in range(2)]
         return weight_pb2.UpdateWeightsResponse(instances=staged)
 
     async def FinishUpdate(self, request: Any, context: Any) -> Any:
         assert self.state.update is not None
         await self.enter("FinishUpdate", context)
-        self.state.version, self.state.update = self.state.update.version, None
+        self.state.version, self.state.update = self.state.update.policy_version, None
         await self.enter("FinishUpdate.answer", context)
-        return weight_pb2.FinishUpdateResponse(version=self.state.version)
+        return weight_pb2.FinishUpdateResponse(policy_version=self.state.version)
 
     async def AbortUpdate(self, request: Any, context: Any) -> Any:
         await self.enter("AbortUpdate", context)
         self.state.update = None
-        return weight_pb2.AbortUpdateResponse(current_version=self.state.version)
+        return weight_pb2.AbortUpdateResponse(policy_version=self.state.version)
 
     async def GetVersions(self, request: Any, context: Any) -> Any:
         await self.enter("GetVersions", context)
@@ -193,8 +226,11 @@ class Fleet(_Servicer, fleet_pb2_grpc.FleetServiceServicer):
 
     async def WatchFleet(self, request: Any, context: Any) -> AsyncIterator[Any]:
         await self.enter("WatchFleet", context)
-        yield fleet_pb2.WatchFleetResponse(instances=[self._instance()])
-        await asyncio.Event().wait()
+        try:
+            yield fleet_pb2.WatchFleetResponse(instances=[self._instance()])
+            await asyncio.Event().wait()
+        finally:
+            self.state.left.set()
 
     async def Pause(self, request: Any, context: Any) -> Any:
         await self.enter("Pause", context)
@@ -204,19 +240,25 @@ class Fleet(_Servicer, fleet_pb2_grpc.FleetServiceServicer):
         await self.enter("Drain", context)
         return fleet_pb2.DrainResponse(handed_over=5)
 
-    async def GetPolicy(self, request: Any, context: Any) -> Any:
-        await self.enter("GetPolicy", context)
-        answer = fleet_pb2.GetPolicyResponse(revision=3)
-        answer.knobs.update({"window": 16})
+    async def GetKnobs(self, request: Any, context: Any) -> Any:
+        await self.enter("GetKnobs", context)
+        answer = fleet_pb2.GetKnobsResponse(revision=3)
+        answer.knobs.draft_cap = 16
         return answer
 
 
 class GatewayDouble:
     """Runs the server in a thread of its own."""
 
-    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
-        self.state = State()
-        self.port = 0
+    def __init__(
+        self,
+        credentials: grpc.ServerCredentials | None = None,
+        state: State | None = None,
+        leads: bool = True,
+    ) -> None:
+        self.state = state or State()
+        self.leads = leads
+        self._port = free_port()
         self._credentials = credentials
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -236,15 +278,20 @@ class GatewayDouble:
 
     @property
     def address(self) -> str:
-        return f"localhost:{self.port}"
+        return f"127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Serves, on the port of before if there was one."""
+        """Serve, on the same port each time."""
         self._run(self._start)
 
     def stop(self) -> None:
         """Cuts every call off, as a crash does."""
         self._run(self._stop)
+
+    def lead(self, leads: bool) -> None:
+        """Gain or lose leadership: another gateway answers from now on."""
+        self.leads = leads
+        self._run(lambda: self._tell(leads))
 
     def go_on(self) -> None:
         """Lets stalled streams go on."""
@@ -252,26 +299,32 @@ class GatewayDouble:
         self._loop.call_soon_threadsafe(self._go_on.set)
 
     def names(self) -> list[str]:
-        """The calls so far."""
+        """Return the calls so far."""
         return [name for name, _ in self.state.calls if "." not in name]
 
     async def _start(self) -> None:
         self._go_on = asyncio.Event()
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._health = health.aio.HealthServicer()
+        await self._tell(self.leads)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(Rollouts(self.state, self._go_on), server)
         weight_pb2_grpc.add_WeightServiceServicer_to_server(Weights(self.state, self._go_on), server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(self.state, self._go_on), server)
-        at = f"localhost:{self.port}"
         if self._credentials is None:
-            self.port = server.add_insecure_port(at)
+            server.add_insecure_port(self.address)
         else:
-            self.port = server.add_secure_port(at, self._credentials)
+            server.add_secure_port(self.address, self._credentials)
         await server.start()
         self._server = server
+
+    async def _tell(self, leads: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self._health.set("", status.SERVING if leads else status.NOT_SERVING)
 
     async def _stop(self) -> None:
         await self._server.stop(None)
 
     def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         future: Future[None] = asyncio.run_coroutine_threadsafe(work(), self._loop)  # type: ignore[arg-type]
-        future.result(20)
+        future.result(60)

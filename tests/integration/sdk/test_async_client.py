@@ -11,16 +11,13 @@ import paceline
 from paceline import AsyncClient, Group, RetryPolicy, SampleRequest
 from tests.integration.sdk.gateway_double import GatewayDouble
 
-QUICK = RetryPolicy(attempts=40, initial=0.01, maximum=0.2)
+QUICK = RetryPolicy(seconds=60, initial=0.01, maximum=0.2)
 
 
 async def test_a_step_through_the_async_run(gateway: GatewayDouble, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     folder = paceline.WeightFolder(tmp_path / "weights", tmp_path / "model")
-    async with (
-        AsyncClient(gateway.address, retry=QUICK) as client,
-        client.run("run", weights=folder) as run,
-    ):
+    async with AsyncClient(gateway.address, retry=QUICK) as client, client.run("run", weights=folder) as run:
         rollout = await run.rollout(0, [Group("a", [1], 3)])
         slots = [sample.slot async for sample in rollout]
         assert slots == [0, 1, 2]
@@ -30,8 +27,8 @@ async def test_a_step_through_the_async_run(gateway: GatewayDouble, tmp_path: Pa
         assert await run.report_rewards(batch_id, kl=0.5, clip_fraction=0.25) == 0
         measured = [(each.kl, each.clip_fraction) for each in gateway.state.reports]
         assert measured == [(0.0, 0.0), (0.5, 0.25), (0.5, 0.25)]
-        assert await run.hint(1, [Group("a", [1], 3)], expected_version=5) == 3
-        assert (await run.push_weights({"w": np.ones(2, np.float32)})).version == 5
+        assert await run.hint(1, [Group("a", [1], 3)], policy_version=5) == 3
+        assert (await run.push_weights({"w": np.ones(2, np.float32)})).policy_version == 5
 
 
 async def test_a_gateway_restart_is_invisible_to_an_async_stream(gateway: GatewayDouble) -> None:

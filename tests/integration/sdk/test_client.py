@@ -13,9 +13,9 @@ from google.rpc import error_details_pb2
 
 import paceline
 from paceline import Batch, Client, Group, RetryPolicy, Reward, SampleKey, SampleRequest, SamplingParams
-from tests.integration.sdk.gateway_double import GatewayDouble
+from tests.integration.sdk.gateway_double import GatewayDouble, until
 
-QUICK = RetryPolicy(attempts=40, initial=0.01, maximum=0.2)
+QUICK = RetryPolicy(seconds=60, initial=0.01, maximum=0.2)
 
 
 def batch(samples: int = 3, step: int = 0) -> Batch:
@@ -25,7 +25,7 @@ def batch(samples: int = 3, step: int = 0) -> Batch:
 
 @pytest.fixture
 def client(gateway: GatewayDouble) -> Iterator[Client]:
-    with Client(gateway.address, token="secret", timeout=10, retry=QUICK) as client:
+    with Client(gateway.address, token="secret", timeout=30, retry=QUICK) as client:
         yield client
 
 
@@ -95,14 +95,18 @@ def test_unavailable_is_tried_again_no_sooner_than_the_service_asks(
 
 def test_an_unreachable_service_is_given_up_by_the_policy(gateway: GatewayDouble) -> None:
     gateway.stop()
-    retry = RetryPolicy(attempts=3, initial=0.01)
+    retry = RetryPolicy(seconds=0.2, initial=0.01)
     with Client(gateway.address, retry=retry) as client, pytest.raises(paceline.UnavailableError):
         client.versions()
 
 
-def test_close_ends_a_wait_for_the_next_attempt(gateway: GatewayDouble) -> None:
+def test_close_ends_a_wait_for_the_next_attempt(
+    gateway: GatewayDouble, caplog: pytest.LogCaptureFixture
+) -> None:
     gateway.stop()
-    client = Client(gateway.address, retry=RetryPolicy(attempts=100, initial=60, maximum=60))
+    # Three short waits, and a long one that is told of when it begins.
+    policy = RetryPolicy(seconds=6000, initial=6e-5, multiplier=100, maximum=60, jitter=0)
+    client = Client(gateway.address, retry=policy)
     raised: list[paceline.PacelineError] = []
 
     def ask() -> None:
@@ -113,9 +117,9 @@ def test_close_ends_a_wait_for_the_next_attempt(gateway: GatewayDouble) -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    closing = threading.Timer(0.3, client.close)
-    closing.start()
-    asking.join(10)
+    until(lambda: "trying again" in caplog.text)
+    client.close()
+    asking.join(60)
     assert isinstance(raised[0], paceline.UnavailableError)
 
 
@@ -167,7 +171,7 @@ def test_the_small_calls(client: Client) -> None:
     assert client.hint(paceline.BatchHint("run", 1, 5, [Group("a", [1], 4)])) == 4
     assert client.pause() == ("i0",)
     assert client.drain("i0") == 5
-    assert client.policy("run") == paceline.Policy(3, {"window": 16})
+    assert client.knobs("run") == paceline.KnobSetting(3, {"draft_cap": 16})
     assert next(iter(client.watch_fleet()))[0].epoch == 2
 
 
@@ -182,7 +186,7 @@ def test_what_an_update_measured_goes_with_the_rewards(gateway: GatewayDouble, c
 
 def test_a_capability_that_is_missing_is_unimplemented(client: Client) -> None:
     with pytest.raises(paceline.UnimplementedError):
-        client.set_policy("run", paceline.Policy(3, {}))
+        client.set_knobs("run", paceline.KnobSetting(3, {}))
 
 
 def test_a_restarted_trainer_gets_the_same_batch(client: Client) -> None:
@@ -198,7 +202,17 @@ def test_a_restarted_trainer_gets_the_same_batch(client: Client) -> None:
 def test_every_batch_of_a_step_has_its_own_id(client: Client) -> None:
     run = client.run("run")
     ids = [run.rollout(step, [Group("a", [1], 1)]).batch.batch_id for step in (0, 0, 1)]
-    assert ids == ["step-000000.0", "step-000000.1", "step-000001.0"]
+    assert ids == ["step-000000.v4.0", "step-000000.v4.1", "step-000001.v4.0"]
+
+
+def test_a_trainer_that_was_restarted_with_other_weights_is_not_locked_out(
+    gateway: GatewayDouble, client: Client
+) -> None:
+    before = client.run("run", seed=7).rollout(3, [Group("a", [1, 2], 2)])
+    gateway.state.version = 5
+    after = client.run("run", seed=7).rollout(3, [Group("a", [1, 2], 2)])
+    assert not after.submitted.already_submitted
+    assert (before.batch.policy_version, after.batch.policy_version) == (4, 5)
 
 
 def test_a_rollout_left_in_the_middle_goes_on(client: Client) -> None:
@@ -220,7 +234,7 @@ def test_weights_go_through_the_four_phases(
     gateway: GatewayDouble, client: Client, folder: paceline.WeightFolder
 ) -> None:
     run = client.run("run", weights=folder)
-    assert run.push_weights({"w": np.ones(3, np.float32)}).version == 5
+    assert run.push_weights({"w": np.ones(3, np.float32)}).policy_version == 5
     assert gateway.names() == ["GetVersions", "StartUpdate", "UpdateWeights", "FinishUpdate"]
     assert gateway.state.disk is not None
     assert gateway.state.disk.path == str(folder.root / "v00000005")
@@ -241,7 +255,7 @@ def test_an_update_whose_answer_was_lost_counts_as_published(
     gateway: GatewayDouble, client: Client, folder: paceline.WeightFolder
 ) -> None:
     gateway.state.failures["FinishUpdate.answer"] = [(grpc.StatusCode.INTERNAL, "cut", [])]
-    assert client.run("run", weights=folder).push_weights({"w": np.ones(3, np.float32)}).version == 5
+    assert client.run("run", weights=folder).push_weights({"w": np.ones(3, np.float32)}).policy_version == 5
     assert "AbortUpdate" not in gateway.names()
 
 

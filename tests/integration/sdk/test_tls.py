@@ -11,7 +11,7 @@ import paceline
 from paceline import Client, RetryPolicy, Tls
 from tests.integration.sdk.gateway_double import GatewayDouble
 
-ONCE = RetryPolicy(attempts=1)
+ONCE = RetryPolicy(seconds=0)
 
 
 @pytest.fixture

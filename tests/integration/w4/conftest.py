@@ -1,4 +1,4 @@
-"""Engines with a 4-bit twin, a process each for all tests of this folder."""
+"""Engines with a quantized copy, a process each for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = EngineOptions(
     max_num_seqs=32,
     max_model_len=192,
     block_size=32,
-    self_w4=W4Options(group=32, most_tokens=DEPTH),
+    quantized=W4Options(group=32, most_tokens=DEPTH),
 )
 # 3 layers x 32 tokens x 2 heads x 32 x (key, value) x 4 bytes.
 BLOCK_BYTES = 3 * 32 * 2 * 32 * 2 * 4
@@ -34,8 +34,8 @@ class Bench:
 
 
 @pytest.fixture(scope="session")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Qwen3 in float32, where the twin multiplies with our own kernel; KV that 16 long samples do not fit into."""
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Qwen3 in float32, multiplied by our own 4-bit kernel, with too little KV for 16 long samples."""
     model = tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
     options = EngineOptions(
         **{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}
@@ -47,7 +47,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="session")
 def sixteen_bits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Qwen2, which has biases, in bfloat16, where the twin multiplies with vLLM's kernel."""
+    """Qwen2, which has biases, in bfloat16, where the quantized copy multiplies with vLLM's kernel."""
     model = tiny_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
     options = EngineOptions(
         **{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}

@@ -1,4 +1,4 @@
-"""An instance with the 4-bit twin: switched on by a flag, seen in results and metrics, made anew with weights."""
+"""Instance with the quantized copy: a flag, results and metrics, and its renewal with new weights."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ pytestmark = pytest.mark.timeout(300)
 _HANDLES = (1, 2, 3, 4)
 
 
-async def test_an_instance_drafts_with_the_twin_of_its_weights(
+async def test_an_instance_drafts_with_the_quantized_copy_of_its_weights(
     redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder: Path = tmp_path_factory.mktemp("w4-instance")
     first, second = tiny_model(folder / "first", seed=0), tiny_model(folder / "second", seed=1)
     settings = {"block_size": 32, "namespace": "w4-tests", "speculation": "fixed"}
     # No other drafter is in the way of this one.
-    alone = {"drafters": "given", "drafts": False}
+    alone = {"drafters": "reference", "drafts": False}
     with InstanceProcess(
-        first, redis_url, folder, self_w4=True, self_w4_group=32, self_w4_tokens=4, **settings, **alone
+        first, redis_url, folder, quantized=True, quantized_group=32, quantized_tokens=4, **settings, **alone
     ) as instance:
         async with stub_of(instance.address) as stub:
             policy = Policy(instance.address, stub)
@@ -37,14 +37,16 @@ async def test_an_instance_drafts_with_the_twin_of_its_weights(
                 for outcome in outcomes.values():
                     assert outcome.finished is not None
                     drafted = {each.drafter: each for each in outcome.finished.draft_sources}
-                    accepted += drafted["self_w4"].accepted if "self_w4" in drafted else 0
+                    accepted += drafted["quantized"].accepted if "quantized" in drafted else 0
                 assert accepted > 0
                 found = {handle: outcome.tokens for handle, outcome in outcomes.items()}
                 # The same weights, the same tokens; another update lies between.
                 assert tokens.setdefault(model, found) == found
             assert tokens[first] != tokens[second]
         metrics = instance.metrics()
-    assert metrics['paceline_self_w4_refresh_seconds_count{time="work"}'] == 2
-    assert metrics["paceline_self_w4_memory_bytes"] > 0
-    assert metrics["paceline_self_w4_draft_tokens_total"] > metrics["paceline_self_w4_draft_steps_total"] > 0
+    assert metrics['paceline_quantized_refresh_seconds_count{time="work"}'] == 2
+    assert metrics["paceline_quantized_memory_bytes"] > 0
+    assert (
+        metrics["paceline_quantized_draft_tokens_total"] > metrics["paceline_quantized_draft_steps_total"] > 0
+    )
     assert not any(name.startswith("paceline_speculation_drafter_faults_total{") for name in metrics)

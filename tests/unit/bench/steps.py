@@ -13,7 +13,7 @@ from paceline import FinishReason, InstanceSpan, Provenance, Sample, SampleKey, 
 
 
 def sample(slot: int, tokens: Sequence[int], prompt_id: str = "p", **provenance: Any) -> Sample:
-    """A finished sample; provenance fields by name."""
+    """Return a finished sample; provenance fields by name."""
     return Sample(
         prompt_id=prompt_id,
         slot=slot,
@@ -28,7 +28,7 @@ def sample(slot: int, tokens: Sequence[int], prompt_id: str = "p", **provenance:
 
 
 def span(instance_id: str, begin: float, end: float) -> tuple[InstanceSpan, ...]:
-    """A sample's only span."""
+    """Return a sample's only span."""
     return (InstanceSpan(instance_id, 0, 1, begin, end),)
 
 
@@ -38,7 +38,7 @@ def named(samples: Sequence[Sample]) -> dict[SampleKey, Sample]:
 
 
 def step(*samples: Sample, metrics: Mapping[str, Metrics] | None = None, **changes: Any) -> ReplayedStep:
-    """A step of a fleet of two, a and b."""
+    """Return a step of a fleet of two, a and b."""
     values: dict[str, Any] = {
         "step": 0,
         "samples": named(samples),

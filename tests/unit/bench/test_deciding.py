@@ -1,21 +1,35 @@
-"""Decisions are good where step times are known, and where verification is priced wrong: the simulation says so."""
+"""Decisions on devices of known step times: a part of what `python -m bench.deciding` asks of all cells."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from bench.deciding import cell, fitted
+from bench.deciding.devices import devices
+from bench.deciding.simulation import Cell, SimulatedBatch, fixed_rates, swept
 
-MODEL = Path("examples/tinymath/model")
+DEVICES = {device.name: device for device in devices()}
 
 
-@pytest.mark.parametrize("price", [0.6, 1.0, 1.6])
-@pytest.mark.parametrize(("samples", "wrong"), [(32, 0.02), (32, 0.4), (32, 0.95), (128, 0.4)])
-def test_the_planner_is_as_good_as_the_best_fixed_length_and_the_toggle_as_plain_decoding(
-    price: float, samples: int, wrong: float
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize(("samples", "context"), [(16, 1024), (64, 1024)])
+@pytest.mark.parametrize("wrong", [0.02, 0.95])
+@pytest.mark.parametrize("late", [0, 2])
+def test_from_a_cold_start_the_planner_is_soon_near_the_best_fixed_length(
+    name: str, samples: int, context: int, wrong: float, late: int
 ) -> None:
-    found = cell(fitted(MODEL), price, samples, wrong, rounds=1)
-    assert found["planner_vs_best_fixed"] >= 0.97
-    assert found["toggle_vs_plain"] >= 0.98
+    cell = Cell(DEVICES[name], samples, context, wrong)
+    found = SimulatedBatch(cell, "planner", swept(cell.device, 512), late).rates()
+    fixed = [fixed_rates(cell, length) for length in (0, 1, 2, 4, 8, 12, 16)]
+    # The steps after a change of the clock are few.
+    assert found.later >= (0.92 if cell.device.slowed else 0.95) * max(each.later for each in fixed)
+    assert found.first >= 0.85 * max(each.first for each in fixed)
+    assert found.first >= 0.93 * fixed[0].first
+    assert found.later >= 0.97 * fixed[0].later
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_tables_rise(name: str) -> None:
+    device = DEVICES[name]
+    times = [device.seconds(8, rows, 8192) for rows in range(8, 4096, 8)]
+    assert times == sorted(times)
+    assert device.seconds(64, 64, 64 * 4096) > device.seconds(64, 64, 64 * 1024)

@@ -10,11 +10,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from paceline.internal.v1 import bubble_pb2 as pb
-from services.bubbles.ledger import Ledger
-from services.bubbles.plan import RUN_SILENCE, Plan
-from services.bubbles.records import Answer, Phase, Poll, Progress, Rules, Standing
-from tests.unit.bubbles.hints import hint
+from services.bubbles.config import BubblesConfig
+from services.bubbles.ledger import BubbleLedger, is_running
+from services.bubbles.plan import RUN_SILENCE, PregenerationPlan, WorkAnswer
+from tests.unit.bubbles.hints import hint, named, progress_of, run_status, work_poll
 
+PHASES = (pb.RUN_PHASE_ROLLOUT, pb.RUN_PHASE_UPDATE, pb.RUN_PHASE_APPLYING)
 NAMES = ("a", "b", "c")
 LEASE_SECONDS = 5.0
 STEPS = (1, 2, 3)
@@ -31,7 +32,7 @@ class Process:
     heard: float = 0.0
     coordinator: int = 0
     running: dict[int, int] = field(default_factory=dict)
-    ended: list[Progress] = field(default_factory=list)
+    ended: list[pb.PregenerationProgress] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Bubbles(RuleBasedStateMachine):
     @initialize(mode=st.sampled_from(["pregenerate", "halt", "sleep"]))
     def begin(self, mode: str) -> None:
         self.now = 1000.0
-        self.rules = Rules(during_update=mode, lease_seconds=LEASE_SECONDS)  # type: ignore[arg-type]
+        self.config = BubblesConfig(during_update=mode, lease_seconds=LEASE_SECONDS)  # type: ignore[arg-type]
         self.epochs = itertools.count(1)
-        self.standings = {name: Standing(Phase.ROLLOUT, 0, 0) for name in ("run", "other")}
+        self.statuses = {name: run_status(pb.RUN_PHASE_ROLLOUT, 0, 0) for name in ("run", "other")}
         self.hints: dict[str, dict[int, pb.PutHintRequest]] = {"run": {}, "other": {}}
         self.processes: dict[str, Process] = {}
         self.serial = 0
@@ -63,17 +64,17 @@ class Bubbles(RuleBasedStateMachine):
     def start_coordinator(self) -> None:
         self.serial += 1
         self.epoch = self.serial * 1_000_000
-        self.ledger = Ledger(self.rules, self.epoch + 1)
-        self.plan = Plan(self.ledger)
+        self.ledger = BubbleLedger(self.config, self.epoch + 1)
+        self.plan = PregenerationPlan(self.ledger)
         self.holders: dict[Sample, Holder] = {}
         self.finished: set[Sample] = set()
 
     @rule()
     def tell(self) -> None:
         """The gateway tells all that it knows, as it does every second."""
-        for run_id, standing in self.standings.items():
-            useful = [each for step, each in self.hints[run_id].items() if step > standing.step]
-            missing = self.ledger.set_run(run_id, standing, [each.hint_id for each in useful], self.now)
+        for run_id, status in self.statuses.items():
+            useful = [each for step, each in self.hints[run_id].items() if step > status.step]
+            missing = self.ledger.set_run(named(status, run_id, [each.hint_id for each in useful]), self.now)
             for each in useful:
                 if each.hint_id in missing:
                     self.ledger.put_hint(each, self.now)
@@ -85,14 +86,14 @@ class Bubbles(RuleBasedStateMachine):
 
     @rule(
         run_id=st.sampled_from(["run", "other"]),
-        phase=st.sampled_from(list(Phase)),
+        phase=st.sampled_from(PHASES),
         samples=st.integers(0, 2),
         data=st.data(),
     )
-    def move_run(self, run_id: str, phase: Phase, samples: int, data: st.DataObject) -> None:
-        old = self.standings[run_id]
-        unfinished = samples if phase is Phase.ROLLOUT else 0
-        self.standings[run_id] = Standing(
+    def move_run(self, run_id: str, phase: pb.RunPhase, samples: int, data: st.DataObject) -> None:
+        old = self.statuses[run_id]
+        unfinished = samples if phase == pb.RUN_PHASE_ROLLOUT else 0
+        self.statuses[run_id] = run_status(
             phase,
             data.draw(st.integers(old.policy_version, 1)),
             data.draw(st.integers(old.step, 2)),
@@ -125,7 +126,7 @@ class Bubbles(RuleBasedStateMachine):
                 process.running[lease] += 10
                 if how != "goes on":
                     tokens = process.running.pop(lease)
-                    end = Progress(lease, tokens, finished=how == "finishes", returned=how == "gives back")
+                    end = progress_of(lease, tokens, finished=how == "finishes", returned=how == "gives back")
                     process.ended.append(end)
 
     @precondition(lambda self: self.processes)
@@ -134,16 +135,13 @@ class Bubbles(RuleBasedStateMachine):
         process = self.processes[data.draw(st.sampled_from(sorted(self.processes)))]
         self.exchange(process, room, serving=serving, lost=lost)
 
-    def exchange(self, process: Process, room: int, *, serving: bool = False, lost: bool = False) -> Answer:
-        progress = [Progress(lease, tokens) for lease, tokens in process.running.items()] + process.ended
+    def exchange(
+        self, process: Process, room: int, *, serving: bool = False, lost: bool = False
+    ) -> WorkAnswer:
+        progress = [progress_of(lease, tokens) for lease, tokens in process.running.items()] + process.ended
         known = process.coordinator == self.epoch
-        poll = Poll(
-            process.name,
-            process.epoch,
-            process.version,
-            room,
-            tuple(progress) if known else (),
-            serving,
+        poll = work_poll(
+            process.name, process.epoch, process.version, room, tuple(progress) if known else (), serving
         )
         self.ledger.report(poll, self.now)
         self.note(poll)
@@ -151,8 +149,8 @@ class Bubbles(RuleBasedStateMachine):
         assert not (answer.halt and answer.leases)
         assert len(answer.leases) <= room
         for lease in answer.leases:
-            self.check_given(process, poll, lease.run_id, lease.step, lease.item.key, lease.item.seed)
-            self.holders[(lease.run_id, lease.step, *lease.item.key)] = Holder(
+            self.check_given(process, poll, lease.run_id, lease.step, lease.task.key, lease.task.seed)
+            self.holders[(lease.run_id, lease.step, *lease.task.key)] = Holder(
                 process.name, process.epoch, lease.number
             )
         if not lost:
@@ -162,13 +160,13 @@ class Bubbles(RuleBasedStateMachine):
             for number in [*answer.revoked, *(process.running if answer.halt else ())]:
                 tokens = process.running.pop(number, None)
                 if answer.halt and tokens is not None:
-                    process.ended.append(Progress(number, tokens, returned=True))
+                    process.ended.append(progress_of(number, tokens, returned=True))
             process.running.update({lease.number: 0 for lease in answer.leases})
         return answer
 
-    def note(self, poll: Poll) -> None:
-        """Takes in, as an onlooker, what the poll says of who has what."""
-        ended = {each.lease: each for each in poll.progress if not each.runs}
+    def note(self, poll: pb.PollWorkRequest) -> None:
+        """Take in, as an onlooker, what the poll says of who has what."""
+        ended = {each.lease: each for each in poll.progress if not is_running(each)}
         named = {each.lease for each in poll.progress}
         for sample, holder in list(self.holders.items()):
             if holder.name == poll.instance_id:
@@ -180,21 +178,27 @@ class Bubbles(RuleBasedStateMachine):
         process.heard = self.now
 
     def check_given(
-        self, process: Process, poll: Poll, run_id: str, step: int, key: tuple[str, int], seed: int
+        self,
+        process: Process,
+        poll: pb.PollWorkRequest,
+        run_id: str,
+        step: int,
+        key: tuple[str, int],
+        seed: int,
     ) -> None:
         told = self.ledger.runs
-        standing = told[run_id].standing
-        assert standing is not None
+        status = told[run_id].status
+        assert status is not None
         assert not poll.serving
-        assert standing.policy_version == process.version
-        assert standing.step < step
+        assert status.policy_version == process.version
+        assert status.step < step
         for run in told.values():
-            assert run.standing is None or run.standing.phase is not Phase.APPLYING
+            assert run.status is None or run.status.phase != pb.RUN_PHASE_APPLYING
             fresh = self.now - run.heard_at <= RUN_SILENCE
-            assert not (fresh and run.standing is not None and run.standing.waiting)
-        if self.rules.during_update != "pregenerate":
-            assert standing.phase is Phase.ROLLOUT
-            assert any(run.standing is not None and run.standing.unfinished for run in told.values())
+            assert not (fresh and run.status is not None and run.status.waiting)
+        if self.config.during_update != "pregenerate":
+            assert status.phase == pb.RUN_PHASE_ROLLOUT
+            assert any(run.status is not None and run.status.unfinished for run in told.values())
         groups = {group.prompt_id: group for group in self.hints[run_id][step].groups}
         assert groups[key[0]].seeds[key[1]] == seed
         sample = (run_id, step, *key)
@@ -213,8 +217,8 @@ class Bubbles(RuleBasedStateMachine):
         """From any state: with one gateway, one coordinator and instances that work, all gets finished."""
         if not hasattr(self, "ledger"):
             return
-        for run_id, standing in self.standings.items():
-            self.standings[run_id] = Standing(Phase.ROLLOUT, 0, standing.step, unfinished=1)
+        for run_id, status in self.statuses.items():
+            self.statuses[run_id] = run_status(pb.RUN_PHASE_ROLLOUT, 0, status.step, unfinished=1)
         self.processes = {name: Process(name, next(self.epochs)) for name in ("a", "b")}
         for _ in range(60):
             self.now += 1.0
@@ -222,12 +226,12 @@ class Bubbles(RuleBasedStateMachine):
             self.tell()
             for process in self.processes.values():
                 for number, tokens in process.running.items():
-                    process.ended.append(Progress(number, tokens + 10, finished=True))
+                    process.ended.append(progress_of(number, tokens + 10, finished=True))
                 process.running.clear()
                 self.exchange(process, 2)
-        for run_id, standing in self.standings.items():
-            steps = sorted(step for step in self.hints[run_id] if step > standing.step)
-            for step in steps[: self.rules.max_ahead]:
+        for run_id, status in self.statuses.items():
+            steps = sorted(step for step in self.hints[run_id] if step > status.step)
+            for step in steps[: self.config.max_ahead]:
                 pool = self.ledger.runs[run_id].pools[step]
                 assert pool.open == 0, f"{pool.open} of {run_id}/{step} are open"
 

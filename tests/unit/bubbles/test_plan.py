@@ -10,23 +10,26 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from services.bubbles.ledger import FORGET, Ledger
-from services.bubbles.plan import RUN_SILENCE, Plan, share_out
-from services.bubbles.records import Answer, Lease, Phase, Poll, Progress, Rules, Standing
-from tests.unit.bubbles.hints import hint
+from paceline.internal.v1 import bubble_pb2 as pb
+from services.bubbles.config import BubblesConfig
+from services.bubbles.ledger import FORGET, BubbleLedger, TaskLease
+from services.bubbles.plan import RUN_SILENCE, PregenerationPlan, WorkAnswer, share_out
+from tests.unit.bubbles.hints import hint, named, progress_of, run_status, work_poll
 
-ROLLOUT = Standing(Phase.ROLLOUT, 0, 0, unfinished=3)
+ROLLOUT = run_status(pb.RUN_PHASE_ROLLOUT, 0, 0, unfinished=3)
 
 
 class World:
     """A plan with one run that has one hint, and a clock."""
 
-    def __init__(self, groups: int = 4, slots: int = 2, standing: Standing = ROLLOUT, **rules: Any) -> None:
+    def __init__(
+        self, groups: int = 4, slots: int = 2, status: pb.SetRunRequest = ROLLOUT, **rules: Any
+    ) -> None:
         self.now = 1000.0
-        self.ledger = Ledger(Rules(**{"lease_seconds": 10.0, **rules}))
-        self.plan = Plan(self.ledger)
+        self.ledger = BubbleLedger(BubblesConfig(**{"lease_seconds": 10.0, **rules}))
+        self.plan = PregenerationPlan(self.ledger)
         self.hints: dict[str, list[str]] = {}
-        self.tell(standing)
+        self.tell(status)
         self.hint(groups, slots)
 
     def hint(self, groups: int, slots: int = 2, step: int = 1, run_id: str = "run") -> None:
@@ -34,11 +37,13 @@ class World:
         self.hints.setdefault(run_id, []).append(request.hint_id)
         self.ledger.put_hint(request, self.now)
 
-    def tell(self, standing: Standing, run_id: str = "run") -> list[str]:
-        return self.ledger.set_run(run_id, standing, self.hints.get(run_id, ()), self.now)
+    def tell(self, status: pb.SetRunRequest, run_id: str = "run") -> list[str]:
+        return self.ledger.set_run(named(status, run_id, self.hints.get(run_id, ())), self.now)
 
-    def poll(self, who: str = "a", room: int = 100, *progress: Progress, **fields: Any) -> Answer:
-        poll = Poll(
+    def poll(
+        self, who: str = "a", room: int = 100, *progress: pb.PregenerationProgress, **fields: Any
+    ) -> WorkAnswer:
+        poll = work_poll(
             who, fields.pop("epoch", 1), fields.pop("policy_version", 0), room, tuple(progress), **fields
         )
         self.ledger.report(poll, self.now)
@@ -48,8 +53,8 @@ class World:
         return {item.key: (item.covered, item.finished) for item in self.ledger.coverage("run", step)}
 
 
-def runs(leases: Sequence[Lease], tokens: int = 0) -> list[Progress]:
-    return [Progress(lease.number, tokens) for lease in leases]
+def runs(leases: Sequence[TaskLease], tokens: int = 0) -> list[pb.PregenerationProgress]:
+    return [progress_of(lease.number, tokens) for lease in leases]
 
 
 def test_an_idle_instance_gets_all_that_it_has_room_for() -> None:
@@ -62,18 +67,18 @@ def test_an_idle_instance_gets_all_that_it_has_room_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "standing",
+    "status",
     [
-        Standing(Phase.ROLLOUT, 0, 0, unfinished=3, waiting=1),
-        Standing(Phase.ROLLOUT, 1, 0),
-        Standing(Phase.APPLYING, 0, 0),
-        Standing(Phase.ROLLOUT, 0, 1),
-        Standing(Phase.ROLLOUT, 0, 2),
+        run_status(pb.RUN_PHASE_ROLLOUT, 0, 0, unfinished=3, waiting=1),
+        run_status(pb.RUN_PHASE_ROLLOUT, 1, 0),
+        run_status(pb.RUN_PHASE_APPLYING, 0, 0),
+        run_status(pb.RUN_PHASE_ROLLOUT, 0, 1),
+        run_status(pb.RUN_PHASE_ROLLOUT, 0, 2),
     ],
     ids=["a sample waits", "another version", "weights are applied", "the step has begun", "it has passed"],
 )
-def test_nothing_is_given_out_when(standing: Standing) -> None:
-    world = World(standing=standing)
+def test_nothing_is_given_out_when(status: pb.SetRunRequest) -> None:
+    world = World(status=status)
     assert not world.poll().leases
 
 
@@ -85,7 +90,7 @@ def test_nothing_is_given_to_an_instance_that_serves_the_step() -> None:
 
 
 def test_beside_few_samples_of_the_step_only_where_that_is_wanted() -> None:
-    world = World(intra_threshold=8)
+    world = World(intra_instance=True, intra_threshold=8)
     assert not world.poll(serving=True).leases
     world.ledger.living({"a": 9})
     assert not world.poll(serving=True).leases
@@ -95,7 +100,7 @@ def test_beside_few_samples_of_the_step_only_where_that_is_wanted() -> None:
 
 def test_a_sample_of_any_run_that_waits_comes_first_as_long_as_its_gateway_lives() -> None:
     world = World()
-    world.tell(Standing(Phase.ROLLOUT, 0, 0, unfinished=1, waiting=1), "other")
+    world.tell(run_status(pb.RUN_PHASE_ROLLOUT, 0, 0, unfinished=1, waiting=1), "other")
     assert not world.poll().leases
     world.now += RUN_SILENCE + 1
     world.tell(ROLLOUT)
@@ -114,7 +119,7 @@ def test_items_are_spread_over_the_instances() -> None:
     a, b = world.poll("a"), world.poll("b")
     assert (len(a.leases), len(b.leases)) == (3, 3)
     assert len(world.poll("c").leases) == 2
-    done = [Progress(lease.number, 10, finished=True) for lease in a.leases]
+    done = [progress_of(lease.number, 10, finished=True) for lease in a.leases]
     assert not world.poll("a", 100, *done).leases
 
 
@@ -123,7 +128,7 @@ def test_what_an_early_instance_has_finished_makes_room_for_more() -> None:
     world.ledger.living({"a": 0, "b": 5})
     first = world.poll("a").leases
     assert len(first) == 4
-    done = [Progress(lease.number, 10, finished=True) for lease in first]
+    done = [progress_of(lease.number, 10, finished=True) for lease in first]
     assert len(world.poll("a", 100, *done).leases) == 2
 
 
@@ -138,9 +143,9 @@ def test_nearest_step_first_and_the_next_only_when_nothing_of_it_is_left() -> No
     (b,) = world.poll("b").leases
     assert b.step == 1
     assert not world.poll("a", 100, *runs([a])).leases, "a larger batch would slow its nearer item down"
-    (later,) = world.poll("a", 100, Progress(a.number, 9, finished=True)).leases
+    (later,) = world.poll("a", 100, progress_of(a.number, 9, finished=True)).leases
     assert later.step == 2
-    world.poll("b", 100, Progress(b.number, 9, finished=True))
+    world.poll("b", 100, progress_of(b.number, 9, finished=True))
     assert {lease.step for lease in world.poll("c").leases} <= {2}
 
 
@@ -152,7 +157,7 @@ def test_no_further_ahead_than_allowed() -> None:
     for _ in range(4):
         answer = world.poll("a", 100, *progress)
         steps += [lease.step for lease in answer.leases]
-        progress = [Progress(lease.number, 9, finished=True) for lease in answer.leases]
+        progress = [progress_of(lease.number, 9, finished=True) for lease in answer.leases]
     assert steps == [1, 2]
 
 
@@ -180,7 +185,7 @@ def test_room_goes_to_whoever_has_least(claims: list[tuple[int, int]], room: int
 
 
 def test_the_update_is_used_unless_instances_are_to_halt_or_sleep() -> None:
-    learning = Standing(Phase.UPDATE, 0, 0)
+    learning = run_status(pb.RUN_PHASE_UPDATE, 0, 0)
     for mode, halt, sleep in (("pregenerate", False, False), ("halt", True, False), ("sleep", True, True)):
         world = World(during_update=mode)
         leases = world.poll().leases
@@ -189,28 +194,28 @@ def test_the_update_is_used_unless_instances_are_to_halt_or_sleep() -> None:
         answer = world.poll("a", 0, *runs(leases, 3))
         assert (answer.halt, answer.sleep, answer.quiet) == (halt, sleep, not halt), mode
         assert answer.halted_at == (world.now if halt else 0.0)
-        world.poll("a", 0, *[Progress(lease.number, 3, returned=True) for lease in leases])
+        world.poll("a", 0, *[progress_of(lease.number, 3, returned=True) for lease in leases])
         assert bool(world.poll("b").leases) is (mode == "pregenerate")
 
 
 @pytest.mark.parametrize("mode", ["halt", "sleep"])
 def test_only_bubbles_of_a_step_are_filled_where_updates_are_not_used(mode: str) -> None:
-    world = World(standing=Standing(Phase.ROLLOUT, 0, 0), during_update=mode)
+    world = World(status=run_status(pb.RUN_PHASE_ROLLOUT, 0, 0), during_update=mode)
     answer = world.poll()
     assert (answer.leases, answer.halt, answer.sleep) == ((), False, False)
-    world.tell(Standing(Phase.ROLLOUT, 0, 0, unfinished=1), "other")
+    world.tell(run_status(pb.RUN_PHASE_ROLLOUT, 0, 0, unfinished=1), "other")
     assert len(world.poll().leases) == 8
 
 
 def test_everybody_halts_while_weights_are_applied() -> None:
     world = World()
     leases = world.poll().leases
-    world.tell(Standing(Phase.APPLYING, 0, 0))
+    world.tell(run_status(pb.RUN_PHASE_APPLYING, 0, 0))
     answer = world.poll("a", 9, *runs(leases))
     assert (answer.halt, answer.sleep, answer.halted_at) == (True, False, 0.0)
     assert not answer.leases
-    world.tell(Standing(Phase.ROLLOUT, 1, 0))
-    returned = [Progress(lease.number, 3, returned=True) for lease in leases]
+    world.tell(run_status(pb.RUN_PHASE_ROLLOUT, 1, 0))
+    returned = [progress_of(lease.number, 3, returned=True) for lease in leases]
     answer = world.poll("a", 9, *returned, policy_version=1)
     assert (answer.halt, len(answer.leases)) == (False, 8)
 
@@ -219,7 +224,7 @@ def test_weights_that_are_applied_stop_the_items_of_every_run() -> None:
     world = World()
     world.tell(ROLLOUT, "other")
     world.hint(groups=1, run_id="other")
-    world.tell(Standing(Phase.APPLYING, 0, 0))
+    world.tell(run_status(pb.RUN_PHASE_APPLYING, 0, 0))
     answer = world.poll()
     assert (answer.halt, answer.leases) == (True, ())
 
@@ -229,15 +234,15 @@ def test_the_barrier_is_not_there_while_another_run_has_samples() -> None:
     world.tell(ROLLOUT, "other")
     world.hint(groups=1, slots=1, run_id="other")
     mine, other = sorted(world.poll().leases, key=lambda lease: lease.run_id, reverse=True)
-    world.tell(Standing(Phase.UPDATE, 0, 0))
+    world.tell(run_status(pb.RUN_PHASE_UPDATE, 0, 0))
     answer = world.poll("a", 9, *runs([mine, other]))
     assert (answer.halt, answer.sleep, answer.revoked) == (False, False, (mine.number,))
-    world.tell(Standing(Phase.ROLLOUT, 0, 0), "other")
+    world.tell(run_status(pb.RUN_PHASE_ROLLOUT, 0, 0), "other")
     assert world.poll("a", 9, *runs([other])).sleep
 
 
 def test_the_end_of_a_step_that_was_not_seen_is_not_made_up() -> None:
-    world = World(standing=Standing(Phase.UPDATE, 0, 0), during_update="halt")
+    world = World(status=run_status(pb.RUN_PHASE_UPDATE, 0, 0), during_update="halt")
     answer = world.poll()
     assert (answer.halt, answer.halted_at) == (True, 0.0)
 
@@ -245,7 +250,7 @@ def test_the_end_of_a_step_that_was_not_seen_is_not_made_up() -> None:
 def test_an_answer_is_quiet_once_it_has_been_told() -> None:
     world = World(during_update="halt")
     leases = world.poll().leases
-    world.tell(Standing(Phase.UPDATE, 0, 0))
+    world.tell(run_status(pb.RUN_PHASE_UPDATE, 0, 0))
     assert not world.poll("a", 0, *runs(leases)).quiet
     assert world.poll("a", 9).quiet
     world.tell(ROLLOUT)
@@ -256,13 +261,13 @@ def test_an_answer_is_quiet_once_it_has_been_told() -> None:
 def test_a_step_that_begins_revokes_its_leases_and_its_coverage_stays() -> None:
     world = World()
     leases = world.poll("a", 2).leases
-    world.tell(Standing(Phase.ROLLOUT, 0, 1, unfinished=8))
+    world.tell(run_status(pb.RUN_PHASE_ROLLOUT, 0, 1, unfinished=8))
     assert set(world.poll("a", 9, *runs(leases, 5)).revoked) == {lease.number for lease in leases}
-    assert world.covered() == {lease.item.key: (5, False) for lease in leases}
-    world.poll("a", 9, Progress(leases[0].number, 6, returned=True))
-    assert world.covered() == {leases[0].item.key: (6, False), leases[1].item.key: (5, False)}
+    assert world.covered() == {lease.task.key: (5, False) for lease in leases}
+    world.poll("a", 9, progress_of(leases[0].number, 6, returned=True))
+    assert world.covered() == {leases[0].task.key: (6, False), leases[1].task.key: (5, False)}
     assert not world.poll("b").leases
-    world.tell(Standing(Phase.ROLLOUT, 0, 2))
+    world.tell(run_status(pb.RUN_PHASE_ROLLOUT, 0, 2))
     assert world.covered() == {}
 
 
@@ -284,12 +289,12 @@ def test_a_returned_item_goes_to_another_with_its_progress_known() -> None:
     world = World(groups=1, slots=1)
     (lease,) = world.poll("a").leases
     assert not world.poll("b").leases
-    world.poll("a", 0, Progress(lease.number, 12, returned=True))
+    world.poll("a", 0, progress_of(lease.number, 12, returned=True))
     (again,) = world.poll("b").leases
-    assert again.item is lease.item
+    assert again.task is lease.task
     assert again.number != lease.number
     assert world.covered() == {("p0", 0): (12, False)}
-    world.poll("b", 0, Progress(again.number, 20, finished=True))
+    world.poll("b", 0, progress_of(again.number, 20, finished=True))
     assert world.covered() == {("p0", 0): (20, True)}
     assert not world.poll("c").leases
 
@@ -311,8 +316,8 @@ def test_leases_of_a_silent_instance_go_to_others_and_what_it_says_later_is_hear
     world.ledger.expire(world.now)
     assert world.covered() == {}, "its tokens are with it"
     world.tell(ROLLOUT)
-    assert {lease.item for lease in world.poll("b").leases} == {one.item, two.item}
-    answer = world.poll("a", 9, Progress(one.number, 9, finished=True), Progress(two.number, 8))
+    assert {lease.task for lease in world.poll("b").leases} == {one.task, two.task}
+    answer = world.poll("a", 9, progress_of(one.number, 9, finished=True), progress_of(two.number, 8))
     assert answer.revoked == (two.number,)
     assert world.covered()["p0", 0] == (9, True)
 
@@ -325,7 +330,7 @@ def test_an_instance_whose_heartbeat_ends_loses_its_leases_at_once() -> None:
     world.ledger.living({"a": 3})
     assert not world.poll("a", 9, *runs([lease])).revoked
     world.ledger.living({})
-    assert {each.item.key for each in world.poll("b").leases} == {("p0", 0)}, "the other half is a's share"
+    assert {each.task.key for each in world.poll("b").leases} == {("p0", 0)}, "the other half is a's share"
     assert world.poll("a", 9, *runs([lease])).revoked == (lease.number,)
 
 
@@ -337,8 +342,8 @@ def test_what_a_late_instance_says_takes_nothing_from_its_successor() -> None:
     world.tell(ROLLOUT)
     theirs = world.poll("b").leases
     world.ledger.expire(world.now)
-    world.poll("a", 0, Progress(one.number, 5, returned=True), Progress(two.number, 6))
-    assert world.covered() == {one.item.key: (5, False)}
+    world.poll("a", 0, progress_of(one.number, 5, returned=True), progress_of(two.number, 6))
+    assert world.covered() == {one.task.key: (5, False)}
     answer = world.poll("b", 9, *runs(theirs, 2))
     assert (answer.revoked, answer.leases) == ((), ())
     assert not world.poll("c").leases
@@ -351,7 +356,7 @@ def test_an_item_that_a_late_instance_finished_is_taken_from_its_successor() -> 
     world.ledger.expire(world.now)
     world.tell(ROLLOUT)
     (second,) = world.poll("b").leases
-    world.poll("a", 9, Progress(lease.number, 9, finished=True))
+    world.poll("a", 9, progress_of(lease.number, 9, finished=True))
     answer = world.poll("b", 9, *runs([second], 2))
     assert (answer.revoked, answer.leases) == ((second.number,), ())
 
@@ -360,7 +365,7 @@ def test_a_new_process_of_an_instance_voids_the_leases_of_the_old_one() -> None:
     world = World(groups=1, slots=1)
     (lease,) = world.poll("a", epoch=1).leases
     (again,) = world.poll("a", epoch=2).leases
-    assert again.item is lease.item
+    assert again.task is lease.task
     zombie = world.poll("a", 9, *runs([lease]), epoch=1)
     assert (zombie.revoked, zombie.leases) == ((lease.number,), ())
     assert world.ledger.instances["a"].leases.keys() == {again.number}
@@ -369,28 +374,28 @@ def test_a_new_process_of_an_instance_voids_the_leases_of_the_old_one() -> None:
 def test_a_coordinator_that_knows_nothing_asks_for_hints_and_stops_nobody() -> None:
     world = World()
     leases = world.poll("a", 2).leases
-    world.ledger = Ledger(Rules(), first_lease=1_000_000)
-    world.plan = Plan(world.ledger)
+    world.ledger = BubbleLedger(BubblesConfig(), first_lease=1_000_000)
+    world.plan = PregenerationPlan(world.ledger)
     answer = world.poll("a", 9)
     assert (answer.halt, answer.revoked, answer.leases) == (False, (), ())
     assert world.tell(ROLLOUT) == ["run-1"]
     world.hint(4)
     assert world.tell(ROLLOUT) == []
     given_now = world.poll("a", 9).leases
-    assert {lease.item.key for lease in leases} <= {lease.item.key for lease in given_now}
+    assert {lease.task.key for lease in leases} <= {lease.task.key for lease in given_now}
 
 
 def test_a_hint_for_a_step_that_has_begun_is_not_taken() -> None:
-    world = World(standing=Standing(Phase.ROLLOUT, 0, 5))
+    world = World(status=run_status(pb.RUN_PHASE_ROLLOUT, 0, 5))
     assert world.ledger.put_hint(hint({"p": 1.0}, step=5), world.now) == 0
     assert world.ledger.put_hint(hint({"p": 1.0}, step=6), world.now) == 2
 
 
 def test_a_step_that_is_done_again_can_be_hinted_again() -> None:
     world = World()
-    world.tell(Standing(Phase.ROLLOUT, 0, 1))
+    world.tell(run_status(pb.RUN_PHASE_ROLLOUT, 0, 1))
     assert not world.poll().leases
-    assert world.tell(Standing(Phase.ROLLOUT, 0, 0)) == ["run-1"]
+    assert world.tell(run_status(pb.RUN_PHASE_ROLLOUT, 0, 0)) == ["run-1"]
     world.hint(4)
     assert len(world.poll().leases) == 8
 
@@ -416,9 +421,9 @@ def test_tokens_are_counted_once() -> None:
     world = World(groups=1, slots=1)
     (lease,) = world.poll("a").leases
     for tokens in (5, 9, 9):
-        world.poll("a", 0, Progress(lease.number, tokens))
-    world.poll("a", 0, Progress(lease.number, 12, returned=True))
+        world.poll("a", 0, progress_of(lease.number, tokens))
+    world.poll("a", 0, progress_of(lease.number, 12, returned=True))
     (again,) = world.poll("b").leases
-    world.poll("b", 0, Progress(again.number, 4))
-    world.poll("b", 0, Progress(again.number, 15, finished=True))
+    world.poll("b", 0, progress_of(again.number, 4))
+    world.poll("b", 0, progress_of(again.number, 15, finished=True))
     assert world.ledger.tally["tokens"] == 15

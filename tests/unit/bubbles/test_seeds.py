@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from services.bubbles.seeds import uncoupled_seed
-from services.platform.seeds import sample_seed
+from services.bubbles.pool import uncoupled_seed
+from services.contracts.seeds import sample_seed
 
 
 def test_known_answers_of_the_documented_hash() -> None:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from examples.tinymath.background import Stretch
 from examples.tinymath.lanes import gaps, lane
-from examples.tinymath.records import Learned, StepRecord, Timing
-from examples.tinymath.spans import Span
+from examples.tinymath.records import StepRecord, StepTiming, UpdateRecord
+from examples.tinymath.spans import SampleSpan
 
 intervals = st.lists(
     st.tuples(st.integers(0, 40), st.integers(1, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -29,12 +29,12 @@ def test_a_lane_holds_own_samples_those_ahead_and_the_bubbles_between() -> None:
         step=0,
         policy_version=0,
         began=0.0,
-        learned=Learned(0.0, 0.0, 0.0, 0.0),
-        timing=Timing(4.0, 2.0, 1.0),
+        learned=UpdateRecord(0.0, 0.0, 0.0, 0.0),
+        timing=StepTiming(4.0, 2.0, 1.0),
         lengths=(1,),
         truncated=0,
         instances=("a", "b"),
-        spans=(Span("a", 0.0, 1.0), Span("a", 0.0, 2.0), Span("b", 0.0, 4.0)),
+        spans=(SampleSpan("a", 0.0, 1.0), SampleSpan("a", 0.0, 2.0), SampleSpan("b", 0.0, 4.0)),
         drafted=0,
         accepted=0,
         verify_steps=0,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from examples.tinymath import records, spans
 from examples.tinymath.background import Stretch
-from examples.tinymath.records import Learned, Timing, record_step
-from examples.tinymath.spans import Span
+from examples.tinymath.records import StepTiming, UpdateRecord, record_step
+from examples.tinymath.spans import SampleSpan
 from paceline import FinishReason, InstanceSpan, Provenance, Sample, SampleStatus
 
 
@@ -37,14 +37,19 @@ def sample(slot: int, *spans: tuple[str, float, float], tokens: int = 3, **prove
 def test_spans_begin_with_the_step() -> None:
     samples = [sample(0, ("a", 100.5, 101.0)), sample(1, ("b", 100.0, 100.25), ("a", 100.25, 102.0))]
     assert spans.step_spans(samples) == (
-        Span("a", 0.5, 1.0),
-        Span("b", 0.0, 0.25),
-        Span("a", 0.25, 2.0),
+        SampleSpan("a", 0.5, 1.0),
+        SampleSpan("b", 0.0, 0.25),
+        SampleSpan("a", 0.25, 2.0),
     )
 
 
 def test_a_bubble_is_what_is_idle_before_after_and_between() -> None:
-    found = [Span("a", 0.0, 10.0), Span("b", 1.0, 3.0), Span("b", 2.0, 4.0), Span("b", 6.0, 7.0)]
+    found = [
+        SampleSpan("a", 0.0, 10.0),
+        SampleSpan("b", 1.0, 3.0),
+        SampleSpan("b", 2.0, 4.0),
+        SampleSpan("b", 6.0, 7.0),
+    ]
     expected = {"a": 0.0, "b": pytest.approx(1.0 + 2.0 + 3.0), "idle": 10.0}
     assert spans.bubble_seconds(found, ["a", "b", "idle"]) == expected
 
@@ -55,7 +60,7 @@ def test_no_spans_no_bubbles() -> None:
 
 spans_drawn = st.lists(
     st.builds(
-        lambda name, begin, length: Span(name, begin, begin + length),
+        lambda name, begin, length: SampleSpan(name, begin, begin + length),
         st.sampled_from(["a", "b", "c"]),
         st.integers(0, 50),
         st.integers(1, 50),
@@ -65,7 +70,7 @@ spans_drawn = st.lists(
 
 
 @given(spans_drawn)
-def test_bubbles_agree_with_counting_whole_seconds(drawn: list[Span]) -> None:
+def test_bubbles_agree_with_counting_whole_seconds(drawn: list[SampleSpan]) -> None:
     end = int(max(span.end for span in drawn))
     for name, idle in spans.bubble_seconds(drawn, "abc").items():
         own = [span for span in drawn if span.instance_id == name]
@@ -73,7 +78,7 @@ def test_bubbles_agree_with_counting_whole_seconds(drawn: list[Span]) -> None:
 
 
 @given(spans_drawn)
-def test_active_samples_begin_and_end_with_none(drawn: list[Span]) -> None:
+def test_active_samples_begin_and_end_with_none(drawn: list[SampleSpan]) -> None:
     times, counts = spans.active_samples(drawn)
     assert times == sorted(set(times))
     assert counts[-1] == 0
@@ -84,8 +89,8 @@ def test_active_samples_begin_and_end_with_none(drawn: list[Span]) -> None:
 
 def step(number: int = 0, **provenance: int) -> records.StepRecord:
     samples = [sample(0, ("a", 5.0, 6.0), tokens=4, **provenance), sample(1, ("b", 5.0, 9.0), tokens=16)]
-    learned = Learned(reward=0.5, loss=0.1, kl=1e-3, clip_fraction=0.02)
-    return record_step(number, samples, learned, Timing(4.0, 2.0, 1.0), version=number, fleet=["c"])
+    learned = UpdateRecord(reward=0.5, loss=0.1, kl=1e-3, clip_fraction=0.02)
+    return record_step(number, samples, learned, StepTiming(4.0, 2.0, 1.0), version=number, fleet=["c"])
 
 
 def test_a_step_sums_up_its_samples() -> None:

@@ -13,8 +13,8 @@ import pytest
 from examples.tinymath import drafter, pictures, report
 from examples.tinymath.background import Stretch
 from examples.tinymath.drafter import KINDS
-from examples.tinymath.records import Learned, StepRecord, Timing, summarize
-from examples.tinymath.spans import Span
+from examples.tinymath.records import StepRecord, StepTiming, UpdateRecord, summarize
+from examples.tinymath.spans import SampleSpan
 from paceline import Decision
 
 DRAWN = (
@@ -31,12 +31,12 @@ def record(step: int, **changes: Any) -> StepRecord:
         "step": step,
         "policy_version": step,
         "began": 100.0,
-        "learned": Learned(0.1 * step, 0.0, 1e-4, 0.01),
-        "timing": Timing(4.0, 2.0, 1.0),
+        "learned": UpdateRecord(0.1 * step, 0.0, 1e-4, 0.01),
+        "timing": StepTiming(4.0, 2.0, 1.0),
         "lengths": (4, 16, 9),
         "truncated": 0,
         "instances": ("a", "b"),
-        "spans": (Span("a", 0.0, 1.0), Span("b", 0.0, 4.0)),
+        "spans": (SampleSpan("a", 0.0, 1.0), SampleSpan("b", 0.0, 4.0)),
         "drafted": 0,
         "accepted": 0,
         "verify_steps": 0,
@@ -68,7 +68,9 @@ def test_pictures_are_svg_in_the_colours_of_the_page(draw: Any) -> None:
 
 @pytest.mark.parametrize("draw", DRAWN)
 def test_pictures_of_little_can_be_drawn(draw: Any) -> None:
-    assert draw([record(0, learned=Learned(0.0, 0.0, 0.0, 0.0), spans=(), lengths=(1,))]).startswith("<svg")
+    assert draw([record(0, learned=UpdateRecord(0.0, 0.0, 0.0, 0.0), spans=(), lengths=(1,))]).startswith(
+        "<svg"
+    )
 
 
 def test_of_many_steps_some_are_shown() -> None:

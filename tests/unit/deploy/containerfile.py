@@ -1,4 +1,4 @@
-"""Reads a container file: its stages and their instructions."""
+"""Parser of a container file: its stages and their instructions."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ FOLDER = ROOT / "deploy/docker"
 
 @dataclass(slots=True)
 class Stage:
-    """From one FROM to the next; `instructions` are pairs of keyword and rest, on one line each."""
+    """A stage, from one FROM to the next; `instructions` are pairs of keyword and arguments."""
 
     name: str
     base: str
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, keyword: str) -> list[str]:
-        """What stands behind every instruction of a kind."""
+        """Return the arguments of all instructions of a kind."""
         return [rest for each, rest in self.instructions if each == keyword]
 
     def environment(self) -> dict[str, str]:
-        """What its ENV instructions set, in the form NAME=value."""
+        """Return the variables that its ENV instructions set."""
         pairs = [pair for rest in self.all("ENV") for pair in shlex.split(rest)]
         return dict(pair.split("=", 1) for pair in pairs)
 
 
 def read_stages(text: str) -> tuple[dict[str, str], dict[str, Stage]]:
-    """Defaults of the arguments before the first stage, and the stages by name."""
+    """Return the defaults of the arguments before the first stage, and the stages by name."""
     arguments: dict[str, str] = {}
     stages: dict[str, Stage] = {}
     stage: Stage | None = None
@@ -50,7 +50,7 @@ def read_stages(text: str) -> tuple[dict[str, str], dict[str, Stage]]:
 
 
 def let_through(path: str, ignore: str) -> bool:
-    """Whether a file of the context, by its path, reaches the build by the rules of a .dockerignore."""
+    """Return True if the rules of a .dockerignore let a file of the context reach the build."""
     kept = True
     for line in ignore.splitlines():
         rule = line.strip()
@@ -62,7 +62,7 @@ def let_through(path: str, ignore: str) -> bool:
 
 
 def exec_form(rest: str) -> list[str]:
-    """The words of an instruction in JSON form; ValueError for the shell form."""
+    """Return the words of an instruction in JSON form; ValueError for the shell form."""
     words = json.loads(rest)
     assert isinstance(words, list)
     return [str(word) for word in words]

@@ -1,4 +1,4 @@
-"""The container file: what it names is there, and what it installs is what the tests run with."""
+"""Container file: the files it names exist, and it installs the versions that the tests run with."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_the_cuda_lock_satisfies_the_project_and_runs_the_services_with_the_test
     lock, tested = _pins(FOLDER / "generation-cuda.lock"), _pins(ROOT / "requirements/cpu.lock")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"]]
-    for extra in ("services", "kernels", *EXTRAS["generation-cuda"]):
+    for extra in ("cli", "services", "kernels", *EXTRAS["generation-cuda"]):
         wanted += [line for line in project["optional-dependencies"][extra] if "paceline[" not in line]
     for line in wanted:
         need = Requirement(line)
@@ -197,7 +197,7 @@ def _pins(lock: Path) -> dict[str, str]:
 
 
 def _closure(name: str, extras: set[str]) -> Iterator[str]:
-    """What a package needs, by the metadata of what is installed here."""
+    """Return the requirements of a package, from installed metadata."""
     seen: set[tuple[str, str]] = set()
     todo = [(name, extra) for extra in ("", *extras)]
     while todo:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafter.buffer import ReplayBuffer, prompt_hash
-from services.drafter.feed import FedSample
-from services.drafter.join import Joined
-from services.drafter.schedule import Schedule
+from services.drafter.feed.buffer import ReplayBuffer, prompt_hash
+from services.drafter.feed.collector import UpdateSchedule
+from services.drafter.learning.data import TrainingSample
 
 SHARE = 0.3
 prompt_lists = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20)), max_size=60)
 
 
-def joined(number: int, prompt: int, length: int) -> Joined:
-    sample = FedSample(("r", "b"), f"p{prompt}", number, 1, 0, (prompt,), (1,) * length)
-    return Joined(sample, None, (str(number),))
+def joined(number: int, prompt: int, length: int) -> TrainingSample:
+    return TrainingSample(
+        "r", "b", f"p{prompt}", number, 0, (prompt,), (1,) * length, None, entries=(str(number),)
+    )
 
 
 @given(prompt_lists, st.integers(1, 200), st.integers(1, 100), st.integers(1, 4), st.integers(1, 120))
@@ -25,24 +25,24 @@ def test_nothing_is_lost_or_doubled_and_no_prompt_is_on_both_sides(
 ) -> None:
     buffer = ReplayBuffer(most, most_held_out, SHARE)
     everything = [joined(number, *each) for number, each in enumerate(given_prompts)]
-    surplus: list[Joined] = []
-    retired: list[Joined] = []
+    surplus: list[TrainingSample] = []
+    retired: list[TrainingSample] = []
     for each in everything:
         gone, old = buffer.add(each)
         surplus, retired = surplus + gone, retired + old
         assert buffer.tokens <= most or len(buffer) == 1
-    draw = buffer.draw(interval, update, seed=1)
+    chosen, passed_over = buffer.draw(interval, update, seed=1)
     held_out = list(buffer.held_out)
-    sides = (surplus, retired, list(draw.chosen), list(draw.passed_over), held_out)
+    sides = (surplus, retired, chosen, passed_over, held_out)
     assert sorted(each.entries for side in sides for each in side) == sorted(e.entries for e in everything)
     assert len(buffer) == buffer.tokens == 0
-    learned = {each.sample.prompt for each in draw.chosen}
-    assert not learned & {each.sample.prompt for each in (*held_out, *retired)}
-    assert sum(each.sample.tokens for each in draw.chosen) <= max(
-        update, max((each.sample.tokens for each in draw.chosen), default=0)
+    learned = {each.prompt for each in chosen}
+    assert not learned & {each.prompt for each in (*held_out, *retired)}
+    assert sum(each.length for each in chosen) <= max(
+        update, max((each.length for each in chosen), default=0)
     )
-    left = len(draw.chosen) + len(draw.passed_over)
-    assert len(draw.chosen) <= -(-left // interval)
+    left = len(chosen) + len(passed_over)
+    assert len(chosen) <= -(-left // interval)
 
 
 @given(prompt_lists)
@@ -52,7 +52,7 @@ def test_the_split_does_not_depend_on_the_order_or_the_process(given_prompts: li
         buffer = ReplayBuffer(10**6, 10**6, SHARE)
         for number, each in enumerate(order):
             buffer.add(joined(number, *each))
-        sides.append({each.sample.prompt for each in buffer.held_out})
+        sides.append({each.prompt for each in buffer.held_out})
     assert sides[0] == sides[1]
 
 
@@ -73,10 +73,10 @@ def test_of_few_prompts_one_is_held_out_for_good() -> None:
     buffer = ReplayBuffer(10**6, 10**6, SHARE)
     for number, prompt in enumerate(free * 2):
         buffer.add(joined(number, prompt, 3))
-    draw = buffer.draw(1, 10**6, seed=0)
-    (chosen,) = {each.sample.prompt for each in buffer.held_out}
+    learned, _ = buffer.draw(1, 10**6, seed=0)
+    (chosen,) = {each.prompt for each in buffer.held_out}
     assert len(buffer.held_out) == 2
-    assert len(draw.chosen) == 4
+    assert len(learned) == 4
     assert buffer.forced == {prompt_hash(chosen)}
     # The next process is told.
     later = ReplayBuffer(10**6, 10**6, SHARE, buffer.forced)
@@ -88,31 +88,31 @@ def test_a_single_prompt_is_learned_from() -> None:
     free = next(p for p in range(100) if prompt_hash((p,)) >= SHARE * 2**64)
     buffer = ReplayBuffer(10**6, 10**6, SHARE)
     buffer.add(joined(0, free, 3))
-    assert len(buffer.draw(1, 10**6, seed=0).chosen) == 1
-    assert buffer.draw(1, 10**6, seed=0).chosen == ()
+    assert len(buffer.draw(1, 10**6, seed=0)[0]) == 1
+    assert buffer.draw(1, 10**6, seed=0)[0] == []
 
 
 def test_an_update_is_due_every_so_many_steps() -> None:
-    schedule = Schedule(3)
+    schedule = UpdateSchedule(3)
     due = []
     for _ in range(7):
-        schedule.step_over()
-        due.append(schedule.is_due(rollouts=5))
+        schedule.count_step()
+        due.append(schedule.is_due(samples=5))
         if due[-1]:
-            schedule.begun()
+            schedule.begin_update()
     assert due == [False, False, True, False, False, True, False]
     assert schedule.steps == 7
 
 
 def test_steps_during_an_update_make_one_more_due_at_once_if_there_is_something_to_learn() -> None:
-    schedule = Schedule(1)
-    schedule.step_over()
-    schedule.begun()
+    schedule = UpdateSchedule(1)
+    schedule.count_step()
+    schedule.begin_update()
     for _ in range(4):
-        schedule.step_over()
-    assert not schedule.is_due(rollouts=0)
-    assert schedule.is_due(rollouts=1)
-    schedule.begun()
-    assert not schedule.is_due(rollouts=1)
-    schedule.again()
-    assert schedule.is_due(rollouts=1)
+        schedule.count_step()
+    assert not schedule.is_due(samples=0)
+    assert schedule.is_due(samples=1)
+    schedule.begin_update()
+    assert not schedule.is_due(samples=1)
+    schedule.repeat_update()
+    assert schedule.is_due(samples=1)

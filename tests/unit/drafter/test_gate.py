@@ -3,47 +3,63 @@
 from __future__ import annotations
 
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafter.canary import Canary, CanaryRules, Live, Watch
-from services.drafter.gate import GateRules, Loading, Verdict, judge, judge_loading
-from services.drafter.overlap import Overlap
+from services.drafter.config import DrafterConfig
+from services.drafter.controller import Overlap
+from services.drafter.publishing.decisions import (
+    Canary,
+    CanaryStatus,
+    GateVerdict,
+    LiveAcceptance,
+    Loading,
+    judge,
+    judge_loading,
+)
 
-RULES = GateRules(margin=0.02, least_first=1.2, least_rollouts=8, rest=2)
+CONFIG = DrafterConfig(
+    model=Path("model"),
+    folder=Path("folder"),
+    publish_margin=0.02,
+    publish_first=1.2,
+    publish_samples=8,
+    publish_cooldown=2,
+)
 lengths = st.floats(1, 8)
 
 
 @pytest.mark.parametrize(
     ("candidate", "current", "rollouts", "since", "verdict"),
     [
-        (2.0, 1.9, 8, None, Verdict.PUBLISH),
-        (1.93, 1.9, 8, None, Verdict.REJECT),
-        (2.0, 1.9, 7, None, Verdict.WAIT),
-        (2.0, 1.9, 8, 2, Verdict.WAIT),
-        (2.0, 1.9, 8, 3, Verdict.PUBLISH),
-        (1.3, None, 8, None, Verdict.PUBLISH),
-        (1.1, None, 8, None, Verdict.REJECT),
-        (nan, 1.9, 8, None, Verdict.REJECT),
-        (nan, None, 8, None, Verdict.REJECT),
-        (2.0, nan, 8, None, Verdict.REJECT),
+        (2.0, 1.9, 8, None, GateVerdict.PUBLISH),
+        (1.93, 1.9, 8, None, GateVerdict.REJECT),
+        (2.0, 1.9, 7, None, GateVerdict.WAIT),
+        (2.0, 1.9, 8, 2, GateVerdict.WAIT),
+        (2.0, 1.9, 8, 3, GateVerdict.PUBLISH),
+        (1.3, None, 8, None, GateVerdict.PUBLISH),
+        (1.1, None, 8, None, GateVerdict.REJECT),
+        (nan, 1.9, 8, None, GateVerdict.REJECT),
+        (nan, None, 8, None, GateVerdict.REJECT),
+        (2.0, nan, 8, None, GateVerdict.REJECT),
     ],
 )
 def test_verdicts(
-    candidate: float, current: float | None, rollouts: int, since: int | None, verdict: Verdict
+    candidate: float, current: float | None, rollouts: int, since: int | None, verdict: GateVerdict
 ) -> None:
-    judgement = judge(candidate, current, rollouts, since, RULES)
+    judgement = judge(candidate, current, rollouts, since, CONFIG)
     assert judgement.verdict is verdict
     assert judgement.reason
 
 
 @given(lengths, lengths)
 def test_of_two_drafters_at_most_one_is_published_in_place_of_the_other(one: float, other: float) -> None:
-    first, second = judge(one, other, 8, None, RULES), judge(other, one, 8, None, RULES)
-    assert not (first.verdict is second.verdict is Verdict.PUBLISH)
-    assert (first.verdict is Verdict.PUBLISH) == (one >= other * 1.02)
+    first, second = judge(one, other, 8, None, CONFIG), judge(other, one, 8, None, CONFIG)
+    assert not (first.verdict is second.verdict is GateVerdict.PUBLISH)
+    assert (first.verdict is GateVerdict.PUBLISH) == (one >= other * 1.02)
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
@@ -54,45 +70,45 @@ def test_a_checkpoint_is_refused_by_those_who_read_it(loaded: int, refused: int,
         assert (said is Loading.LOADED) == (loaded > 0 and pending == 0)
 
 
-def live(drafts: int, length: int, rate: float) -> Live:
-    return Live(drafts, drafts * length, round(drafts * length * rate))
+def live(drafts: int, length: int, rate: float) -> LiveAcceptance:
+    return LiveAcceptance(drafts, drafts * length, round(drafts * length * rate))
 
 
 def test_a_collapse_is_certain_before_it_is_said() -> None:
-    canary = Canary(2, live(1000, 4, 0.7), since=0.0, rules=CanaryRules(collapse=0.6))
-    assert canary.observe(live(5, 4, 0.0), 1)[0] is Watch.WATCHING, "too few"
-    assert canary.observe(live(25, 4, 0.38), 1)[0] is Watch.WATCHING, "that may be chance"
-    assert canary.observe(live(25, 4, 0.05), 1)[0] is Watch.COLLAPSED
-    assert canary.observe(live(500, 4, 0.3), 1)[0] is Watch.COLLAPSED
-    assert canary.observe(live(500, 4, 0.5), 1)[0] is Watch.WATCHING
+    canary = Canary(2, live(1000, 4, 0.7), since=0.0, config=CONFIG)
+    assert canary.observe(live(5, 4, 0.0), 1)[0] is CanaryStatus.WATCHING, "too few"
+    assert canary.observe(live(25, 4, 0.38), 1)[0] is CanaryStatus.WATCHING, "that may be chance"
+    assert canary.observe(live(25, 4, 0.05), 1)[0] is CanaryStatus.COLLAPSED
+    assert canary.observe(live(500, 4, 0.3), 1)[0] is CanaryStatus.COLLAPSED
+    assert canary.observe(live(500, 4, 0.5), 1)[0] is CanaryStatus.WATCHING
 
 
 def test_longer_drafts_of_a_better_drafter_are_no_collapse() -> None:
-    canary = Canary(2, live(1000, 2, 0.9), since=0.0, rules=CanaryRules(collapse=0.6))
+    canary = Canary(2, live(1000, 2, 0.9), since=0.0, config=CONFIG)
     better = live(1000, 8, 0.45)
     assert better.acceptance_length > live(1000, 2, 0.9).acceptance_length
-    assert canary.observe(better, 1)[0] is not Watch.COLLAPSED
+    assert canary.observe(better, 1)[0] is not CanaryStatus.COLLAPSED
 
 
 def test_the_canary_ends() -> None:
-    rules = CanaryRules(tokens=1000, seconds=60)
-    canary = Canary(2, live(1000, 4, 0.7), since=100.0, rules=rules)
-    assert canary.observe(live(100, 4, 0.7), 159)[0] is Watch.WATCHING
-    assert canary.observe(live(250, 4, 0.7), 101)[0] is Watch.PASSED
-    assert canary.observe(Live(), 160)[0] is Watch.PASSED
+    config = CONFIG.model_copy(update={"canary_tokens": 1000, "canary_seconds": 60.0})
+    canary = Canary(2, live(1000, 4, 0.7), since=100.0, config=config)
+    assert canary.observe(live(100, 4, 0.7), 159)[0] is CanaryStatus.WATCHING
+    assert canary.observe(live(250, 4, 0.7), 101)[0] is CanaryStatus.PASSED
+    assert canary.observe(LiveAcceptance(), 160)[0] is CanaryStatus.PASSED
 
 
 def test_with_nothing_to_compare_with_only_an_utter_failure_is_one() -> None:
-    canary = Canary(1, Live(), since=0.0, rules=CanaryRules(least_rate=0.02))
-    assert canary.observe(live(1000, 4, 0.05), 1)[0] is not Watch.COLLAPSED
-    assert canary.observe(live(1000, 4, 0.001), 1)[0] is Watch.COLLAPSED
+    canary = Canary(1, LiveAcceptance(), since=0.0, config=CONFIG)
+    assert canary.observe(live(1000, 4, 0.05), 1)[0] is not CanaryStatus.COLLAPSED
+    assert canary.observe(live(1000, 4, 0.001), 1)[0] is CanaryStatus.COLLAPSED
 
 
 @given(st.integers(1, 5000), st.integers(1, 8), st.floats(0, 1))
 def test_no_drafter_collapses_that_does_as_the_one_before(drafts: int, length: int, rate: float) -> None:
     it = live(drafts, length, rate)
-    said, _ = Canary(2, it, 0.0, CanaryRules()).observe(it, 1)
-    assert said is not Watch.COLLAPSED or it.rate < 0.02
+    said, _ = Canary(2, it, 0.0, CONFIG).observe(it, 1)
+    assert said is not CanaryStatus.COLLAPSED or it.rate < 0.02
 
 
 @given(st.integers(0, 500), st.integers(1, 8), st.floats(0, 1))
@@ -103,8 +119,8 @@ def test_the_interval_holds_the_rate(drafts: int, length: int, rate: float) -> N
 
 
 def test_live_figures_add_up() -> None:
-    assert live(10, 4, 0.5) + Live(1, 4, 4) == Live(11, 44, 24)
-    assert Live().acceptance_length == 1.0
+    assert live(10, 4, 0.5) + LiveAcceptance(1, 4, 4) == LiveAcceptance(11, 44, 24)
+    assert LiveAcceptance().acceptance_length == 1.0
 
 
 def test_a_second_is_hidden_when_something_else_was_under_way() -> None:

@@ -7,9 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafter.acks import Acks
-from services.drafter.feed import FedRewards, FedSample, decode, encode
-from services.drafter.join import Join
+from services.contracts.learner_feed import FedRewards, FedSample, decode, encode
+from services.drafter.feed.join import HeldEntries, RewardJoin
 
 
 def sample(slot: int = 0, batch: str = "b", prompt_id: str = "p") -> FedSample:
@@ -48,48 +47,52 @@ def test_what_is_no_entry_is_said_to_be_none() -> None:
 
 
 def test_a_reward_that_comes_late_is_waited_for_and_no_longer() -> None:
-    join = Join(wait=10, settle=1)
+    join = RewardJoin(wait=10, settle=1)
     assert join.add("1", sample(0), 0) == []
     assert join.add("2", sample(1), 5) == []
-    (neutral,) = join.due(11)
-    assert (neutral.reward, neutral.entries, neutral.sample.slot) == (None, ("1",), 0)
+    (neutral,) = join.expire(11)
+    assert (neutral.reward, neutral.entries, neutral.slot) == (None, ("1",), 0)
     (joined,) = join.add("3", rewards(0, 1), 12)
     assert (joined.reward, joined.entries) == (1.0, ("2", "3"))
-    assert join.released == ["3"], "the reward that came too late"
+    assert join.entries.take_done() == [], "its other reward is in use"
+    join.entries.release(joined.entries)
+    assert join.entries.take_done() == ["2", "3"], "the reward that came too late holds nothing"
     assert join.tally == {"neutral": 1, "rewarded": 1, "repeated": 1}
 
 
 def test_a_reward_may_come_before_its_sample_but_waits_no_longer_than_a_sample() -> None:
-    join = Join(wait=10, settle=1)
+    join = RewardJoin(wait=10, settle=1)
     assert join.add("1", rewards(0, 1), 0) == []
     (joined,) = join.add("2", sample(0), 9)
     assert joined.reward == 0.0
-    join.due(11)
-    assert join.released == ["1"]
+    join.expire(11)
+    assert join.entries.take_done() == []
+    join.entries.release(joined.entries)
+    assert join.entries.take_done() == ["2", "1"]
     assert join.tally["unmatched"] == 1
 
 
 def test_a_repetition_is_dropped() -> None:
-    join = Join(wait=10, settle=1)
+    join = RewardJoin(wait=10, settle=1)
     join.add("1", sample(), 0)
     assert join.add("2", sample(), 0) == []
     join.add("3", rewards(0), 1)
     assert join.add("4", rewards(0), 1) == []
-    assert join.released == ["2", "4"]
+    assert join.entries.take_done() == ["2", "4"]
 
 
 def test_a_step_is_over_once_when_nothing_of_it_waits_or_comes() -> None:
-    join = Join(wait=100, settle=1)
+    join = RewardJoin(wait=100, settle=1)
     join.add("1", sample(0), 0)
     join.add("2", sample(1), 0)
     join.add("3", rewards(0), 1)
-    assert list(join.over(50)) == [], "one sample waits"
+    assert list(join.ended_batches(50)) == [], "one sample waits"
     join.add("4", rewards(1), 50)
-    assert list(join.over(50.5)) == [], "more may come"
-    assert list(join.over(51)) == [("run", "b")]
+    assert list(join.ended_batches(50.5)) == [], "more may come"
+    assert list(join.ended_batches(51)) == [("run", "b")]
     join.add("5", sample(2), 60)
     join.add("6", rewards(2), 60)
-    assert list(join.over(70)) == [], "a batch is one step"
+    assert list(join.ended_batches(70)) == [], "a batch is one step"
 
 
 @given(st.integers(1, 8), st.randoms(use_true_random=False), st.data())
@@ -101,35 +104,33 @@ def test_every_sample_comes_out_once_and_every_entry_is_done_with(
     entries = [sample(slot) for slot in range(count)] * data.draw(st.integers(1, 2))
     entries += [rewards(slot) for slot in given_rewards]
     order.shuffle(entries)
-    join, acks = Join(wait=10, settle=1), Acks()
+    join = RewardJoin(wait=10, settle=1)
     out = []
     for number, fed in enumerate(entries):
-        acks.hold(str(number), len(fed.rewards) if isinstance(fed, FedRewards) else 1)
         out += join.add(str(number), fed, float(number))
-    out += join.due(1000.0)
-    assert sorted(each.sample.slot for each in out) == list(range(count))
+    out += join.expire(1000.0)
+    assert sorted(each.slot for each in out) == list(range(count))
     for each in out:
-        first = next((reward for reward in given_rewards if reward == each.sample.slot), None)
+        first = next((reward for reward in given_rewards if reward == each.slot), None)
         assert each.reward in (None, first)
-        acks.release(each.entries)
-    acks.release(join.released)
-    assert acks.held == 0
-    assert sorted(acks.take(), key=int) == [str(number) for number in range(len(entries))]
-    assert list(join.over(2000.0)) == [("run", "b")]
+        join.entries.release(each.entries)
+    assert len(join.entries) == 0
+    assert sorted(join.entries.take_done(), key=int) == [str(number) for number in range(len(entries))]
+    assert list(join.ended_batches(2000.0)) == [("run", "b")]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=30))
 def test_an_entry_is_done_with_when_all_that_came_of_it_is(holds: list[tuple[int, int]]) -> None:
-    acks = Acks()
+    held = HeldEntries()
     owed: dict[str, int] = {}
     for entry, count in holds:
         name = f"e{len(owed)}-{entry}"
         owed[name] = count
-        acks.hold(name, count)
-    assert set(acks.take()) == {name for name, count in owed.items() if not count}
+        held.hold(name, count)
+    assert set(held.take_done()) == {name for name, count in owed.items() if not count}
     for name, count in owed.items():
         for left in reversed(range(count)):
-            acks.release([name])
-            assert acks.take() == ([name] if left == 0 else [])
-    acks.release(["never held"])
-    assert acks.take() == []
+            held.release([name])
+            assert held.take_done() == ([name] if left == 0 else [])
+    held.release(["never held"])
+    assert held.take_done() == []

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafter.record import History, Published
-from services.drafter.state import LEARNER, MANIFEST, Manifest, States
+from services.contracts.drafter.record import DrafterHistory, PublishedDrafter
+from services.drafter.training.state import LEARNER, MANIFEST, Manifest, States
 
 published = st.builds(
-    Published,
+    PublishedDrafter,
     st.integers(1, 10**6),
     st.text(max_size=20),
     st.text("0123456789abcdef", max_size=8),
@@ -24,14 +24,16 @@ published = st.builds(
 
 
 @given(st.none() | published, st.lists(published, max_size=4))
-def test_a_record_is_read_as_it_was_written(current: Published | None, earlier: list[Published]) -> None:
-    history = History(current, tuple(earlier))
-    assert History.from_json(history.to_json()) == history
+def test_a_record_is_read_as_it_was_written(
+    current: PublishedDrafter | None, earlier: list[PublishedDrafter]
+) -> None:
+    history = DrafterHistory(current, tuple(earlier))
+    assert DrafterHistory.from_json(history.to_json()) == history
 
 
 @given(st.lists(published, min_size=1, max_size=8), st.integers(1, 4))
-def test_going_back_goes_the_way_that_publishing_came(versions: list[Published], keep: int) -> None:
-    history = History()
+def test_going_back_goes_the_way_that_publishing_came(versions: list[PublishedDrafter], keep: int) -> None:
+    history = DrafterHistory()
     for each in versions:
         history = history.with_published(each, keep)
     for expected in versions[::-1][1 : keep + 1]:
@@ -45,7 +47,7 @@ def test_going_back_goes_the_way_that_publishing_came(versions: list[Published],
 @pytest.mark.parametrize("text", ["3", "[]", '{"current": {"version": 1}}', "no json"])
 def test_what_is_no_record_is_said_to_be_none(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        History.from_json(text)
+        DrafterHistory.from_json(text)
 
 
 def write(states: States, manifest: Manifest) -> Path:

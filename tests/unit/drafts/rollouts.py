@@ -6,20 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from services.drafts.rollout import Kind, Rollout
+from services.contracts.rollout import Rollout, RolloutKind
 
 
 def make(
     prompt: str = "p",
     slot: int = 0,
-    kind: Kind = Kind.HISTORY,
+    kind: RolloutKind = RolloutKind.HISTORY,
     *,
     step: int = 1,
     version: int | None = None,
     length: int = 10,
     **fields: Any,
 ) -> Rollout:
-    """A rollout whose tokens tell it from others; `version` is the step unless given."""
+    """Return a rollout whose tokens tell it from others; `version` is the step unless given."""
     first = step * 1000 + slot
     return Rollout(
         run_id=fields.get("run", "run"),
@@ -31,13 +31,13 @@ def make(
         seed=fields.get("seed", 7),
         tokens=np.arange(first, first + length, dtype=np.uint32),
         logprobs=-np.arange(length, dtype=np.float32),
-        finished=fields.get("finished", kind is Kind.HISTORY),
+        finished=fields.get("finished", kind is RolloutKind.HISTORY),
     )
 
 
 def ahead(prompt: str = "p", slot: int = 0, **fields: Any) -> Rollout:
-    """A pre-generated one."""
-    return make(prompt, slot, Kind.PREGENERATED, **fields)
+    """Return a pre-generated one."""
+    return make(prompt, slot, RolloutKind.PREGENERATED, **fields)
 
 
 def assert_same(one: Rollout, other: Rollout) -> None:

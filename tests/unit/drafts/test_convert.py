@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.internal.v1 import draft_pb2 as pb
-from services.drafts.convert import MESSAGE_BYTES, batches, from_proto, to_proto
-from services.drafts.rollout import Kind, Rollout
-from services.platform.errors import InvalidArgument
+from services.contracts.errors import InvalidArgument
+from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout_messages import MESSAGE_BYTES, batches, from_proto, to_proto
 from tests.unit.drafts.rollouts import ahead, assert_same, make
 
 rollouts = st.builds(
@@ -24,7 +24,7 @@ rollouts = st.builds(
     prompt_id=st.text(min_size=1, max_size=20),
     slot=st.integers(0, 2**32 - 1),
     version=st.integers(0, 2**64 - 1),
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(RolloutKind),
     step=st.integers(0, 2**64 - 1),
     seed=st.integers(0, 2**64 - 1),
     finished=st.booleans(),

@@ -4,13 +4,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.drafts.diversity import NGRAM, distinct_share, keep, reuse_allowed
+from services.generation.rollouts.diversity import NGRAM, distinct_share, keep, reuse_allowed
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=30)
 
 
 def by_hand(rollouts: list[list[int]]) -> float:
-    """The definition, with sets."""
+    """Return the definition, with sets."""
     grams = []
     for rollout in rollouts:
         if rollout:

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from services.drafts.lenience import CEILING, DEFAULT_RULES, next_lenience
+from services.gateway.batches.adaptive_lenience import CEILING, DEFAULT_RULES, next_lenience
 
 leniences = st.floats(1.0, CEILING)
 kls = st.floats(0, 1e6)
@@ -53,12 +53,7 @@ def test_far_from_the_target_l_moves_and_near_it_it_rests() -> None:
     assert next_lenience(1.5, 0.0105, 0.01) == 1.5
 
 
-@given(
-    start=leniences,
-    slope=st.floats(0.5, 8.0),
-    wanted=st.floats(0.05, 1.8),
-    base=st.floats(1e-6, 1.0),
-)
+@given(start=leniences, slope=st.floats(0.5, 8.0), wanted=st.floats(0.05, 1.8), base=st.floats(1e-6, 1.0))
 def test_it_finds_the_l_that_gives_the_target(start: float, slope: float, wanted: float, base: float) -> None:
     """A plant whose log KL rises with log l by `slope`; the target is what log l = `wanted` gives."""
 

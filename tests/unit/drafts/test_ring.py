@@ -1,4 +1,4 @@
-"""Which replica a prompt lives on."""
+"""Assignment of prompts to replicas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafts.ring import owner
+from services.drafts.client import owner
 
 PLACES = [f"drafts-{number}" for number in (1, 0, 2, 0, 0, 1, 1, 1)]
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.drafts.archive import Archive
-from services.drafts.metrics import DraftMetrics
-from services.drafts.snapshot import BadSnapshot, open_snapshot, write_snapshot
+from services.drafts.archive import Archive, BadSnapshot, open_snapshot, write_snapshot
+from services.drafts.metrics import DraftStoreMetrics
 from services.drafts.store import DraftStore
 from tests.unit.drafts.rollouts import ahead, describe, make
 
@@ -69,7 +68,7 @@ def test_a_file_of_something_else_is_refused(path: Path) -> None:
 
 
 def test_a_later_format_is_refused_by_its_number(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.drafts.snapshot.FORMAT", 2)
+    monkeypatch.setattr("services.drafts.archive.FORMAT", 2)
     write_snapshot(path, ROLLOUTS[:1], at=1)
     monkeypatch.undo()
     with pytest.raises(BadSnapshot, match="has format 2; this version reads 1"):
@@ -101,7 +100,7 @@ class Kept:
         self.store = DraftStore(1 << 30)
         self.archive = Archive(path, self.store)
         self.registry = CollectorRegistry()
-        self.metrics = DraftMetrics(self.registry, self.store, lambda: self.archive.taken_at)
+        self.metrics = DraftStoreMetrics(self.registry, self.store, lambda: self.archive.taken_at)
 
     def metric(self, name: str) -> float | None:
         return self.registry.get_sample_value(f"paceline_drafts_{name}")

@@ -1,10 +1,10 @@
-"""What the store keeps, replaces, refuses and evicts."""
+"""Rollouts that the store keeps, replaces, refuses and evicts."""
 
 from __future__ import annotations
 
 import pytest
 
-from services.drafts.rollout import Kind, Rollout
+from services.contracts.rollout import Rollout, RolloutKind
 from services.drafts.store import PROMPT_OVERHEAD, Cause, DraftStore, cost
 from tests.unit.drafts.rollouts import ahead, make
 
@@ -12,7 +12,7 @@ PLENTY = 1 << 30
 
 
 def store_for(*rollouts: Rollout, versions: int = 2) -> DraftStore:
-    """A store with a budget for exactly these, and these in it."""
+    """Return a store with a budget for exactly these, and these in it."""
     prompts = len({each.prompt_id for each in rollouts})
     store = DraftStore(sum(map(cost, rollouts)) + prompts * PROMPT_OVERHEAD, versions)
     assert all(store.put(each) for each in rollouts)
@@ -184,8 +184,8 @@ def test_an_old_version_that_finds_no_room_pushes_out_nothing_newer() -> None:
         ({"run_id": "run", "prompt_ids": ["a"]}, {"b1", "b2", "b3", "y1"}),
         ({"prompt_ids": {"b"}}, {"a1", "a2", "y1"}),
         ({"before_version": 2}, {"a2", "b2", "b3"}),
-        ({"kind": Kind.PREGENERATED}, {"a1", "a2", "b1", "b2", "y1"}),
-        ({"run_id": "run", "kind": Kind.HISTORY, "before_version": 2}, {"a2", "b2", "b3", "y1"}),
+        ({"kind": RolloutKind.PREGENERATED}, {"a1", "a2", "b1", "b2", "y1"}),
+        ({"run_id": "run", "kind": RolloutKind.HISTORY, "before_version": 2}, {"a2", "b2", "b3", "y1"}),
         ({"run_id": "nobody"}, {"a1", "a2", "b1", "b2", "b3", "y1"}),
     ],
 )

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.drafts.rollout import Kind, Rollout
+from services.contracts.rollout import Rollout, RolloutKind
 from services.drafts.store import PROMPT_OVERHEAD, Cause, DraftStore, cost
 from tests.unit.drafts.rollouts import make
 
 VERSIONS = 2
 
 Prompt = tuple[str, str]
-Name = tuple[str, str, int, Kind, int]
+Name = tuple[str, str, int, RolloutKind, int]
 
 
 @dataclass
@@ -34,20 +34,22 @@ class Model:
 
     def put(self, new: Rollout) -> bool:
         slot = self.slot(new)
-        history = sorted(each.version for each in slot if each.kind is Kind.HISTORY)
-        pregenerated = [each for each in slot if each.kind is Kind.PREGENERATED]
+        history = sorted(each.version for each in slot if each.kind is RolloutKind.HISTORY)
+        pregenerated = [each for each in slot if each.kind is RolloutKind.PREGENERATED]
         if cost(new) + PROMPT_OVERHEAD > self.budget:
             return False
-        if new.kind is Kind.HISTORY:
+        if new.kind is RolloutKind.HISTORY:
             others = sorted({*history, new.version})
             if new.version not in others[-VERSIONS:]:
                 return False
-            self.drop([each for each in slot if each.kind is Kind.HISTORY and each.version == new.version])
+            self.drop(
+                [each for each in slot if each.kind is RolloutKind.HISTORY and each.version == new.version]
+            )
             self.drop([each for each in pregenerated if each.step <= new.step])
             self.drop([each for each in slot if each.version in others[:-VERSIONS] and each.kind is new.kind])
             self.latest[new.run_id] = max(new.step, self.latest.get(new.run_id, -1))
         else:
-            if any(each.step >= new.step for each in slot if each.kind is Kind.HISTORY):
+            if any(each.step >= new.step for each in slot if each.kind is RolloutKind.HISTORY):
                 return False
             if any(not replaces(new, each) for each in pregenerated):
                 return False
@@ -90,17 +92,18 @@ class Model:
         self.latest = {run: step for run, step in self.latest.items() if run in {run for run, _ in prompts}}
 
     def note(self) -> None:
-        """Appends what has passed or been superseded by now, in the order of step and of version."""
+        """Append what has passed or been superseded by now, in the order of step and of version."""
         self.forget()
         for each in sorted(self.rollouts, key=lambda each: each.step):
-            gone_by = each.kind is Kind.PREGENERATED and each.step < self.latest.get(each.run_id, -1)
+            gone_by = each.kind is RolloutKind.PREGENERATED and each.step < self.latest.get(each.run_id, -1)
             if gone_by and each not in self.passed:
                 self.passed.append(each)
         for each in sorted(self.rollouts, key=lambda each: each.version):
             newer = any(
-                other.kind is Kind.HISTORY and other.version > each.version for other in self.slot(each)
+                other.kind is RolloutKind.HISTORY and other.version > each.version
+                for other in self.slot(each)
             )
-            if each.kind is Kind.HISTORY and newer and each not in self.superseded:
+            if each.kind is RolloutKind.HISTORY and newer and each not in self.superseded:
                 self.superseded.append(each)
 
 
@@ -119,7 +122,7 @@ def replaces(new: Rollout, old: Rollout) -> bool:
 
 
 def name(rollout: Rollout) -> Name:
-    version = rollout.version if rollout.kind is Kind.HISTORY else 0
+    version = rollout.version if rollout.kind is RolloutKind.HISTORY else 0
     return (rollout.run_id, rollout.prompt_id, rollout.slot, rollout.kind, version)
 
 
@@ -129,7 +132,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     return make(
         draw(st.sampled_from("abcd")),
         draw(st.integers(0, 1)),
-        draw(st.sampled_from(Kind)),
+        draw(st.sampled_from(RolloutKind)),
         step=step,
         version=draw(st.integers(max(0, step - 1), step)),
         length=draw(st.sampled_from([1, 2, 3, 100, 300])),
@@ -145,21 +148,11 @@ evictions = st.fixed_dictionaries(
         "run_id": st.sampled_from(["run", "rerun"]),
         "prompt_ids": st.sets(st.sampled_from("abcd"), min_size=1),
         "before_version": st.integers(1, 5),
-        "kind": st.sampled_from(Kind),
+        "kind": st.sampled_from(RolloutKind),
     },
 )
 fetches = st.tuples(st.sampled_from(["run", "rerun"]), st.sampled_from("abcd"))
-operations = st.lists(
-    st.one_of(
-        rollouts(),
-        rollouts(),
-        rollouts(),
-        fetches,
-        fetches,
-        evictions,
-    ),
-    max_size=40,
-)
+operations = st.lists(st.one_of(rollouts(), rollouts(), rollouts(), fetches, fetches, evictions), max_size=40)
 
 
 def check_accounts(store: DraftStore) -> None:
@@ -170,12 +163,12 @@ def check_accounts(store: DraftStore) -> None:
     assert store.bytes == sum(map(cost, found)) + PROMPT_OVERHEAD * store.prompts
     assert store.tokens == sum(len(each.tokens) for each in found)
     assert +store.rollouts == {
-        kind: count for kind in Kind if (count := sum(each.kind is kind for each in found))
+        kind: count for kind in RolloutKind if (count := sum(each.kind is kind for each in found))
     }
     assert len(set(map(name, found))) == len(found)
     for each in found:
         slot = [other for other in found if (prompt(other), other.slot) == (prompt(each), each.slot)]
-        assert sum(other.kind is Kind.HISTORY for other in slot) <= VERSIONS
+        assert sum(other.kind is RolloutKind.HISTORY for other in slot) <= VERSIONS
 
 
 @settings(max_examples=400)

@@ -40,11 +40,11 @@ def tiny_model(seed: int = 0) -> torch.nn.Module:
     )
 
 
-def with_logprobs(model: torch.nn.Module, samples: list[grpo.Sample]) -> list[grpo.Sample]:
-    """The samples as the model itself would have drawn them."""
+def with_logprobs(model: torch.nn.Module, samples: list[grpo.GrpoSample]) -> list[grpo.GrpoSample]:
+    """Return the samples as the model itself would have drawn them."""
     with torch.no_grad():
         return [
-            grpo.Sample(
+            grpo.GrpoSample(
                 s.group, s.prompt_ids, s.response_ids, grpo.response_logprobs(model, [s]).tolist(), s.reward
             )
             for s in samples
@@ -52,10 +52,10 @@ def with_logprobs(model: torch.nn.Module, samples: list[grpo.Sample]) -> list[gr
 
 
 SAMPLES = [
-    grpo.Sample("a", [1, 2], [3, 4, 5], [], 1.0),
-    grpo.Sample("a", [1, 2], [6], [], 0.0),
-    grpo.Sample("b", [1], [7, 8], [], 0.5),
-    grpo.Sample("b", [1], [9, 3, 4, 4], [], 0.5),
+    grpo.GrpoSample("a", [1, 2], [3, 4, 5], [], 1.0),
+    grpo.GrpoSample("a", [1, 2], [6], [], 0.0),
+    grpo.GrpoSample("b", [1], [7, 8], [], 0.5),
+    grpo.GrpoSample("b", [1], [9, 3, 4, 4], [], 0.5),
 ]
 
 
@@ -102,7 +102,7 @@ def test_on_policy_loss_and_gradient_match_the_plain_policy_gradient() -> None:
     gain = torch.tensor([1 / 3] * 3 + [-1.0] + [0.0] * 6) * 0.5 / (0.5 + 1e-4)
     (-(plain * gain).sum() / 4).backward()
     want = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    report = grpo.Learner(tiny_model(), grpo.Settings(updates=1, micro_tokens=4)).step(samples)
+    report = grpo.GrpoLearner(tiny_model(), grpo.GrpoSettings(updates=1, micro_tokens=4)).step(samples)
     assert report.grad_norm == pytest.approx(float(want), rel=1e-4)
     assert report.loss == pytest.approx(0.0, abs=1e-6)
     assert report.reward == pytest.approx(0.5)
@@ -115,7 +115,7 @@ def test_every_sample_weighs_the_same_however_long() -> None:
 
 
 def test_drift_is_zero_for_own_samples_and_counts_what_left_the_clip_range() -> None:
-    learner = grpo.Learner(tiny_model(), grpo.Settings(micro_tokens=4))
+    learner = grpo.GrpoLearner(tiny_model(), grpo.GrpoSettings(micro_tokens=4))
     own = with_logprobs(learner.model, SAMPLES)
     at_home = learner.drift(own)
     assert (at_home.tokens, at_home.outside) == (10, 0)
@@ -132,19 +132,19 @@ def test_the_report_covers_all_updates() -> None:
     model = tiny_model()
     samples = with_logprobs(model, SAMPLES[:2])
     # The first update sees its own policy; the second one sees what the first has made of it.
-    report = grpo.Learner(model, grpo.Settings(lr=0.05, updates=2, warmup=1)).step(samples)
+    report = grpo.GrpoLearner(model, grpo.GrpoSettings(lr=0.05, updates=2, warmup=1)).step(samples)
     assert report.kl > 1e-4
     assert 0 < report.clipped_ratio < 1
 
 
 @pytest.mark.parametrize(
-    "settings", [grpo.Settings(lr=1e-2, updates=1), grpo.Settings(lr=1e-2, kl=0.01, updates=2)]
+    "settings", [grpo.GrpoSettings(lr=1e-2, updates=1), grpo.GrpoSettings(lr=1e-2, kl=0.01, updates=2)]
 )
-def test_a_step_raises_the_chance_of_the_better_response(settings: grpo.Settings) -> None:
+def test_a_step_raises_the_chance_of_the_better_response(settings: grpo.GrpoSettings) -> None:
     model = tiny_model()
     samples = with_logprobs(model, SAMPLES)
     before = [sum(sample.logprobs) for sample in samples[:2]]
-    grpo.Learner(model, settings).step(samples)
+    grpo.GrpoLearner(model, settings).step(samples)
     after = [sum(sample.logprobs) for sample in with_logprobs(model, samples[:2])]
     assert after[0] > before[0]
     assert after[1] < before[1]
@@ -154,13 +154,13 @@ def test_equal_rewards_teach_nothing() -> None:
     model = tiny_model()
     samples = with_logprobs(model, SAMPLES[2:])
     before = [p.detach().clone() for p in model.parameters()]
-    report = grpo.Learner(model, grpo.Settings()).step(samples)
+    report = grpo.GrpoLearner(model, grpo.GrpoSettings()).step(samples)
     assert report.grad_norm == 0.0
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 def test_the_learning_rate_rises_over_the_first_updates() -> None:
-    learner = grpo.Learner(tiny_model(), grpo.Settings(lr=0.4, warmup=4, updates=1))
+    learner = grpo.GrpoLearner(tiny_model(), grpo.GrpoSettings(lr=0.4, warmup=4, updates=1))
     rates = []
     for _ in range(6):
         rates += learner.schedule.get_last_lr()

@@ -64,7 +64,7 @@ def test_the_model_prefers_a_true_solution_to_a_false_one() -> None:
     assert 1_000_000 <= model.num_parameters() <= 3_000_000
     prompt = tokenizer.prompt_ids("23+45\n")
     told = ["23+45:3+5=8,2+4=6,>68;#68<eos>", "23+45:3+5=9,2+4=7,>79;#79<eos>"]
-    samples = [grpo.Sample("g", prompt, tokenizer.encode(text), [], 0.0) for text in told]
+    samples = [grpo.GrpoSample("g", prompt, tokenizer.encode(text), [], 0.0) for text in told]
     with torch.no_grad():
         true, false = grpo.response_logprobs(model, samples).view(2, -1).sum(1).tolist()
     assert true > false + 3

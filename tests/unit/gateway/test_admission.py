@@ -1,4 +1,4 @@
-"""What may be asked of exactness, and reported of a batch."""
+"""Checks of exactness levels and of reports on a batch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.v1 import rollout_pb2, sample_pb2
-from services.drafts.lenience import CEILING
-from services.gateway.admission import check_exactness, check_generate, check_report
-from services.platform.sampling import ModelLimits
+from services.contracts.sampling import ModelLimits
+from services.gateway.batches.adaptive_lenience import CEILING
+from services.gateway.batches.admission import check_exactness, check_generate, check_report
 
 LENIENT = sample_pb2.EXACTNESS_LEVEL_LENIENT
 LIMITS = ModelLimits(vocab_size=100, max_model_len=64)

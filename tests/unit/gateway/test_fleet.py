@@ -1,4 +1,4 @@
-"""Who may be given work: life by two signs, and no way from DEAD to SERVING."""
+"""Health of the fleet: life by two signs, and no way from DEAD to SERVING."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.gateway.fleet import Fleet, FleetRules, Loss, State
-from services.platform.registry import InstanceRecord
+from services.gateway.fleet.health import FleetHealth, FleetRules, InstanceLoss, MemberState
+from services.platform.redis.registry import InstanceRecord
 
 
 def record(
@@ -17,8 +17,8 @@ def record(
     return InstanceRecord("generation", instance_id, epoch=epoch, state=state, policy_version=version)
 
 
-def serving(recorded: bool = False, version: int = 3) -> Fleet:
-    fleet = Fleet()
+def serving(recorded: bool = False, version: int = 3) -> FleetHealth:
+    fleet = FleetHealth()
     fleet.publish(version, recorded=recorded, now=0.0)
     fleet.observe({"a": record()}, 0.0)
     assert fleet.confirm("a", 1, version, 0.1, updated=False)
@@ -26,18 +26,18 @@ def serving(recorded: bool = False, version: int = 3) -> Fleet:
 
 
 def test_a_new_instance_is_stale_until_it_confirms_the_published_version() -> None:
-    fleet = Fleet()
+    fleet = FleetHealth()
     fleet.publish(3, recorded=True, now=0.0)
     fleet.observe({"a": record()}, 0.0)
-    assert fleet.members["a"].state is State.STALE
+    assert fleet.members["a"].state is MemberState.STALE
     assert not fleet.confirm("a", 1, 2, 0.1, updated=False)
-    assert fleet.members["a"].state is State.STALE
+    assert fleet.members["a"].state is MemberState.STALE
     assert fleet.confirm("a", 1, 3, 0.2, updated=True)
-    assert fleet.members["a"].state is State.SERVING
+    assert fleet.members["a"].state is MemberState.SERVING
 
 
 def test_the_first_instance_says_which_version_the_fleet_starts_with() -> None:
-    fleet = Fleet()
+    fleet = FleetHealth()
     fleet.observe({"a": record(), "b": record("b")}, 0.0)
     assert fleet.confirm("a", 1, 4, 0.1, updated=False)
     assert fleet.published == 4
@@ -46,37 +46,28 @@ def test_the_first_instance_says_which_version_the_fleet_starts_with() -> None:
 
 def test_a_missing_heartbeat_and_a_silent_stream_are_a_loss() -> None:
     fleet = serving()
-    assert fleet.observe({}, 4.0) == [Loss("a", 1, "heartbeat gone")]
-    assert fleet.members["a"].state is State.DEAD
+    assert fleet.observe({}, 4.0) == [InstanceLoss("a", 1, "heartbeat gone")]
+    assert fleet.members["a"].state is MemberState.DEAD
     assert fleet.observe({}, 4.5) == []
 
 
 def test_a_stream_that_still_speaks_outweighs_a_missing_record() -> None:
     fleet = serving()
     fleet.heard("a", 1, 3.5)
-    assert fleet.observe({}, 4.0) == []
-    assert fleet.observe({}, 4.6) == [Loss("a", 1, "heartbeat gone")]
-
-
-def test_after_an_outage_of_the_registry_records_have_time_to_come_back() -> None:
-    fleet = serving()
-    fleet.unreadable()
-    assert fleet.observe({}, 20.0) == []
-    assert fleet.observe({"a": record()}, 21.0) == []
-    assert fleet.members["a"].state is State.SERVING
-    fleet.unreadable()
-    assert fleet.observe({}, 30.0) == []
-    assert fleet.observe({}, 30.0 + FleetRules().grace) == [Loss("a", 1, "heartbeat gone")]
+    assert fleet.observe({}, 5.4) == []
+    assert fleet.observe({}, 5.6) == [InstanceLoss("a", 1, "heartbeat gone")]
 
 
 def test_a_new_epoch_ends_the_old_one_and_starts_stale() -> None:
     fleet = serving(recorded=True)
-    assert fleet.observe({"a": record(epoch=2, version=3)}, 1.0) == [Loss("a", 1, "replaced by epoch 2")]
-    assert (fleet.members["a"].state, fleet.members["a"].epoch) == (State.STALE, 2)
+    assert fleet.observe({"a": record(epoch=2, version=3)}, 1.0) == [
+        InstanceLoss("a", 1, "replaced by epoch 2")
+    ]
+    assert (fleet.members["a"].state, fleet.members["a"].epoch) == (MemberState.STALE, 2)
     assert not fleet.confirm("a", 1, 3, 1.1, updated=True)
     fleet.heard("a", 1, 1.2)
     assert fleet.lost("a", 1, "late", 1.3) == []
-    assert fleet.members["a"].state is State.STALE
+    assert fleet.members["a"].state is MemberState.STALE
     assert fleet.confirm("a", 2, 3, 1.4, updated=False)
 
 
@@ -93,7 +84,7 @@ def test_a_lost_epoch_serves_again_only_after_a_completed_update() -> None:
     assert fleet.due(1.1) == []
     fleet.observe({"a": record()}, 2.0)
     (member,) = fleet.due(2.0)
-    assert member.state is State.STALE
+    assert member.state is MemberState.STALE
     assert not fleet.confirm("a", 1, 3, 2.1, updated=False)
     assert fleet.confirm("a", 1, 3, 2.2, updated=True)
 
@@ -110,7 +101,7 @@ def test_without_recorded_weights_the_handshake_has_to_do() -> None:
 def test_a_quarantined_instance_needs_a_completed_update_in_any_case(recorded: bool) -> None:
     fleet = serving(recorded=recorded)
     fleet.quarantine("a", 1, "failed to apply", 1.0)
-    assert fleet.members["a"].state is State.STALE
+    assert fleet.members["a"].state is MemberState.STALE
     assert not fleet.confirm("a", 1, 3, 1.1, updated=False)
     assert fleet.confirm("a", 1, 3, 1.2, updated=True)
 
@@ -119,7 +110,7 @@ def test_a_dead_instance_confirms_nothing() -> None:
     fleet = serving()
     fleet.lost("a", 1, "broken", 1.0)
     assert not fleet.confirm("a", 1, 3, 1.1, updated=True)
-    assert fleet.members["a"].state is State.DEAD
+    assert fleet.members["a"].state is MemberState.DEAD
 
 
 def test_pauses_between_attempts_grow_and_are_bounded() -> None:
@@ -136,21 +127,21 @@ def test_pauses_between_attempts_grow_and_are_bounded() -> None:
 def test_publishing_makes_everybody_else_stale() -> None:
     fleet = serving()
     fleet.publish(4, recorded=True, now=1.0)
-    assert fleet.members["a"].state is State.STALE
+    assert fleet.members["a"].state is MemberState.STALE
     assert fleet.usable() == []
     assert fleet.confirm("a", 1, 4, 1.1, updated=True)
 
 
 def test_only_a_change_of_the_reported_state_counts() -> None:
     fleet = serving()
-    fleet.report("a", State.PAUSED, 1.0)
+    fleet.report("a", MemberState.PAUSED, 1.0)
     fleet.observe({"a": record(state="serving")}, 1.1)
-    assert fleet.members["a"].state is State.PAUSED
+    assert fleet.members["a"].state is MemberState.PAUSED
     fleet.observe({"a": record(state="paused")}, 1.2)
     fleet.observe({"a": record(state="serving")}, 1.3)
-    assert fleet.members["a"].state is State.SERVING
+    assert fleet.members["a"].state is MemberState.SERVING
     fleet.observe({"a": record(state="draining")}, 1.4)
-    assert fleet.members["a"].state is State.DRAINING
+    assert fleet.members["a"].state is MemberState.DRAINING
 
 
 def test_the_dead_are_forgotten_in_the_end() -> None:
@@ -165,9 +156,9 @@ class FleetMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = Fleet()
+        self.fleet = FleetHealth()
         self.fleet.publish(1, recorded=True, now=0.0)
-        self.now, self.epoch, self.before = 0.0, 1, State.STALE
+        self.now, self.epoch, self.before = 0.0, 1, MemberState.STALE
 
     @rule(present=st.booleans(), state=st.sampled_from(["serving", "paused", "draining", "stale"]))
     def poll(self, present: bool, state: str) -> None:
@@ -186,10 +177,6 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet.lost("a", self.epoch, "broken", self.now)
 
     @rule()
-    def outage(self) -> None:
-        self.fleet.unreadable()
-
-    @rule()
     def publish(self) -> None:
         self.fleet.publish((self.fleet.published or 0) + 1, recorded=True, now=self.now)
 
@@ -201,8 +188,11 @@ class FleetMachine(RuleBasedStateMachine):
     @invariant()
     def never_from_dead_to_serving(self) -> None:
         member = self.fleet.members.get("a")
-        state = member.state if member else State.STALE
-        assert not (self.before is State.DEAD and state in (State.SERVING, State.PAUSED, State.DRAINING))
+        state = member.state if member else MemberState.STALE
+        assert not (
+            self.before is MemberState.DEAD
+            and state in (MemberState.SERVING, MemberState.PAUSED, MemberState.DRAINING)
+        )
         self.before = state
 
     @invariant()

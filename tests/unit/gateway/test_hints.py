@@ -10,24 +10,11 @@ from hypothesis import given
 
 from paceline.internal.v1 import bubble_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
-from services.gateway.assemble import batch_of
-from services.gateway.batch import Span
-from services.gateway.hints import (
-    Covered,
-    Hint,
-    HintBook,
-    HintedRun,
-    Outcome,
-    as_submission,
-    make_hint,
-    remaining_work,
-)
-from services.gateway.steps import StepBook
-from services.platform.seeds import sample_seed
-
-
-def seed(run_seed: int, step: int, prompt_id: str, slot: int, coupled: bool) -> int:
-    return sample_seed(run_seed, step, prompt_id, slot, coupled_history=coupled)
+from services.gateway.batches.messages import BatchBuilder
+from services.gateway.batches.sample import GenerationSpan
+from services.gateway.dispatch.estimator import DraftCoverage, remaining_work
+from services.gateway.dispatch.settlement import IdleTimeBook
+from services.gateway.hints.book import Hint, HintBook, HintedRun, HintOutcome, as_submission, make_hint
 
 
 def request(
@@ -49,7 +36,7 @@ def request(
 def a_hint(step: int, run_id: str = "run", groups: int = 2) -> Hint:
     asked = request(step, groups)
     asked.run_id = run_id
-    return make_hint(asked, seed)
+    return make_hint(asked)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 4])
@@ -57,8 +44,8 @@ def test_a_hint_names_the_very_samples_that_the_batch_will_have(level: int) -> N
     asked = request(exactness=sample_pb2.Exactness(level=level))  # type: ignore[arg-type]
     asked.groups[1].sampling.temperature = 0.5
     asked.groups[1].samples = 1
-    batch = batch_of(as_submission(asked), accepted_at=0, max_seconds=1, max_attempts=1, seed_of=seed)
-    hint = make_hint(asked, seed)
+    batch = BatchBuilder(max_seconds=1, max_attempts=1).from_submission(as_submission(asked), accepted_at=0)
+    hint = make_hint(asked)
     found = [
         (group.prompt_id, slot, value, list(group.prompt_token_ids), group.sampling)
         for group in hint.message.groups
@@ -75,15 +62,15 @@ def test_a_hint_names_the_very_samples_that_the_batch_will_have(level: int) -> N
 
 def test_seeds_of_coupled_history_leave_the_step_out() -> None:
     history = sample_pb2.Exactness(level=sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY)
-    one, two = (make_hint(request(step, exactness=history), seed) for step in (5, 6))
+    one, two = (make_hint(request(step, exactness=history)) for step in (5, 6))
     assert one.message.groups[0].seeds == two.message.groups[0].seeds
-    assert make_hint(request(5), seed).message.groups[0].seeds != one.message.groups[0].seeds
+    assert make_hint(request(5)).message.groups[0].seeds != one.message.groups[0].seeds
 
 
 def test_the_same_hint_has_the_same_id_and_another_one_another() -> None:
-    assert make_hint(request(), seed).hint_id == make_hint(request(), seed).hint_id
-    assert make_hint(request(), seed).hint_id != make_hint(request(samples=4), seed).hint_id
-    assert make_hint(request(5), seed).hint_id != make_hint(request(6), seed).hint_id
+    assert make_hint(request()).hint_id == make_hint(request()).hint_id
+    assert make_hint(request()).hint_id != make_hint(request(samples=4)).hint_id
+    assert make_hint(request(5)).hint_id != make_hint(request(6)).hint_id
 
 
 def test_lengths_are_predicted_with_what_the_trainer_says() -> None:
@@ -96,7 +83,7 @@ def test_lengths_are_predicted_with_what_the_trainer_says() -> None:
         seen.append((run_id, prompt_id, expected, limit))
         return 7.0 * len(seen)
 
-    hint = make_hint(asked, seed)
+    hint = make_hint(asked)
     hint.predict(length_of)
     assert seen == [("run", "p0", 33, 40), ("run", "p1", 0, None)]
     assert [group.expected_tokens for group in hint.message.groups] == [7.0, 14.0]
@@ -106,21 +93,21 @@ def test_lengths_are_predicted_with_what_the_trainer_says() -> None:
 def test_a_hint_is_kept_until_its_step_begins_or_is_passed() -> None:
     book = HintBook(8, 1 << 20)
     for step in (5, 6, 8):
-        assert book.put(a_hint(step), 0.0) == (Outcome.KEPT, [])
+        assert book.put(a_hint(step), 0.0) == (HintOutcome.KEPT, [])
     assert book.is_hinted("run", 6)
     assert not book.is_hinted("run", 7)
     assert not book.is_hinted("other", 6)
     assert sorted(book.begin("run", 6, 3, 0.0)) == [5, 6]
     assert sorted(book.runs["run"].hints) == [8]
-    assert book.put(a_hint(6), 0.0) == (Outcome.LATE, [])
-    assert book.put(a_hint(7), 0.0) == (Outcome.KEPT, [])
+    assert book.put(a_hint(6), 0.0) == (HintOutcome.LATE, [])
+    assert book.put(a_hint(7), 0.0) == (HintOutcome.KEPT, [])
 
 
 def test_a_later_hint_for_a_step_replaces_the_earlier_one() -> None:
     book = HintBook(1, 1 << 20)
     book.put(a_hint(5), 0.0)
     other = a_hint(5, groups=3)
-    assert book.put(other, 0.0) == (Outcome.KEPT, [])
+    assert book.put(other, 0.0) == (HintOutcome.KEPT, [])
     assert book.runs["run"].hints == {5: other}
     assert (book.samples(), book.size()) == (9, other.size)
 
@@ -129,20 +116,20 @@ def test_of_too_many_steps_the_nearest_are_kept() -> None:
     book = HintBook(2, 1 << 20)
     book.put(a_hint(5), 0.0)
     book.put(a_hint(9), 0.0)
-    assert book.put(a_hint(10), 0.0) == (Outcome.FAR, [])
-    assert book.put(a_hint(7), 0.0) == (Outcome.KEPT, [9])
+    assert book.put(a_hint(10), 0.0) == (HintOutcome.FAR, [])
+    assert book.put(a_hint(7), 0.0) == (HintOutcome.KEPT, [9])
     assert sorted(book.runs["run"].hints) == [5, 7]
 
 
 def test_a_hint_that_there_is_no_room_for_is_not_kept() -> None:
     size = a_hint(5).size
     book = HintBook(8, 2 * size + 9)
-    assert book.put(a_hint(5), 0.0)[0] is Outcome.KEPT
-    assert book.put(a_hint(5, "other"), 0.0)[0] is Outcome.KEPT
-    assert book.put(a_hint(6), 0.0) == (Outcome.FULL, [])
-    assert book.put(a_hint(5), 0.0)[0] is Outcome.KEPT, "it takes the place of its predecessor"
+    assert book.put(a_hint(5), 0.0)[0] is HintOutcome.KEPT
+    assert book.put(a_hint(5, "other"), 0.0)[0] is HintOutcome.KEPT
+    assert book.put(a_hint(6), 0.0) == (HintOutcome.FULL, [])
+    assert book.put(a_hint(5), 0.0)[0] is HintOutcome.KEPT, "it takes the place of its predecessor"
     assert "third" not in book.runs
-    assert book.put(a_hint(5, "third"), 0.0)[0] is Outcome.FULL
+    assert book.put(a_hint(5, "third"), 0.0)[0] is HintOutcome.FULL
     assert "third" not in book.runs
 
 
@@ -185,14 +172,14 @@ def test_work_that_is_drafted_counts_less() -> None:
     assert remaining_work(100.0, 30, None, 0.1) == 70.0
     assert remaining_work(100.0, 200, None, 0.1) == 1.0
     # A finished draft says how long the sample becomes.
-    assert remaining_work(100.0, 0, Covered(40, finished=True), 0.1) == pytest.approx(4.0)
-    assert remaining_work(100.0, 0, Covered(400, finished=True), 0.1) == pytest.approx(40.0)
+    assert remaining_work(100.0, 0, DraftCoverage(40, finished=True), 0.1) == pytest.approx(4.0)
+    assert remaining_work(100.0, 0, DraftCoverage(400, finished=True), 0.1) == pytest.approx(40.0)
     # An unfinished one says how long at least.
-    assert remaining_work(100.0, 0, Covered(40), 0.1) == pytest.approx(4.0 + 60.0)
-    assert remaining_work(100.0, 0, Covered(400), 0.1) == pytest.approx(40.0)
+    assert remaining_work(100.0, 0, DraftCoverage(40), 0.1) == pytest.approx(4.0 + 60.0)
+    assert remaining_work(100.0, 0, DraftCoverage(400), 0.1) == pytest.approx(40.0)
     # What exists already is not verified again.
-    assert remaining_work(100.0, 30, Covered(40), 0.1) == pytest.approx(1.0 + 60.0)
-    assert remaining_work(100.0, 50, Covered(40), 0.1) == pytest.approx(50.0)
+    assert remaining_work(100.0, 30, DraftCoverage(40), 0.1) == pytest.approx(1.0 + 60.0)
+    assert remaining_work(100.0, 50, DraftCoverage(40), 0.1) == pytest.approx(50.0)
 
 
 @given(
@@ -205,7 +192,7 @@ def test_work_that_is_drafted_counts_less() -> None:
 def test_a_draft_never_makes_a_sample_longer_than_it_is(
     predicted: float, have: int, tokens: int, finished: bool, cost: float
 ) -> None:
-    work = remaining_work(predicted, have, Covered(tokens, finished), cost)
+    work = remaining_work(predicted, have, DraftCoverage(tokens, finished), cost)
     length = tokens if finished else max(predicted, tokens)
     assert 1.0 <= work <= max(1.0, length - have) + 1e-6
     without = remaining_work(predicted, have, None, cost)
@@ -213,12 +200,12 @@ def test_a_draft_never_makes_a_sample_longer_than_it_is(
         assert work <= without + 1e-6
 
 
-def span(instance_id: str, end: float) -> Span:
-    return Span(instance_id, 0, 1, 0.0, end)
+def span(instance_id: str, end: float) -> GenerationSpan:
+    return GenerationSpan(instance_id, 0, 1, 0.0, end)
 
 
 def test_the_bubble_of_an_instance_is_from_its_last_sample_to_the_end_of_the_step() -> None:
-    book = StepBook()
+    book = IdleTimeBook()
     book.begin("run", 3, 3, 100.0)
     assert book.end("run", 3, [span("a", 104.0)], 10, 104.0) is None
     assert book.end("run", 3, [span("a", 102.0), span("b", 107.0)], 20, 107.0) is None
@@ -230,7 +217,7 @@ def test_the_bubble_of_an_instance_is_from_its_last_sample_to_the_end_of_the_ste
 
 
 def test_batches_of_one_step_and_dropped_ones_count_as_they_should() -> None:
-    book = StepBook()
+    book = IdleTimeBook()
     book.begin("run", 3, 1, 100.0, 40)
     book.begin("run", 3, 1, 101.0, 2)
     book.begin("run", 4, 1, 101.0)

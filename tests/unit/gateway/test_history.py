@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import sample_pb2
-from services.drafts.rollout import Rollout
-from services.gateway import history as module
-from services.gateway.batch import Batch, GroupSpec, SampleState
-from services.gateway.history import History
+from services.contracts.rollout import Rollout
+from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
+from services.gateway.batches.sample import GatewaySample
+from services.gateway.finished import history_writer as module
+from services.gateway.finished.history_writer import HistoryWriter
 from services.gateway.metrics import GatewayMetrics
 from services.platform.tasks import end
 
@@ -49,12 +51,12 @@ class Feed:
     def __init__(self, most_waiting: int = 1 << 20) -> None:
         self.store = Store()
         self.registry = CollectorRegistry()
-        self.history = History(self.store, GatewayMetrics(self.registry), most_waiting)
+        self.history = HistoryWriter(cast(Any, self.store), GatewayMetrics(self.registry), most_waiting)
 
     def finish(self, slot: int, tokens: int = 10) -> None:
-        state = SampleState(0, 0, slot, slot)
-        group = GroupSpec("p", [1], sample_pb2.SamplingParams())
-        batch = Batch(("run", "b"), 0, [group], sample_pb2.Exactness(), [state], 0.0, 1.0, 1)
+        state = GatewaySample(0, 0, slot, slot)
+        group = BatchGroup("p", [1], sample_pb2.SamplingParams())
+        batch = RolloutBatch(("run", "b"), 0, [group], sample_pb2.Exactness(), [state], 0.0, 1.0, 1)
         attempt = batch.assign(0, "i0", 0.0)
         batch.extend(0, attempt, [1] * tokens, [-1.0] * tokens, 0.0)
         report = generation_pb2.Finished(finish_reason=sample_pb2.FINISH_REASON_STOP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from services.gateway.lengths import UNKNOWN_LENGTH, WINDOW, LengthPredictor
+from services.gateway.dispatch.estimator import UNKNOWN_LENGTH, WINDOW, LengthPredictor
 
 
 def test_what_is_known_best_counts_first() -> None:

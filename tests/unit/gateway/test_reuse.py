@@ -1,4 +1,4 @@
-"""What a sample says of the cached rollout that it agrees with or took over, whatever happened on the way."""
+"""Reuse of cached rollouts in the provenance of a sample, whatever happened on the way."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from hypothesis import given
 
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
-from services.drafts.rollout import Kind, Rollout
-from services.gateway.assemble import batch_of, collect, exactness_of, final_sample, single, work_item
-from services.gateway.batch import Batch, GroupSpec, SampleState, Verdict
-from services.gateway.history import rollout_of
+from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.seeds import sample_seed
+from services.gateway.batches.messages import BatchBuilder, exactness_of, final_sample, work_item
+from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
+from services.gateway.batches.sample import EventEffect, GatewaySample
+from services.gateway.finished.history_writer import rollout_of
+from services.gateway.journal.journal_write import collect
+from tests.unit.gateway.dispatch_parts import record_of
 
 EXACT, LENIENT = sample_pb2.EXACTNESS_LEVEL_EXACT, sample_pb2.EXACTNESS_LEVEL_LENIENT
 STOP, ABORTED = sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_ABORTED
 
 
-def make(level: sample_pb2.ExactnessLevel = LENIENT) -> Batch:
-    return Batch(
+def make(level: sample_pb2.ExactnessLevel = LENIENT) -> RolloutBatch:
+    return RolloutBatch(
         key=("run", "b"),
         policy_version=7,
-        groups=[GroupSpec("p", [1, 2], sample_pb2.SamplingParams(max_tokens=50))],
+        groups=[BatchGroup("p", [1, 2], sample_pb2.SamplingParams(max_tokens=50))],
         exactness=sample_pb2.Exactness(level=level, lenience=1.5 if level == LENIENT else None),
-        samples=[SampleState(0, 0, 3, 100)],
+        samples=[GatewaySample(0, 0, 3, 100)],
         accepted_at=1000.0,
         deadline_at=2000.0,
         max_attempts=3,
@@ -37,12 +41,12 @@ def finished(reason: sample_pb2.FinishReason = STOP, **fields: int) -> generatio
     return generation_pb2.Finished(finish_reason=reason, **fields)
 
 
-def end(batch: Batch, attempt: int, **fields: int) -> sample_pb2.Provenance:
-    assert batch.finish(0, attempt, finished(**fields), 1009.0) is Verdict.ENDED
+def end(batch: RolloutBatch, attempt: int, **fields: int) -> sample_pb2.Provenance:
+    assert batch.finish(0, attempt, finished(**fields), 1009.0) is EventEffect.ENDED
     return final_sample(batch, batch.endings[0]).provenance
 
 
-def kept(batch: Batch) -> Rollout:
+def kept(batch: RolloutBatch) -> Rollout:
     rollout = rollout_of(batch, batch.endings[0])
     assert rollout is not None
     return rollout
@@ -63,7 +67,12 @@ def test_a_lenient_sample_is_marked_and_its_history_carries_the_verified_log_pro
     assert rollout.logprobs.tolist() == [-1.5, -2.5, -3.5, -4.0, -5.0]
     assert rollout.tokens.tolist() == [5, 6, 7, 8, 9]
     assert (rollout.run_id, rollout.prompt_id, rollout.slot, rollout.seed) == ("run", "p", 3, 100)
-    assert (rollout.version, rollout.step, rollout.kind, rollout.finished) == (7, 5, Kind.HISTORY, True)
+    assert (rollout.version, rollout.step, rollout.kind, rollout.finished) == (
+        7,
+        5,
+        RolloutKind.HISTORY,
+        True,
+    )
 
 
 def test_what_is_kept_does_not_go_with_the_tokens() -> None:
@@ -72,7 +81,7 @@ def test_what_is_kept_does_not_go_with_the_tokens() -> None:
     batch.extend(0, attempt, [5, 6], [-1.0, -2.0], 1002.0)
     end(batch, attempt)
     rollout = kept(batch)
-    collect(batch)
+    collect(batch, record_of(batch))
     assert not batch.samples[0].tokens
     assert (rollout.tokens.tolist(), rollout.logprobs.tolist()) == ([5, 6], [-1.0, -2.0])
     assert (rollout.tokens.dtype, rollout.logprobs.dtype) == (np.uint32, np.float32)
@@ -83,7 +92,7 @@ def test_a_lenient_sample_that_is_resumed_counts_what_it_still_has_of_its_cached
     batch = make()
     first = batch.assign(0, "i0", 1001.0)
     batch.extend(0, first, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0, [-1.5, -2.5, -3.5])
-    assert batch.lost(0, first, 1003.0) is Verdict.WAITING
+    assert batch.lost(0, first, 1003.0) is EventEffect.WAITING
     second = batch.assign(0, "i1", 1004.0)
     assert list(work_item(batch, batch.samples[0], 1).prefix_token_ids) == [5, 6]
     batch.extend(0, second, [70, 8], [-0.5, -4.0], 1005.0)
@@ -98,7 +107,7 @@ def test_a_lenient_sample_that_is_handed_over_keeps_the_count_of_the_first_attem
     first = batch.assign(0, "i0", 1001.0)
     batch.extend(0, first, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0, [-1.5, -2.5])
     report = finished(ABORTED, reused_prefix=2, cached_tokens=9)
-    assert batch.finish(0, first, report, 1003.0) is Verdict.WAITING
+    assert batch.finish(0, first, report, 1003.0) is EventEffect.WAITING
     second = batch.assign(0, "i1", 1004.0)
     batch.extend(0, second, [7, 8], [-3.0, -4.0], 1005.0)
     provenance = end(batch, second)
@@ -132,9 +141,10 @@ def test_after_a_restart_the_delivered_log_probabilities_are_kept() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
     batch.extend(0, attempt, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0, [-1.5, -2.5, -3.5])
-    (extension,) = collect(batch).extensions
+    (chunk,) = collect(batch, record_of(batch)).extensions
     fresh = make()
-    fresh.restore(0, extension.tokens, extension.logprobs)
+    stored = sample_pb2.Sample.FromString(chunk.payload)
+    fresh.restore(0, stored.token_ids, stored.logprobs, 1)
     attempt = fresh.assign(0, "i1", 1005.0)
     fresh.extend(0, attempt, [8], [-4.0], 1006.0)
     provenance = end(fresh, attempt)
@@ -251,8 +261,7 @@ def test_instances_are_told_where_the_sample_belongs() -> None:
     assert item.exactness.lenience == 1.5
 
 
-def _seed(run_seed: int, step: int, prompt_id: str, slot: int, coupled: bool) -> int:
-    return 1000 * step + coupled
+BUILDER = BatchBuilder(max_seconds=1.0, max_attempts=1)
 
 
 def test_lenient_batches_have_the_l_that_was_chosen_and_new_noise_in_every_step() -> None:
@@ -261,13 +270,12 @@ def test_lenient_batches_have_the_l_that_was_chosen_and_new_noise_in_every_step(
     )
     request = rollout_pb2.SubmitRolloutsRequest(run_id="run", batch_id="b", step=4, exactness=wanted)
     request.groups.add(prompt_id="p", prompt_token_ids=[1], samples=1)
-    times = {"accepted_at": 0.0, "max_seconds": 1.0, "max_attempts": 1}
-    batch = batch_of(request, **times, seed_of=_seed, lenience=1.7)  # type: ignore[arg-type]
+    batch = BUILDER.from_submission(request, accepted_at=0.0, lenience=1.7)
     used = sample_pb2.Exactness()
     used.CopyFrom(wanted)
     used.lenience = 1.7
     assert batch.exactness == used
-    assert batch.samples[0].seed == 4000
+    assert batch.samples[0].seed == sample_seed(0, 4, "p", 0) != sample_seed(0, 5, "p", 0)
     assert (batch.step, batch.cached_run) == (4, "run")
 
 
@@ -275,16 +283,8 @@ def test_generate_names_its_run_only_where_it_asks_for_a_cached_rollout() -> Non
     for level, run in ((LENIENT, "run"), (EXACT, "")):
         request = rollout_pb2.GenerateRequest(run_id="run", prompt_id="p", step=2)
         request.exactness.level = level
-        batch = single(
-            request,
-            ("", "g"),
-            0,
-            accepted_at=0.0,
-            max_seconds=1.0,
-            max_attempts=1,
-            seed_of=_seed,
-            lenience=1.1 if level == LENIENT else None,
-        )
+        lenience = 1.1 if level == LENIENT else None
+        batch = BUILDER.from_generate(request, ("", "g"), 0, accepted_at=0.0, lenience=lenience)
         assert (batch.cached_run, batch.step) == (run, 2)
 
 

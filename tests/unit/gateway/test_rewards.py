@@ -1,4 +1,4 @@
-"""Which rewards belong to samples that have ended, and how reports move a run's l."""
+"""Rewards of finished samples, and reports that adapt the lenience of a run."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from paceline.v1 import rollout_pb2
-from services.gateway.journal import Recorded
-from services.gateway.lenience import RunLenience
-from services.gateway.rewards import known
+from services.gateway.journal.batch_record import BatchHead, BatchRecord
+from services.gateway.journal.fenced_records import RunLenience
+from services.gateway.rollouts.reports import known_rewards
 
 
-def recorded(done: set[int]) -> Recorded:
-    """Groups a (2 samples), b (3), c (1): indexes 0-1, 2-4, 5."""
+def recorded(done: set[int]) -> BatchRecord:
+    """Group a (2 samples), b (3), c (1): indexes 0-1, 2-4, 5."""
     request = rollout_pb2.SubmitRolloutsRequest()
     for prompt_id, samples in (("a", 2), ("b", 3), ("c", 1)):
         request.groups.add(prompt_id=prompt_id, samples=samples)
-    return Recorded(request, None, frozenset(done))
+    record = BatchRecord(request, BatchHead("", 0.0, 6, None), term=1)
+    for index in done:
+        record.end(index, b"sample")
+    return record
 
 
 def names(done: set[int], *wanted: tuple[str, int]) -> list[tuple[str, int]]:
     rewards = [rollout_pb2.Reward(prompt_id=prompt_id, slot=slot) for prompt_id, slot in wanted]
-    return [(reward.prompt_id, reward.slot) for reward in known(recorded(done), rewards)]
+    return [(reward.prompt_id, reward.slot) for reward in known_rewards(recorded(done), rewards)]
 
 
 def test_rewards_of_samples_that_ended_are_known() -> None:

@@ -1,22 +1,23 @@
-"""Samples between two instances."""
+"""Samples in transit between two instances."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.transit import Transit, Traveller
+from services.gateway.dispatch.instance_events import MovesInTransit
+from services.gateway.dispatch.work_link import Attempt
 
 
-def traveller(receiver: str, name: str = "m") -> Traveller:
-    held: Any = object()
-    return Traveller(held, receiver, name)
+def moved() -> Attempt:
+    batch: Any = object()
+    return Attempt(batch, 0, 1, "prompt", 1.0, migration_id="m")
 
 
 def test_those_who_wait_for_an_instance_arrive_there_in_order_and_once() -> None:
-    transit = Transit()
-    first, second, other = traveller("a"), traveller("a"), traveller("b")
-    for each in (first, second, other):
-        transit.wait(each)
+    transit = MovesInTransit()
+    first, second, other = moved(), moved(), moved()
+    for each, receiver in ((first, "a"), (second, "a"), (other, "b")):
+        transit.wait(each, receiver)
     assert len(transit) == 3
     assert transit.arrivals("a") == [first, second]
     assert transit.arrivals("a") == []
@@ -24,12 +25,12 @@ def test_those_who_wait_for_an_instance_arrive_there_in_order_and_once() -> None
 
 
 def test_one_leaves_once_and_not_after_it_has_arrived() -> None:
-    transit = Transit()
-    first, second = traveller("a"), traveller("a")
+    transit = MovesInTransit()
+    first, second = moved(), moved()
     for each in (first, second):
-        transit.wait(each)
-    assert transit.leave(first)
-    assert not transit.leave(first)
+        transit.wait(each, "a")
+    assert transit.leave(first, "a")
+    assert not transit.leave(first, "a")
     assert transit.arrivals("a") == [second]
-    assert not transit.leave(second)
-    assert not transit.leave(traveller("nowhere"))
+    assert not transit.leave(second, "a")
+    assert not transit.leave(moved(), "nowhere")

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.update import Published, Update, UpdateBook, UpdatePhase
-from services.platform.errors import FailedPrecondition, NotFound
+from services.contracts.errors import FailedPrecondition, NotFound
+from services.gateway.fleet.update_book import PublishedVersion, UpdateBook, UpdatePhase, WeightUpdate
 
 
 def test_the_phases_follow_each_other() -> None:
-    book = UpdateBook(10.0, Published(3))
+    book = UpdateBook(10.0, PublishedVersion(3))
     book.start("u", "run", 4, 0.0)
     book.staged("u", "/w", "sha256:x", 1.0)
     book.applying("u", 0, 2.0)
     assert book.is_applying()
-    assert book.publish() == Published(4, "/w", "sha256:x", "u")
+    assert book.publish() == PublishedVersion(4, "/w", "sha256:x", "u")
     assert (book.version, book.active) == (4, None)
 
 
 def test_a_version_must_be_above_the_current_one() -> None:
-    book = UpdateBook(10.0, Published(3))
+    book = UpdateBook(10.0, PublishedVersion(3))
     for version in (2, 3):
         with pytest.raises(FailedPrecondition) as error:
             book.start("u", "run", version, 0.0)
@@ -27,7 +27,7 @@ def test_a_version_must_be_above_the_current_one() -> None:
 
 
 def test_one_update_at_a_time() -> None:
-    book = UpdateBook(10.0, Published(3))
+    book = UpdateBook(10.0, PublishedVersion(3))
     book.start("u", "run", 4, 0.0)
     with pytest.raises(FailedPrecondition) as error:
         book.start("v", "run", 5, 0.0)
@@ -36,8 +36,21 @@ def test_one_update_at_a_time() -> None:
     book.start("v", "run", 5, 0.0)
 
 
+def test_starting_the_same_update_again_goes_on_with_it() -> None:
+    book = UpdateBook(10.0, PublishedVersion(3))
+    book.start("u", "run", 4, 0.0)
+    book.staged("u", "/w", "sha256:x", 1.0)
+    assert book.start("v", "run", 4, 5.0).update_id == "u"
+    assert book.expired(14.0) is None, "its trainer is there"
+    book.applying("u", 0, 6.0)
+    for run, version in (("run", 4), ("run", 5), ("another", 4)):
+        with pytest.raises(FailedPrecondition) as error:
+            book.start("v", run, version, 7.0)
+        assert error.value.reason == "UPDATE_IN_PROGRESS"
+
+
 def test_unfinished_samples_keep_the_old_version() -> None:
-    book = UpdateBook(10.0, Published(3))
+    book = UpdateBook(10.0, PublishedVersion(3))
     book.start("u", "run", 4, 0.0)
     book.staged("u", "/w", "", 1.0)
     with pytest.raises(FailedPrecondition, match="12 samples of version 3"):
@@ -47,7 +60,7 @@ def test_unfinished_samples_keep_the_old_version() -> None:
 
 
 def test_a_phase_out_of_order_and_an_unknown_update_are_refused() -> None:
-    book = UpdateBook(10.0, Published(3))
+    book = UpdateBook(10.0, PublishedVersion(3))
     with pytest.raises(NotFound):
         book.staged("u", "/w", "", 0.0)
     book.start("u", "run", 4, 0.0)
@@ -63,7 +76,7 @@ def test_a_phase_out_of_order_and_an_unknown_update_are_refused() -> None:
 
 
 def test_an_update_expires_unless_it_is_being_applied() -> None:
-    book = UpdateBook(10.0, Published(3))
+    book = UpdateBook(10.0, PublishedVersion(3))
     assert book.expired(100.0) is None
     update = book.start("u", "run", 4, 0.0)
     assert book.expired(10.0) is None
@@ -75,7 +88,7 @@ def test_an_update_expires_unless_it_is_being_applied() -> None:
 
 
 def test_books_survive_being_written_down() -> None:
-    update = Update("u", "run", 4, UpdatePhase.STAGED, 1.5, "/w", "sha256:x")
-    assert Update.from_json(update.to_json()) == update
-    published = Published(4, "/w", "sha256:x", "u")
-    assert Published.from_json(published.to_json().encode()) == published
+    update = WeightUpdate("u", "run", 4, UpdatePhase.STAGED, 1.5, "/w", "sha256:x")
+    assert WeightUpdate.from_json(update.to_json()) == update
+    published = PublishedVersion(4, "/w", "sha256:x", "u")
+    assert PublishedVersion.from_json(published.to_json().encode()) == published

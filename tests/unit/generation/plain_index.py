@@ -1,4 +1,4 @@
-"""The suffix index as a search through lists: holds texts by prompt and offers what followed a pair of tokens."""
+"""The suffix index as a search through lists: holds texts by prompt and proposes what followed a pair of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from services.drafts.index import Name, Offers
+from kernels.suffix_index import Continuations, Name
 
 _MATCH = 2
 
@@ -56,7 +56,7 @@ class PlainIndex:
         if not keep:
             del self.texts[text]
 
-    def step(self, handles: Any, tokens: Any, cu: Any, window: int) -> Offers:
+    def step(self, handles: Any, tokens: Any, cu: Any, window: int) -> Continuations:
         assert handles.dtype == cu.dtype == np.int64
         assert tokens.dtype == np.int32
         assert len(set(handles.tolist())) == len(handles)
@@ -66,27 +66,27 @@ class PlainIndex:
         for i, handle in enumerate(handles.tolist()):
             self.texts[self.growing[handle]] += tokens[cu[i] : cu[i + 1]].tolist()
         n = len(handles)
-        offers = Offers(
+        proposals = Continuations(
             np.zeros((n, window), np.int32),
             np.zeros((n, window), np.float32),
             np.zeros(n, np.int32),
             np.zeros(n, np.int32),
         )
         for i, handle in enumerate(handles.tolist()):
-            self._offer(offers, i, *self.growing[handle], window)
-        return offers
+            self._proposal(proposals, i, *self.growing[handle], window)
+        return proposals
 
-    def _offer(self, offers: Offers, row: int, prompt: Name, rollout: Name, window: int) -> None:
+    def _proposal(self, proposals: Continuations, row: int, prompt: Name, rollout: Name, window: int) -> None:
         context = self.prompts[prompt] + self.texts[prompt, rollout]
-        while offers.counts[row] < window:
+        while proposals.counts[row] < window:
             followers = self._followers(prompt, context[-_MATCH:])
             if len(context) < _MATCH or not followers:
                 return
-            (token, count), place = followers.most_common(1)[0], int(offers.counts[row])
-            offers.tokens[row, place] = token
-            offers.shares[row, place] = count / sum(followers.values())
-            offers.counts[row] += 1
-            offers.matches[row] = _MATCH
+            (token, count), place = followers.most_common(1)[0], int(proposals.counts[row])
+            proposals.tokens[row, place] = token
+            proposals.shares[row, place] = count / sum(followers.values())
+            proposals.counts[row] += 1
+            proposals.matches[row] = _MATCH
             context.append(token)
 
     def _followers(self, prompt: Name, last: Sequence[int]) -> Counter[int]:

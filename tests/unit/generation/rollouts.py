@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from services.drafts.rollout import Kind, Rollout
+from services.contracts.rollout import Rollout, RolloutKind
 
 
 def rollout(tokens: Sequence[int] = (1, 2, 3), **fields: Any) -> Rollout:
-    """A rollout of history of slot 0 of prompt "p" of run "r", but for the fields given."""
+    """Return a rollout of history of slot 0 of prompt "p" of run "r", but for the fields given."""
     logprobs = fields.pop("logprobs", [-1.0] * len(tokens))
     known: dict[str, Any] = {
         "run_id": "r",
         "prompt_id": "p",
         "slot": 0,
         "version": 1,
-        "kind": Kind.HISTORY,
+        "kind": RolloutKind.HISTORY,
         "step": 1,
         "seed": 1,
         "finished": True,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.generation.engine.types import (
-    EngineLoad,
-    Finish,
-    SampleRequest,
-    SampleState,
-    SampleStep,
-)
-from services.platform.sampling import ModelLimits, Sampling
+from services.contracts.sampling import ModelLimits, Sampling
+from services.generation.engine.types import EngineLoad, EngineRequest, EngineSampleState, Finish, SampleStep
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.sample_table import SampleTable
 
 # The cached token that no script takes over.
 REFUSED = 511
@@ -51,7 +51,7 @@ class ScriptedEngine:
     apply_fault: Exception | None = None
     limits: ModelLimits = field(default_factory=lambda: ModelLimits(512, 64))
     device: str = "script"
-    requests: dict[str, SampleRequest] = field(default_factory=dict)
+    requests: dict[str, EngineRequest] = field(default_factory=dict)
     responses: dict[str, list[int]] = field(default_factory=dict)
     drafts: dict[str, list[int]] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class ScriptedEngine:
         """Let the engine step so often."""
         self.permits += steps
 
-    def add(self, request: SampleRequest) -> None:
+    def add(self, request: EngineRequest) -> None:
         self.wake()
         if self.refusal is not None:
             refusal, self.refusal = self.refusal, None
@@ -77,7 +77,7 @@ class ScriptedEngine:
         self.requests[request.sample_id] = request
         self.responses[request.sample_id] = list(request.prefix)
 
-    def finished_by_prefix(self, request: SampleRequest) -> Finish | None:
+    def finished_by_prefix(self, request: EngineRequest) -> Finish | None:
         full = len(request.prefix) >= (request.sampling.max_tokens or 1 << 30)
         return Finish.LENGTH if full else None
 
@@ -96,9 +96,9 @@ class ScriptedEngine:
         self.drafts = {}
         return done
 
-    def decoding(self) -> list[SampleState]:
+    def decoding(self) -> list[EngineSampleState]:
         return [
-            SampleState(sample_id, list(request.prompt), self.responses[sample_id], 16)
+            EngineSampleState(sample_id, list(request.prompt), self.responses[sample_id], 16)
             for sample_id, request in self.requests.items()
             if sample_id in self._running
         ]
@@ -162,7 +162,7 @@ class ScriptedEngine:
         logprobs[:reused] = request.cached_logprobs[begin : begin + reused]
         return SampleStep(sample_id, tokens, logprobs, finish, len(draft), accepted, reused, verified)
 
-    def _finish(self, request: SampleRequest, response: list[int], tokens: list[int]) -> Finish | None:
+    def _finish(self, request: EngineRequest, response: list[int], tokens: list[int]) -> Finish | None:
         if self.errors.get(request.prompt) in tokens:
             tokens.clear()
             return Finish.ERROR
@@ -177,11 +177,52 @@ class ScriptedEngine:
         self.responses.pop(sample_id, None)
 
 
+def settled(loop: EngineLoop) -> bool:
+    """Return True once the loop has nothing left to step and its streams have what it made.
+
+    An idle loop flushes after the commands of its turn, so a command may run between the last step and that flush.
+    """
+    busy = loop._engine.has_work and not loop.paused
+    return not busy and loop._flushed_at == loop.now
+
+
+@asynccontextmanager
+async def held_up(loop: EngineLoop, before: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
+    """Keep the engine thread in a command, as a step that does not return would, once it has called `before`."""
+    begun, over = threading.Event(), threading.Event()
+
+    def command() -> None:
+        before()
+        begun.set()
+        over.wait()
+
+    call = loop.call(command)
+    try:
+        assert await asyncio.to_thread(begun.wait, 60)
+        yield
+    finally:
+        over.set()
+        await asyncio.wrap_future(call)
+
+
+def scripted_loop(
+    engine: ScriptedEngine,
+    drafts: SampleDrafts,
+    metrics: EngineMetrics,
+    *,
+    threshold: int = 0,
+    **settings: Any,
+) -> EngineLoop:
+    """Return a loop over an engine, not started. `threshold`: real samples that leave place for background ones."""
+    samples = SampleTable(metrics.background, threshold)
+    return EngineLoop(lambda: (engine, drafts), metrics, samples, **settings)
+
+
 def sample_request(
     sample_id: str, prompt: Sequence[int] = (5,), max_tokens: int | None = None, **fields: Any
-) -> SampleRequest:
-    """A request for a response of a given length."""
+) -> EngineRequest:
+    """Return a request for a response of a given length."""
     prefix = tuple(fields.pop("prefix", ()))
-    return SampleRequest(
+    return EngineRequest(
         sample_id, tuple(prompt), prefix, Sampling(max_tokens=max_tokens), fields.pop("seed", 1), **fields
     )

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.drafting.alignment import Alignments
-from services.generation.drafting.alignment.row import ANCHOR, LATEST, REACH
-from services.generation.engine.types import SampleState
+from services.generation.drafters.reference.alignment import Alignments
+from services.generation.drafters.reference.alignment.row import ANCHOR, LATEST, REACH
+from services.generation.engine.types import EngineSampleState
 from tests.support import plain_given
 from tests.support.plain_given import BUCKETS, LAST, Follower
 
@@ -23,7 +23,7 @@ letters = st.lists(st.integers(0, 2), max_size=60)
 
 @st.composite
 def texts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """A sequence, and a response that is like it in parts."""
+    """Return a sequence, and a response that is like it in parts."""
     sequence = draw(letters)
     response = list(sequence)
     for _ in range(draw(st.integers(0, 5))):
@@ -59,10 +59,10 @@ def test_compiled_alignments_are_those_of_the_rules(
         samples = []
         for name, (_, response) in zip(lengths, batch, strict=True):
             lengths[name] = min(lengths[name] + data.draw(st.integers(0, 9)), len(response))
-            samples.append(SampleState(name, [], response[: lengths[name]], 9))
+            samples.append(EngineSampleState(name, [], response[: lengths[name]], 9))
         tokens, acceptance = np.full((len(samples), WINDOW), -1, np.int32), np.zeros((len(samples), WINDOW))
         followed = alignments.compare(samples, *counts)
-        made = alignments.offer(followed, probabilities, tokens, acceptance)
+        made = alignments.propose(followed, probabilities, tokens, acceptance)
         wanted = []
         for sample in samples:
             follower = plain.get(sample.sample_id)
@@ -96,11 +96,11 @@ def test_sequences_keep_their_places_when_others_come_and_go(sizes: list[int]) -
         if i % 3 == 2:
             alignments.forget(name)
             del kept[name]
-    samples = [SampleState(name, [], [], 9) for name in kept]
+    samples = [EngineSampleState(name, [], [], 9) for name in kept]
     counts = np.zeros((2, 1, LAST + 1), np.int64)
     followed = alignments.compare(samples, *counts)
     tokens, acceptance = np.zeros((len(samples), WINDOW), np.int32), np.zeros((len(samples), WINDOW))
-    alignments.offer(followed, np.ones((1, LAST + 1)), tokens, acceptance)
+    alignments.propose(followed, np.ones((1, LAST + 1)), tokens, acceptance)
     for row, name in zip(tokens, kept, strict=True):
         assert row[: len(kept[name][:WINDOW])].tolist() == kept[name][:WINDOW].tolist()
 

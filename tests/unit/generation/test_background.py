@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,20 +14,21 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
-from services.generation.background import Background
+from paceline.times import seconds_of
+from services.contracts.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from services.generation.config import GenerationConfig
 from services.generation.engine.types import EngineLoad, SampleStep
-from services.generation.instance import Instance
-from services.generation.loop import EngineLoop
-from services.generation.metrics import EngineMetrics
-from services.generation.pregeneration.metrics import PregenerationMetrics
-from services.generation.pregeneration.stream import BackgroundStream, Report, Standing
-from services.generation.samples import WorkStream
-from services.platform.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from services.generation.loop.metrics import BackgroundMetrics, EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.sample_table import SampleTable
+from services.generation.loop.work_stream import WorkStream
+from services.generation.pregeneration.stream import BackgroundReport, BackgroundStream, EngineAvailability
+from services.generation.server.weight_updates import WeightUpdates
 from tests.support.models import tiny_model
-from tests.unit.generation.scripted import ScriptedEngine, sample_request
+from tests.unit.generation.scripted import ScriptedEngine, held_up, sample_request, scripted_loop, settled
+from tests.unit.generation.test_service import unit_instance
 
-WAIT = 20.0
+WAIT = 60.0
 FLUSH = 50.0
 
 
@@ -73,23 +73,25 @@ class Rig:
     def __init__(self, engine: WatchedEngine, max_waiting: int = 64, threshold: int = 0) -> None:
         self.engine = engine
         self.registry = CollectorRegistry()
-        self.loop = EngineLoop(
-            lambda: engine,
-            EngineMetrics(self.registry),
+        self.metrics = EngineMetrics(self.registry)
+        self.loop = scripted_loop(
+            engine,
+            SampleDrafts(self.metrics),
+            self.metrics,
+            threshold=threshold,
             flush_interval=FLUSH,
             max_waiting=max_waiting,
             clock=engine.clock,
         )
-        self.loop.background.threshold = threshold
-        self.loop.background.metrics = PregenerationMetrics(self.registry)
         self.loop.start()
         events = asyncio.get_running_loop()
-        self.stream = BackgroundStream(events, self.loop.background, lambda: True)
+        self.stream = BackgroundStream(events, self.loop.samples, lambda: True)
         self.real = WorkStream(events)
         self.ids: dict[int, str] = {}
-        self.reports: list[Report] = []
+        self.reports: list[BackgroundReport] = []
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, bool] = {}
+        self.real_at_refusal = 0
 
     async def call(self, function: Callable[[], Any]) -> Any:
         return await asyncio.wait_for(asyncio.wrap_future(self.loop.call(function)), WAIT)
@@ -103,7 +105,12 @@ class Rig:
 
         def take() -> None:
             request = sample_request(self.loop.next_sample_id(), **fields)
-            self.loop.start_sample(stream, handle, request)
+            try:
+                self.loop.start_sample(stream, handle, request)
+            except FailedPrecondition:
+                # The engine may end samples before anyone else can look.
+                self.real_at_refusal = self.loop.samples.real_count
+                raise
             self.ids[handle] = request.sample_id
 
         await self.call(take)
@@ -111,7 +118,7 @@ class Rig:
     async def step(self, steps: int) -> None:
         """Let the engine step; returns when it has."""
         await self.call(lambda: self.engine.allow(steps))
-        while await self.call(lambda: self.engine.has_work and not self.loop.paused):
+        while not await self.call(lambda: settled(self.loop)):
             pass
 
     async def read(self) -> Rig:
@@ -122,13 +129,13 @@ class Rig:
             if report is None:
                 continue
             self.reports.append(report)
-            for grown in report.grown:
-                assert grown.handle not in self.ended, "tokens after the end of their sample"
-                assert grown.logprobs == [-float(token) for token in grown.tokens]
-                self.tokens.setdefault(grown.handle, []).extend(grown.tokens)
-            for each in report.ended:
-                assert each.handle not in self.ended, "two ends of one sample"
-                self.ended[each.handle] = each.finished
+            for delta in report.deltas:
+                assert delta.handle not in self.ended, "tokens after the end of their sample"
+                assert list(delta.logprobs) == [-float(token) for token in delta.token_ids]
+                self.tokens.setdefault(delta.handle, []).extend(delta.token_ids)
+            for handle, finished in report.ended:
+                assert handle not in self.ended, "two ends of one sample"
+                self.ended[handle] = finished
         return self
 
     def real_tokens(self) -> list[int]:
@@ -269,9 +276,9 @@ async def test_the_load_is_that_of_real_samples(rigs: Callable[..., Any]) -> Non
     await rig.step(3)
     load = rig.loop.load
     assert (load.running, load.waiting, load.kv_usage) == (0, 0, 0)
-    assert (load.steps, load.generated_tokens, load.step_seconds) == (0, 0, 0)
-    assert rig.loop.sample_count == 0
-    assert rig.loop.busy
+    assert (load.steps, load.generated_tokens, seconds_of(load.step_time)) == (0, 0, 0)
+    assert rig.loop.samples.real_count == 0
+    assert rig.loop.samples
     assert rig.value("background_samples") == 6
     assert rig.value("pregenerated_tokens_total") == 12
     assert rig.value("background_seconds_total", beside="nothing") == 30
@@ -304,7 +311,7 @@ async def test_abort_all_ends_them_and_counts_the_real_ones(rigs: Callable[..., 
     await rig.read()
     assert rig.tokens == {1: [0, 1]}
     assert rig.ended == {1: False}
-    assert not rig.loop.busy
+    assert not rig.loop.samples
 
 
 async def test_a_pause_stops_them_and_loses_nothing(rigs: Callable[..., Any]) -> None:
@@ -337,7 +344,7 @@ async def test_closing_the_stream_ends_its_samples(rigs: Callable[..., Any]) -> 
     rig = await rigs()
     await rig.start(1, max_tokens=9)
     await rig.call(lambda: rig.loop.close(rig.stream))
-    assert not rig.loop.busy
+    assert not rig.loop.samples
     assert rig.value("background_samples") == 0
 
 
@@ -352,10 +359,10 @@ async def test_a_report_comes_every_so_many_steps_and_with_every_end(rigs: Calla
     await rig.call(start)
     await rig.step(0)
     await rig.read()
-    grown = [sum(len(each.tokens) for each in report.grown) for report in rig.reports]
+    grown = [sum(len(each.token_ids) for each in report.deltas) for report in rig.reports]
     # Flushed every 5 steps of 10 seconds, and at the end.
     assert [each for each in grown if each] == [5, 5, 5, 5, 2]
-    assert [report.due for report in rig.reports if report.grown] == [True] * 4 + [False]
+    assert [report.due for report in rig.reports if report.deltas] == [True] * 4 + [False]
 
 
 async def test_a_report_says_when_the_engine_is_free_and_when_not(rigs: Callable[..., Any]) -> None:
@@ -364,8 +371,8 @@ async def test_a_report_says_when_the_engine_is_free_and_when_not(rigs: Callable
     await rig.start(9, real=True, max_tokens=8)
     await rig.step(8)
     await rig.read()
-    free, serving = Standing(True, False), Standing(False, True)
-    assert [report.standing for report in rig.reports] == [free, serving, free]
+    free, serving = EngineAvailability(True, False), EngineAvailability(False, True)
+    assert [report.engine for report in rig.reports] == [free, serving, free]
 
 
 async def test_the_end_of_the_engine_ends_the_stream(rigs: Callable[..., Any]) -> None:
@@ -451,10 +458,10 @@ async def _play(operations: list[tuple[str, int]], threshold: int, seats: int) -
                     await rig.start(handle, real=what == "real", max_tokens=size)
                 except FailedPrecondition:
                     assert what == "background"
-                    assert rig.loop.sample_count > threshold
+                    assert rig.real_at_refusal > threshold
                     continue
                 (real if what == "real" else background).add(rig.ids[handle])
-        await rig.step(200)
+        await rig.step(1 + sum(lengths.values()))
         await rig.read()
         for batch, waiting in zip(rig.engine.batches, rig.engine.waiting, strict=True):
             assert len(batch & real) <= threshold or not batch & background
@@ -473,9 +480,9 @@ async def _play(operations: list[tuple[str, int]], threshold: int, seats: int) -
 
 
 def test_the_load_of_real_samples_adds_up() -> None:
-    background = Background()
+    table = SampleTable(BackgroundMetrics(CollectorRegistry()))
     load = EngineLoad(5, 3, 0.5)
-    assert background.apart(load, 8) == load
+    assert table.real_load(load) == load
 
 
 # -- the instance -----------------------------------------------------------------------------------------
@@ -488,7 +495,13 @@ class InstanceRig(Rig):
         super().__init__(WatchedEngine())
         self.loop.ready.result(WAIT)
         config = GenerationConfig(model=str(model), instance_id="unit", speculation="off")
-        self.instance = Instance(config, self.loop, EngineMetrics(CollectorRegistry()))
+        self.instance = unit_instance(config, self.loop, self.has_reallocator)
+        self.weights = WeightUpdates(
+            config, self.loop, lambda: None, None, EngineMetrics(CollectorRegistry())
+        )
+
+    async def has_reallocator(self) -> bool:
+        return False
 
 
 @pytest.fixture
@@ -506,8 +519,8 @@ async def test_weights_are_applied_while_background_samples_run(
     rig = instance_rig
     await rig.start(1, max_tokens=30)
     await rig.step(3)
-    await rig.instance.stage(1, tmp_path / "model", "")
-    applied = await rig.instance.apply(1)
+    await rig.weights.stage(1, tmp_path / "model", "")
+    applied = await rig.weights.apply(1)
     assert applied.dropped_blocks == 7
     assert applied.halt_seconds > 0
     await rig.read()
@@ -517,24 +530,24 @@ async def test_weights_are_applied_while_background_samples_run(
 
 
 async def test_no_time_is_counted_when_nothing_had_to_end(instance_rig: InstanceRig, tmp_path: Path) -> None:
-    await instance_rig.instance.stage(1, tmp_path / "model", "")
-    assert (await instance_rig.instance.apply(1)).halt_seconds == 0
+    await instance_rig.weights.stage(1, tmp_path / "model", "")
+    assert (await instance_rig.weights.apply(1)).halt_seconds == 0
 
 
 async def test_real_samples_still_stand_in_the_way_of_weights(
     instance_rig: InstanceRig, tmp_path: Path
 ) -> None:
     await instance_rig.start(9, real=True, max_tokens=3)
-    await instance_rig.instance.stage(1, tmp_path / "model", "")
+    await instance_rig.weights.stage(1, tmp_path / "model", "")
     with pytest.raises(FailedPrecondition, match="1 samples of version 0"):
-        await instance_rig.instance.apply(1)
+        await instance_rig.weights.apply(1)
 
 
 async def test_weights_wake_the_engine(instance_rig: InstanceRig, tmp_path: Path) -> None:
     rig = instance_rig
     await rig.call(rig.loop.sleep)
-    await rig.instance.stage(1, tmp_path / "model", "")
-    await rig.instance.apply(1)
+    await rig.weights.stage(1, tmp_path / "model", "")
+    await rig.weights.apply(1)
     assert not rig.loop.asleep
 
 
@@ -544,14 +557,16 @@ async def test_a_drain_ends_background_samples_and_hands_back_none(instance_rig:
     await rig.step(3)
     assert await rig.instance.drain() == 0
     assert (await rig.read()).tokens == {1: [0, 1, 2]}
-    assert not rig.loop.busy
+    assert not rig.loop.samples
 
 
 async def test_a_device_that_hangs_is_noticed_whoever_it_works_for(instance_rig: InstanceRig) -> None:
     rig = instance_rig
     await rig.start(1, max_tokens=30)
-    rig.loop.last_progress = time.monotonic() - 10_000
-    assert rig.instance.hung
+    async with held_up(rig.loop):
+        rig.engine.clock.now += 10_000
+        assert rig.instance.hung
     await rig.call(rig.loop.end_background)
-    rig.loop.last_progress = time.monotonic() - 10_000
-    assert not rig.instance.hung
+    async with held_up(rig.loop):
+        rig.engine.clock.now += 10_000
+        assert not rig.instance.hung

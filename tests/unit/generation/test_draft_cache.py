@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafts.rollout import Kind, Rollout
+from services.contracts.rollout import Rollout, RolloutKind
 from services.generation.rollouts.cache import PROMPT_OVERHEAD, ROLLOUT_OVERHEAD, DraftCache
 from services.generation.rollouts.origin import NOWHERE, Origin
 from tests.unit.generation.rollouts import rollout
@@ -24,7 +24,7 @@ def cache_of(*rollouts: Rollout, budget: int = PLENTY) -> DraftCache:
 
 
 def ahead(tokens: list[int], **fields: Any) -> Rollout:
-    return rollout(tokens, kind=Kind.PREGENERATED, **fields)
+    return rollout(tokens, kind=RolloutKind.PREGENERATED, **fields)
 
 
 def tokens_of(found: Rollout | None) -> list[int] | None:
@@ -66,10 +66,7 @@ def test_a_pregenerated_rollout_is_nobodys_history() -> None:
 
 def test_a_group_has_one_rollout_for_each_slot_that_has_that_many() -> None:
     cache = cache_of(
-        rollout([1], version=1),
-        rollout([2], version=2),
-        rollout([3], version=2, slot=1),
-        ahead([4], slot=2),
+        rollout([1], version=1), rollout([2], version=2), rollout([3], version=2, slot=1), ahead([4], slot=2)
     )
     assert sorted(each.tokens[0] for each in cache.group(HERE)) == [2, 3]
     assert [each.tokens[0] for each in cache.group(HERE, 1)] == [1]
@@ -133,7 +130,11 @@ def test_a_shard_is_all_the_history_there_is_and_leaves_what_is_pregenerated_her
     shard = [rollout([2], version=2), newer, shorter]
     assert cache.add_shards({("r", "p"): (6, shard)}) == shard
     found = {(each.kind, each.slot, each.version) for each in cache.all(("r", "p"))}
-    assert found == {(Kind.HISTORY, 0, 2), (Kind.HISTORY, 0, 3), (Kind.PREGENERATED, 1, 1)}
+    assert found == {
+        (RolloutKind.HISTORY, 0, 2),
+        (RolloutKind.HISTORY, 0, 3),
+        (RolloutKind.PREGENERATED, 1, 1),
+    }
     assert cache.same_seed(Origin("r", "p", 1, 6), 1) is own
 
 
@@ -173,7 +174,7 @@ rollouts = st.builds(
     st.sampled_from("ab"),
     st.integers(0, 2),
     st.integers(1, 3),
-    st.sampled_from(Kind),
+    st.sampled_from(RolloutKind),
     st.integers(1, 3),
     st.integers(1, 50),
 )

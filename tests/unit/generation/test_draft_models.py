@@ -6,20 +6,19 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from services.drafter import checkpoint
-from services.drafter.checkpoint import Checkpoint
-from services.generation.config import GenerationConfig
-from services.generation.draft_models import DraftModels
-from services.generation.drafting.own_model import Compared
-from services.generation.metrics import EngineMetrics
-from services.platform.errors import FailedPrecondition, InvalidArgument
+from paceline.internal.v1 import drafter_pb2 as pb
+from services.contracts.drafter import checkpoint
+from services.contracts.drafter.checkpoint import Checkpoint
+from services.contracts.errors import FailedPrecondition, InvalidArgument
+from services.generation.drafters.draft_model.drafter import AcceptanceCounts
+from services.generation.drafters.draft_model.metrics import Eagle3Metrics
+from services.generation.server.draft_model_service import DraftModelService
 from tests.support.eagle3 import head_shape, random_head, save_head
 from tests.support.models import tiny_model
 
@@ -41,7 +40,7 @@ class Engine:
 class Drafter:
     """Knows what it was told."""
 
-    compared: Compared = field(default_factory=Compared)
+    compared: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     versions: list[int] = field(default_factory=list)
 
     def swapped(self, version: int) -> None:
@@ -55,13 +54,8 @@ class Loop:
         self.ready: Future[Engine] = Future()
         self.ready.set_result(engine)
 
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    async def execute(self, function: Callable[[], Any]) -> Any:
+        return function()
 
 
 @dataclass
@@ -74,11 +68,10 @@ class Rig:
     engine: Engine = field(default_factory=Engine)
     drafter: Drafter = field(default_factory=Drafter)
 
-    def models(self, *, without: bool = False) -> DraftModels:
-        own = {} if without else {"eagle3": self.drafter}
-        instance: Any = SimpleNamespace(loop=Loop(self.engine), own_models=own)
-        config = GenerationConfig(model="/m", eagle3=None if without else self.started.path)
-        return DraftModels(config, instance, EngineMetrics(self.registry))
+    def models(self, *, without: bool = False) -> DraftModelService:
+        path, drafter = (None, None) if without else (self.started.path, self.drafter)
+        loop: Any = Loop(self.engine)
+        return DraftModelService(path, loop, drafter, Eagle3Metrics(self.registry))  # type: ignore[arg-type]
 
     def other(self, version: int, **changes: Any) -> Checkpoint:
         """Another head."""
@@ -87,6 +80,10 @@ class Rig:
 
     def value(self, name: str) -> float | None:
         return self.registry.get_sample_value(f"paceline_eagle3_{name}")
+
+
+async def in_use(models: DraftModelService) -> pb.GetDraftModelResponse:
+    return await models.GetDraftModel(pb.GetDraftModelRequest(), None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -104,8 +101,8 @@ async def test_a_head_takes_the_place_of_another(rig: Rig) -> None:
     assert name == "eagle3"
     assert tensors.keys() == checkpoint.load(second.path)[1].keys()
     assert rig.drafter.versions == [2, 3]
-    found = await models.in_use()
-    assert (found.version, found.sha256) == (3, third.sha256)
+    found = await in_use(models)
+    assert (found.drafter_version, found.sha256) == (3, third.sha256)
     # A version that is in use already changes nothing; an older one is a way back.
     assert await models.load(3, Path("/nowhere"), "0") == 3
     assert len(rig.engine.swaps) == 2
@@ -114,11 +111,12 @@ async def test_a_head_takes_the_place_of_another(rig: Rig) -> None:
 
 async def test_what_became_of_drafts_is_told(rig: Rig) -> None:
     models = rig.models()
-    rig.drafter.compared = Compared(5, 30, 20)
-    found = await models.in_use()
-    assert (found.version, found.compared) == (0, Compared(5, 30, 20))
+    rig.drafter.compared = AcceptanceCounts(5, 30, 20)
+    found = await in_use(models)
+    assert found.drafter_version == 0
+    assert (found.drafts, found.draft_tokens, found.accepted_tokens) == (5, 30, 20)
     rig.drafter.compared.drafts += 1
-    assert found.compared.drafts == 5
+    assert found.drafts == 5
 
 
 def _truncate(made: Checkpoint) -> Checkpoint:
@@ -148,7 +146,7 @@ async def test_a_broken_checkpoint_is_refused(
         await models.load(2, broken.path, broken.sha256)
     assert (rig.engine.swaps, rig.drafter.versions) == ([], [])
     assert rig.value("refused_total") == 1
-    assert (await models.in_use()).version == 0
+    assert (await in_use(models)).drafter_version == 0
     # And is no hindrance to a good one.
     good = rig.other(3)
     assert await models.load(3, good.path, good.sha256) == 0
@@ -158,7 +156,7 @@ async def test_a_broken_checkpoint_is_refused(
     ("changes", "what"),
     [
         ({"layers": (1,)}, "eagle_config"),
-        ({"draft_vocabulary": 200}, "draft_vocab_size is 200, in use is 300"),
+        ({"draft_vocab_size": 200}, "draft_vocab_size is 200, in use is 300"),
         ({"rope_theta": 5e5}, "rope_parameters"),
     ],
 )
@@ -180,7 +178,7 @@ async def test_without_a_head_there_is_nothing_to_change(rig: Rig) -> None:
     with pytest.raises(FailedPrecondition, match="no eagle3 drafter"):
         await models.load(1, rig.started.path, rig.started.sha256)
     with pytest.raises(FailedPrecondition, match="no eagle3 drafter"):
-        await models.in_use()
+        await in_use(models)
 
 
 async def test_a_load_that_fails_in_the_engine_is_an_error_and_no_new_version(rig: Rig) -> None:
@@ -189,4 +187,4 @@ async def test_a_load_that_fails_in_the_engine_is_an_error_and_no_new_version(ri
     with pytest.raises(RuntimeError, match="half-way"):
         await models.load(2, second.path, second.sha256)
     assert rig.drafter.versions == []
-    assert (await models.in_use()).version == 0
+    assert (await in_use(models)).drafter_version == 0

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.drafts.fetched import Fetched
-from services.drafts.rollout import Rollout
+from services.contracts.errors import Unavailable
+from services.contracts.rollout import Rollout
+from services.drafts.client import Fetched
 from services.generation.rollouts.cache import DraftCache, Shards
 from services.generation.rollouts.fetcher import ShardFetcher
 from services.generation.rollouts.metrics import RolloutMetrics
 from services.generation.rollouts.origin import Origin
-from services.platform.errors import Unavailable
 from tests.unit.generation.rollouts import rollout
 
-WAIT = 20.0
+WAIT = 60.0
 CALLS = 4
 PROMPTS = 16
 
@@ -53,7 +53,10 @@ class Rig:
         self.deliveries: list[Shards] = []
         self.refusal: Exception | None = None
         self.fetcher = ShardFetcher(
-            self.store, self.cache.fetched_for, self._deliver, RolloutMetrics(self.registry)
+            self.store,  # type: ignore[arg-type]
+            self.cache.fetched_for,
+            self._deliver,
+            RolloutMetrics(self.registry),
         )
 
     async def _deliver(self, shards: Shards) -> None:

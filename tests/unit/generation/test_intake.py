@@ -12,25 +12,25 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
-from services.drafts.fetched import Fetched
-from services.drafts.rollout import Kind, Rollout
-from services.generation.drafting.given import GivenDrafter
-from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.speculation import Speculation
-from services.generation.intake import Intake
-from services.generation.items import Terms
-from services.generation.loop import EngineLoop
-from services.generation.metrics import EngineMetrics
+from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.sampling import ModelLimits
+from services.drafts.client import Fetched
+from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.work_items import AdmissionTerms
+from services.generation.loop.work_stream import WorkStream
 from services.generation.rollouts.cache import DraftCache, Shards
 from services.generation.rollouts.fetcher import ShardFetcher
-from services.generation.samples import WorkStream
-from services.platform.sampling import ModelLimits
+from services.generation.server.sample_intake import SampleIntake
+from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.speculation import Speculation
 from tests.support.instances import item
 from tests.unit.generation.rollouts import rollout
-from tests.unit.generation.scripted import ScriptedEngine
+from tests.unit.generation.scripted import ScriptedEngine, scripted_loop
 from tests.unit.generation.test_fetcher import Store
 
-WAIT = 20.0
+WAIT = 60.0
 LENIENT = {"level": sample_pb2.EXACTNESS_LEVEL_LENIENT, "lenience": 2.0}
 TOKENS = 12
 
@@ -42,22 +42,29 @@ class Rig:
         self.engine = ScriptedEngine()
         self.registry = CollectorRegistry()
         metrics = EngineMetrics(self.registry)
-        self.loop = EngineLoop(lambda: self.engine, metrics, flush_interval=1, max_waiting=8)
-        self.loop.drafts.cache = self.cache = DraftCache(512, 1 << 30)
-        self.loop.drafts.speculation = Speculation([GivenDrafter()], FixedPlan(4), 512, metrics)
+        self.cache = DraftCache(512, 1 << 30)
+        speculation = Speculation([ReferenceDrafter()], FixedLengthPlanner(4), 512, metrics)
+        self.drafts = SampleDrafts(metrics, self.cache, speculation)
+        self.loop = scripted_loop(self.engine, self.drafts, metrics, flush_interval=1, max_waiting=8)
         self.loop.start()
         self.loop.ready.result(WAIT)
         self.version = 0
         limits = ModelLimits(512, 64)
-        self.intake = Intake(self.loop, lambda: Terms(self.version, limits), metrics.rollouts, wait_seconds)
         self.store = Store()
 
         async def deliver(shards: Shards) -> None:
-            await asyncio.wrap_future(self.loop.call(lambda: self.loop.adopt(shards)))
+            await self.loop.execute(lambda: self.loop.drafts.add_shards(shards, self.loop.samples))
 
         fetched_for = self.cache.fetched_for
-        self.fetcher = ShardFetcher(self.store, fetched_for, deliver, metrics.rollouts)
-        self.intake.fetcher = self.fetcher
+        self.fetcher = ShardFetcher(self.store, fetched_for, deliver, metrics.rollouts)  # type: ignore[arg-type]
+        self.intake = SampleIntake(
+            self.loop,
+            lambda: AdmissionTerms(self.version, limits),
+            self.fetcher,
+            lambda stream, claim: None,
+            metrics.rollouts,
+            wait_seconds,
+        )
         self.responses: list[pb.WorkResponse] = []
 
     async def open(self) -> WorkStream:
@@ -93,7 +100,7 @@ class Rig:
                 pass
 
     async def over(self, stream: WorkStream, *handles: int) -> dict[int, pb.Finished | pb.Refused]:
-        """The ends of these, and of whatever else has ended until then, once the engine steps."""
+        """Return the ends of these, and of whatever else has ended until then, once the engine steps."""
         await self.call(lambda: self.engine.allow(1000))
         return await self.ended(stream, *handles)
 
@@ -157,7 +164,7 @@ async def test_a_lenient_sample_starts_with_its_cached_rollout_once_that_is_here
     rig.intake.take(stream, starts(lenient(1)))
     await rig.call(lambda: None)
     assert list(stream.parked) == [1]
-    assert rig.loop.sample_count == 0
+    assert rig.loop.samples.real_count == 0
     rig.answer(rollout([7, 8], logprobs=[-1, -2]))
     await rig.started(stream, 1)
     request = stream.samples[1].request
@@ -186,7 +193,7 @@ async def test_after_the_longest_wait_a_lenient_sample_starts_without() -> None:
     ends = await rig.over(stream, 1, 2)
     assert {reason(end) for end in ends.values()} == {"LENGTH"}
     assert rig.value("paceline_drafts_waits_expired_total") == 2
-    assert all(not request.cached for request in rig.engine.requests.values())
+    assert all(isinstance(end, pb.Finished) and not end.cached_tokens for end in ends.values())
     await close(rig)
 
 
@@ -196,7 +203,7 @@ async def test_without_a_store_nothing_waits(rig: Rig) -> None:
     rig.intake.take(stream, starts(lenient(1), lenient(2, run_id="")))
     await rig.call(lambda: None)
     assert sorted(stream.samples) == [1, 2]
-    rig.intake.fetcher = None
+    rig.intake._fetcher = None
     rig.intake.take(stream, starts(lenient(3)))
     await rig.call(lambda: None)
     assert sorted(stream.samples) == [1, 2, 3]
@@ -300,7 +307,7 @@ async def test_a_stream_that_ends_takes_what_waits_along(rig: Rig) -> None:
     await asyncio.gather(*rig.intake._waits)
     await rig.call(lambda: None)
     assert (gone.samples, gone.parked) == ({}, {})
-    assert rig.loop.sample_count == 1
+    assert rig.loop.samples.real_count == 1
     await rig.over(stays, 1)
 
 
@@ -333,7 +340,7 @@ async def test_a_running_sample_follows_a_rollout_that_arrives_and_counts_what_a
     await rig.stepped(3)
     # Tokens of a scripted response are their positions.
     true = list(range(TOKENS))
-    ahead = rollout([*true[:8], 99, *true[9:]], seed=101, kind=Kind.PREGENERATED, step=3)
+    ahead = rollout([*true[:8], 99, *true[9:]], seed=101, kind=RolloutKind.PREGENERATED, step=3)
     rig.answer(ahead, rollout(true, seed=102, slot=5))
     await rig.following(stream, 1)
     ends = await rig.over(stream, 1, 2)
@@ -364,16 +371,16 @@ async def test_a_guess_of_the_callers_goes_before_a_cached_rollout_which_is_coun
 ) -> None:
     stream = await rig.open()
     rig.answer(rollout([0, 1, 99], seed=101))
-    rig.intake.take(stream, starts(named(1, given_draft=list(range(TOKENS)))))
+    rig.intake.take(stream, starts(named(1, reference_token_ids=list(range(TOKENS)))))
     await rig.following(stream, 1)
     ends = await rig.over(stream, 1)
     assert isinstance(ends[1], pb.Finished)
     assert (ends[1].cached_tokens, ends[1].reused_prefix) == (3, 2)
-    assert [source.drafter for source in ends[1].draft_sources] == ["given"]
+    assert [source.drafter for source in ends[1].draft_sources] == ["reference"]
 
 
 async def test_with_speculation_off_only_lenient_samples_have_rollouts_fetched(rig: Rig) -> None:
-    rig.loop.drafts.speculation = None
+    rig.drafts.speculation = None
     stream = await rig.open()
     rig.intake.take(stream, starts(named(1)))
     await rig.started(stream, 1)

@@ -11,31 +11,31 @@ from google.rpc import code_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.errors import Violation
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
-from services.drafts.rollout import Kind, Rollout
-from services.generation.engine.types import SampleRequest, Verifier
-from services.generation.items import Refusal, Terms, check_item
-from services.generation.rollouts.cache import DraftCache
-from services.platform.errors import (
+from services.contracts.errors import (
     FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
     ServiceError,
     Unimplemented,
 )
-from services.platform.sampling import ModelLimits
-from services.platform.violations import Violation
+from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.sampling import ModelLimits
+from services.generation.engine.types import EngineRequest, Verifier
+from services.generation.loop.work_items import AdmissionTerms, check_item, refusal
+from services.generation.rollouts.cache import DraftCache
 from tests.support.instances import item
 from tests.unit.generation.rollouts import rollout
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=32)
-TERMS = Terms(policy_version=3, limits=LIMITS)
+TERMS = AdmissionTerms(policy_version=3, limits=LIMITS)
 
 
 def check(
-    terms: Terms = TERMS, taken: tuple[int, ...] = (), cache: DraftCache | None = None, **fields: Any
-) -> SampleRequest:
+    terms: AdmissionTerms = TERMS, taken: tuple[int, ...] = (), cache: DraftCache | None = None, **fields: Any
+) -> EngineRequest:
     """Check an item that is good but for the fields given."""
     prompt = fields.pop("prompt", [1, 2, 3])
     made = item(fields.pop("handle", 1), prompt, **({"policy_version": 3} | fields))
@@ -44,7 +44,12 @@ def check(
 
 def test_a_good_item_becomes_the_engines_request() -> None:
     request = check(
-        prefix_token_ids=[4, 5], seed=2**63 + 1, given_draft=[4, 5, 6], prompt_id="p", max_tokens=7, top_k=5
+        prefix_token_ids=[4, 5],
+        seed=2**63 + 1,
+        reference_token_ids=[4, 5, 6],
+        prompt_id="p",
+        max_tokens=7,
+        top_k=5,
     )
     assert (request.sample_id, request.prompt, request.prefix) == ("id", (1, 2, 3), (4, 5))
     assert (request.seed, request.given, request.prompt_id) == (2**63 + 1, (4, 5, 6), "p")
@@ -60,7 +65,7 @@ def test_a_good_item_becomes_the_engines_request() -> None:
         ("prefix_token_ids[0]", {"prefix_token_ids": [4000]}),
         ("prompt_token_ids", {"prefix_token_ids": [1] * 30}),
         ("prompt_token_ids", {"prefix_token_ids": [1] * 6, "max_tokens": 5}),
-        ("given_draft[2]", {"given_draft": [1, 1, 2**32 - 1]}),
+        ("reference_token_ids[2]", {"reference_token_ids": [1, 1, 2**32 - 1]}),
         ("sampling.temperature", {"temperature": -0.1}),
         ("sampling.temperature", {"temperature": math.nan}),
         ("sampling.top_p", {"top_p": 1.1}),
@@ -84,10 +89,15 @@ def test_bad_input_is_refused_by_the_name_of_its_field(field: str, fields: dict[
 
 def test_all_faults_of_an_item_are_named_at_once() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        check(prompt=[500], prefix_token_ids=[600], given_draft=[700], top_p=0)
+        check(prompt=[500], prefix_token_ids=[600], reference_token_ids=[700], top_p=0)
     fields = [violation.field for violation in caught.value.violations]
-    assert fields == ["prompt_token_ids[0]", "prefix_token_ids[0]", "given_draft[0]", "sampling.top_p"]
-    refused = Refusal.of(5, caught.value)
+    assert fields == [
+        "prompt_token_ids[0]",
+        "prefix_token_ids[0]",
+        "reference_token_ids[0]",
+        "sampling.top_p",
+    ]
+    refused = refusal(5, caught.value)
     assert (refused.handle, refused.field) == (5, "prompt_token_ids[0]")
     assert all(field in refused.message for field in fields)
 
@@ -127,7 +137,7 @@ def test_another_policy_version_is_refused_whatever_else_is_wrong(version: int) 
 
 def test_nothing_is_taken_while_closed() -> None:
     with pytest.raises(FailedPrecondition, match="it is draining"):
-        check(terms=Terms(3, LIMITS, "it is draining"))
+        check(terms=AdmissionTerms(3, LIMITS, "it is draining"))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +164,7 @@ def test_a_level_that_is_not_known_is_refused() -> None:
 
 def lenient(
     cache: DraftCache | None, exactness: dict[str, Any] | None = None, **fields: Any
-) -> SampleRequest:
+) -> EngineRequest:
     level = {"level": sample_pb2.EXACTNESS_LEVEL_LENIENT, "lenience": 1.5}
     names = {"run_id": "r", "prompt_id": "p", "slot": 0, "step": 9, "seed": 77}
     return check(cache=cache, exactness=level | (exactness or {}), **(names | fields))
@@ -178,7 +188,7 @@ def test_a_lenient_sample_takes_over_the_cached_rollout_of_its_slot() -> None:
     assert (delayed.cached, delayed.cached_logprobs) == ((4, 5), (-0.5, -0.25))
     assert lenient(cache, {"reuse_delay": 2}).cached == ()
     assert lenient(cache, slot=1).cached == (8,)
-    assert lenient(cache, given_draft=[1, 2]).given == (1, 2)
+    assert lenient(cache, reference_token_ids=[1, 2]).given == (1, 2)
 
 
 def test_where_there_is_nothing_to_take_over_a_lenient_sample_is_an_exact_one() -> None:
@@ -187,7 +197,7 @@ def test_where_there_is_nothing_to_take_over_a_lenient_sample_is_an_exact_one() 
         lenient(history()),
         lenient(history(rollout([6, 7])), slot=3),
         lenient(history(rollout([6, 7])), run_id=""),
-        lenient(history(rollout([6, 7], kind=Kind.PREGENERATED))),
+        lenient(history(rollout([6, 7], kind=RolloutKind.PREGENERATED))),
         # It is gone on with: what it took over is in its prefix.
         lenient(history(rollout([6, 7])), prefix_token_ids=[6]),
     ):
@@ -243,6 +253,6 @@ def test_no_id_is_spent_on_a_refused_item() -> None:
     ],
 )
 def test_a_refusal_carries_code_message_and_field(error: ServiceError, code: str, field: str) -> None:
-    refused = Refusal.of(12, error)
+    refused = refusal(12, error)
     assert refused.code == getattr(code_pb2, code) == getattr(grpc.StatusCode, code).value[0]
     assert (refused.handle, refused.message, refused.field) == (12, error.message, field)

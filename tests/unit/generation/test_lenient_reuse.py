@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from services.drafts.rollout import Kind
-from services.generation.rollouts.cache import DraftCache
-from services.generation.rollouts.lenient import reusable
+from services.contracts.rollout import RolloutKind
+from services.generation.rollouts.cache import DraftCache, reusable
 from services.generation.rollouts.origin import Origin
 from tests.unit.generation.rollouts import rollout
 
@@ -30,7 +29,7 @@ def test_the_newest_history_of_the_slot_or_the_one_that_the_delay_says() -> None
 
 
 def test_a_pregenerated_rollout_is_never_taken_over() -> None:
-    assert reusable(cache_of(rollout([1, 2], kind=Kind.PREGENERATED, seed=5)), HERE, 5) is None
+    assert reusable(cache_of(rollout([1, 2], kind=RolloutKind.PREGENERATED, seed=5)), HERE, 5) is None
 
 
 @pytest.mark.parametrize("logprobs", [[], [-1.0, math.nan], [-math.inf, -1.0], [0.5, -1.0]])

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler.noise import Purpose, uniform
-from services.generation.engine.lenient import candidates, taken_over
 from services.generation.engine.marks import pack, unpack
-from services.generation.engine.noise import CachedRollout
-from services.generation.engine.rows import Rows
+from services.generation.engine.sampling.lenient import candidates, taken_over
+from services.generation.engine.sampling.noise import CachedRollout
+from services.generation.engine.sampling.rows import Rows
 
 VOCAB = 4
 
@@ -103,7 +103,7 @@ def test_rows_of_many_samples_are_decided_as_one_position_after_the_other(seed: 
 
 
 def _plain(now: list[float], then: list[float], lenience: float = 1.0, temperature: float = 1.0) -> Sample:
-    """A sample whose first tokens have these log-probabilities."""
+    """Return a sample whose first tokens have these log-probabilities."""
     n = len(now)
     rollout = CachedRollout(np.zeros(n, np.int64), np.array(then), lenience)
     table = np.full((n, VOCAB), -5.0, np.float32)

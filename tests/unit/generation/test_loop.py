@@ -13,22 +13,27 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.times import seconds_of
 from paceline.v1 import sample_pb2
-from services.drafts.rollout import Kind
-from services.generation.drafting.given import GivenDrafter
-from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.speculation import Speculation
+from services.contracts.errors import ResourceExhausted, ServiceError, Unavailable
+from services.contracts.rollout import RolloutKind
+from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import Verifier
-from services.generation.loop import EngineLoop
-from services.generation.metrics import EngineMetrics
+from services.generation.loop.checkpoints import CheckpointRules
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.outbox import OutboxEvent
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.sample_table import SampleTable
+from services.generation.loop.work_stream import WorkStream
 from services.generation.rollouts.cache import DraftCache
 from services.generation.rollouts.origin import NOWHERE, Origin
-from services.generation.samples import WorkStream
-from services.platform.errors import ResourceExhausted, ServiceError, Unavailable
+from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.speculation import Speculation
 from tests.unit.generation.rollouts import rollout
-from tests.unit.generation.scripted import ScriptedEngine, sample_request
+from tests.unit.generation.scripted import ScriptedEngine, sample_request, scripted_loop, settled
 
-WAIT = 20.0
+WAIT = 60.0
 FLUSH = 50.0
 
 
@@ -40,8 +45,14 @@ class Rig:
         self.clock = engine.clock
         self.registry = CollectorRegistry()
         self.metrics = EngineMetrics(self.registry)
-        self.loop = EngineLoop(
-            lambda: engine, self.metrics, flush_interval=FLUSH, max_waiting=max_waiting, clock=engine.clock
+        self.drafts = SampleDrafts(self.metrics)
+        self.loop = scripted_loop(
+            engine,
+            self.drafts,
+            self.metrics,
+            flush_interval=FLUSH,
+            max_waiting=max_waiting,
+            clock=engine.clock,
         )
         self.loop.start()
 
@@ -51,11 +62,11 @@ class Rig:
     async def step(self, steps: int) -> None:
         """Let the engine step; returns when it has."""
         await self.call(lambda: self.engine.allow(steps))
-        while await self.call(lambda: self.engine.has_work and not self.loop.paused):
+        while not await self.call(lambda: settled(self.loop)):
             pass
 
-    async def open(self) -> Caller:
-        stream = WorkStream(asyncio.get_running_loop())
+    async def open(self, rules: CheckpointRules | None = None) -> Caller:
+        stream = ToldStream(asyncio.get_running_loop(), rules)
         await self.call(lambda: self.loop.open(stream))
         return Caller(self, stream)
 
@@ -63,10 +74,23 @@ class Rig:
         return self.registry.get_sample_value(name, labels)
 
 
+class ToldStream(WorkStream):
+    """A stream that keeps the responses as they went into the outbox, which merges them until they are read."""
+
+    def __init__(self, events: asyncio.AbstractEventLoop, rules: CheckpointRules | None = None) -> None:
+        super().__init__(events, rules)
+        self.told: list[pb.WorkResponse] = []
+
+    def put(self, event: OutboxEvent) -> None:
+        if isinstance(event, pb.WorkResponse):
+            self.told.append(pb.WorkResponse.FromString(event.SerializeToString()))
+        super().put(event)
+
+
 class Caller:
     """A stream and what came out of it."""
 
-    def __init__(self, rig: Rig, stream: WorkStream) -> None:
+    def __init__(self, rig: Rig, stream: ToldStream) -> None:
         self.rig = rig
         self.stream = stream
         self.responses: list[pb.WorkResponse] = []
@@ -126,7 +150,7 @@ class Caller:
 
 @pytest.fixture
 async def rigs() -> AsyncIterator[Callable[..., Rig]]:
-    """Makes loops and ends them with the test."""
+    """Make loops and end them with the test."""
     made: list[Rig] = []
 
     def make(engine: ScriptedEngine | None = None, **settings: Any) -> Rig:
@@ -142,7 +166,8 @@ async def rigs() -> AsyncIterator[Callable[..., Rig]]:
 
 def lengths(caller: Caller, handle: int) -> list[int]:
     """Tokens of a sample in each response that has some."""
-    return [len(d.token_ids) for response in caller.responses for d in response.deltas if d.handle == handle]
+    told = caller.stream.told
+    return [len(d.token_ids) for response in told for d in response.deltas if d.handle == handle]
 
 
 async def test_every_sample_gets_its_tokens_once_and_then_its_end(rigs: Callable[..., Rig]) -> None:
@@ -181,7 +206,29 @@ async def test_tokens_are_sent_once_in_a_flush_interval(rigs: Callable[..., Rig]
     await rig.step(0)
     await caller.read()
     assert lengths(caller, 1) == [5, 5, 2]
-    assert [len(response.finished) for response in caller.responses] == [0, 0, 1]
+    assert [len(response.finished) for response in caller.stream.told] == [0, 0, 1]
+
+
+async def test_what_is_not_streamed_reports_in_checkpoints_and_at_its_end(rigs: Callable[..., Rig]) -> None:
+    rig = rigs()
+    caller = await rig.open(CheckpointRules(tokens=8, seconds=1e6))
+
+    def start() -> None:
+        for handle in (1, 2):
+            request = sample_request(f"s{handle}", max_tokens=42)
+            rig.loop.start_sample(caller.stream, handle, request, streamed=handle == 1)
+        rig.engine.allow(42)
+
+    await rig.call(start)
+    await rig.step(0)
+    await caller.read()
+    assert lengths(caller, 1) == [5] * 8 + [2]
+    first, *others, last = lengths(caller, 2)
+    # Looked at after every fifth step.
+    assert first in (5, 10)
+    assert set(others) == {10}
+    assert last < 12
+    assert caller.tokens == {handle: list(range(42)) for handle in (1, 2)}
 
 
 async def test_times_of_a_sample_are_those_of_the_clock(rigs: Callable[..., Rig]) -> None:
@@ -192,8 +239,8 @@ async def test_times_of_a_sample_are_those_of_the_clock(rigs: Callable[..., Rig]
     await rig.step(9)
     await caller.read()
     second = caller.finished[2]
-    assert (second.queue_seconds, second.generation_seconds) == (20.0, 30.0)
-    assert caller.finished[1].queue_seconds == 0.0
+    assert (seconds_of(second.queue_time), seconds_of(second.generation_time)) == (20.0, 30.0)
+    assert seconds_of(caller.finished[1].queue_time) == 0.0
 
 
 async def test_abort_returns_the_tokens_so_far_and_leaves_the_others(rigs: Callable[..., Rig]) -> None:
@@ -222,7 +269,7 @@ async def test_aborting_a_sample_that_waits_returns_no_tokens(rigs: Callable[...
     await caller.read()
     assert 2 not in caller.tokens
     assert caller.finished[2].decode_steps == 0
-    assert caller.finished[2].generation_seconds == 0
+    assert seconds_of(caller.finished[2].generation_time) == 0
 
 
 async def test_aborting_a_sample_that_has_ended_does_nothing(rigs: Callable[..., Rig]) -> None:
@@ -247,7 +294,7 @@ async def test_abort_all_ends_the_samples_of_every_stream(rigs: Callable[..., Ri
         await caller.read()
         assert caller.tokens == {1: [0, 1]}
         assert caller.finished[1].finish_reason == sample_pb2.FINISH_REASON_ABORTED
-    assert rig.loop.sample_count == 0
+    assert rig.loop.samples.real_count == 0
 
 
 async def test_a_closed_stream_takes_its_samples_along_and_no_others(rigs: Callable[..., Rig]) -> None:
@@ -263,7 +310,7 @@ async def test_a_closed_stream_takes_its_samples_along_and_no_others(rigs: Calla
     assert rig.engine.aborted == [orphan]
     assert stays.tokens == {7: list(range(10))}
     assert gone.stream.outbox.empty()
-    assert rig.loop.sample_count == 0
+    assert rig.loop.samples.real_count == 0
 
 
 async def test_pause_delivers_what_there_is_and_resume_goes_on(rigs: Callable[..., Rig]) -> None:
@@ -287,9 +334,7 @@ async def test_pause_delivers_what_there_is_and_resume_goes_on(rigs: Callable[..
     assert caller.tokens == {1: list(range(6)), 2: [0, 1]}
 
 
-async def test_a_complete_prefix_ends_at_once_and_never_reaches_the_engine(
-    rigs: Callable[..., Rig],
-) -> None:
+async def test_a_complete_prefix_ends_at_once_and_never_reaches_the_engine(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
     caller = await rig.open()
     await caller.start(1, max_tokens=4, prefix=(0, 1, 2, 3))
@@ -332,7 +377,7 @@ async def test_a_sample_that_the_engine_will_not_take_leaves_no_trace(rigs: Call
     with pytest.raises(ValueError, match="no"):
         await caller.start(1, max_tokens=2)
     assert not caller.stream.samples
-    assert rig.loop.sample_count == 0
+    assert rig.loop.samples.real_count == 0
     await caller.start(1, max_tokens=2)
     await rig.step(2)
     assert (await caller.read()).tokens == {1: [0, 1]}
@@ -409,8 +454,7 @@ class _Stepping:
 
 
 async def test_an_engine_too_broken_to_tell_its_load_still_ends_its_streams(
-    rigs: Callable[..., Rig],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, rigs: Callable[..., Rig]
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     rig = rigs()
@@ -503,7 +547,8 @@ def test_an_engine_that_cannot_be_built_is_told_through_ready() -> None:
         raise error
 
     metrics = EngineMetrics(CollectorRegistry())
-    loop = EngineLoop(factory, metrics, flush_interval=1, max_waiting=1)
+    samples = SampleTable(metrics.background)
+    loop = EngineLoop(factory, metrics, samples, flush_interval=1, max_waiting=1)
     loop.start()
     assert loop.ready.exception(WAIT) is error
     loop.join(WAIT)
@@ -526,7 +571,7 @@ async def test_load_and_metrics_tell_what_was_done(rigs: Callable[..., Rig]) -> 
     await rig.step(2)
     load = rig.loop.load
     assert (load.running, load.waiting, load.kv_usage) == (2, 1, 1.0)
-    assert (load.steps, load.generated_tokens, load.step_seconds) == (2, 4, 10.0)
+    assert (load.steps, load.generated_tokens, seconds_of(load.step_time)) == (2, 4, 10.0)
     await rig.call(rig.loop.flush)
     assert rig.value("paceline_generation_tokens_total") == 4
     assert rig.value("paceline_generation_running_samples") == 2
@@ -549,7 +594,7 @@ class Wrong:
     def begin(self, context: Any) -> None:
         self._fail()
 
-    def offer(self, samples: Sequence[Any], window: int) -> Sequence[Any]:
+    def propose(self, samples: Sequence[Any], window: int) -> Sequence[Any]:
         self._fail()
         return [None] * (len(samples) + 1)
 
@@ -559,10 +604,10 @@ class Wrong:
     def end(self, sample_id: str, response: Sequence[int]) -> None:
         self._fail()
 
-    def adopt(self, arrival: Any) -> None:
+    def add_rollouts(self, arrival: Any) -> None:
         self._fail()
 
-    def tend(self) -> bool:
+    def idle_work(self) -> bool:
         self._fail()
         return False
 
@@ -576,7 +621,9 @@ async def test_drafts_are_verified_and_accounted_for_beside_a_faulty_drafter(
     rigs: Callable[..., Rig], raises: bool
 ) -> None:
     rig = rigs()
-    rig.loop.drafts.speculation = Speculation([Wrong(raises), GivenDrafter()], FixedPlan(4), 512, rig.metrics)
+    rig.drafts.speculation = Speculation(
+        [Wrong(raises), ReferenceDrafter()], FixedLengthPlanner(4), 512, rig.metrics
+    )
     caller = await rig.open()
     # Right for six tokens, then one wrong, then right again.
     await caller.start(1, max_tokens=12, given=(0, 1, 2, 3, 4, 5, 77, 7, 8, 9, 10, 11))
@@ -585,13 +632,13 @@ async def test_drafts_are_verified_and_accounted_for_beside_a_faulty_drafter(
     await caller.read()
     assert caller.tokens == {1: list(range(12)), 2: list(range(12))}
     (source,) = caller.finished[1].draft_sources
-    assert (source.drafter, source.drafted, source.accepted) == ("given", 12, 9)
+    assert (source.drafter, source.drafted, source.accepted) == ("reference", 12, 9)
     assert (caller.finished[1].decode_steps, caller.finished[1].verify_steps) == (3, 3)
     assert not caller.finished[2].draft_sources
     assert caller.finished[2].verify_steps == 0
     assert (rig.value("paceline_speculation_drafter_faults_total", drafter="wrong") or 0) > 0
     await rig.call(rig.loop.flush)
-    assert rig.value("paceline_speculation_verify_steps_total", drafter="given") == 3
+    assert rig.value("paceline_speculation_verify_steps_total", drafter="reference") == 3
 
 
 # -- cached rollouts ------------------------------------------------------------------------------------------
@@ -599,12 +646,12 @@ async def test_drafts_are_verified_and_accounted_for_beside_a_faulty_drafter(
 
 async def test_a_sample_follows_what_was_kept_here_of_its_own_seed(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.loop.drafts.cache = DraftCache(512, 1 << 20)
-    rig.loop.drafts.speculation = Speculation([GivenDrafter()], FixedPlan(4), 512, rig.metrics)
+    rig.drafts.cache = DraftCache(512, 1 << 20)
+    rig.drafts.speculation = Speculation([ReferenceDrafter()], FixedLengthPlanner(4), 512, rig.metrics)
     caller = await rig.open()
     here = Origin("r", "p", slot=2, step=7)
-    ahead = rollout(range(6), seed=1, slot=2, step=7, kind=Kind.PREGENERATED)
-    await rig.call(lambda: rig.loop.keep([ahead]))
+    ahead = rollout(range(6), seed=1, slot=2, step=7, kind=RolloutKind.PREGENERATED)
+    await rig.call(lambda: rig.loop.drafts.add_rollouts([ahead], rig.loop.samples))
     await caller.start(1, max_tokens=12, origin=here)
     await caller.start(2, max_tokens=12, origin=here, seed=2)
     await rig.step(12)
@@ -614,17 +661,17 @@ async def test_a_sample_follows_what_was_kept_here_of_its_own_seed(rigs: Callabl
     assert (source.drafter, source.accepted) == ("pregenerated", 5)
     assert (caller.finished[1].cached_tokens, caller.finished[1].reused_prefix) == (6, 6)
     assert caller.finished[2].cached_tokens == 0
-    assert rig.value("paceline_drafts_cache_bytes") == rig.loop.drafts.cache.nbytes > 0
+    assert rig.value("paceline_drafts_cache_bytes") == rig.drafts.cache.nbytes > 0
 
 
 async def test_a_longer_rollout_takes_the_place_of_the_one_that_is_followed(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.loop.drafts.cache = DraftCache(512, 1 << 20)
+    rig.drafts.cache = DraftCache(512, 1 << 20)
     caller = await rig.open()
     await caller.start(1, max_tokens=12, origin=Origin("r", "p"))
     for length, counted in ((4, 4), (8, 8), (6, 8)):
-        found = rollout(range(length), kind=Kind.PREGENERATED)
-        await rig.call(lambda found=found: rig.loop.keep([found]))
+        found = rollout(range(length), kind=RolloutKind.PREGENERATED)
+        await rig.call(lambda found=found: rig.loop.drafts.add_rollouts([found], rig.loop.samples))
         assert caller.stream.samples[1].cached_tokens == counted
     await rig.step(12)
     await caller.read()
@@ -633,9 +680,9 @@ async def test_a_longer_rollout_takes_the_place_of_the_one_that_is_followed(rigs
 
 async def test_an_abort_counts_what_agreed_so_far(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.loop.drafts.cache = DraftCache(512, 1 << 20)
+    rig.drafts.cache = DraftCache(512, 1 << 20)
     caller = await rig.open()
-    await rig.call(lambda: rig.loop.keep([rollout(range(10))]))
+    await rig.call(lambda: rig.loop.drafts.add_rollouts([rollout(range(10))], rig.loop.samples))
     await caller.start(1, max_tokens=12, origin=Origin("r", "p"))
     await rig.step(3)
     await caller.abort(1)
@@ -645,9 +692,9 @@ async def test_an_abort_counts_what_agreed_so_far(rigs: Callable[..., Rig]) -> N
 
 async def test_a_lenient_sample_counts_only_what_it_took_over(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.loop.drafts.cache = DraftCache(512, 1 << 20)
+    rig.drafts.cache = DraftCache(512, 1 << 20)
     caller = await rig.open()
-    await rig.call(lambda: rig.loop.keep([rollout(range(10))]))
+    await rig.call(lambda: rig.loop.drafts.add_rollouts([rollout(range(10))], rig.loop.samples))
     await caller.start(1, max_tokens=4, origin=Origin("r", "p"), verifier=Verifier.LENIENT)
     await rig.step(4)
     await caller.read()
@@ -662,14 +709,14 @@ async def test_an_idle_engine_does_what_drafters_put_off_and_still_takes_command
     more, enough = threading.Event(), threading.Event()
     more.set()
 
-    class Busy(GivenDrafter):
-        def tend(self) -> bool:
+    class Busy(ReferenceDrafter):
+        def idle_work(self) -> bool:
             slices.append(1)
             if len(slices) == 100:
                 enough.set()
             return more.is_set()
 
-    speculation = Speculation([Busy()], FixedPlan(4), 512, rig.metrics)
+    speculation = Speculation([Busy()], FixedLengthPlanner(4), 512, rig.metrics)
     await rig.call(lambda: setattr(rig.loop.drafts, "speculation", speculation))
     # Nobody asks for anything meanwhile.
     assert await asyncio.to_thread(enough.wait, WAIT)

@@ -10,17 +10,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
-from services.generation.drafting.given import GivenDrafter
-from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.reuse import SOURCE, Reuse
-from services.generation.drafting.speculation import Speculation
+from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.drafters.reference.lenient_reuse import SOURCE, Reuse
 from services.generation.engine.types import Verifier
-from services.generation.loop import EngineLoop
-from services.generation.metrics import EngineMetrics
-from services.generation.samples import WorkStream
-from tests.unit.generation.scripted import REFUSED, ScriptedEngine, sample_request
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.work_stream import WorkStream
+from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.speculation import Speculation
+from tests.unit.generation.scripted import REFUSED, ScriptedEngine, sample_request, scripted_loop, settled
 
-WAIT = 20.0
+WAIT = 60.0
 CHUNK = 3
 
 
@@ -31,10 +31,15 @@ class Rig:
         self.engine = ScriptedEngine()
         self.registry = CollectorRegistry()
         self.metrics = EngineMetrics(self.registry)
-        self.loop = EngineLoop(
-            lambda: self.engine, self.metrics, flush_interval=50.0, max_waiting=64, clock=self.engine.clock
+        self.drafts = SampleDrafts(self.metrics, reuse=Reuse(CHUNK))
+        self.loop = scripted_loop(
+            self.engine,
+            self.drafts,
+            self.metrics,
+            flush_interval=50.0,
+            max_waiting=64,
+            clock=self.engine.clock,
         )
-        self.loop.drafts.reuse = Reuse(CHUNK)
         self.stream = WorkStream(asyncio.get_running_loop())
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
@@ -53,7 +58,7 @@ class Rig:
             self.engine.allow(100)
 
         await self.call(start)
-        while await self.call(lambda: loop.busy):
+        while await self.call(lambda: bool(loop.samples)):
             pass
         await asyncio.sleep(0)
         while not self.stream.outbox.empty():
@@ -100,8 +105,8 @@ def lenient(cached: list[int], **fields: Any) -> dict[str, Any]:
 
 
 def speculate(rig: Rig) -> None:
-    rig.loop.drafts.speculation = Speculation(
-        [GivenDrafter()], FixedPlan(window=4, floor=0.5), 512, rig.metrics
+    rig.drafts.speculation = Speculation(
+        [ReferenceDrafter()], FixedLengthPlanner(window=4, floor=0.5), 512, rig.metrics
     )
 
 
@@ -159,10 +164,10 @@ async def test_samples_of_all_kinds_run_side_by_side(rig: Rig) -> None:
     assert {handle: f.reused_prefix for handle, f in rig.finished.items()} == {1: 20, 2: 0, 3: 0, 4: 0}
     assert {handle: f.cached_tokens for handle, f in rig.finished.items()} == {1: 20, 2: 0, 3: 0, 4: 20}
     assert not rig.verified[2] + rig.verified[3] + rig.verified[4]
-    assert {s.drafter for s in rig.finished[2].draft_sources} == {"given"}
+    assert {s.drafter for s in rig.finished[2].draft_sources} == {"reference"}
     # 20 tokens in chunks of three and a row each.
     assert rig.finished[1].decode_steps == 5
-    assert len(rig.loop.drafts.reuse) == 0
+    assert len(rig.drafts.reuse) == 0
 
 
 async def test_an_aborted_sample_is_followed_no_more(rig: Rig) -> None:
@@ -174,11 +179,11 @@ async def test_an_aborted_sample_is_followed_no_more(rig: Rig) -> None:
         rig.engine.allow(2)
 
     await rig.call(start)
-    while await rig.call(lambda: rig.engine.has_work):
+    while not await rig.call(lambda: settled(rig.loop)):
         pass
-    assert "a" in rig.loop.drafts.reuse
+    assert "a" in rig.drafts.reuse
     assert await rig.call(rig.loop.abort_all) == 1
-    assert not rig.loop.drafts.reuse
+    assert not rig.drafts.reuse
     while 1 not in rig.finished:
         rig._read(await asyncio.wait_for(rig.stream.outbox.get(), WAIT))
     assert rig.tokens[1] == list(range(60, 68))

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.contracts.knobs import Knobs
+from services.generation.build import build_drafts
 from services.generation.config import GenerationConfig
-from services.generation.drafting.given import GivenDrafter
-from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.planner import PlannedDrafts
-from services.generation.drafting.speculation import Plan, Speculation
-from services.generation.instance import Instance
-from services.generation.metrics import EngineMetrics
-from services.generation.steering.steered import SteeredPlan
-from services.policy.stored import UnusableCalibration
+from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
+from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.speculation import DraftPlanner, Speculation
+from services.step_time.saved_sweep import SavedSweep, SweepSubject, UnusableSweep
 from tests.support.models import tiny_model
+from tests.support.step_times import UNLIMITED, KnownStepTime, settled
 from tests.unit.generation.scripted import ScriptedEngine
 from tests.unit.generation.test_loop import Rig
-from tests.unit.generation.test_planner import step_time
 
 # Right for six tokens, then one wrong, then right again.
 GIVEN = (0, 1, 2, 3, 4, 5, 77, 7, 8, 9, 10, 11)
@@ -30,21 +30,24 @@ GIVEN = (0, 1, 2, 3, 4, 5, 77, 7, 8, 9, 10, 11)
 
 @dataclass(slots=True)
 class NamedEngine(ScriptedEngine):
-    """One that says what its weights are."""
+    """One that says what its weights and its device are."""
 
     dtype: str = "float32"
+    hardware: str = "scripted device"
+    max_running: int = 4
+    kv_capacity: int = 1 << 20
     model_drafts: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture
 def rigs() -> Iterator[Callable[..., Rig]]:
-    """Makes loops and ends them with the test."""
+    """Make loops and end them with the test."""
     made: list[Rig] = []
 
-    def make(plan: Plan | None = None, **fields: Any) -> Rig:
+    def make(plan: DraftPlanner | None = None, **fields: Any) -> Rig:
         rig = Rig(NamedEngine(**fields))
         if plan is not None:
-            rig.loop.drafts.speculation = Speculation([GivenDrafter()], plan, 512, rig.metrics)
+            rig.drafts.speculation = Speculation([ReferenceDrafter()], plan, 512, rig.metrics)
         made.append(rig)
         return rig
 
@@ -54,10 +57,18 @@ def rigs() -> Iterator[Callable[..., Rig]]:
         rig.loop.join(20)
 
 
-def planner(rig: Rig) -> PlannedDrafts:
-    """A planner at work in a loop, that counts where the loop does."""
-    plan = PlannedDrafts(4, step_time(), metrics=rig.metrics.planner)
-    rig.loop.drafts.speculation = Speculation([GivenDrafter()], plan, 512, rig.metrics)
+def planner(rig: Rig) -> KnobDrivenPlanner:
+    """Return a planner at work in a loop, that counts where the loop does."""
+    knobs = Knobs(mode="planner", draft_cap=4, margin=0.0)
+    plan = KnobDrivenPlanner(
+        knobs,
+        KnownStepTime().estimator(),
+        lambda _: None,
+        metrics=rig.metrics.planner,
+        exploration=settled(),
+        budget=UNLIMITED,
+    )
+    rig.drafts.speculation = Speculation([ReferenceDrafter()], plan, 512, rig.metrics)
     return plan
 
 
@@ -77,7 +88,7 @@ async def test_tokens_are_the_same_off_fixed_and_planned(rigs: Callable[..., Rig
     planner(planned)
     off = await _tokens(rigs())
     assert off == {1: list(range(12)), 2: list(range(9)), 3: list(range(5))}
-    assert await _tokens(rigs(FixedPlan(4))) == off
+    assert await _tokens(rigs(FixedLengthPlanner(4))) == off
     assert await _tokens(planned) == off
     assert (planned.value("paceline_planner_tokens_total") or 0) > 0
 
@@ -104,41 +115,58 @@ async def test_steps_in_which_samples_wait_for_a_place_are_not(rigs: Callable[..
     assert rig.value("paceline_planner_step_time_error_ratio_count") == 0
 
 
-def _instance(rig: Rig, model: Path, **fields: Any) -> Instance:
+def _build_drafts(rig: Rig, model: Path, **fields: Any) -> None:
     rig.loop.ready.result(20)
     config = GenerationConfig(
-        model=str(model), instance_id="unit", speculation="planner", drafters=("given",), **fields
+        model=str(model),
+        instance_id="unit",
+        speculation="planner",
+        drafters=("reference",),
+        **{"sweep_seconds": 0, **fields},
     )
-    return Instance(config, rig.loop, EngineMetrics(CollectorRegistry()))
+    metrics = EngineMetrics(CollectorRegistry())
+    rig.drafts.speculation = build_drafts(config, rig.engine, metrics, rig.loop.samples.origin_of).speculation
 
 
 async def test_an_instance_plans_when_it_is_told_to(rigs: Callable[..., Rig], tmp_path: Path) -> None:
     rig = rigs()
-    _instance(rig, tiny_model(tmp_path, num_hidden_layers=1), draft_window=5, draft_margin=0.1)
-    assert rig.loop.drafts.speculation is not None
-    plan = rig.loop.drafts.speculation.plan
-    assert isinstance(plan, SteeredPlan)
+    _build_drafts(rig, tiny_model(tmp_path, num_hidden_layers=1), draft_window=5, draft_margin=0.1)
+    assert rig.drafts.speculation is not None
+    plan = rig.drafts.speculation.plan
+    assert isinstance(plan, KnobDrivenPlanner)
     assert plan.measures
     assert (plan.knobs.mode, plan.knobs.draft_cap, plan.knobs.margin) == ("planner", 5, 0.1)
     assert (await _tokens(rig))[1] == list(range(12))
 
 
-async def test_an_instance_does_not_start_with_a_calibration_that_cannot_be_used(
+async def test_an_instance_does_not_start_with_a_sweep_that_cannot_be_read(
     rigs: Callable[..., Rig], tmp_path: Path
 ) -> None:
     model = tiny_model(tmp_path, num_hidden_layers=1)
-    with pytest.raises(UnusableCalibration):
-        _instance(rigs(), model, calibration=tmp_path / "config.json")
+    with pytest.raises(UnusableSweep):
+        _build_drafts(rigs(), model, calibration=tmp_path / "config.json")
 
 
-async def test_a_model_without_a_step_time_is_served_with_drafts_of_fixed_length(
+async def test_an_instance_takes_the_saved_sweep_of_its_own_kind_only(
+    rigs: Callable[..., Rig], tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path / "model", num_hidden_layers=1)
+    for device, known in (("another device", False), ("scripted device", True)):
+        subject = SweepSubject.of(model, device, 1, "float32")
+        SavedSweep(subject=subject, steps=tuple(KnownStepTime().sweep())).save(tmp_path / "saved")
+        rig = rigs()
+        _build_drafts(rig, model, calibration=tmp_path / "saved", sweep_seconds=0)
+        assert rig.drafts.speculation is not None
+        plan = rig.drafts.speculation.plan
+        assert isinstance(plan, KnobDrivenPlanner)
+        assert plan.step_time.known is known
+
+
+async def test_a_mixture_of_experts_is_planned_like_any_model(
     rigs: Callable[..., Rig], tmp_path: Path
 ) -> None:
     rig = rigs()
-    _instance(rig, tiny_model(tmp_path, num_hidden_layers=1, num_experts=8), draft_window=5)
-    assert rig.loop.drafts.speculation is not None
-    plan = rig.loop.drafts.speculation.plan
-    assert isinstance(plan, SteeredPlan)
-    assert plan.step_time is None
+    _build_drafts(rig, tiny_model(tmp_path, num_hidden_layers=1, num_experts=8), draft_window=5)
+    assert rig.drafts.speculation is not None
+    assert isinstance(rig.drafts.speculation.plan, KnobDrivenPlanner)
     assert (await _tokens(rig))[1] == list(range(12))
-    assert plan.window == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,22 +18,21 @@ from redis.exceptions import ConnectionError
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from paceline.v1 import sample_pb2
-from services.drafts.rollout import Kind, Rollout
-from services.generation.pregeneration.coordinator import SERVICE, Coordinator, CoordinatorGone
-from services.generation.pregeneration.leases import Lease, Leases
-from services.generation.pregeneration.polling import Situation, pause
-from services.generation.pregeneration.puts import PutQueue
-from services.generation.pregeneration.seat import work_item
-from services.generation.pregeneration.stream import Standing
-from services.platform.config import ServiceConfig
-from services.platform.registry import InstanceRecord
+from services.contracts.rollout import Rollout, RolloutKind
+from services.generation.pregeneration.coordinator import SERVICE, CoordinatorConnection, CoordinatorGone
+from services.generation.pregeneration.leases import DraftLease, DraftLeases
+from services.generation.pregeneration.stream import EngineAvailability, PollSituation
+from services.generation.pregeneration.task_starter import work_item
+from services.generation.pregeneration.upload_queue import UploadQueue
+from services.platform.config.settings import ServiceConfig
+from services.platform.redis.registry import InstanceRecord
 
-WAIT = 20.0
-FREE, BUSY = Standing(True, False), Standing(False, True)
+WAIT = 60.0
+FREE, BUSY = EngineAvailability(True, False), EngineAvailability(False, True)
 
 
-def item(lease: int, slot: int = 0, **fields: int) -> pb.PregenerationItem:
-    return pb.PregenerationItem(
+def item(lease: int, slot: int = 0, **fields: int) -> pb.PregenerationTask:
+    return pb.PregenerationTask(
         lease=lease,
         run_id="run",
         prompt_id="p",
@@ -43,7 +43,7 @@ def item(lease: int, slot: int = 0, **fields: int) -> pb.PregenerationItem:
     )
 
 
-def progress(leases: Leases) -> dict[int, tuple[int, bool, bool]]:
+def progress(leases: DraftLeases) -> dict[int, tuple[int, bool, bool]]:
     return {each.lease: (each.tokens, each.finished, each.returned) for each in leases.progress()}
 
 
@@ -51,7 +51,7 @@ def progress(leases: Leases) -> dict[int, tuple[int, bool, bool]]:
 
 
 def test_an_item_is_reported_until_the_coordinator_knows_its_end() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     (lease,) = leases.take([item(7)], version=1, room=4)
     assert progress(leases) == {7: (0, False, False)}
     leases.grow(lease.handle, [5, 6], [-1.0, -2.0])
@@ -64,7 +64,7 @@ def test_an_item_is_reported_until_the_coordinator_knows_its_end() -> None:
 
 
 def test_what_ended_without_finishing_is_given_back() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     (lease,) = leases.take([item(7)], version=1, room=4)
     leases.grow(lease.handle, [5], [-1.0])
     assert leases.end(lease.handle, finished=False) is lease
@@ -75,13 +75,13 @@ def test_what_ended_without_finishing_is_given_back() -> None:
 
 
 def test_items_beyond_the_room_are_given_back() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     assert len(leases.take([item(n, slot=n) for n in range(1, 6)], version=1, room=2)) == 2
     assert [each for each, (_, _, returned) in progress(leases).items() if returned] == [3, 4, 5]
 
 
 def test_another_coordinator_voids_the_numbers_and_the_items_go_on() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     kept, ended = leases.take([item(7, slot=0), item(8, slot=1)], version=1, room=4)
     leases.grow(kept.handle, [5], [-1.0])
     leases.end(ended.handle, finished=True)
@@ -97,7 +97,7 @@ def test_another_coordinator_voids_the_numbers_and_the_items_go_on() -> None:
 
 
 def test_an_item_of_another_version_or_seed_is_not_what_is_running() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     leases.take([item(7)], version=1, room=4)
     leases.void(epoch=2)
     assert len(leases.take([item(1, seed=999)], version=1, room=4)) == 1
@@ -105,7 +105,7 @@ def test_an_item_of_another_version_or_seed_is_not_what_is_running() -> None:
 
 
 def test_a_void_item_ends_without_a_report_but_not_without_its_tokens() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     (lease,) = leases.take([item(7)], version=1, room=4)
     leases.void(epoch=2)
     leases.grow(lease.handle, [5], [-1.0])
@@ -116,7 +116,7 @@ def test_a_void_item_ends_without_a_report_but_not_without_its_tokens() -> None:
 
 
 def test_revoked_items_are_ended_and_nothing_more_is_told_of_them() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     running, other, ended = leases.take([item(n, slot=n) for n in (1, 2, 3)], version=1, room=4)
     leases.end(ended.handle, finished=True)
     assert leases.revoke([1, 3, 99]) == [running.handle]
@@ -127,19 +127,19 @@ def test_revoked_items_are_ended_and_nothing_more_is_told_of_them() -> None:
 
 
 def test_an_item_given_twice_is_taken_once() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     assert len(leases.take([item(7)], version=1, room=4)) == 1
     assert leases.take([item(7)], version=1, room=4) == []
     assert leases.running == 1
 
 
 def test_a_draft_says_what_it_is() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     (lease,) = leases.take([item(7, slot=3)], version=6, room=4)
     leases.grow(lease.handle, [5, 2**32 - 1], [-0.5, -1.5])
     draft = lease.store()
     assert (draft.run_id, draft.prompt_id, draft.slot, draft.step, draft.seed) == ("run", "p", 3, 4, 103)
-    assert (draft.version, draft.kind, draft.finished) == (6, Kind.PREGENERATED, False)
+    assert (draft.version, draft.kind, draft.finished) == (6, RolloutKind.PREGENERATED, False)
     assert (draft.tokens.dtype, draft.logprobs.dtype) == (np.uint32, np.float32)
     assert draft.tokens.tolist() == [5, 2**32 - 1]
     assert draft.logprobs.tolist() == [-0.5, -1.5]
@@ -151,7 +151,7 @@ def test_a_draft_says_what_it_is() -> None:
 
 @given(sizes=st.lists(st.integers(1, 60), max_size=80))
 def test_stored_beginnings_cost_no_more_than_their_share(sizes: Sequence[int]) -> None:
-    leases = Leases()
+    leases = DraftLeases()
     (lease,) = leases.take([item(7)], version=1, room=4)
     sent = 0
     for size in sizes:
@@ -165,7 +165,7 @@ def test_stored_beginnings_cost_no_more_than_their_share(sizes: Sequence[int]) -
 
 
 def test_an_end_is_stored_once_with_what_is_new() -> None:
-    leases = Leases()
+    leases = DraftLeases()
     (lease,) = leases.take([item(7)], version=1, room=4)
     leases.grow(lease.handle, [1] * 40, [-1.0] * 40)
     assert leases.growing() == [lease]
@@ -184,12 +184,12 @@ def test_an_end_is_stored_once_with_what_is_new() -> None:
 
 def test_an_item_that_resumes_counts_what_was_there() -> None:
     known = rollout(tokens=[4, 5, 6, 7])
-    lease = Lease(1, 1, item(1), version=1)
+    lease = DraftLease(1, 1, item(1), version=1)
     lease.resume(known)
     assert (list(lease.tokens), lease.stored) == ([4, 5, 6, 7], 4)
     limited = item(2)
     limited.sampling.max_tokens = 3
-    short = Lease(2, 2, limited, version=1)
+    short = DraftLease(2, 2, limited, version=1)
     short.resume(known)
     assert list(short.tokens) == [4, 5, 6]
 
@@ -208,7 +208,7 @@ def test_an_item_is_sampled_by_the_policy_alone(level: int, expected: int) -> No
     given.prompt_token_ids.extend([1, 2])
     given.sampling.temperature = 0.5
     given.exactness.level = level  # type: ignore[assignment]
-    work = work_item(Lease(7, 31, given, version=9))
+    work = work_item(DraftLease(7, 31, given, version=9))
     assert (work.handle, work.policy_version, work.seed) == (31, 9, 102)
     assert (work.run_id, work.prompt_id, work.slot, work.step) == ("run", "p", 2, 4)
     assert list(work.prompt_token_ids) == [1, 2]
@@ -222,31 +222,25 @@ def test_an_item_is_sampled_by_the_policy_alone(level: int, expected: int) -> No
 @pytest.mark.parametrize(
     ("situation", "polls"),
     [
-        (Situation(FREE, running=0, news=False, due=False), True),
-        (Situation(FREE, running=3, news=False, due=False), False),
-        (Situation(FREE, running=3, news=False, due=True), True),
-        (Situation(FREE, running=3, news=True, due=False), True),
-        (Situation(BUSY, running=0, news=False, due=False), False),
-        (Situation(BUSY, running=0, news=True, due=False), True),
-        (Situation(BUSY, running=0, news=False, due=True), False),
+        (PollSituation(FREE, running=0, news=False, due=False), True),
+        (PollSituation(FREE, running=3, news=False, due=False), False),
+        (PollSituation(FREE, running=3, news=False, due=True), True),
+        (PollSituation(FREE, running=3, news=True, due=False), True),
+        (PollSituation(BUSY, running=0, news=False, due=False), False),
+        (PollSituation(BUSY, running=0, news=True, due=False), True),
+        (PollSituation(BUSY, running=0, news=False, due=True), False),
     ],
 )
-def test_polled_is_when_there_is_something_to_say_or_to_do(situation: Situation, polls: bool) -> None:
+def test_polled_is_when_there_is_something_to_say_or_to_do(situation: PollSituation, polls: bool) -> None:
     assert situation.calls_for_poll is polls
 
 
 @given(running=st.integers(0, 300), seats=st.integers(1, 256), reserved=st.integers(0, 300))
 def test_room_is_what_real_samples_leave(running: int, seats: int, reserved: int) -> None:
-    room = Situation(FREE, running, news=False, due=False).room(seats, reserved)
+    room = PollSituation(FREE, running, news=False, due=False).room(seats, reserved)
     assert 0 <= room <= seats
     assert not room or running + room + reserved == seats
-    assert Situation(BUSY, running, news=False, due=False).room(seats, reserved) == 0
-
-
-@given(failures=st.integers(1, 10_000))
-def test_pauses_grow_up_to_the_longest(failures: int) -> None:
-    assert pause(1, 0.25, 2.0) == 0.25
-    assert 0.25 <= pause(failures, 0.25, 2.0) <= pause(failures + 1, 0.25, 2.0) <= 2.0
+    assert PollSituation(BUSY, running, news=False, due=False).room(seats, reserved) == 0
 
 
 # -- puts -------------------------------------------------------------------------------------------------
@@ -255,7 +249,7 @@ def test_pauses_grow_up_to_the_longest(failures: int) -> None:
 def rollout(slot: int = 0, tokens: Sequence[int] = (1,), seed: int = 0) -> Rollout:
     array = np.asarray(tokens, np.uint32)
     logprobs = np.zeros(len(array), np.float32)
-    return Rollout("run", "p", slot, 1, Kind.PREGENERATED, 4, seed, array, logprobs, False)
+    return Rollout("run", "p", slot, 1, RolloutKind.PREGENERATED, 4, seed, array, logprobs, False)
 
 
 class Store:
@@ -291,7 +285,7 @@ class Counts:
 
 async def test_one_call_is_under_way_and_the_latest_of_a_sample_wins() -> None:
     store, counts = Store(), Counts()
-    queue = PutQueue(store, counts)
+    queue = UploadQueue(store, counts)  # type: ignore[arg-type]
     running = asyncio.create_task(queue.run())
     queue.add([rollout(0, [1])])
     await asyncio.wait_for(store.under_way.wait(), WAIT)
@@ -307,7 +301,7 @@ async def test_one_call_is_under_way_and_the_latest_of_a_sample_wins() -> None:
 
 async def test_sent_means_that_the_last_call_was_answered() -> None:
     store = Store()
-    queue = PutQueue(store, Counts())
+    queue = UploadQueue(store, Counts())  # type: ignore[arg-type]
     running = asyncio.create_task(queue.run())
     queue.add([rollout()])
     await asyncio.wait_for(store.under_way.wait(), WAIT)
@@ -323,7 +317,7 @@ async def test_sent_means_that_the_last_call_was_answered() -> None:
 
 async def test_nobody_waits_for_a_store_that_is_away_or_hangs() -> None:
     store = Store()
-    queue = PutQueue(store, Counts())
+    queue = UploadQueue(store, Counts())  # type: ignore[arg-type]
     running = asyncio.create_task(queue.run())
     queue.add([rollout()])
     await asyncio.wait_for(store.under_way.wait(), WAIT)
@@ -336,7 +330,7 @@ async def test_nobody_waits_for_a_store_that_is_away_or_hangs() -> None:
 async def test_what_could_not_be_sent_waits_unless_something_newer_does() -> None:
     store = Store()
     store.fails = True
-    queue = PutQueue(store, Counts())
+    queue = UploadQueue(store, Counts())  # type: ignore[arg-type]
     running = asyncio.create_task(queue.run())
     queue.add([rollout(0, [1]), rollout(1, [1])])
     await asyncio.wait_for(store.under_way.wait(), WAIT)
@@ -353,7 +347,7 @@ async def test_what_could_not_be_sent_waits_unless_something_newer_does() -> Non
 async def test_the_oldest_give_way_when_too_much_waits() -> None:
     store, counts = Store(), Counts()
     store.available = False
-    queue = PutQueue(store, counts, most_tokens=10)
+    queue = UploadQueue(store, counts, most_tokens=10)  # type: ignore[arg-type]
     queue.add([rollout(slot, [1] * 4) for slot in range(4)])
     assert queue.tokens == 8
     assert counts.put_calls == [(1, 0, 4), (1, 0, 4)]
@@ -368,7 +362,7 @@ def test_what_waits_is_bounded_and_of_each_sample_the_latest(sizes: list[tuple[i
     async def play() -> None:
         store = Store()
         store.available = False
-        queue = PutQueue(store, Counts(), most_tokens=50)
+        queue = UploadQueue(store, Counts(), most_tokens=50)  # type: ignore[arg-type]
         for slot, length in sizes:
             queue.add([rollout(slot, [1] * length)])
             assert queue.tokens <= 50
@@ -426,8 +420,8 @@ async def serving(epoch: int) -> Any:
     await server.stop(0)
 
 
-def way_to(registry: Known) -> Coordinator:
-    return Coordinator(ServiceConfig(), registry)  # type: ignore[arg-type]
+def way_to(registry: Known) -> CoordinatorConnection:
+    return CoordinatorConnection(ServiceConfig(), registry)  # type: ignore[arg-type]
 
 
 async def test_the_coordinator_that_registered_last_is_polled_until_it_fails() -> None:
@@ -460,10 +454,12 @@ async def test_without_a_coordinator_the_reason_is_told(registry: Known, reason:
 
 
 async def test_a_coordinator_that_is_dead_is_gone() -> None:
-    async with serving(1) as record:
-        pass
-    way = way_to(Known(record))
-    await way.find()
-    with pytest.raises(CoordinatorGone, match="UNAVAILABLE"):
-        await way.poll(pb.PollWorkRequest(room=1), WAIT)
-    await way.leave()
+    # Nobody listens, and nobody else gets the port.
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        way = way_to(Known(InstanceRecord(SERVICE, "c-1", address=address)))
+        await way.find()
+        with pytest.raises(CoordinatorGone, match="UNAVAILABLE"):
+            await way.poll(pb.PollWorkRequest(room=1), WAIT)
+        await way.leave()

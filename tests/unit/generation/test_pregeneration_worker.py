@@ -11,22 +11,25 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import bubble_pb2 as pb
-from services.drafts.rollout import Kind, Rollout
+from paceline.times import timestamp
+from services.contracts.rollout import Rollout, RolloutKind
 from services.generation.config import GenerationConfig
-from services.generation.items import Terms
-from services.generation.loop import EngineLoop
-from services.generation.metrics import EngineMetrics
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.work_items import AdmissionTerms
+from services.generation.loop.work_stream import WorkStream
+from services.generation.pregeneration import pregenerator
 from services.generation.pregeneration.coordinator import CoordinatorGone
 from services.generation.pregeneration.metrics import PregenerationMetrics
-from services.generation.pregeneration.puts import PutQueue
-from services.generation.pregeneration.seat import Seat
-from services.generation.pregeneration.worker import Pregenerator
+from services.generation.pregeneration.pregenerator import Pregenerator
+from services.generation.pregeneration.upload_queue import UploadQueue
 from services.generation.rollouts.cache import DraftCache
 from services.generation.rollouts.origin import Origin
-from services.generation.samples import WorkStream
-from tests.unit.generation.scripted import ScriptedEngine, sample_request
+from services.platform.redis.connection import Keys
+from services.platform.redis.registry import InstanceRecord, Registration
+from tests.unit.generation.scripted import ScriptedEngine, sample_request, scripted_loop, settled
 
-WAIT = 20.0
+WAIT = 60.0
 SEATS = 8
 
 
@@ -38,10 +41,10 @@ class Held:
         self.reply: asyncio.Future[pb.PollWorkResponse] = asyncio.get_running_loop().create_future()
         self._epoch = epoch
 
-    def answer(self, *items: pb.PregenerationItem, **fields: Any) -> None:
+    def answer(self, *items: pb.PregenerationTask, **fields: Any) -> None:
         fields = {"coordinator_epoch": self._epoch, "poll_steps": 5} | fields
         assert not self.reply.done(), "the instance did not wait for the answer"
-        self.reply.set_result(pb.PollWorkResponse(items=items, **fields))
+        self.reply.set_result(pb.PollWorkResponse(tasks=items, **fields))
 
     def fail(self, error: Exception) -> None:
         self.reply.set_exception(error)
@@ -79,7 +82,7 @@ class ScriptedCoordinator:
         pass
 
     async def asked(self, holds: Callable[[Held], Any] = lambda _: True) -> Held:
-        """The next poll that is so; what comes before it is left without an answer."""
+        """Return the next poll that is so; what comes before it is left without an answer."""
         async with asyncio.timeout(WAIT):
             while not holds(held := await self._polls.get()) or held.reply.done():
                 pass
@@ -109,36 +112,39 @@ class Rig:
         self.engine = ScriptedEngine(seats=SEATS)
         self.registry = CollectorRegistry()
         self.metrics = PregenerationMetrics(self.registry)
-        self.loop = EngineLoop(
-            lambda: self.engine,
-            EngineMetrics(self.registry),
-            flush_interval=50,
-            max_waiting=64,
-            clock=self.engine.clock,
+        metrics = EngineMetrics(self.registry)
+        self.drafts = SampleDrafts(metrics, DraftCache(512, 1 << 20))
+        self.loop = scripted_loop(
+            self.engine, self.drafts, metrics, flush_interval=50, max_waiting=64, clock=self.engine.clock
         )
-        self.loop.background.metrics = self.metrics
-        self.loop.drafts.cache = DraftCache(512, 1 << 20)
         self.loop.start()
         self.loop.ready.result(WAIT)
         self.closed = ""
         config = GenerationConfig(model="m", instance_id="unit", max_num_seqs=SEATS)
-        self.seat = Seat(config, 3, self.loop, self.terms, fetcher)
         self.coordinator = ScriptedCoordinator()
         self.store = Store()
-        puts = PutQueue(self.store, self.metrics)
-        self.made = Pregenerator(self.seat, self.coordinator, puts, self.metrics)  # type: ignore[arg-type]
+        self.made = Pregenerator(
+            config,
+            self.loop,
+            self.terms,
+            Registration(None, Keys(""), InstanceRecord("generation", "unit", epoch=3)),  # type: ignore[arg-type]
+            fetcher,
+            self.coordinator,  # type: ignore[arg-type]
+            UploadQueue(self.store, self.metrics),  # type: ignore[arg-type]
+            self.metrics,
+        )
         self.running = asyncio.create_task(self.made.run())
         self.real = WorkStream(asyncio.get_running_loop())
 
-    def terms(self) -> Terms:
-        return Terms(self.loop.policy_version, self.engine.limits, self.closed)
+    def terms(self) -> AdmissionTerms:
+        return AdmissionTerms(self.loop.policy_version, self.engine.limits, self.closed)
 
     async def call(self, function: Callable[[], Any]) -> Any:
         return await asyncio.wait_for(asyncio.wrap_future(self.loop.call(function)), WAIT)
 
     async def step(self, steps: int) -> None:
         await self.call(lambda: self.engine.allow(steps))
-        while await self.call(lambda: self.engine.has_work and not self.loop.paused):
+        while not await self.call(lambda: settled(self.loop)):
             pass
 
     async def start_real(self, handle: int = 1, max_tokens: int = 3) -> None:
@@ -149,12 +155,12 @@ class Rig:
         await self.call(lambda: self.loop.open(self.real))
         await self.call(take)
 
-    async def take(self, *items: pb.PregenerationItem, **fields: Any) -> pb.PollWorkRequest:
+    async def take(self, *items: pb.PregenerationTask, **fields: Any) -> pb.PollWorkRequest:
         """Answer the next poll that has room with items; returns when they have been started."""
         held = await self.coordinator.asked(lambda each: each.request.room)
-        before = len(self.loop.background)
+        before = len(self.loop.samples.background)
         held.answer(*items, **fields)
-        await self.until(lambda: len(self.loop.background) == before + len(items))
+        await self.until(lambda: len(self.loop.samples.background) == before + len(items))
         return held.request
 
     async def until(self, holds: Callable[[], Any]) -> None:
@@ -166,13 +172,20 @@ class Rig:
         return self.registry.get_sample_value(f"paceline_generation_{name}", labels) or 0.0
 
 
-def item(lease: int, length: int = 40, **fields: Any) -> pb.PregenerationItem:
-    made = pb.PregenerationItem(
+def item(lease: int, length: int = 40, **fields: Any) -> pb.PregenerationTask:
+    made = pb.PregenerationTask(
         lease=lease, run_id="run", prompt_id="p", slot=lease, step=4, seed=lease, **fields
     )
     made.prompt_token_ids.extend([5, 6])
     made.sampling.max_tokens = length
     return made
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide nothing by the time that has passed: on a slow machine a poll could come or end early."""
+    for name in ("_SILENT_SECONDS", "_GRACE_SECONDS"):
+        monkeypatch.setattr(pregenerator, name, 3600.0)
 
 
 @pytest.fixture
@@ -210,19 +223,19 @@ async def test_an_idle_instance_asks_takes_items_and_reports_their_end(rig: Rig)
         held.answer()
     assert told == {1: (12, "finished"), 2: (7, "finished")}
     assert (await rig.coordinator.asked()).told == {}
-    await asyncio.wait_for(rig.made.stored(), WAIT)
+    await rig.until(lambda: [each.finished for each in rig.store.rollouts.values()] == [True, True])
     assert {slot: each.tokens.tolist() for slot, each in rig.store.rollouts.items()} == {
         1: list(range(12)),
         2: list(range(7)),
     }
-    assert all(each.finished and each.kind is Kind.PREGENERATED for each in rig.store.rollouts.values())
+    assert all(each.kind is RolloutKind.PREGENERATED for each in rig.store.rollouts.values())
     assert rig.value("pregenerated_samples_total", outcome="finished") == 2
 
 
 async def test_what_was_generated_is_at_hand_for_real_samples(rig: Rig) -> None:
     await rig.take(item(1, 12))
     await rig.step(12)
-    cache = rig.loop.drafts.cache
+    cache = rig.drafts.cache
     assert cache is not None
     await rig.until(lambda: cache.same_seed(Origin("run", "p", 1, 4), 1) is not None)
     found = cache.same_seed(Origin("run", "p", 1, 4), 1)
@@ -236,13 +249,16 @@ async def test_progress_is_reported_every_so_many_steps(rig: Rig) -> None:
     held = await rig.coordinator.asked()
     assert held.told == {1: (5, "running")}
     held.answer(poll_steps=20)
-    await rig.until(lambda: rig.seat.stream.poll_steps == 20)
+    await rig.until(lambda: rig.made._stream.poll_steps == 20)
     await rig.step(5)
     await rig.step(15)
     assert (await rig.coordinator.asked()).told == {1: (25, "running")}
 
 
-async def test_a_poll_that_is_held_is_given_up_for_a_newer_report(rig: Rig) -> None:
+async def test_a_poll_that_is_held_is_given_up_for_a_newer_report(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pregenerator, "_GRACE_SECONDS", 0.0)
     await rig.take(item(1, 50))
     for tokens in (5, 10, 15):
         await rig.step(5)
@@ -261,8 +277,9 @@ async def test_real_work_gives_everything_back_and_asks_for_nothing(rig: Rig) ->
     await rig.step(3)
     again = await rig.coordinator.asked()
     assert (again.request.room, again.request.serving, again.told) == (SEATS, False, {})
-    await asyncio.wait_for(rig.made.stored(), WAIT)
-    assert {slot: len(each.tokens) for slot, each in rig.store.rollouts.items()} == {1: 3, 2: 3}
+    await rig.until(
+        lambda: {slot: len(each.tokens) for slot, each in rig.store.rollouts.items()} == {1: 3, 2: 3}
+    )
     assert rig.value("pregenerated_samples_total", outcome="partial") == 2
 
 
@@ -271,7 +288,7 @@ async def test_real_work_does_not_wait_for_a_poll_that_is_held(rig: Rig) -> None
     await rig.step(5)
     await rig.coordinator.asked()
     await rig.start_real()
-    assert not len(rig.loop.background), "ended by the command that started the real sample"
+    assert not len(rig.loop.samples.background), "ended by the command that started the real sample"
     held = await rig.coordinator.asked()
     assert held.told == {1: (5, "returned")}
 
@@ -296,7 +313,8 @@ async def test_items_that_meet_real_work_are_given_back(rig: Rig) -> None:
     assert len(rig.engine.requests) == 1
 
 
-async def test_new_weights_are_told_at_once(rig: Rig) -> None:
+async def test_new_weights_are_told_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pregenerator, "_GRACE_SECONDS", 0.0)
     assert (await rig.coordinator.asked()).request.policy_version == 0
     await rig.call(lambda: setattr(rig.loop, "policy_version", 5))
     assert (await rig.coordinator.asked()).request.policy_version == 5
@@ -315,13 +333,13 @@ async def test_a_closed_instance_asks_for_nothing(rig: Rig) -> None:
 async def test_a_halt_stops_at_once_and_its_delay_is_measured(rig: Rig) -> None:
     await rig.take(item(1), item(2))
     await rig.step(5)
-    (await rig.coordinator.asked()).answer(item(3), halt=True, halted_at=1.0)
+    (await rig.coordinator.asked()).answer(item(3), halt=True, halted_at=timestamp(1.0))
     held = await rig.coordinator.asked(lambda each: len(each.told) == 3)
-    assert not len(rig.loop.background)
+    assert not len(rig.loop.samples.background)
     assert held.told == {1: (5, "returned"), 2: (5, "returned"), 3: (0, "returned")}
     assert rig.value("halt_delay_seconds_count") == 1
     assert rig.value("halt_delay_seconds_sum") > 1e9
-    held.answer(halt=True, halted_at=1.0)
+    held.answer(halt=True, halted_at=timestamp(1.0))
     await rig.coordinator.asked()
     assert rig.value("halt_delay_seconds_count") == 1, "there was nothing to stop"
 
@@ -330,7 +348,7 @@ async def test_revoked_items_end_and_the_others_go_on(rig: Rig) -> None:
     await rig.take(item(1), item(2))
     await rig.step(5)
     (await rig.coordinator.asked()).answer(revoked=[1, 77])
-    await rig.until(lambda: len(rig.loop.background) == 1)
+    await rig.until(lambda: len(rig.loop.samples.background) == 1)
     await rig.step(5)
     assert (await rig.coordinator.asked()).told == {2: (10, "running")}
 
@@ -343,7 +361,7 @@ async def test_another_coordinator_is_told_of_what_it_gives_only(rig: Rig) -> No
     again = item(41)
     again.slot, again.seed = 1, 1
     held.answer(again, item(3), coordinator_epoch=9)
-    await rig.until(lambda: len(rig.loop.background) == 3)
+    await rig.until(lambda: len(rig.loop.samples.background) == 3)
     await rig.step(5)
     held = await rig.coordinator.asked()
     assert held.request.coordinator_epoch == 9
@@ -369,7 +387,7 @@ async def test_the_instance_sleeps_and_wakes_when_it_is_told(rig: Rig) -> None:
     await rig.step(5)
     (await rig.coordinator.asked()).answer(sleep=True)
     await rig.until(lambda: rig.loop.asleep)
-    assert not len(rig.loop.background)
+    assert not len(rig.loop.samples.background)
     held = await rig.coordinator.asked(lambda each: each.told.get(1) == (5, "returned"))
     held.answer(sleep=True)
     held = await rig.coordinator.asked()
@@ -408,52 +426,60 @@ async def test_an_item_goes_on_where_the_same_policy_stopped(rig: Rig) -> None:
     await rig.take(item(2, 20), again)
     assert {each.seed: each.prefix for each in rig.engine.requests.values()} == {2: (), 1: tuple(range(8))}
     await rig.step(20)
-    await rig.until(lambda: rig.store.rollouts[1].finished)
+    await rig.until(lambda: 1 in rig.store.rollouts and rig.store.rollouts[1].finished)
     assert rig.store.rollouts[1].tokens.tolist() == list(range(20))
     assert rig.store.rollouts[1].logprobs.tolist() == [-float(token) for token in range(20)]
 
 
 async def test_what_another_policy_generated_is_only_a_draft(rig: Rig) -> None:
     tokens = np.arange(6, dtype=np.uint32)
-    older = Rollout("run", "p", 1, 9, Kind.PREGENERATED, 4, 1, tokens, np.zeros(6, np.float32), False)
-    await rig.call(lambda: rig.loop.keep([older]))
+    older = Rollout("run", "p", 1, 9, RolloutKind.PREGENERATED, 4, 1, tokens, np.zeros(6, np.float32), False)
+    await rig.call(lambda: rig.loop.drafts.add_rollouts([older], rig.loop.samples))
     await rig.take(item(1, 20))
     assert [each.prefix for each in rig.engine.requests.values()] == [()]
 
 
 async def test_an_item_that_is_complete_already_is_reported_finished(rig: Rig) -> None:
     tokens = np.arange(12, dtype=np.uint32)
-    whole = Rollout("run", "p", 1, 0, Kind.PREGENERATED, 4, 1, tokens, np.zeros(12, np.float32), True)
-    await rig.call(lambda: rig.loop.keep([whole]))
+    whole = Rollout("run", "p", 1, 0, RolloutKind.PREGENERATED, 4, 1, tokens, np.zeros(12, np.float32), True)
+    await rig.call(lambda: rig.loop.drafts.add_rollouts([whole], rig.loop.samples))
     (await rig.coordinator.asked()).answer(item(1, 12))
     held = await rig.coordinator.asked(lambda each: each.told.get(1) == (12, "finished"))
     assert held.request.room == SEATS
 
 
-async def test_a_bad_item_is_given_back_and_harms_no_other(rig: Rig) -> None:
+async def test_a_bad_item_is_given_back_and_harms_no_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pregenerator, "_GRACE_SECONDS", 0.0)
     bad = item(1)
     bad.prompt_token_ids.append(100_000)
     (await rig.coordinator.asked()).answer(bad, item(2, 3))
-    await rig.until(lambda: len(rig.loop.background) == 1)
+    await rig.until(lambda: len(rig.loop.samples.background) == 1)
     await rig.step(3)
     held = await rig.coordinator.asked(lambda each: each.told.get(2) == (3, "finished"))
     assert held.told[1] == (0, "returned")
 
 
-async def test_stored_waits_for_the_last_tokens_but_not_for_ever(rig: Rig) -> None:
+async def test_stored_waits_for_the_last_tokens_but_not_for_ever(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await rig.take(item(1, 20))
     await rig.step(3)
     rig.store.open.clear()
     await rig.call(rig.loop.end_background)
+    monkeypatch.setattr(pregenerator, "_STORE_SECONDS", 0.01)
     await asyncio.wait_for(rig.made.stored(), WAIT)
     assert not rig.store.rollouts
+    monkeypatch.setattr(pregenerator, "_STORE_SECONDS", WAIT)
     waiting = asyncio.create_task(rig.made.stored())
     rig.store.open.set()
     await asyncio.wait_for(waiting, WAIT)
     assert rig.store.rollouts[1].tokens.tolist() == [0, 1, 2]
 
 
-async def test_an_engine_that_breaks_leaves_its_tokens_in_the_store(rig: Rig) -> None:
+async def test_an_engine_that_breaks_leaves_its_tokens_in_the_store(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pregenerator, "_STORE_SECONDS", WAIT)
     await rig.take(item(1, 50))
     await rig.step(43)
     await rig.call(lambda: rig.loop.fail(RuntimeError("gone")))
@@ -462,12 +488,15 @@ async def test_an_engine_that_breaks_leaves_its_tokens_in_the_store(rig: Rig) ->
     await asyncio.wait_for(rig.made.stored(), WAIT)
 
 
-async def test_a_defect_ends_pregeneration_and_nothing_else(rig: Rig) -> None:
+async def test_a_defect_ends_pregeneration_and_nothing_else(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pregenerator, "_STORE_SECONDS", 0.01)
     await rig.take(item(1, 50))
     await rig.step(5)
     (await rig.coordinator.asked()).fail(ValueError("a mistake"))
     await asyncio.wait_for(rig.running, WAIT)
-    await rig.until(lambda: not rig.loop.busy)
+    await rig.until(lambda: not rig.loop.samples)
     await rig.start_real(max_tokens=3)
     await rig.step(3)
     assert not rig.engine.requests

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.drafting.reuse import SOURCE, Reuse, guess_of, share
-from services.generation.engine.types import SampleRequest, SampleState, SampleStep, Verifier
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.drafters.reference.lenient_reuse import SOURCE, Reuse, guess_of, share
+from services.generation.engine.types import EngineRequest, EngineSampleState, SampleStep, Verifier
 
 BUDGET = 1 << 20
 
 
-def request(sample_id: str, cached: list[int], **fields: object) -> SampleRequest:
-    made = SampleRequest(
+def request(sample_id: str, cached: list[int], **fields: object) -> EngineRequest:
+    made = EngineRequest(
         sample_id,
         (5,),
         (),
@@ -26,11 +26,11 @@ def request(sample_id: str, cached: list[int], **fields: object) -> SampleReques
         cached=tuple(cached),
         cached_logprobs=(-1.0,) * len(cached),
     )
-    return made if not fields else SampleRequest(**{n: getattr(made, n) for n in made.__slots__} | fields)
+    return made if not fields else EngineRequest(**{n: getattr(made, n) for n in made.__slots__} | fields)
 
 
-def state(sample_id: str, response: list[int], room: int = 1000) -> SampleState:
-    return SampleState(sample_id, [5], response, room)
+def state(sample_id: str, response: list[int], room: int = 1000) -> EngineSampleState:
+    return EngineSampleState(sample_id, [5], response, room)
 
 
 def step(sample_id: str, tokens: list[int], reused: int, drafted: int = 0) -> SampleStep:
@@ -141,5 +141,5 @@ def test_shares_are_even_and_nothing_is_left_over(wanted: dict[str, int], budget
 
 def test_drafters_get_the_rollout_where_nothing_else_was_given() -> None:
     assert guess_of(request("a", [1, 2])) == ((1, 2), SOURCE)
-    assert guess_of(request("a", [1, 2], given=(3,))) == ((3,), "given")
-    assert guess_of(request("a", [])) == ((), "given")
+    assert guess_of(request("a", [1, 2], given=(3,))) == ((3,), "reference")
+    assert guess_of(request("a", [])) == ((), "reference")

@@ -11,15 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from services.generation.drafting.drafter import DraftContext
-from services.generation.drafting.given import GivenDrafter
-from services.generation.drafting.plan import FixedPlan, StepShape
-from services.generation.drafting.reuse import Reuse
-from services.generation.drafting.speculation import Speculation
-from services.generation.drafts import SampleDrafts
-from services.generation.engine.types import EngineLoad, SampleRequest, SampleState, SampleStep, Verifier
-from services.generation.metrics import EngineMetrics
-from services.platform.sampling import Sampling
+from services.contracts.sampling import Sampling
+from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.drafters.reference.lenient_reuse import Reuse
+from services.generation.engine.types import (
+    EngineLoad,
+    EngineRequest,
+    EngineSampleState,
+    SampleStep,
+    Verifier,
+)
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.speculation.drafter import DraftContext
+from services.generation.speculation.plan import FixedLengthPlanner, StepShape
+from services.generation.speculation.speculation import Speculation
 
 WINDOW = 8
 RESPONSE = tuple(range(40))
@@ -40,8 +46,8 @@ class Batch:
     def load(self) -> EngineLoad:
         return EngineLoad(self.samples + self.reading, self.waiting, 0.5)
 
-    def decoding(self) -> list[SampleState]:
-        return [SampleState(f"s{i}", [7], [RESPONSE[0]], 1000) for i in range(self.samples)]
+    def decoding(self) -> list[EngineSampleState]:
+        return [EngineSampleState(f"s{i}", [7], [RESPONSE[0]], 1000) for i in range(self.samples)]
 
     def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
         self.drafts = {sample_id: list(tokens) for sample_id, tokens in drafts.items()}
@@ -56,7 +62,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Measuring(FixedPlan):
+class Measuring(FixedLengthPlanner):
     """Asks for step times."""
 
     measures = True
@@ -65,13 +71,13 @@ class Measuring(FixedPlan):
 def drafting(samples: int, following: Iterable[int] = ()) -> SampleDrafts:
     """Samples with a guess of their response each, some of which follow it as their cached rollout."""
     metrics = EngineMetrics(CollectorRegistry())
-    made = SampleDrafts(metrics)
-    made.speculation = Speculation([GivenDrafter()], Measuring(WINDOW), 512, metrics)
+    speculation = Speculation([ReferenceDrafter()], Measuring(WINDOW), 512, metrics)
+    made = SampleDrafts(metrics, speculation=speculation)
     made.reuse = Reuse(chunk=16)
     for i in range(samples):
         made.speculation.begin(DraftContext(f"s{i}", (7,), RESPONSE))
     for i in following:
-        request = SampleRequest(
+        request = EngineRequest(
             f"s{i}",
             (7,),
             (),

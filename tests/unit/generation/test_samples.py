@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2, sample_pb2
 from services.generation.engine.types import Finish, SampleStep
-from services.generation.metrics import EngineMetrics, reached
-from services.generation.samples import RunningSample, WorkStream
+from services.generation.loop.metrics import EngineMetrics, reached
+from services.generation.loop.samples import RunningSample
+from services.generation.loop.work_stream import WorkStream
 from tests.unit.generation.scripted import sample_request
 
 
@@ -44,13 +46,13 @@ async def test_the_end_tells_drafts_by_drafter_and_the_times() -> None:
     sample = running(WorkStream(asyncio.get_running_loop()))
     sample.record(step(1), 12.0, "")
     sample.record(step(2, 3, 4, drafted=5, accepted=2), 13.0, "suffix")
-    sample.record(step(5, drafted=3, accepted=0), 14.0, "given")
+    sample.record(step(5, drafted=3, accepted=0), 14.0, "reference")
     sample.record(step(6, 7, drafted=1, accepted=1), 15.0, "suffix")
     finished = sample.finished(Finish.STOP, 20.0)
     sources = {source.drafter: (source.drafted, source.accepted) for source in finished.draft_sources}
-    assert sources == {"suffix": (6, 3), "given": (3, 0)}
+    assert sources == {"suffix": (6, 3), "reference": (3, 0)}
     assert (finished.decode_steps, finished.verify_steps) == (4, 3)
-    assert (finished.queue_seconds, finished.generation_seconds) == (2.0, 8.0)
+    assert (seconds_of(finished.queue_time), seconds_of(finished.generation_time)) == (2.0, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +71,14 @@ async def test_finish_reasons(finish: Finish | None, reason: int) -> None:
 async def test_a_flush_is_one_response_and_nothing_is_no_response() -> None:
     stream = WorkStream(asyncio.get_running_loop())
     load = fleet_pb2.InstanceLoad(running=2)
-    stream.flush(load, 7)
+    stream.flush(load, 7, 10.0)
     first, second = running(stream, 1), running(stream, 2)
     first.record(step(1), 11.0, "")
     second.record(step(2), 11.0, "")
     stream.finish(second, second.finished(Finish.STOP, 12.0))
     stream.refuse(pb.Refused(handle=3))
-    stream.flush(load, 7)
-    stream.flush(load, 7)
+    stream.flush(load, 7, 12.0, everything=True)
+    stream.flush(load, 7, 12.0, everything=True)
     response = await asyncio.wait_for(stream.outbox.get(), 5)
     assert isinstance(response, pb.WorkResponse)
     assert {delta.handle: list(delta.token_ids) for delta in response.deltas} == {1: [1], 2: [2]}

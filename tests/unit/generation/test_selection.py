@@ -1,4 +1,4 @@
-"""What is chosen of offers, against the same written out."""
+"""What is chosen of proposals, against the same written out."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.generation.drafting.drafter import Offers
-from services.generation.drafting.row_grid import row_counts
-from services.generation.drafting.selection import Line, best_picks, flaw, least_row, longest, survivals
-from services.policy.curve import Curve, Curves
-from services.policy.step_time import StepTime
-from tests.unit.policy.test_step_time import ARCHITECTURE, models
+from services.generation.speculation.batch_sizes import draft_token_counts
+from services.generation.speculation.drafter import Proposals
+from services.generation.speculation.selection.selection import (
+    RankedTokens,
+    best_picks,
+    flaw,
+    longest,
+    min_token_seconds,
+    survivals,
+)
 
 N, WIDTH = 5, 4
 probabilities = st.sampled_from((0.0, 0.1, 0.5, 0.8, 0.95, 1.0)) | st.floats(0, 1)
-one_offer = st.lists(st.lists(probabilities, min_size=3, max_size=3), min_size=N, max_size=N)
-several = st.lists(one_offer, min_size=1, max_size=3)
+one_proposal = st.lists(st.lists(probabilities, min_size=3, max_size=3), min_size=N, max_size=N)
+several = st.lists(one_proposal, min_size=1, max_size=3)
 rooms = st.lists(st.integers(-1, WIDTH), min_size=N, max_size=N)
-curves = st.builds(
-    lambda model, context, factor, offset: Curves(model).of(N, context).corrected(factor, offset, 4.0),
-    models,
-    st.integers(N, 10**6),
-    st.floats(0.3, 3.0),
-    st.floats(-1e-3, 1e-3),
-)
+COUNTS = draft_token_counts(N, N * WIDTH)
+# Seconds of steps with these numbers of draft tokens, never falling.
+times = st.lists(st.floats(1e-4, 1e-2), min_size=len(COUNTS), max_size=len(COUNTS)).map(np.cumsum)
 
 
-def offers_of(acceptance: list[list[float]]) -> Offers:
-    return Offers(np.ones((N, 3), np.int32), np.array(acceptance))
+def proposals_of(acceptance: list[list[float]]) -> Proposals:
+    return Proposals(np.ones((N, 3), np.int32), np.array(acceptance))
 
 
 def survival_of(made: list[list[list[float]]], room: list[int]) -> np.ndarray:
-    return survivals([offers_of(each) for each in made], np.array(room, np.int64), WIDTH)
+    return survivals([proposals_of(each) for each in made], np.array(room, np.int64), WIDTH)
 
 
 @given(several, rooms)
@@ -46,7 +46,7 @@ def test_survival_is_the_product_within_the_room(made: list[list[list[float]]], 
 
 
 @given(several, rooms, st.floats(0, 1), st.floats(0, 1))
-def test_the_longest_is_the_offer_that_promises_most(
+def test_the_longest_is_the_proposal_that_promises_most(
     made: list[list[list[float]]], room: list[int], floor: float, survival_floor: float
 ) -> None:
     survival = survival_of(made, room)
@@ -62,26 +62,25 @@ def test_the_longest_is_the_offer_that_promises_most(
 
 
 @settings(deadline=None)
-@given(several, rooms, st.floats(0, 0.5), st.floats(1e-6, 0.5), curves)
+@given(several, rooms, st.floats(0, 0.5), st.floats(1e-6, 0.5), times)
 def test_a_line_is_evaluated_by_its_best_tokens_and_the_curve(
-    made: list[list[list[float]]], room: list[int], price: float, least: float, curve: Curve
+    made: list[list[list[float]]], room: list[int], price: float, least: float, seconds: np.ndarray
 ) -> None:
     survival = survival_of(made, room)
-    line, counts = Line(survival, best_picks(survival, price), least), row_counts(N, N * WIDTH)
+    line = RankedTokens(survival, best_picks(survival, price), least)
     picked = survival[line.picks, np.arange(N)]
     above = np.maximum(survival - price, 0.0).sum(2)
     assert above[line.picks, np.arange(N)] == pytest.approx(above.max(0))
     tokens = np.sort(picked[picked >= least])[::-1]
     assert len(line) == len(tokens)
+    by_count = dict(zip(COUNTS.tolist(), seconds.tolist(), strict=True))
     rates = {
-        count: (N + tokens[:count].sum()) / curve.seconds(count)
-        for count in counts.tolist()
-        if count <= len(tokens)
+        count: (N + tokens[:count].sum()) / time for count, time in by_count.items() if count <= len(tokens)
     }
-    best, other = line.evaluate(counts, curve)
+    best, other = line.evaluate(COUNTS, seconds)
     assert best.rate == pytest.approx(max(rates.values()))
     assert best.rate == pytest.approx(rates[best.tokens])
-    assert best.seconds == pytest.approx(curve.seconds(best.tokens))
+    assert best.seconds == pytest.approx(by_count[best.tokens])
     assert bool(other.tokens) == (len(rates) > 1)
     for rated in (best, other):
         if not rated.tokens:
@@ -94,23 +93,30 @@ def test_a_line_is_evaluated_by_its_best_tokens_and_the_curve(
         assert taken == pytest.approx(rated.expected)
 
 
-@given(curves)
-def test_the_least_row_is_the_flattest_piece_of_the_curve(curve: Curve) -> None:
-    counts = row_counts(N, N * WIDTH)
-    times = np.array([curve.seconds(count) for count in counts.tolist()])
-    assert least_row(counts, curve) == pytest.approx((np.diff(times) / np.diff(counts)).min(), abs=1e-12)
+@given(several, times, st.floats(0, 0.1), st.floats(0, 1e-2))
+def test_no_step_takes_longer_than_its_limit(
+    made: list[list[list[float]]], seconds: np.ndarray, longest_step: float, per_token: float
+) -> None:
+    survival = survival_of(made, [WIDTH] * N)
+    line = RankedTokens(survival, best_picks(survival, 0.0), 1e-6)
+    for rated in line.evaluate(COUNTS, seconds, longest_step, per_token):
+        assert not rated.tokens or rated.seconds <= (longest_step + per_token * rated.expected) * (1 + 1e-9)
+
+
+@given(times)
+def test_the_min_token_seconds_is_the_least_that_a_token_adds(seconds: np.ndarray) -> None:
+    found = min_token_seconds(COUNTS, seconds)
+    assert found == pytest.approx((np.diff(seconds) / np.diff(COUNTS)).min(), abs=1e-12)
 
 
 def test_a_line_that_is_shorter_than_the_first_step_of_the_grid_is_tried_whole() -> None:
     survival = np.zeros((1, 200, 2))
     survival[0, :3, 0] = 0.9
-    line = Line(survival, best_picks(survival, 0.0), 0.1)
-    counts = row_counts(200, 400)
+    line = RankedTokens(survival, best_picks(survival, 0.0), 0.1)
+    counts = draft_token_counts(200, 400)
     assert counts[1] > 3
     # A step takes as long with a few tokens as without.
-    slow = StepTime(architecture=ARCHITECTURE, throughput=1e30, bandwidth=1e9)
-    curve = Curves(slow).of(200, 200)
-    best, other = line.evaluate(counts, curve)
+    best, other = line.evaluate(counts, np.ones(len(counts)))
     assert best == other
     assert (best.tokens, best.expected) == (3, pytest.approx(2.7))
     assert list(line.cut(3)[:4]) == [1, 1, 1, 0]
@@ -118,19 +124,19 @@ def test_a_line_that_is_shorter_than_the_first_step_of_the_grid_is_tried_whole()
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint64])
 def test_tokens_of_any_kind_of_integer_are_checked(dtype: type) -> None:
-    right = Offers(np.array([[1, 9]], dtype), np.ones((1, 2)))
+    right = Proposals(np.array([[1, 9]], dtype), np.ones((1, 2)))
     assert flaw(right, 10) == ""
     assert "vocabulary of 9" in flaw(right, 9)
     if dtype is np.uint64:
-        assert "vocabulary" in flaw(Offers(np.array([[1, 2**64 - 1]], dtype), np.ones((1, 2))), 10)
+        assert "vocabulary" in flaw(Proposals(np.array([[1, 2**64 - 1]], dtype), np.ones((1, 2))), 10)
 
 
 def test_what_is_no_token_or_no_probability_is_said() -> None:
     tokens = np.zeros((1, 2), np.int32)
-    assert "vocabulary" in flaw(Offers(tokens.astype(float), np.ones((1, 2))), 10)  # type: ignore[arg-type]
-    assert "vocabulary" in flaw(Offers(tokens - 1, np.ones((1, 2))), 10)
+    assert "vocabulary" in flaw(Proposals(tokens.astype(float), np.ones((1, 2))), 10)  # type: ignore[arg-type]
+    assert "vocabulary" in flaw(Proposals(tokens - 1, np.ones((1, 2))), 10)
     for wrong in (np.nan, -0.1, 1.1):
-        assert "probability" in flaw(Offers(tokens, np.array([[0.5, wrong]])), 10)
-    assert "probability" in flaw(Offers(tokens, tokens), 10)  # type: ignore[arg-type]
+        assert "probability" in flaw(Proposals(tokens, np.array([[0.5, wrong]])), 10)
+    assert "probability" in flaw(Proposals(tokens, tokens), 10)  # type: ignore[arg-type]
     # Of another precision, and not side by side in memory.
-    assert flaw(Offers(tokens, np.ones((2, 1), np.float32).T), 10) == ""  # type: ignore[arg-type]
+    assert flaw(Proposals(tokens, np.ones((2, 1), np.float32).T), 10) == ""  # type: ignore[arg-type]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,60 @@ from google.rpc import code_pb2
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
+from services.contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
 from services.generation.config import GenerationConfig
-from services.generation.instance import Applied, Instance
-from services.generation.loop import EngineLoop
-from services.generation.metrics import EngineMetrics
-from services.generation.service import GenerationService
-from services.platform.errors import FailedPrecondition, Unavailable
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.sample_table import SampleTable
+from services.generation.server.generation_service import GenerationService
+from services.generation.server.instance import GenerationInstance
+from services.generation.server.sample_intake import SampleIntake
+from services.generation.server.weight_updates import AppliedWeights, WeightUpdates
+from services.platform.redis.connection import Keys
+from services.platform.redis.registry import InstanceRecord, Registration
 from tests.support.instances import item
 from tests.support.models import tiny_model
-from tests.unit.generation.scripted import ScriptedEngine
+from tests.unit.generation.scripted import ScriptedEngine, held_up
 
-WAIT = 20.0
+WAIT = 60.0
+
+
+def unit_instance(
+    config: GenerationConfig, loop: EngineLoop, has_reallocator: Callable[[], Awaitable[bool]]
+) -> GenerationInstance:
+    """Return an instance that is registered nowhere."""
+    record = InstanceRecord("generation", config.instance_id)
+    registration = Registration(None, Keys(config.namespace), record)  # type: ignore[arg-type]
+    return GenerationInstance(config, loop, registration, has_reallocator)
 
 
 class Rig:
     """An instance over a scripted engine that steps whenever it has samples."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
+        self.reallocator = False
         self.engine = ScriptedEngine(permits=1 << 30)
         metrics = EngineMetrics(CollectorRegistry())
-        self.loop = EngineLoop(lambda: self.engine, metrics, flush_interval=1, max_waiting=8)
+        config = GenerationConfig(model=str(model), instance_id="unit", **settings)
+        self.loop = EngineLoop(
+            lambda: (self.engine, SampleDrafts(metrics)),
+            metrics,
+            SampleTable(metrics.background),
+            flush_interval=1,
+            max_waiting=8,
+        )
         self.loop.start()
         self.loop.ready.result(WAIT)
-        config = GenerationConfig(model=str(model), instance_id="unit", **settings)
-        self.instance = Instance(config, self.loop, metrics)
-        self.service = GenerationService(self.instance)
+        self.instance = unit_instance(config, self.loop, self.has_reallocator)
+        self.weights = WeightUpdates(config, self.loop, lambda: None, None, metrics)
+        intake = SampleIntake(
+            self.loop, self.instance.terms, None, lambda stream, claim: None, metrics.rollouts, 1.0
+        )
+        self.service = GenerationService(self.instance, intake, self.weights)
+
+    async def has_reallocator(self) -> bool:
+        return self.reallocator
 
     async def work(self, *items: pb.WorkItem) -> list[pb.WorkResponse]:
         """Responses to one request, until each of its items ended or was refused."""
@@ -118,10 +146,10 @@ async def test_a_work_stream_on_a_stopped_engine_is_refused_at_once(rig: Rig) ->
 
 
 async def test_weights_that_fail_in_the_engine_end_the_engine(rig: Rig, model: Path) -> None:
-    await rig.instance.stage(1, model, "")
+    await rig.weights.stage(1, model, "")
     rig.engine.apply_fault = RuntimeError("half-loaded")
     with pytest.raises(RuntimeError, match="half-loaded"):
-        await rig.instance.apply(1)
+        await rig.weights.apply(1)
     assert rig.loop.broken.result(WAIT) is rig.engine.apply_fault
     with pytest.raises(Unavailable):
         await rig.work(item(1, [1]))
@@ -129,31 +157,57 @@ async def test_weights_that_fail_in_the_engine_end_the_engine(rig: Rig, model: P
 
 
 async def test_applied_weights_are_the_staged_ones_and_change_the_version(rig: Rig, model: Path) -> None:
-    staged = await rig.instance.stage(4, model, "")
-    assert await rig.instance.apply(4) == Applied(dropped_blocks=7)
+    staged = await rig.weights.stage(4, model, "")
+    assert await rig.weights.apply(4) == AppliedWeights(dropped_blocks=7)
     (applied,) = rig.engine.applied
     assert applied.keys() == staged.tensors.keys()
-    assert (rig.loop.policy_version, rig.instance.staged) == (4, None)
-    assert await rig.instance.apply(4) == Applied()
+    assert (rig.loop.policy_version, rig.weights.staged) == (4, None)
+    assert await rig.weights.apply(4) == AppliedWeights()
     assert len(rig.engine.applied) == 1
     stale = refusals(await rig.work(item(1, [1], policy_version=0)))
     assert stale == {1: code_pb2.FAILED_PRECONDITION}
 
 
+@pytest.fixture
+def root(model: Path) -> Path:
+    """A folder of weights: v1 leads out of it, v2 does not; and a link to it, beside it."""
+    made = model.parent / "weights"
+    made.mkdir()
+    (made / "v1").symlink_to(model)
+    (made / "v2").mkdir()
+    for file in model.glob("*.safetensors"):
+        (made / "v2" / file.name).write_bytes(file.read_bytes())
+    (model.parent / "link").symlink_to(made)
+    return made
+
+
+async def test_weights_outside_the_root_are_not_read(model: Path, root: Path) -> None:
+    rig = Rig(model, weights_root=root)
+    for folder in (model, root / "v1", root / "v2" / ".." / ".." / "model"):
+        with pytest.raises(InvalidArgument) as refused:
+            await rig.weights.stage(1, folder, "")
+        assert str(root) in refused.value.message
+    for folder in (root / "v2", model.parent / "link" / "v2"):
+        assert (await rig.weights.stage(1, folder, "")).version == 1
+    rig.loop.stop()
+    rig.loop.join(WAIT)
+
+
 async def test_nothing_is_applied_that_was_not_staged(rig: Rig, model: Path) -> None:
     with pytest.raises(FailedPrecondition, match="version 1 is not staged") as caught:
-        await rig.instance.apply(1)
+        await rig.weights.apply(1)
     assert caught.value.reason == "NOT_STAGED"
-    await rig.instance.stage(1, model, "")
-    rig.instance.discard(2)
-    assert rig.instance.staged is not None
-    rig.instance.discard(1)
-    assert rig.instance.staged is None
+    await rig.weights.stage(1, model, "")
+    rig.weights.discard(2)
+    assert rig.weights.staged is not None
+    rig.weights.discard(1)
+    assert rig.weights.staged is None
 
 
 async def test_only_an_engine_that_should_be_working_can_hang(rig: Rig, model: Path) -> None:
-    rig.loop.last_progress = time.monotonic() - 10_000
-    assert not rig.instance.hung
+    async with held_up(rig.loop):
+        rig.loop.last_progress = rig.loop.now - 10_000
+        assert not rig.instance.hung, "it has no samples"
     await rig.instance.pause(True)
     over = asyncio.Event()
 
@@ -164,14 +218,13 @@ async def test_only_an_engine_that_should_be_working_can_hang(rig: Rig, model: P
     stream = rig.service.Work(requests(), None)  # type: ignore[arg-type]
     reading = asyncio.ensure_future(anext(stream))
     async with asyncio.timeout(WAIT):
-        while not rig.loop.sample_count:
+        while not rig.loop.samples.real_count:
             await rig.instance.pause(True)
-    rig.loop.last_progress = time.monotonic() - 10_000
-    assert not rig.instance.hung
-    # As a step that does not return would leave it.
-    rig.loop.paused = False
-    assert rig.instance.hung
-    await rig.instance.pause(False)
+    async with held_up(rig.loop):
+        rig.loop.last_progress = rig.loop.now - 10_000
+        assert not rig.instance.hung, "it is paused"
+        rig.loop.paused = False
+        assert rig.instance.hung
     await asyncio.wait_for(reading, WAIT)
     assert not rig.instance.hung
     over.set()
@@ -183,3 +236,9 @@ async def test_a_draining_instance_says_so(rig: Rig) -> None:
     assert await rig.instance.drain() == 0
     assert rig.instance.state == rig.instance.record().state == "draining"
     assert refusals(await rig.work(item(1, [1]))) == {1: code_pb2.FAILED_PRECONDITION}
+
+
+async def test_the_record_of_an_instance_can_be_stored(rig: Rig) -> None:
+    record = rig.instance.record()
+    assert InstanceRecord.from_json(record.to_json()) == record
+    assert record.load["step_seconds"] == 0.0

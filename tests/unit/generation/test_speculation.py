@@ -16,55 +16,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hypothesis_numpy
 
-from services.generation.drafting.drafter import Arrival, DraftContext, Offer, Offers
-from services.generation.drafting.plan import UNBOUNDED, Drafts, FixedPlan
-from services.generation.drafting.speculation import MAX_FAULTS, Speculation
-from services.generation.engine.types import SampleState, SampleStep
-from tests.support.offers import batched
+from services.generation.engine.types import EngineSampleState, SampleStep
+from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposal, Proposals
+from services.generation.speculation.plan import UNBOUNDED, Drafts, FixedLengthPlanner
+from services.generation.speculation.speculation import MAX_FAULTS, Speculation
+from tests.support.proposals import batched
 
 VOCAB = 100
 WINDOW = 4
 
 
-def states(*ids: str, room: int = 50) -> list[SampleState]:
-    return [SampleState(sample_id, [1], [], room) for sample_id in ids]
+def states(*ids: str, room: int = 50) -> list[EngineSampleState]:
+    return [EngineSampleState(sample_id, [1], [], room) for sample_id in ids]
 
 
-def offer(*tokens: int, p: float = 0.9) -> Offer:
-    return Offer(list(tokens), [p] * len(tokens))
+def proposal(*tokens: int, p: float = 0.9) -> Proposal:
+    return Proposal(list(tokens), [p] * len(tokens))
 
 
 # -- the plan -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "expected"), [([], 0.0), ([0.5], 0.5), ([0.5, 0.5], 0.75), ([1, 1, 0, 1], 2.0)]
-)
-def test_an_offer_is_worth_the_sum_of_its_survival_products(acceptance: list[float], expected: float) -> None:
-    assert Offer([1] * len(acceptance), acceptance).expected == expected
-
-
-@pytest.mark.parametrize(
     ("window", "room", "count"), [(4, 50, 4), (9, 50, 6), (4, 2, 2), (4, 0, 0), (4, -1, 0), (1, 9, 1)]
 )
 def test_a_draft_keeps_to_the_window_and_to_the_room(window: int, room: int, count: int) -> None:
-    made = {"d": [offer(1, 2, 3, 4, 5, 6)]}
-    chosen = FixedPlan(window).choose(states("a", room=room), batched(made))
+    made = {"d": [proposal(1, 2, 3, 4, 5, 6)]}
+    chosen = FixedLengthPlanner(window).choose(states("a", room=room), batched(made))
     assert [draft.tokens for draft in chosen.values()] == ([[1, 2, 3, 4, 5, 6][:count]] if count else [])
 
 
-def test_an_offer_that_starts_below_the_floor_is_left_out() -> None:
-    made = {"d": [offer(1, 2, p=0.49), offer(3, p=0.5)]}
-    chosen = FixedPlan(WINDOW, floor=0.5).choose(states("a", "b"), batched(made))
+def test_a_proposal_that_starts_below_the_floor_is_left_out() -> None:
+    made = {"d": [proposal(1, 2, p=0.49), proposal(3, p=0.5)]}
+    chosen = FixedLengthPlanner(WINDOW, floor=0.5).choose(states("a", "b"), batched(made))
     assert {sample_id: draft.tokens for sample_id, draft in chosen.items()} == {"b": [3]}
 
 
-def test_each_sample_gets_the_offer_that_promises_most() -> None:
+def test_each_sample_gets_the_proposal_that_promises_most() -> None:
     made = {
-        "long": [offer(1, 2, 3, 4, p=0.5), offer(1, 2, 3, 4, p=0.9), None],
-        "sure": [offer(9, p=0.99), offer(9, p=0.99), None],
+        "long": [proposal(1, 2, 3, 4, p=0.5), proposal(1, 2, 3, 4, p=0.9), None],
+        "sure": [proposal(9, p=0.99), proposal(9, p=0.99), None],
     }
-    chosen = FixedPlan(WINDOW).choose(states("a", "b", "c"), batched(made))
+    chosen = FixedLengthPlanner(WINDOW).choose(states("a", "b", "c"), batched(made))
     assert {sample_id: draft.drafter for sample_id, draft in chosen.items()} == {"a": "sure", "b": "long"}
 
 
@@ -78,24 +71,24 @@ def test_each_sample_gets_the_offer_that_promises_most() -> None:
         ([0.5, 1.0, 1.0, 1.0], 0.5, 4),
     ],
 )
-def test_an_offer_is_cut_where_it_will_hardly_be_reached(
+def test_a_proposal_is_cut_where_it_will_hardly_be_reached(
     acceptance: list[float], floor: float, count: int
 ) -> None:
-    made = {"d": [Offer([1, 2, 3, 4], acceptance)]}
-    chosen = FixedPlan(WINDOW, survival_floor=floor).choose(states("a"), batched(made))
+    made = {"d": [Proposal([1, 2, 3, 4], acceptance)]}
+    chosen = FixedLengthPlanner(WINDOW, survival_floor=floor).choose(states("a"), batched(made))
     assert [draft.tokens for draft in chosen.values()] == ([[1, 2, 3, 4][:count]] if count else [])
 
 
-def test_an_offer_is_worth_only_what_can_be_verified_of_it() -> None:
-    made = {"long": [offer(1, 2, 3, 4, 5, 6, p=0.7)], "sure": [offer(9, 9, p=0.9)]}
+def test_a_proposal_is_worth_only_what_can_be_verified_of_it() -> None:
+    made = {"long": [proposal(1, 2, 3, 4, 5, 6, p=0.7)], "sure": [proposal(9, 9, p=0.9)]}
     for room, drafter in ((50, "long"), (2, "sure")):
-        (draft,) = FixedPlan(6).choose(states("a", room=room), batched(made)).values()
+        (draft,) = FixedLengthPlanner(6).choose(states("a", room=room), batched(made)).values()
         assert draft.drafter == drafter
 
 
 def test_a_draft_is_named_after_its_source_or_else_its_drafter() -> None:
-    made = {"d": [Offer([1], [0.9], "pregenerated"), Offer([1], [0.9])]}
-    chosen = FixedPlan(WINDOW).choose(states("a", "b"), batched(made))
+    made = {"d": [Proposal([1], [0.9], "pregenerated"), Proposal([1], [0.9])]}
+    chosen = FixedLengthPlanner(WINDOW).choose(states("a", "b"), batched(made))
     assert [draft.source for draft in chosen.values()] == ["pregenerated", "d"]
 
 
@@ -103,8 +96,8 @@ def test_a_draft_is_named_after_its_source_or_else_its_drafter() -> None:
 def test_a_draft_of_fixed_length_ends_where_it_will_hardly_be_reached(
     acceptance: list[float], limit: int, floor: float
 ) -> None:
-    made = batched({"d": [Offer([1] * len(acceptance), acceptance)]})
-    chosen = FixedPlan(20, survival_floor=floor).choose(states("a", room=limit), made)
+    made = batched({"d": [Proposal([1] * len(acceptance), acceptance)]})
+    chosen = FixedLengthPlanner(20, survival_floor=floor).choose(states("a", room=limit), made)
     length = len(chosen["a"].tokens) if chosen else 0
     assert 0 <= length <= max(limit, 0)
     survival = math.prod(acceptance[:length])
@@ -119,9 +112,9 @@ def test_drafts_are_cut_to_equal_lengths_where_the_engine_has_no_rows_for_them(
     offered: list[int], capacity: int
 ) -> None:
     batch = states(*[f"s{i}" for i in range(len(offered))])
-    made = batched({"d": [offer(*[1] * length) if length else None for length in offered]})
-    chosen = FixedPlan(WINDOW).choose(batch, made, capacity)
-    whole = FixedPlan(WINDOW).choose(batch, made)
+    made = batched({"d": [proposal(*[1] * length) if length else None for length in offered]})
+    chosen = FixedLengthPlanner(WINDOW).choose(batch, made, capacity)
+    whole = FixedLengthPlanner(WINDOW).choose(batch, made)
     room = max(0, capacity - len(batch))
     assert chosen.count <= room
     longest = max((len(tokens) for tokens in chosen.tokens.values()), default=0)
@@ -133,18 +126,18 @@ def test_drafts_are_cut_to_equal_lengths_where_the_engine_has_no_rows_for_them(
 
 @pytest.mark.parametrize("made", [{}, {"d": [None, None]}])
 def test_nothing_offered_is_nothing_verified(made: dict[str, Any]) -> None:
-    assert FixedPlan(WINDOW).choose(states("a", "b"), batched(made)) == {}
+    assert FixedLengthPlanner(WINDOW).choose(states("a", "b"), batched(made)) == {}
 
 
 def test_no_samples_need_no_drafts() -> None:
-    assert FixedPlan(WINDOW).choose([], batched({"d": []})) == {}
+    assert FixedLengthPlanner(WINDOW).choose([], batched({"d": []})) == {}
 
 
 @given(st.integers(1, 200), st.integers(1, 8))
 def test_every_sample_of_a_batch_gets_its_own_draft(samples: int, window: int) -> None:
     batch = states(*[f"s{i}" for i in range(samples)])
-    made = {"d": [offer(*[i] * 10) for i in range(samples)]}
-    chosen = FixedPlan(window).choose(batch, batched(made))
+    made = {"d": [proposal(*[i] * 10) for i in range(samples)]}
+    chosen = FixedLengthPlanner(window).choose(batch, batched(made))
     assert {sid: draft.tokens for sid, draft in chosen.items()} == {
         f"s{i}": [i] * window for i in range(samples)
     }
@@ -156,22 +149,22 @@ def test_every_sample_of_a_batch_gets_its_own_draft(samples: int, window: int) -
 class Scripted:
     """A drafter that does what the test says."""
 
-    def __init__(self, name: str, answer: Callable[[Sequence[SampleState], int], Any]) -> None:
+    def __init__(self, name: str, answer: Callable[[Sequence[EngineSampleState], int], Any]) -> None:
         self.name = name
         self.answer = answer
         self.asked = 0
         self.learned: list[tuple[str, int, int]] = []
         self.ended: list[tuple[str, list[int]]] = []
-        self.adopted: list[Arrival] = []
+        self.adopted: list[NewRollouts] = []
         self.slices = 0
 
     def begin(self, context: DraftContext) -> None:
         pass
 
-    def offer(self, samples: Sequence[SampleState], window: int) -> Any:
+    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Any:
         self.asked += 1
         answer = self.answer(samples, window)
-        return Offers.of(answer) if type(answer) is list else answer
+        return Proposals.of(answer) if type(answer) is list else answer
 
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
         self.learned.append((sample_id, drafted, accepted))
@@ -179,10 +172,10 @@ class Scripted:
     def end(self, sample_id: str, response: Sequence[int]) -> None:
         self.ended.append((sample_id, list(response)))
 
-    def adopt(self, arrival: Arrival) -> None:
+    def add_rollouts(self, arrival: NewRollouts) -> None:
         self.adopted.append(arrival)
 
-    def tend(self) -> bool:
+    def idle_work(self) -> bool:
         self.slices -= 1
         return self.slices > 0
 
@@ -202,57 +195,59 @@ class Counts:
 
 
 def good(name: str = "good", p: float = 0.6) -> Scripted:
-    return Scripted(name, lambda samples, window: [offer(7, p=p) for _ in samples])
+    return Scripted(name, lambda samples, window: [proposal(7, p=p) for _ in samples])
 
 
 def speculation(*drafters: Any) -> tuple[Speculation, Counts]:
     counts = Counts()
-    return Speculation(drafters, FixedPlan(WINDOW), VOCAB, counts), counts
+    return Speculation(drafters, FixedLengthPlanner(WINDOW), VOCAB, counts), counts
 
 
-def raising(samples: Sequence[SampleState], window: int) -> Any:
+def raising(samples: Sequence[EngineSampleState], window: int) -> Any:
     raise RuntimeError("drafter")
 
 
-def every(made: Any) -> Callable[[Sequence[SampleState], int], Any]:
-    """The same for every sample."""
+def every(made: Any) -> Callable[[Sequence[EngineSampleState], int], Any]:
+    """Return the same for every sample."""
     return lambda samples, window: [made for _ in samples]
 
 
-def rows(tokens: Any, acceptance: Any, sources: Any = ()) -> Callable[[Sequence[SampleState], int], Any]:
-    """The same row of tokens and of predictions for every sample."""
-    return lambda samples, window: Offers(
+def rows(
+    tokens: Any, acceptance: Any, sources: Any = ()
+) -> Callable[[Sequence[EngineSampleState], int], Any]:
+    """Return the same row of tokens and of predictions for every sample."""
+    return lambda samples, window: Proposals(
         np.array([tokens] * len(samples)), np.array([acceptance] * len(samples)), sources
     )
 
 
-GARBAGE: dict[str, Callable[[Sequence[SampleState], int], Any]] = {
+GARBAGE: dict[str, Callable[[Sequence[EngineSampleState], int], Any]] = {
     "raises": raising,
     "a number": lambda samples, window: 3,
-    "too few offers": lambda samples, window: [offer(1)] * (len(samples) - 1),
-    "too many offers": lambda samples, window: [offer(1)] * (len(samples) + 1),
-    "offers one by one": lambda samples, window: (offer(1) for _ in samples),
-    "no arrays": lambda samples, window: Offers([[1]], [[0.9]]),  # type: ignore[arg-type]
-    "None for the tokens": lambda samples, window: Offers(None, None),  # type: ignore[arg-type]
+    "too few proposals": lambda samples, window: [proposal(1)] * (len(samples) - 1),
+    "too many proposals": lambda samples, window: [proposal(1)] * (len(samples) + 1),
+    "proposals one by one": lambda samples, window: (proposal(1) for _ in samples),
+    "no arrays": lambda samples, window: Proposals([[1]], [[0.9]]),  # type: ignore[arg-type]
+    "None for the tokens": lambda samples, window: Proposals(None, None),  # type: ignore[arg-type]
     "no tokens": rows([], []),
     "one dimension": rows(1, 0.9),
-    "too many tokens": every(offer(1, 2, 3, 4, 5)),
-    "a token past the vocabulary": every(offer(1, VOCAB)),
-    "a negative token": every(offer(-1)),
+    "too many tokens": every(proposal(1, 2, 3, 4, 5)),
+    "a token past the vocabulary": every(proposal(1, VOCAB)),
+    "a negative token": every(proposal(-1)),
     "a bool": rows([True], [0.9]),
     "a float": rows([1.0], [0.9]),
     "a text": rows(["a"], [0.9]),
     "None for a token": rows([None], [0.9]),
     "too few predictions": rows([1, 2], [0.9]),
     "too many predictions": rows([1], [0.9, 0.9]),
-    "a prediction of NaN": every(offer(1, p=math.nan)),
-    "a prediction of infinity": every(offer(1, p=math.inf)),
-    "a prediction above one": every(offer(1, p=1.01)),
-    "a negative prediction": every(offer(1, p=-0.1)),
+    "a prediction of NaN": every(proposal(1, p=math.nan)),
+    "a prediction of infinity": every(proposal(1, p=math.inf)),
+    "a prediction above one": every(proposal(1, p=1.01)),
+    "a negative prediction": every(proposal(1, p=-0.1)),
     "a whole number for a prediction": rows([1], [1]),
     "a text for a prediction": rows([1], ["x"]),
     "too few sources": rows([1], [0.9], ["x"]),
-    "a number for a source": lambda samples, window: [Offer([1], [0.9], 3)] * len(samples),  # type: ignore[arg-type]
+    "a number for a source": lambda samples, window: [Proposal([1], [0.9], 3)] * len(samples),  # type: ignore[arg-type]
 }
 
 
@@ -272,8 +267,8 @@ def test_a_faulty_drafter_loses_its_say_and_the_others_go_on(what: str) -> None:
     assert all(entry["drafter"] == "bad" and (entry.get("fault") or entry.get("last")) for entry in logs)
 
 
-def test_one_bad_offer_costs_the_drafter_the_step_and_counts_once() -> None:
-    mixed = Scripted("mixed", lambda samples, window: [offer(5, p=0.9), offer(VOCAB, p=0.9), None])
+def test_one_bad_proposal_costs_the_drafter_the_step_and_counts_once() -> None:
+    mixed = Scripted("mixed", lambda samples, window: [proposal(5, p=0.9), proposal(VOCAB, p=0.9), None])
     spec, counts = speculation(mixed, good())
     for asked in range(1, MAX_FAULTS + 1):
         assert spec.drafts(states("a", "b", "c")) == {"a": [7], "b": [7], "c": [7]}
@@ -283,13 +278,13 @@ def test_one_bad_offer_costs_the_drafter_the_step_and_counts_once() -> None:
 
 
 def test_good_steps_in_between_do_not_switch_a_drafter_off() -> None:
-    answers = [every(offer(VOCAB)), every(offer(3)), every(offer(VOCAB)), every(offer(3))]
+    answers = [every(proposal(VOCAB)), every(proposal(3)), every(proposal(VOCAB)), every(proposal(3))]
     flaky = Scripted("flaky", lambda samples, window: answers.pop(0)(samples, window))
     spec, _ = speculation(flaky)
     assert [spec.drafts(states("a")) for _ in range(4)] == [{}, {"a": [3]}, {}, {"a": [3]}]
 
 
-@pytest.mark.parametrize("method", ["begin", "learn", "end", "adopt"])
+@pytest.mark.parametrize("method", ["begin", "learn", "end", "add_rollouts"])
 def test_a_drafter_that_raises_elsewhere_harms_nobody(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, well = good("bad", p=0.9), good("well", p=0.5)
 
@@ -300,7 +295,7 @@ def test_a_drafter_that_raises_elsewhere_harms_nobody(method: str, monkeypatch: 
     spec, counts = speculation(bad, well)
     for _ in range(MAX_FAULTS + 1):
         spec.begin(DraftContext("a", [1]))
-        spec.adopt(Arrival())
+        spec.add_rollouts(NewRollouts())
         drafts = spec.drafts(states("a"))
         assert drafts == {"a": [7]}
         spec.learn(SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1))
@@ -310,8 +305,8 @@ def test_a_drafter_that_raises_elsewhere_harms_nobody(method: str, monkeypatch: 
 
 
 def test_outcomes_go_to_the_drafter_that_made_the_draft() -> None:
-    left = Scripted("left", lambda samples, window: [offer(1, 2, p=0.9), None, None])
-    right = Scripted("right", lambda samples, window: [None, offer(3, p=0.9), None])
+    left = Scripted("left", lambda samples, window: [proposal(1, 2, p=0.9), None, None])
+    right = Scripted("right", lambda samples, window: [None, proposal(3, p=0.9), None])
     spec, counts = speculation(left, right)
     spec.drafts(states("a", "b", "c"))
     spec.learn(SampleStep("a", [1, 5], [0.0, 0.0], None, drafted=2, accepted=1))
@@ -322,7 +317,9 @@ def test_outcomes_go_to_the_drafter_that_made_the_draft() -> None:
 
 
 def test_outcomes_are_counted_by_the_source_of_the_draft() -> None:
-    aligned = Scripted("aligned", lambda samples, window: [Offer([1], [0.9], "history"), offer(2, p=0.9)])
+    aligned = Scripted(
+        "aligned", lambda samples, window: [Proposal([1], [0.9], "history"), proposal(2, p=0.9)]
+    )
     spec, counts = speculation(aligned)
     spec.drafts(states("a", "b"))
     assert (spec.drafter_of("a"), spec.drafter_of("b")) == ("history", "aligned")
@@ -334,8 +331,8 @@ def test_outcomes_are_counted_by_the_source_of_the_draft() -> None:
 def test_arrivals_and_ends_reach_every_drafter() -> None:
     left, right = good("left"), good("right")
     spec, _ = speculation(left, right)
-    arrival = Arrival()
-    spec.adopt(arrival)
+    arrival = NewRollouts()
+    spec.add_rollouts(arrival)
     spec.end("a", [1, 2])
     assert left.adopted == right.adopted == [arrival]
     assert left.ended == right.ended == [("a", [1, 2])]
@@ -345,14 +342,14 @@ def test_an_idle_engine_works_until_no_drafter_has_more_to_do() -> None:
     left, right = good("left"), good("right")
     spec, _ = speculation(left, right)
     left.slices, right.slices = 2, 4
-    assert [spec.tend() for _ in range(5)] == [True, True, True, False, False]
+    assert [spec.idle_work() for _ in range(5)] == [True, True, True, False, False]
 
 
 def test_a_drafter_that_raises_while_the_engine_idles_does_not_keep_it_awake() -> None:
     bad = good("bad")
-    bad.tend = lambda: raising((), 0)  # type: ignore[method-assign]
+    bad.idle_work = lambda: raising((), 0)  # type: ignore[method-assign]
     spec, counts = speculation(bad)
-    assert not spec.tend()
+    assert not spec.idle_work()
     assert counts.faults["bad"] == 1
 
 
@@ -372,7 +369,7 @@ anything = st.recursive(
 )
 arrays = st.tuples(st.integers(0, 4), st.integers(0, 6)).flatmap(
     lambda shape: st.builds(
-        Offers,
+        Proposals,
         hypothesis_numpy.arrays(np.int32, shape, elements=st.integers(-2, VOCAB + 1)),
         hypothesis_numpy.arrays(np.float64, shape, elements=st.floats(width=64)),
         st.lists(anything, max_size=4),
@@ -380,7 +377,7 @@ arrays = st.tuples(st.integers(0, 4), st.integers(0, 6)).flatmap(
 )
 
 
-@given(anything | arrays | st.builds(Offers, anything, anything), st.integers(1, 3))
+@given(anything | arrays | st.builds(Proposals, anything, anything), st.integers(1, 3))
 def test_whatever_a_drafter_answers_only_good_tokens_reach_the_engine(answer: Any, samples: int) -> None:
     spec, _ = speculation(Scripted("any", lambda states, window: answer))
     with structlog.testing.capture_logs():
@@ -403,20 +400,20 @@ class Unwanted:
         self.tokens = False
 
     def begin(self, context: DraftContext) -> None: ...
-    def adopt(self, arrival: Arrival) -> None: ...
+    def add_rollouts(self, arrival: NewRollouts) -> None: ...
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None: ...
     def end(self, sample_id: str, response: Sequence[int]) -> None: ...
-    def tend(self) -> bool:
+    def idle_work(self) -> bool:
         return False
 
-    def offer(self, samples: Sequence[SampleState], window: int) -> Offers | None:
+    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
         self.asked += 1
-        return batched({"d": [offer(7)] * len(samples)})["d"] if self.tokens else None
+        return batched({"d": [proposal(7)] * len(samples)})["d"] if self.tokens else None
 
 
 def test_a_drafter_that_never_pays_is_soon_asked_in_few_steps_and_at_once_when_there_is_news() -> None:
     drafter = Unwanted()
-    spec = Speculation([drafter], FixedPlan(WINDOW), VOCAB, Counts())
+    spec = Speculation([drafter], FixedLengthPlanner(WINDOW), VOCAB, Counts())
     for _ in range(200):
         assert spec.drafts(states("a")) == {}
     assert 10 < drafter.asked < 20
@@ -425,7 +422,7 @@ def test_a_drafter_that_never_pays_is_soon_asked_in_few_steps_and_at_once_when_t
         spec.drafts(states("a"))
     drafter.tokens = True
     assert spec.drafts(states("a")) == {}
-    spec.adopt(Arrival())
+    spec.add_rollouts(NewRollouts())
     assert spec.drafts(states("a")) == {"a": [7]}
 
 
@@ -434,12 +431,12 @@ def test_samples_are_looked_at_in_few_of_the_steps_in_which_drafters_rest() -> N
     looked = {}
     for ask_first in (False, True):
         drafter = Unwanted()
-        spec = Speculation([drafter], FixedPlan(WINDOW), VOCAB, Counts())
+        spec = Speculation([drafter], FixedLengthPlanner(WINDOW), VOCAB, Counts())
         asked, looks = [], 0
         for step in range(200):
             if step == 120:
                 spec.begin(DraftContext("b", (1,)))
-            if not (ask_first and spec.rests_on(2)):
+            if not (ask_first and spec.skips_again(2)):
                 looks += 1
                 assert spec.drafts(states("ab")) == {}
             asked.append(drafter.asked)
@@ -449,20 +446,20 @@ def test_samples_are_looked_at_in_few_of_the_steps_in_which_drafters_rest() -> N
 
 
 def test_drafters_do_not_rest_on_when_samples_have_come_or_gone() -> None:
-    spec = Speculation([Unwanted()], FixedPlan(WINDOW), VOCAB, Counts())
+    spec = Speculation([Unwanted()], FixedLengthPlanner(WINDOW), VOCAB, Counts())
     for _ in range(100):
         spec.drafts(states("ab"))
-    while not spec.rests_on(2):
+    while not spec.skips_again(2):
         spec.drafts(states("ab"))
     spec.end("b")
-    assert not spec.rests_on(1)
+    assert not spec.skips_again(1)
     spec.drafts(states("a"))
-    assert spec.rests_on(1)
+    assert spec.skips_again(1)
     spec.begin(DraftContext("c", (1,)))
-    assert not spec.rests_on(2)
+    assert not spec.skips_again(2)
 
 
-class Measuring(FixedPlan):
+class Measuring(FixedLengthPlanner):
     """A plan that asks for step times."""
 
     measures = True
@@ -479,16 +476,16 @@ def test_the_time_of_a_step_is_asked_for_unless_drafters_rest() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Promising(FixedPlan):
+class Promising(FixedLengthPlanner):
     """Drafts that are predicted to save so many seconds a step."""
 
     saved: float = 0.0
 
     def choose(
-        self, samples: Sequence[SampleState], offers: Mapping[str, Offers], rows: int = UNBOUNDED
+        self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int = UNBOUNDED
     ) -> Drafts:
         # Named, because a dataclass with slots is another class than the one that `super` knows.
-        drafts = FixedPlan.choose(self, samples, offers, rows)
+        drafts = FixedLengthPlanner.choose(self, samples, proposals, rows)
         drafts.saved = self.saved
         return drafts
 
@@ -508,7 +505,7 @@ def test_drafts_are_asked_for_while_they_save_more_time_than_asking_takes(saved:
 
 def test_a_sample_that_brings_a_sequence_is_asked_for_in_its_first_step() -> None:
     drafter = Unwanted()
-    spec = Speculation([drafter], FixedPlan(WINDOW), VOCAB, Counts())
+    spec = Speculation([drafter], FixedLengthPlanner(WINDOW), VOCAB, Counts())
     for _ in range(200):
         spec.drafts(states("a"))
     for _ in range(3):

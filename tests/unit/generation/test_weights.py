@@ -14,23 +14,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
-from services.generation.weights import read_manifest, stage
-from services.platform.errors import DataLoss, InvalidArgument
+from services.generation.weights.staging import read_manifest, stage
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Tensors = dict[str, torch.Tensor]
 
 
 def tensors() -> Tensors:
-    """A model of three tensors and two dtypes, with values that are easily lost: -0, the smallest, the largest."""
+    """A model of three tensors and two dtypes, with values that are easily lost: -0, smallest, largest."""
     torch.manual_seed(0)
     odd = torch.tensor([-0.0, 1e-45, torch.finfo(torch.float32).max, -1.0])
     return {EMBEDDING: torch.randn(6, 4), "a.weight": torch.randn(3, 5).to(torch.bfloat16), "b.weight": odd}
 
 
 def written(folder: Path, **files: Tensors) -> Path:
-    """A folder with a safetensors file for each argument."""
+    """Return a folder with a safetensors file for each argument."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         save_file(content, folder / f"{name}.safetensors")
@@ -68,7 +68,7 @@ def test_good_weights_come_through_bit_for_bit(tmp_path: Path, served: dict[str,
     folder = written(tmp_path / "new", model=tensors())
     staged = stage(folder, 7, served)
     assert staged.version == 7
-    got = dict(staged.items())
+    got = staged.tensors
     assert got.keys() == tensors().keys()
     for name, tensor in tensors().items():
         assert got[name].dtype == tensor.dtype
@@ -209,7 +209,7 @@ def test_random_damage_to_the_header_is_refused_with_a_typed_error_or_harmless(
         except (DataLoss, InvalidArgument):
             refused += 1
         else:
-            assert {name: tuple(t.shape) for name, t in staged.items()} == {
+            assert {name: tuple(t.shape) for name, t in staged.tensors.items()} == {
                 name: spec.shape for name, spec in served.items()
             }
     assert refused > 400

@@ -1,4 +1,4 @@
-"""What the chart renders to, and how to find things in it."""
+"""Renderings of the chart, and ways to find manifests in them."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @functools.cache
 def chart() -> helm.Chart:
-    """The chart, loaded once."""
+    """Return the chart, loaded once."""
     return helm.Chart.load(str(CHART))
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The manifests of one rendering, and the notes."""
+    """Manifests and notes of one rendering."""
 
     manifests: tuple[dict[str, Any], ...]
     notes: str
 
     def all(self, kind: str) -> list[dict[str, Any]]:
-        """Every manifest of a kind."""
+        """Return all manifests of a kind."""
         return [each for each in self.manifests if each["kind"] == kind]
 
     def named(self, kind: str, name: str) -> dict[str, Any]:
-        """The manifest of a kind with a name, which begins with the release's."""
+        """Return the manifest of a kind with a name, which begins with the release's."""
         (found,) = [each for each in self.all(kind) if each["metadata"]["name"] == f"paceline{name}"]
         return found
 
     def names(self, kind: str) -> set[str]:
-        """Names of the manifests of a kind."""
+        """Return the names of the manifests of a kind."""
         return {each["metadata"]["name"] for each in self.all(kind)}
 
     def workloads(self) -> list[dict[str, Any]]:
-        """Whatever makes pods."""
+        """Return all workloads, which make pods."""
         return [*self.all("Deployment"), *self.all("StatefulSet")]
 
     def pods(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and spec of every kind of pod, that of `helm test` included."""
+        """Return name and spec of every kind of pod, including that of `helm test`."""
         for each in self.workloads():
             yield each["metadata"]["name"], each["spec"]["template"]["spec"]
         for each in self.all("Pod"):
             yield each["metadata"]["name"], each["spec"]
 
     def services(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Component and workload of everything that is one of our services."""
+        """Return component and workload of each of our services."""
         for each in self.workloads():
             component = each["metadata"]["labels"][COMPONENT]
             if component != "redis":
@@ -77,7 +77,7 @@ class Release:
 
 
 def render(values: Mapping[str, Any] | None = None, name: str = "paceline") -> Release:
-    """Renders the chart as `helm install` does, without a cluster."""
+    """Render the chart as `helm install` does, without a cluster."""
     texts = chart().render(dict(values or {}), name=name, namespace=NAMESPACE)
     notes = next(text for path, text in texts.items() if path.endswith("NOTES.txt"))
     documents = [
@@ -92,18 +92,18 @@ def render(values: Mapping[str, Any] | None = None, name: str = "paceline") -> R
 
 @functools.cache
 def value_set(name: str) -> Release:
-    """The rendering of one of VALUE_SETS."""
+    """Return the rendering of one of VALUE_SETS."""
     return render(VALUE_SETS[name])
 
 
 def container(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """The one container of a workload's pods."""
+    """Return the one container of a workload's pods."""
     (only,) = workload["spec"]["template"]["spec"]["containers"]
     return only
 
 
 def environment(holder: Mapping[str, Any], pod: str = "paceline-x-0") -> dict[str, str]:
-    """A container's variables as its process sees them. Secrets hold "secret", and the address ELSEWHERE."""
+    """Return the environment of a container. Secrets hold "secret", and the address ELSEWHERE."""
     found: dict[str, str] = {}
     for each in holder.get("env", []):
         if "value" in each:
@@ -120,5 +120,5 @@ def environment(holder: Mapping[str, Any], pod: str = "paceline-x-0") -> dict[st
 
 
 def secret_text(secret: Mapping[str, Any], key: str) -> str:
-    """What a secret holds under a key."""
+    """Return the value of a key of a secret."""
     return base64.b64decode(secret["data"][key]).decode()

@@ -1,4 +1,4 @@
-"""Every manifest of every set of values is one that Kubernetes takes, and they fit together."""
+"""Manifests of every set of values are valid for Kubernetes and refer to each other correctly."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> Iterator[list[str]]:
-    """Every simple command, in words."""
+    """Return all simple commands, as words."""
     for block in blocks("sh"):
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             reader = shlex.shlex(line, posix=True, punctuation_chars="|;&>")

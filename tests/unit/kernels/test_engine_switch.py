@@ -11,11 +11,11 @@ import torch
 
 from kernels import backend
 from kernels.backend import Backend, BackendUnavailable
-from services.generation.engine import device_sampler
-from services.generation.engine.kernel_choice import use_kernels
-from services.generation.engine.noise import SampleNoise
-from services.generation.engine.rows import Rows
-from services.generation.engine.sampler import sample
+from services.generation.engine.attention.kernel_choice import use_kernels
+from services.generation.engine.sampling import device_sampler
+from services.generation.engine.sampling.noise import SampleNoise
+from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.sampling.sampler import sample
 from services.generation.engine.types import Verifier
 
 

@@ -4,7 +4,7 @@ import logging
 
 import numba
 
-from kernels.coupled_sampler.jit import entry, source_fingerprint
+from kernels.jit import entry, source_fingerprint
 
 
 def increment(x):

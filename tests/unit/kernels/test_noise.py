@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels.coupled_sampler.bounds import (
-    CELLS_PER_UNIT,
-    LOWEST_GAP,
-    UNREACHABLE,
-    WORD_THRESHOLDS,
-)
+from kernels.coupled_sampler.bounds import CELLS_PER_UNIT, LOWEST_GAP, UNREACHABLE, WORD_THRESHOLDS
 from kernels.coupled_sampler.cpu_noise import (
     fill_words,
     from_order_key,

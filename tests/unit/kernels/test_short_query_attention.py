@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.short_query_attention import Step, attend
+from kernels.short_query_attention import AttentionStep, attend
 
 
 def make_step(**change):
     """Two requests, 5 and 3 positions, of which 2 and 1 are query tokens; blocks of 4."""
     generator = torch.Generator().manual_seed(3)
     keys, values = torch.randn(2, 6, 4, 2, 16, generator=generator)
-    step = Step(
+    step = AttentionStep(
         query=torch.randn(3, 4, 16, generator=generator),
         keys=keys,
         values=values,

@@ -2,7 +2,7 @@
 
 import json
 
-from services.local.logtail import readable_tail
+from services.local.child import readable_tail
 
 
 def test_structured_lines_become_text_and_tracebacks_lines() -> None:

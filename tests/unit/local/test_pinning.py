@@ -1,4 +1,4 @@
-"""Who gets which core."""
+"""Shares of cores and GPUs."""
 
 import sys
 
@@ -20,10 +20,7 @@ def test_shares_are_equal_and_overlap_only_when_cores_are_few(cores: int, instan
 
 
 def test_an_instance_has_as_many_threads_as_cores() -> None:
-    assert pinning.cpu_environment((2, 3)) == {
-        "OMP_NUM_THREADS": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": "2,3",
-    }
+    assert pinning.cpu_environment((2, 3)) == {"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "2,3"}
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""When dead processes come back."""
+"""Restarts of dead processes."""
 
-from services.local.restarts import RestartPolicy, Restarts
+from services.local.config import RestartPolicy
+from services.local.keeper import Restarts
 
 
 def test_delays_grow_up_to_the_maximum() -> None:
-    restarts = Restarts(RestartPolicy(limit=5, initial=1, multiplier=2, maximum=3, window=100))
+    restarts = Restarts(RestartPolicy(limit=5, initial=1, maximum=3, window=100))
     assert [restarts.died(now) for now in (0.0, 10.0, 20.0)] == [1.0, 12.0, 23.0]
 
 

@@ -22,26 +22,27 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2_grpc as generation_rpc
 from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
+from services.contracts.errors import FailedPrecondition, Unavailable
+from services.contracts.sampling import ModelLimits
 from services.generation.config import GenerationConfig
-from services.generation.drafting.given import GivenDrafter
-from services.generation.drafting.plan import FixedPlan
-from services.generation.drafting.speculation import Speculation
+from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.engine.kv_types import Exported, KvSpace, Reserved
 from services.generation.engine.kv_worker import KvWorkerMixin
-from services.generation.engine.types import EngineLoad, SampleRequest, SampleState, SampleStep
-from services.generation.intake import Intake
-from services.generation.items import Terms
-from services.generation.loop import EngineLoop
-from services.generation.metrics import EngineMetrics
-from services.generation.migration.engine import Exported, KvSpace, Reserved
+from services.generation.engine.types import EngineLoad, EngineRequest, EngineSampleState, SampleStep
+from services.generation.kv_transfer.block_store import Geometry
+from services.generation.kv_transfer.port import KvPort
+from services.generation.kv_transfer.reason import NotMoved, Reason
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.sample_table import SampleTable
+from services.generation.loop.work_items import AdmissionTerms
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.migration import Migration
-from services.generation.migration.port import KvPort
-from services.generation.migration.reason import NotMoved, Reason
-from services.generation.migration.service import MigrationService
-from services.generation.migration.store import Geometry
-from services.generation.service import GenerationService
-from services.platform.errors import FailedPrecondition, Unavailable
-from services.platform.sampling import ModelLimits
+from services.generation.server.generation_service import GenerationService
+from services.generation.server.sample_intake import SampleIntake
+from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.speculation import Speculation
 from tests.unit.generation.scripted import ScriptedEngine
 
 SIZE, HEADS, CONTENT, LAYERS = 8, 2, 4, 2
@@ -49,14 +50,24 @@ MODEL_LEN = 4096
 VERSION = 5
 # Seconds of a step: long enough for a move to span some, and for the machine to do other things.
 PACE = 0.001
-# The same when nothing more is to happen.
-HURRY = 0.00005
+# Response tokens at which samples wait: on no machine do they end, or outgrow what is reserved for them, before
+# a test has done to them what it is about. Their last block of KV is not full then.
+MOST = 150
 
 
 class KvEngine(ScriptedEngine):
-    """A scripted engine that keeps a block table and real tensors for its samples, at a pace of its own."""
+    """A scripted engine that keeps a block table and real tensors for its samples, at a pace of its own.
+
+    Samples that have `most` response tokens stay in the engine and decode no further.
+    """
 
     pace = PACE
+    most = MOST
+
+    @classmethod
+    def hurry(cls) -> None:
+        """Let all samples of all engines end, soon: nothing more is to happen to them."""
+        cls.pace, cls.most = 0.00005, 1 << 30
 
     def __init__(self, blocks: int = 1024, seats: int = 16, ranks: int = 1) -> None:
         super().__init__(seats=seats, permits=1 << 60, limits=ModelLimits(8192, MODEL_LEN))
@@ -73,7 +84,7 @@ class KvEngine(ScriptedEngine):
             self.migration.write(sample_id)
         return done
 
-    def decoding(self) -> list[SampleState]:
+    def decoding(self) -> list[EngineSampleState]:
         known = self.migration.known
         return [state for state in super().decoding() if state.sample_id in known]
 
@@ -85,18 +96,20 @@ class KvEngine(ScriptedEngine):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running) or self.fault is not None
+        return len(self.requests) > len(self.migration.paused) or self.fault is not None
 
     @property
     def load(self) -> EngineLoad:
         space = self.migration.space
         running = len(self._running)
-        waiting = len(self.requests) - running - len(self.migration.frozen)
+        waiting = len(self.requests) - running - len(self.migration.paused)
         return EngineLoad(running, waiting, 1 - space.free_blocks / space.total_blocks)
 
     @property
     def _running(self) -> list[str]:
-        return [each for each in self.requests if each not in self.migration.frozen][: self.seats]
+        paused, responses = self.migration.paused, self.responses
+        running = [each for each in self.requests if each not in paused and len(responses[each]) < self.most]
+        return running[: self.seats]
 
     def _forget(self, sample_id: str) -> None:
         super()._forget(sample_id)
@@ -120,7 +133,6 @@ class ScriptedMigration:
 
     def __init__(self, engine: KvEngine, blocks: int, ranks: int = 1) -> None:
         self.engine = engine
-        self.ranks = ranks
         self.workers = [Worker(rank, blocks) for rank in range(ranks)]
         # Of all ranks: a layer of another rank has other KV.
         self.caches = [cache for worker in self.workers for cache in worker.model_runner.kv_caches]
@@ -128,8 +140,8 @@ class ScriptedMigration:
         self.tables: dict[str, list[int]] = {}
         # Tokens of each sample that have KV.
         self.known: dict[str, int] = {}
-        self.frozen: set[str] = set()
-        self.reserved: dict[str, SampleRequest] = {}
+        self.paused: set[str] = set()
+        self.reserved: dict[str, EngineRequest] = {}
         self.preemptions: Counter[str] = Counter()
         self.on_withdrawn: Any = lambda sample_id: None
         # The first tokens of these are in the prefix cache, so to speak: whole blocks of KV are there at once.
@@ -157,7 +169,7 @@ class ScriptedMigration:
         return KvSpace(len(self.free), self._blocks, SIZE)
 
     @property
-    def free_seats(self) -> int:
+    def free_capacity(self) -> int:
         return max(self.engine.seats - len(self.engine.requests) - len(self.reserved), 0)
 
     def blocks_of(self, sample_id: str) -> int:
@@ -171,7 +183,7 @@ class ScriptedMigration:
         self.known[sample_id] = len(tokens)
 
     def left(self, sample_id: str) -> None:
-        self.frozen.discard(sample_id)
+        self.paused.discard(sample_id)
         self.known.pop(sample_id, None)
         self.free += self.tables.pop(sample_id, [])
 
@@ -204,7 +216,7 @@ class ScriptedMigration:
     def export(self, sample_id: str) -> Exported:
         if sample_id not in self.engine.requests:
             raise NotMoved(Reason.UNKNOWN_SAMPLE, "there is no such sample")
-        if sample_id in self.frozen:
+        if sample_id in self.paused:
             raise NotMoved(Reason.IN_TRANSIT, "the sample is being moved")
         if sample_id not in self.known:
             raise NotMoved(Reason.NOT_DECODING, "the prompt of the sample is being read")
@@ -212,19 +224,19 @@ class ScriptedMigration:
         blocks = tuple(self.tables[sample_id][: -(-known // SIZE)])
         return Exported(sample_id, known, blocks, self.preemptions[sample_id])
 
-    def freeze(self, exported: Exported) -> Exported:
+    def pause(self, exported: Exported) -> Exported:
         now = self.export(exported.sample_id)
         if now.preemptions != exported.preemptions:
             raise NotMoved(Reason.PREEMPTED, "the donor preempted the sample")
-        self.frozen.add(exported.sample_id)
+        self.paused.add(exported.sample_id)
         return now
 
-    def thaw(self, sample_id: str) -> None:
-        self.frozen.discard(sample_id)
+    def resume(self, sample_id: str) -> None:
+        self.paused.discard(sample_id)
 
-    def reserve(self, request: SampleRequest, capacity: int) -> Reserved:
-        if not self.free_seats:
-            raise NotMoved(Reason.NO_SEAT, "no seat")
+    def reserve(self, request: EngineRequest, capacity: int) -> Reserved:
+        if not self.free_capacity:
+            raise NotMoved(Reason.FULL, "no seat")
         if -(-capacity // SIZE) > len(self.free):
             raise NotMoved(Reason.NO_KV, "no blocks")
         self.reserved[request.sample_id] = request
@@ -267,16 +279,13 @@ def _kv(tokens: Sequence[int], position: int, layer: int) -> float:
 
 @dataclass(slots=True)
 class _Instance:
-    """What the services use of `services.generation.instance.Instance`."""
+    """What the services use of `services.generation.server.instance.GenerationInstance`."""
 
     loop: EngineLoop
-    intake: Intake
-    address: str = ""
     closed: str = ""
-    leave_unclaimed: Any = None
 
-    def terms(self) -> Terms:
-        return Terms(self.loop.policy_version, ModelLimits(8192, MODEL_LEN), self.closed)
+    def terms(self) -> AdmissionTerms:
+        return AdmissionTerms(self.loop.policy_version, ModelLimits(8192, MODEL_LEN), self.closed)
 
 
 class ScriptedInstance:
@@ -288,32 +297,41 @@ class ScriptedInstance:
             settings.pop("blocks", 1024), settings.pop("seats", 16), settings.pop("ranks", 1)
         )
         metrics = EngineMetrics(self.registry)
-        self.loop = EngineLoop(lambda: self.engine, metrics, flush_interval=0.01, max_waiting=64)
-        self.loop.policy_version = VERSION
-        speculation = Speculation([GivenDrafter()], FixedPlan(4), 8192, metrics)
-        self.loop.drafts.speculation = speculation
+        speculation = Speculation([ReferenceDrafter()], FixedLengthPlanner(4), 8192, metrics)
+        drafts = SampleDrafts(metrics, speculation=speculation)
+        self.loop = EngineLoop(
+            lambda: (self.engine, drafts),
+            metrics,
+            SampleTable(metrics.background),
+            flush_interval=0.01,
+            max_waiting=64,
+            policy_version=VERSION,
+        )
         self.loop.start()
-        self.loop.ready.result(10)
-        intake = Intake(self.loop, lambda: self.instance.terms(), metrics.rollouts, 1.0)
-        self.instance = _Instance(self.loop, intake)
+        self.loop.ready.result(60)
+        self.instance = _Instance(self.loop)
         common = {
-            "migration_stall_seconds": 1.0,
-            "migration_claim_seconds": 2.5,
+            "migration_timeout_seconds": 60.0,
+            "migration_stall_seconds": 20.0,
+            "migration_claim_seconds": 60.0,
             "migration_chunk_bytes": 4096,
         }
         config = GenerationConfig(
             model=settings.pop("model", "tiny"), instance_id=name, **(common | settings)
         )
-        self.migration = Migration(config, self.instance, MigrationMetrics(self.registry))  # type: ignore[arg-type]
+        terms = self.instance.terms
+        self.migration = Migration(config, self.loop, terms, None, MigrationMetrics(self.registry))
+        claim = self.migration.arrivals.claim
+        self.intake = SampleIntake(self.loop, terms, None, claim, metrics.rollouts, 1.0)
         self.server = grpc.aio.server()
         self.address = ""
 
     async def open(self) -> None:
-        service = GenerationService(self.instance)  # type: ignore[arg-type]
+        service = GenerationService(self.instance, self.intake, None)  # type: ignore[arg-type]
         generation_rpc.add_GenerationServiceServicer_to_server(service, self.server)
-        migration_rpc.add_MigrationServiceServicer_to_server(MigrationService(self.migration), self.server)
+        migration_rpc.add_MigrationServiceServicer_to_server(self.migration, self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
-        self.address = self.instance.address = f"127.0.0.1:{port}"
+        self.address = f"127.0.0.1:{port}"
         await self.migration.open(self.address)
         await self.server.start()
 
@@ -331,16 +349,20 @@ class ScriptedInstance:
         return await asyncio.wrap_future(self.loop.call(act))
 
     async def apply_weights(self, version: int) -> None:
-        """As `Instance.apply` does it."""
+        """Apply weights as `WeightUpdates` does."""
 
         def apply() -> None:
-            self.instance.leave_unclaimed()
-            if self.loop.sample_count:
+            self.migration.arrivals.end_unclaimed()
+            if self.loop.samples.real_count:
                 raise FailedPrecondition("SAMPLES_RUNNING", "samples are running")
             self.engine.apply_weights([])
             self.loop.policy_version = version
 
         await self.between_steps(apply)
+
+    def pass_deadlines(self) -> None:
+        """Let the deadlines of the samples that have been reserved or not been claimed be over."""
+        self.migration.arrivals._clock = lambda: time.monotonic() + 3600.0
 
     def value(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"paceline_migration_{name}", labels) or 0.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.generation.kv_transfer.reason import Reason
 from services.generation.migration.donor import Action, Donor, Event, Fate, Stage
-from services.generation.migration.reason import Reason
 
-FORWARD = [Action.COPY, Action.FREEZE, Action.SEND, Action.COMMIT, Action.RELEASE]
+FORWARD = [Action.COPY, Action.PAUSE, Action.SEND, Action.COMMIT, Action.RELEASE]
 
 
 def test_a_move_without_trouble() -> None:
@@ -31,32 +31,32 @@ def test_a_refusal_costs_nothing() -> None:
     assert (donor.refused, donor.fate, donor.reason, donor.message) == (True, Fate.KEPT, Reason.NO_KV, "full")
 
 
-def test_before_it_is_frozen_a_failure_only_frees_the_reservation() -> None:
-    for stage in (Stage.RESERVING, Stage.COPYING, Stage.FREEZING):
+def test_before_it_is_paused_a_failure_only_frees_the_reservation() -> None:
+    for stage in (Stage.RESERVING, Stage.COPYING, Stage.PAUSING):
         for event in (Event.FAILED, Event.LEFT):
             donor = at(stage)
             assert donor.on(event, Reason.CONNECTION) == [Action.CANCEL]
             assert (donor.stage, donor.fate, donor.refused) == (Stage.OVER, Fate.KEPT, False)
 
 
-def test_a_frozen_sample_decodes_on_before_anything_else() -> None:
+def test_a_paused_sample_decodes_on_before_anything_else() -> None:
     donor = at(Stage.SENDING)
-    assert donor.on(Event.FAILED, Reason.CHECKSUM) == [Action.THAW, Action.CANCEL]
+    assert donor.on(Event.FAILED, Reason.CHECKSUM) == [Action.RESUME, Action.CANCEL]
     donor = at(Stage.COMMITTING)
-    assert donor.on(Event.REFUSED, Reason.CHECKSUM) == [Action.THAW]
+    assert donor.on(Event.REFUSED, Reason.CHECKSUM) == [Action.RESUME]
     assert donor.reason is Reason.CHECKSUM
 
 
 def test_an_unanswered_commit_is_decided_by_the_receiver() -> None:
     donor = at(Stage.COMMITTING)
     assert donor.on(Event.FAILED, Reason.DEADLINE, "no answer") == [Action.DECIDE]
-    assert donor.frozen
+    assert donor.paused
     assert donor.on(Event.DONE) == [Action.RELEASE]
     assert donor.on(Event.DONE) == []
     assert (donor.fate, donor.reason) == (Fate.MOVED, None)
 
     donor = at(Stage.DECIDING)
-    assert donor.on(Event.REFUSED, Reason.RECEIVER_LOST) == [Action.THAW]
+    assert donor.on(Event.REFUSED, Reason.RECEIVER_LOST) == [Action.RESUME]
     assert donor.fate is Fate.KEPT
 
 
@@ -68,7 +68,7 @@ def test_the_first_reason_stays() -> None:
 
 
 def test_without_an_answer_the_donor_goes_on_and_disowns_what_there_may_be() -> None:
-    assert at(Stage.DECIDING).on(Event.FAILED) == [Action.THAW, Action.DISOWN]
+    assert at(Stage.DECIDING).on(Event.FAILED) == [Action.RESUME, Action.DISOWN]
 
 
 def test_a_sample_that_ended_meanwhile_is_disowned_once_it_was_offered() -> None:
@@ -81,11 +81,11 @@ def test_a_sample_that_ended_meanwhile_is_disowned_once_it_was_offered() -> None
 @given(st.lists(st.sampled_from(Event), min_size=1, max_size=12))
 def test_any_course_ends_with_one_owner(events: list[Event]) -> None:
     donor, taken = Donor(), []
-    frozen = left = False
+    paused = left = False
     for event in events:
         stage = donor.stage
         actions = donor.on(event, Reason.CONNECTION)
-        frozen |= stage is Stage.FREEZING and event is Event.DONE
+        paused |= stage is Stage.PAUSING and event is Event.DONE
         left |= stage is not Stage.OVER and event is Event.LEFT
         taken += actions
         if stage is Stage.OVER:
@@ -96,9 +96,9 @@ def test_any_course_ends_with_one_owner(events: list[Event]) -> None:
         return
     if donor.fate is Fate.MOVED:
         assert Action.RELEASE in taken
-        assert Action.THAW not in taken
+        assert Action.RESUME not in taken
         assert not {Action.CANCEL, Action.DISOWN} & set(taken)
     else:
-        # Thawed if and only if it was frozen and is still there; and the receiver has been told, or said no itself.
-        assert (Action.THAW in taken) == (frozen and not left)
+        # It is resumed if and only if it was paused and is still there; the receiver was told, or refused itself.
+        assert (Action.RESUME in taken) == (paused and not left)
         assert donor.reason is not None

@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from paceline.internal.v1 import migration_pb2
-from services.generation.migration.engine import Exported
-from services.platform.errors import FailedPrecondition
+from paceline.times import duration, seconds_of
+from services.contracts.errors import FailedPrecondition
+from services.generation.engine.kv_types import Exported
 from tests.support.moving import Movers, outcome, reason
 from tests.support.relay import Relay, Trouble, relaying
 from tests.unit.migration.conftest import WAIT, asked, check, hurry
-from tests.unit.migration.scripted_kv import VERSION, ScriptedInstance
+from tests.unit.migration.scripted_kv import MOST, VERSION, KvEngine, ScriptedInstance
 
-# So many tokens that no sample ends before what is to happen to it has happened.
 LONG = 1200
+# Where the donor is to give up what it hears nothing of.
+SHORT_STALL = pytest.mark.parametrize("limits", [{"migration_stall_seconds": 3.0}])
 
 
 @pytest.fixture
@@ -62,18 +64,19 @@ async def test_a_connection_that_is_cut_in_stage_two(
     movers: Movers, relay: Relay, places: list[ScriptedInstance]
 ) -> None:
     await movers.start(0, asked(1, max_tokens=LONG))
-    await movers.tokens(100, 1)
-    freeze = places[0].engine.migration.freeze
+    # A part of a block is left for stage two.
+    await movers.tokens(MOST, 1)
+    pause = places[0].engine.migration.pause
 
     def then_cut(exported: Exported) -> Exported:
-        frozen = freeze(exported)
+        paused = pause(exported)
         relay.trouble.cut_after = relay.sent + 400
-        return frozen
+        return paused
 
-    places[0].engine.migration.freeze = then_cut  # type: ignore[method-assign]
+    places[0].engine.migration.pause = then_cut  # type: ignore[method-assign]
     report = await movers.move(1, 1, receiver_address=relay.address)
     assert outcome(report) == ("FAILED", "CONNECTION")
-    assert report.stall_seconds > 0
+    assert seconds_of(report.stall_time) > 0
     await stays(movers)
 
 
@@ -82,7 +85,7 @@ async def test_a_connection_that_stalls_costs_the_time_of_the_move(
     movers: Movers, relay: Relay, after: int
 ) -> None:
     relay.trouble = Trouble(stall_after=after)
-    assert await move(movers, relay, timeout_seconds=0.3) == ("FAILED", "DEADLINE")
+    assert await move(movers, relay, timeout=duration(0.3)) == ("FAILED", "DEADLINE")
     await stays(movers)
 
 
@@ -118,6 +121,7 @@ async def test_an_answer_to_the_commit_that_is_lost(movers: Movers, relay: Relay
     await goes(movers)
 
 
+@SHORT_STALL
 async def test_a_receiver_that_is_not_heard_of_any_more(
     movers: Movers, relay: Relay, places: list[ScriptedInstance]
 ) -> None:
@@ -126,11 +130,13 @@ async def test_a_receiver_that_is_not_heard_of_any_more(
     assert await move(movers, relay) == ("FAILED", "RECEIVER_LOST")
     assert relay.calls[-1] == "Disown"
     await stays(movers)
+    places[1].pass_deadlines()
     async with asyncio.timeout(WAIT):
         while not places[1].value("arrivals_total", state="expired"):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
+@SHORT_STALL
 async def test_a_receiver_that_comes_back_gives_up_what_the_donor_disowns(
     movers: Movers, relay: Relay, places: list[ScriptedInstance]
 ) -> None:
@@ -143,7 +149,9 @@ async def test_a_receiver_that_comes_back_gives_up_what_the_donor_disowns(
     await stays(movers)
 
 
-async def test_a_reservation_that_is_forgotten_is_freed(movers: Movers) -> None:
+async def test_a_reservation_that_is_forgotten_is_freed(
+    movers: Movers, places: list[ScriptedInstance]
+) -> None:
     # A donor that dies after Reserve: no connection, no Cancel.
     await movers.start(0, asked(1, max_tokens=LONG))
     await movers.tokens(20, 1)
@@ -159,12 +167,14 @@ async def test_a_reservation_that_is_forgotten_is_freed(movers: Movers) -> None:
         relay.trouble = Trouble(cut_after=0)
         await movers.move(1, 1, receiver_address=relay.address)
     request = seen[0]
-    request.migration_id, request.timeout_seconds = "forgotten", 0.2
+    request.migration_id = "forgotten"
+    request.timeout.CopyFrom(duration(WAIT))
     response = await movers.migration[1].Reserve(request, timeout=WAIT)
     assert response.WhichOneof("result") == "reserved"
-    assert (await movers.samples(1)).free_seats == 15
+    assert (await movers.samples(1)).free_capacity == 15
+    places[1].pass_deadlines()
     async with asyncio.timeout(WAIT):
-        while (await movers.samples(1)).free_seats != 16:
+        while (await movers.samples(1)).free_capacity != 16:
             pass
     await stays(movers)
 
@@ -208,13 +218,13 @@ async def test_a_sample_that_finishes_meanwhile(
     movers: Movers, relay: Relay, places: list[ScriptedInstance]
 ) -> None:
     async def finish() -> None:
-        await movers.ended(1)
+        await hurry(movers, 1)
 
     relay.trouble = Trouble(on_reserved=finish)
     await movers.start(0, asked(1, max_tokens=200))
     await movers.tokens(20, 1)
     assert outcome(await movers.move(1, 1, receiver_address=relay.address)) == ("FAILED", "FINISHED")
-    check((await hurry(movers, 1))[1], 200)
+    check(movers.journeys[1], 200)
 
 
 async def test_a_sample_that_is_preempted_meanwhile(
@@ -230,13 +240,13 @@ async def test_a_sample_that_is_preempted_meanwhile(
     await stays(movers)
 
 
-async def test_a_second_move_that_is_refused_leaves_the_sample_frozen(
+async def test_a_second_move_that_is_refused_leaves_the_sample_paused(
     movers: Movers, relay: Relay, places: list[ScriptedInstance]
 ) -> None:
     refused = []
 
     async def move_again() -> None:
-        # The sample is frozen, and the receiver is about to run it.
+        # The sample is paused, and the receiver is about to run it.
         refused.append(outcome(await movers.move(1, 1)))
         for _ in range(5):
             await places[0].between_steps(lambda: None)
@@ -249,6 +259,7 @@ async def test_a_second_move_that_is_refused_leaves_the_sample_frozen(
 
 async def test_a_sample_that_outgrows_its_reservation(movers: Movers, relay: Relay) -> None:
     async def grow() -> None:
+        KvEngine.most = 1500
         await movers.tokens(1500, 1)
 
     relay.trouble = Trouble(on_reserved=grow)
@@ -276,7 +287,6 @@ async def test_new_weights_at_the_receiver_end_a_sample_that_nobody_has_claimed(
     movers.claims = False
     assert await move(movers, relay) == ("MOVED", "")
     await places[1].apply_weights(VERSION + 1)
-    await movers.until(lambda: movers.unclaimed)
     await movers.claim(1)
     journey = (await hurry(movers, 1))[1]
     assert journey.refused is not None

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.migration.framing import (
+from services.generation.kv_transfer.framing import (
     HEADER_BYTES,
     MOST_TEXT,
     BadFrame,
     Frame,
+    FrameKind,
     Hello,
-    Kind,
     running_crc,
 )
 
@@ -23,7 +23,7 @@ WORD = st.integers(0, 2**32 - 1)
 
 @given(WORD, WORD, WORD, st.integers(0, 2**64 - 1))
 def test_a_header_is_read_as_it_was_written(begin: int, count: int, crc: int, length: int) -> None:
-    frame = Frame(Kind.KV, begin, count, crc, length)
+    frame = Frame(FrameKind.KV, begin, count, crc, length)
     assert len(frame.encode()) == HEADER_BYTES
     assert Frame.decode(frame.encode()) == frame
 
@@ -34,15 +34,15 @@ def test_noise_is_no_header(data: bytes) -> None:
         Frame.decode(data)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.KV])
-def test_only_kv_is_long(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in FrameKind if kind is not FrameKind.KV])
+def test_only_kv_is_long(kind: FrameKind) -> None:
     assert Frame.decode(Frame(kind, length=MOST_TEXT).encode()).length == MOST_TEXT
     with pytest.raises(BadFrame):
         Frame.decode(Frame(kind, length=MOST_TEXT + 1).encode())
 
 
 def test_an_unknown_kind_is_no_header() -> None:
-    data = bytearray(Frame(Kind.KV).encode())
+    data = bytearray(Frame(FrameKind.KV).encode())
     data[4] = 99
     with pytest.raises(BadFrame):
         Frame.decode(data)

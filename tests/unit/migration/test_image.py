@@ -10,20 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.internal.v1 import generation_pb2 as pb
-from services.generation.engine.types import SampleRequest, SampleStep, Verifier
-from services.generation.items import Terms, check_item
+from paceline.times import seconds_of
+from services.contracts.sampling import ModelLimits, Sampling, resolve
+from services.generation.engine.types import EngineRequest, SampleStep, Verifier
+from services.generation.kv_transfer.block_store import Geometry
+from services.generation.kv_transfer.reason import NotMoved, Reason
+from services.generation.loop.samples import RunningSample
+from services.generation.loop.work_items import AdmissionTerms, check_item
 from services.generation.migration import image
-from services.generation.migration.reason import NotMoved, Reason
-from services.generation.migration.store import Geometry
 from services.generation.migration.terms import capacity_of, check_geometry, geometry_of
 from services.generation.migration.unclaimed import HANDLE, Unclaimed
 from services.generation.rollouts.origin import Origin
-from services.generation.samples import RunningSample
-from services.platform.sampling import ModelLimits, Sampling, resolve
 from tests.unit.generation.scripted import sample_request
 
 VERSION = 3
-TERMS = Terms(VERSION, ModelLimits(512, 256))
+TERMS = AdmissionTerms(VERSION, ModelLimits(512, 256))
 TOKENS = st.lists(st.integers(0, 511), min_size=1, max_size=40)
 FLOAT32 = {"width": 32, "allow_nan": False}
 SAMPLINGS = st.builds(
@@ -54,20 +55,30 @@ class Stream:
         self.finished: list[pb.Finished] = []
         self.refused: list[pb.Refused] = []
 
+    def add(self, sample: RunningSample, now: float) -> None:
+        self.samples[sample.handle] = sample
+
+    def take_over(self, sample: RunningSample, handle: int, now: float) -> None:
+        sample.handle, sample.stream = handle, self
+        self.add(sample, now)
+
+    def reached(self, sample: RunningSample) -> None:
+        raise AssertionError
+
     def finish(self, sample: RunningSample, event: pb.Finished) -> None:
         self.finished.append(event)
 
     def refuse(self, event: pb.Refused) -> None:
         self.refused.append(event)
 
-    def flush(self, load: Any, policy_version: int) -> None:
+    def flush(self, load: Any, policy_version: int, now: float, *, everything: bool = False) -> None:
         raise AssertionError
 
     def put(self, event: Exception | None) -> None:
         raise AssertionError
 
 
-def running(request: SampleRequest, **fields: Any) -> RunningSample:
+def running(request: EngineRequest, **fields: Any) -> RunningSample:
     return RunningSample(5, request, Stream(), 0.0, **fields)
 
 
@@ -85,12 +96,13 @@ def test_a_sample_comes_back_with_its_response_as_prefix(
     )
     if verifier is Verifier.LENIENT:
         request = replace(request, lenience=2.5)
-    sample = running(request, origin=Origin("run", "p", 4, 9))
+    sample = running(request, origin=Origin("run", "p", 4, 9), streamed=seed % 2 == 1)
     sample.record(SampleStep("s1", response, [0.0] * len(response)), 1.0, "")
     item = image.item_of(sample, VERSION)
     arrived = check_item(item, TERMS, (), lambda: "s2")
     assert arrived == replace(request, sample_id="s2", prefix=tuple(response))
     assert Origin.of(item) == sample.origin
+    assert item.streamed == sample.streamed
 
 
 def test_counters_go_on() -> None:
@@ -107,7 +119,7 @@ def test_counters_go_on() -> None:
     end = arrived.finished(None, 1012.0)
     assert (end.decode_steps, end.verify_steps) == (3, 2)
     assert [(each.drafter, each.drafted, each.accepted) for each in end.draft_sources] == [("suffix", 7, 3)]
-    assert (end.queue_seconds, end.generation_seconds) == (3.0, 7.0)
+    assert (seconds_of(end.queue_time), seconds_of(end.generation_time)) == (3.0, 7.0)
 
 
 def test_the_crc_of_a_response_tells_order_and_length() -> None:
@@ -116,7 +128,7 @@ def test_the_crc_of_a_response_tells_order_and_length() -> None:
 
 
 def test_drafter_states_come_back() -> None:
-    states = {"given": b"\x00\x01", "eagle3": b""}
+    states = {"reference": b"\x00\x01", "eagle3": b""}
     assert image.carried(image.drafter_states(states)) == states
 
 
@@ -144,8 +156,8 @@ def test_an_unclaimed_sample_keeps_its_tokens_for_its_stream() -> None:
     sample = RunningSample(HANDLE, sample_request("s1"), unclaimed, 0.0)
     unclaimed.samples[HANDLE] = sample
     sample.record(SampleStep("s1", [1, 2], [-1.0, -2.0]), 1.0, "")
-    unclaimed.flush(None, 0)  # type: ignore[arg-type]
-    unclaimed.hand_over(stream, 7)  # type: ignore[arg-type]
+    unclaimed.flush(None, 0, 1.0, everything=True)  # type: ignore[arg-type]
+    unclaimed.hand_over(stream, 7, 1.0)  # type: ignore[arg-type]
     assert stream.samples == {7: sample}
     assert sample.stream is stream
     delta = sample.take_delta()
@@ -158,7 +170,7 @@ def test_a_sample_that_ended_unclaimed_ends_for_its_stream() -> None:
     sample = RunningSample(HANDLE, sample_request("s1"), unclaimed, 0.0)
     unclaimed.samples[HANDLE] = sample
     unclaimed.finish(sample, pb.Finished(handle=HANDLE, decode_steps=4))
-    unclaimed.hand_over(stream, 7)  # type: ignore[arg-type]
+    unclaimed.hand_over(stream, 7, 1.0)  # type: ignore[arg-type]
     assert stream.samples == {}
     assert [(each.handle, each.decode_steps) for each in stream.finished] == [(7, 4)]
 
@@ -166,5 +178,5 @@ def test_a_sample_that_ended_unclaimed_ends_for_its_stream() -> None:
 def test_a_sample_that_failed_unclaimed_fails_for_its_stream() -> None:
     stream, unclaimed = Stream(), Unclaimed()
     unclaimed.refuse(pb.Refused(handle=HANDLE, message="no finite logits"))
-    unclaimed.hand_over(stream, 7)  # type: ignore[arg-type]
+    unclaimed.hand_over(stream, 7, 1.0)  # type: ignore[arg-type]
     assert [(each.handle, each.message) for each in stream.refused] == [(7, "no finite logits")]

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from services.generation.migration import nixl
-from services.generation.migration.outgoing import Part
-from services.generation.migration.port import KvPort
-from services.generation.migration.reason import NotMoved, Reason
-from services.generation.migration.store import KvStore
-from services.platform.config import ConfigError
+from services.generation.kv_transfer import nixl
+from services.generation.kv_transfer.block_store import KvStore
+from services.generation.kv_transfer.outgoing import KvPart
+from services.generation.kv_transfer.port import KvPort
+from services.generation.kv_transfer.reason import NotMoved, Reason
+from services.platform.config.sources import ConfigError
 from tests.unit.migration.scripted_kv import ScriptedInstance
 from tests.unit.migration.test_port import BLOCKS, SIZE, TOKEN, WAIT, caches, until
 
@@ -106,10 +106,10 @@ def test_kv_is_written_where_the_receiver_wants_it(agents: tuple[StandIn, StandI
     donor, _ = port(ours, agents[0])
     receiver, address = port(theirs, agents[1])
     told: list[bytes] = []
-    receiver.on_drafters = lambda name, states: told.append(states)
+    receiver.on_drafters(lambda name, states: told.append(states))
     receiver.expect("m", TOKEN, (9, 2, 5, 7), 0, WAIT)
-    donor.send("m", [address], TOKEN, WAIT, Part(0, 3 * SIZE, (1, 2, 3))).result(WAIT)
-    sent = donor.send("m", [], TOKEN, WAIT, Part(3 * SIZE, 2, (4,), b"states")).result(WAIT)
+    donor.send("m", [address], TOKEN, WAIT, KvPart(0, 3 * SIZE, (1, 2, 3))).result(WAIT)
+    sent = donor.send("m", [], TOKEN, WAIT, KvPart(3 * SIZE, 2, (4,), b"states")).result(WAIT)
     assert receiver.received("m") == (3 * SIZE + 2, sent.crc)
     assert agents[0].writes == 3
     assert told == [b"states"]
@@ -123,7 +123,7 @@ def test_a_transfer_that_fails_fails_the_move(agents: tuple[StandIn, StandIn]) -
     receiver, address = port(caches(), agents[1])
     receiver.expect("m", TOKEN, (9,), 0, WAIT)
     agents[0].state = "ERR"
-    error = donor.send("m", [address], TOKEN, WAIT, Part(0, SIZE, (1,))).exception(WAIT)
+    error = donor.send("m", [address], TOKEN, WAIT, KvPart(0, SIZE, (1,))).exception(WAIT)
     assert isinstance(error, NotMoved)
     assert error.reason is Reason.CONNECTION
     donor.close()
@@ -134,9 +134,9 @@ def test_a_receiver_that_refuses_says_why(agents: tuple[StandIn, StandIn]) -> No
     donor, _ = port(caches(), agents[0])
     receiver, address = port(caches(), agents[1])
     receiver.expect("m", TOKEN, (9, 1), 0, WAIT)
-    donor.send("m", [address], TOKEN, WAIT, Part(0, SIZE, (1,))).result(WAIT)
+    donor.send("m", [address], TOKEN, WAIT, KvPart(0, SIZE, (1,))).result(WAIT)
     receiver.drop("m", Reason.WITHDRAWN)
-    error = donor.send("m", [], TOKEN, WAIT, Part(SIZE, SIZE, (2,))).exception(WAIT)
+    error = donor.send("m", [], TOKEN, WAIT, KvPart(SIZE, SIZE, (2,))).exception(WAIT)
     assert isinstance(error, NotMoved)
     assert error.reason in (Reason.WITHDRAWN, Reason.CONNECTION)
     donor.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.internal.v1 import migration_pb2 as pb
+from paceline.times import seconds_of
 from tests.support.moving import Movers, outcome, reason
-from tests.unit.migration.conftest import asked, check, hurry
+from tests.unit.migration.conftest import asked, check, claimed, hurry
 from tests.unit.migration.scripted_kv import ScriptedInstance
 
 BY_PREFIX = pb.MOVE_BY_PREFIX
@@ -17,7 +18,12 @@ async def test_the_sample_ends_here_and_goes_on_there(movers: Movers, places: li
     await movers.tokens(100, 1)
     report = await movers.move(1, 1, by=BY_PREFIX)
     assert outcome(report) == ("MOVED", "")
-    assert (report.by, report.copied_bytes, report.delta_bytes, report.stall_seconds) == (BY_PREFIX, 0, 0, 0)
+    assert (report.by, report.copied_bytes, report.delta_bytes, seconds_of(report.stall_time)) == (
+        BY_PREFIX,
+        0,
+        0,
+        0,
+    )
     journey = (await movers.ended(1))[1]
     assert reason(journey) == "ABORTED"
     assert journey.finished is not None
@@ -44,7 +50,7 @@ async def test_one_that_was_moved_with_its_kv_can_go_on_by_its_prefix(movers: Mo
     await movers.tokens(50, 1)
     report = await movers.move(1, 1)
     assert (outcome(report), report.by) == (("MOVED", ""), pb.MOVE_BY_KV)
-    await movers.tokens(150, 1)
+    await claimed(movers, 1)
     assert outcome(await movers.move(1, 0, by=BY_PREFIX)) == ("MOVED", "")
     await movers.ended(1)
     await movers.resume(1, 0)
@@ -62,7 +68,6 @@ async def test_one_that_nobody_has_claimed_yet_stays(movers: Movers) -> None:
     await movers.start(0, asked(1, max_tokens=3000))
     await movers.tokens(20, 1)
     assert outcome(await movers.move(1, 1)) == ("MOVED", "")
-    await movers.until(lambda: movers.unclaimed)
     (listed,) = (await movers.samples(1)).samples
     report = await movers.move_key(1, listed.key, 0, by=BY_PREFIX)
     assert outcome(report) == ("REFUSED", "IN_TRANSIT")

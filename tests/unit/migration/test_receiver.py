@@ -7,18 +7,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.generation.migration.reason import Reason
-from services.generation.migration.receiver import REMEMBERED, Ledger, State
+from services.generation.kv_transfer.reason import Reason
+from services.generation.migration.receiver import REMEMBERED, ReceiverLedger, ReceiverState
 
 
-def opened(*names: str, most: int = 8) -> Ledger:
-    ledger = Ledger(most)
+def opened(*names: str, most: int = 8) -> ReceiverLedger:
+    ledger = ReceiverLedger(most)
     for name in names:
         ledger.open(name, f"s-{name}", 10.0)
     return ledger
 
 
-def state(ledger: Ledger, name: str) -> State | None:
+def state(ledger: ReceiverLedger, name: str) -> ReceiverState | None:
     found = ledger.get(name)
     return None if found is None else found.state
 
@@ -27,10 +27,10 @@ def test_the_way_of_a_sample() -> None:
     ledger = opened("a")
     assert ledger.claim("a") is None
     assert ledger.commit("a", 20.0)
-    assert state(ledger, "a") is State.COMMITTED
+    assert state(ledger, "a") is ReceiverState.COMMITTED
     claimed = ledger.claim("a")
     assert claimed is not None
-    assert claimed.state is State.CLAIMED
+    assert claimed.state is ReceiverState.CLAIMED
     assert ledger.claim("a") is None
     assert list(ledger) == []
 
@@ -48,18 +48,18 @@ def test_a_cancel_comes_too_late_for_a_committed_sample_unless_it_is_disowned() 
     ledger = opened("a", "b")
     ledger.commit("a", 20.0)
     incoming, ended = ledger.cancel("a", Reason.ABORTED)
-    assert (incoming.state, ended) == (State.COMMITTED, False)
+    assert (incoming.state, ended) == (ReceiverState.COMMITTED, False)
     incoming, ended = ledger.cancel("a", Reason.ABORTED, disown=True)
-    assert (incoming.state, ended) == (State.CANCELLED, True)
+    assert (incoming.state, ended) == (ReceiverState.CANCELLED, True)
     ledger.commit("b", 20.0)
     ledger.claim("b")
     incoming, ended = ledger.cancel("b", Reason.ABORTED, disown=True)
-    assert (incoming.state, ended) == (State.CLAIMED, False)
+    assert (incoming.state, ended) == (ReceiverState.CLAIMED, False)
 
 
 def test_a_cancel_that_overtakes_its_reserve_is_remembered() -> None:
     ledger = opened()
-    assert ledger.cancel("a", Reason.ABORTED)[0].state is State.CANCELLED
+    assert ledger.cancel("a", Reason.ABORTED)[0].state is ReceiverState.CANCELLED
     with pytest.raises(ValueError, match="known"):
         ledger.open("a", "s", 10.0)
 
@@ -68,9 +68,9 @@ def test_deadlines() -> None:
     ledger = opened("a", "b")
     ledger.commit("b", 12.0)
     assert ledger.expire(9.9) == []
-    assert [(each.migration_id, was) for each, was in ledger.expire(10.0)] == [("a", State.OPEN)]
-    assert [(each.migration_id, was) for each, was in ledger.expire(12.0)] == [("b", State.COMMITTED)]
-    assert (state(ledger, "a"), state(ledger, "b")) == (State.CANCELLED, State.EXPIRED)
+    assert [(each.migration_id, was) for each, was in ledger.expire(10.0)] == [("a", ReceiverState.OPEN)]
+    assert [(each.migration_id, was) for each, was in ledger.expire(12.0)] == [("b", ReceiverState.COMMITTED)]
+    assert (state(ledger, "a"), state(ledger, "b")) == (ReceiverState.CANCELLED, ReceiverState.EXPIRED)
     assert ledger.claim("b") is None
 
 
@@ -96,9 +96,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(3)
+        self.ledger = ReceiverLedger(3)
         self.now = 0.0
-        self.seen: dict[str, list[State]] = {}
+        self.seen: dict[str, list[ReceiverState]] = {}
         self.claimed: list[str] = []
 
     @rule(name=NAMES)
@@ -126,7 +126,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def forward(self) -> None:
-        order = [State.OPEN, State.COMMITTED]
+        order = [ReceiverState.OPEN, ReceiverState.COMMITTED]
         for name in ("a", "b", "c"):
             found = self.ledger.get(name)
             if found is None:

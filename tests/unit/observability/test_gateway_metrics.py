@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry
 
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.run_gauges import RunGauges
 
 
 def series(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
@@ -22,26 +21,26 @@ def series(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], floa
 
 def test_a_silent_run_is_shown_no_more() -> None:
     registry = CollectorRegistry()
-    runs = RunGauges(registry)
-    runs.show("old", 10.0, step=3, reward=0.5)
-    runs.show("new", 20.0, step=7)
-    runs.forget(before=10.0)
+    runs = GatewayMetrics(registry)
+    runs.show_run("old", 10.0, step=3, reward=0.5)
+    runs.show_run("new", 20.0, step=7)
+    runs.forget_runs(before=10.0)
     assert series(registry, "step") == {("old",): 3, ("new",): 7}
-    runs.forget(before=20.0)
+    runs.forget_runs(before=20.0)
     assert series(registry, "step") == {("new",): 7}
     assert series(registry, "reward") == {}
-    runs.show("old", 30.0, reported_kl=0.1)
-    runs.forget(before=25.0)
+    runs.show_run("old", 30.0, reported_kl=0.1)
+    runs.forget_runs(before=25.0)
     assert series(registry, "step") == {}
     assert series(registry, "reported_kl") == {("old",): 0.1}
 
 
 def test_a_run_that_is_still_heard_of_stays() -> None:
     registry = CollectorRegistry()
-    runs = RunGauges(registry)
-    runs.show("run", 10.0, step=1)
-    runs.show("run", 50.0, lenience=2.0)
-    runs.forget(before=40.0)
+    runs = GatewayMetrics(registry)
+    runs.show_run("run", 10.0, step=1)
+    runs.show_run("run", 50.0, lenience=2.0)
+    runs.forget_runs(before=40.0)
     assert series(registry, "step") == {("run",): 1}
 
 

@@ -1,4 +1,4 @@
-"""Where settings come from, which of them wins, and what is said about bad ones."""
+"""Sources of settings, their precedence, and errors about invalid ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from services.platform.config import ServiceConfig, is_loopback, listening_problems, load_config
+from services.platform.config.settings import ServiceConfig, is_loopback, listening_problems
+from services.platform.config.sources import load_config
 
 
 class ToyConfig(ServiceConfig):
@@ -33,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is printed for a configuration that must be refused with status 2."""
+    """Return the output for a configuration that must be refused with status 2."""
     with pytest.raises(SystemExit) as ended:
         load_config(ToyConfig, argv)
     assert ended.value.code == 2

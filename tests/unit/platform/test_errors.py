@@ -9,9 +9,9 @@ import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2 as details
 
-from services.platform import errors
-from services.platform.errors import MAX_DETAILS, ServiceError, to_status
-from services.platform.violations import Violation
+from paceline.errors import Violation
+from services.contracts import errors
+from services.contracts.errors import MAX_DETAILS, ServiceError, to_status
 
 PLAIN = "".join(chr(code) for code in range(ord(" "), ord("~") + 1) if chr(code) != "%")
 """What gRPC sends as it is; anything else is percent-encoded."""
@@ -42,14 +42,13 @@ CASES: list[tuple[ServiceError, grpc.StatusCode, set[str]]] = [
     (errors.Unavailable("no instance"), grpc.StatusCode.UNAVAILABLE, {"ErrorInfo", "RetryInfo"}),
     (errors.DataLoss("bad checksum"), grpc.StatusCode.DATA_LOSS, {"ErrorInfo"}),
     (errors.Unimplemented("lenient", "not here"), grpc.StatusCode.UNIMPLEMENTED, {"ErrorInfo"}),
-    (errors.DeadlineExceeded("late"), grpc.StatusCode.DEADLINE_EXCEEDED, {"ErrorInfo"}),
     (errors.Unauthenticated("who?"), grpc.StatusCode.UNAUTHENTICATED, {"ErrorInfo"}),
     (errors.PermissionDenied("no"), grpc.StatusCode.PERMISSION_DENIED, {"ErrorInfo"}),
 ]
 
 
 def unpacked(error: ServiceError) -> dict[str, Message]:
-    """The details of the status by the name of their type."""
+    """Return the details of the status by the name of their type."""
     found: dict[str, Message] = {}
     for packed in to_status(error).details:
         name = packed.TypeName().removeprefix("google.rpc.")

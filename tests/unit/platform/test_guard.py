@@ -12,13 +12,13 @@ from google.rpc import error_details_pb2
 
 from paceline.cli.app import run
 from paceline.internal.v1 import bubble_pb2, draft_pb2, generation_pb2
+from paceline.tokens import TokenScope, hash_token, new_token
 from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2
-from services.platform.config import ConfigError, ServiceConfig
-from services.platform.errors import PermissionDenied, ResourceExhausted, ServiceError, Unauthenticated
-from services.platform.guard import Guard, guard_of
-from services.platform.scopes import Scope, scopes_for
-from services.platform.tokens import Grant, hashed, new_token, read_grants
-from services.platform.watched import Unreadable
+from services.contracts.errors import PermissionDenied, ResourceExhausted, ServiceError, Unauthenticated
+from services.platform.config.settings import ServiceConfig
+from services.platform.config.sources import ConfigError
+from services.platform.config.watched import Unreadable
+from services.platform.security.guard import Grant, Guard, guard_of, read_grants, scopes_for
 
 SUBMIT = "/paceline.v1.RolloutService/SubmitRollouts"
 DRAIN = "/paceline.v1.FleetService/Drain"
@@ -26,8 +26,8 @@ LIST = "/paceline.v1.FleetService/ListInstances"
 WORK = "/paceline.internal.v1.GenerationService/Work"
 
 
-def grant(token: str, *scopes: Scope, **limits: float) -> Grant:
-    return Grant(name=f"of-{token}", sha256=hashed(token), scopes=frozenset(scopes), **limits)
+def grant(token: str, *scopes: TokenScope, **limits: float) -> Grant:
+    return Grant(name=f"of-{token}", sha256=hash_token(token), scopes=frozenset(scopes), **limits)
 
 
 def guard(*grants: Grant, own: str | None = None, now: Iterator[float] | None = None) -> Guard:
@@ -49,22 +49,22 @@ def methods(module: ModuleType) -> list[str]:
 def test_every_public_method_can_be_allowed_to_a_caller(module: ModuleType) -> None:
     assert methods(module)
     for method in methods(module):
-        assert scopes_for(method) - {Scope.INTERNAL}, method
-        assert Scope.METRICS not in scopes_for(method)
+        assert scopes_for(method) - {TokenScope.INTERNAL}, method
+        assert TokenScope.METRICS not in scopes_for(method)
 
 
 @pytest.mark.parametrize("module", [generation_pb2, draft_pb2, bubble_pb2])
 def test_what_is_between_services_is_theirs_alone(module: ModuleType) -> None:
-    assert {scopes_for(method) for method in methods(module)} == {frozenset({Scope.INTERNAL})}
+    assert {scopes_for(method) for method in methods(module)} == {frozenset({TokenScope.INTERNAL})}
 
 
 def test_an_unknown_method_is_closed() -> None:
-    assert scopes_for("/paceline.v9.NewService/New") == {Scope.INTERNAL}
-    assert scopes_for("nonsense") == {Scope.INTERNAL}
+    assert scopes_for("/paceline.v9.NewService/New") == {TokenScope.INTERNAL}
+    assert scopes_for("nonsense") == {TokenScope.INTERNAL}
 
 
 def test_data_and_control_are_different_scopes() -> None:
-    data, control = guard(grant("d", Scope.ROLLOUTS)), guard(grant("c", Scope.FLEET))
+    data, control = guard(grant("d", TokenScope.ROLLOUTS)), guard(grant("c", TokenScope.FLEET))
     data.admit(SUBMIT, "Bearer d")
     control.admit(DRAIN, "bearer c")
     error = refusal(data, DRAIN, "d")
@@ -78,15 +78,15 @@ def test_data_and_control_are_different_scopes() -> None:
         each.admit(LIST, f"Bearer {'d' if each is data else 'c'}")
 
 
-@pytest.mark.parametrize("scope", [each for each in Scope if each is not Scope.INTERNAL])
-def test_no_callers_token_opens_an_instance(scope: Scope) -> None:
+@pytest.mark.parametrize("scope", [each for each in TokenScope if each is not TokenScope.INTERNAL])
+def test_no_callers_token_opens_an_instance(scope: TokenScope) -> None:
     error = refusal(guard(grant("t", scope)), WORK, "t")
     assert isinstance(error, PermissionDenied)
     assert "the scope internal" in error.message
 
 
 def test_the_services_token_may_do_everything_as_often_as_it_likes() -> None:
-    guarded = guard(grant("t", Scope.ROLLOUTS), own="own")
+    guarded = guard(grant("t", TokenScope.ROLLOUTS), own="own")
     for method in (SUBMIT, DRAIN, WORK) * 1000:
         guarded.admit(method, "Bearer own")
 
@@ -94,12 +94,14 @@ def test_the_services_token_may_do_everything_as_often_as_it_likes() -> None:
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer ", "Bearer x", "Basic t", "t", "Bearer tt"])
 def test_an_unknown_token_is_nobody(given: str) -> None:
     with pytest.raises(Unauthenticated):
-        guard(grant("t", Scope.ROLLOUTS)).admit(SUBMIT, given)
-    assert guard(grant("t", Scope.METRICS)).may_scrape(given) is None
+        guard(grant("t", TokenScope.ROLLOUTS)).admit(SUBMIT, given)
+    assert guard(grant("t", TokenScope.METRICS)).may_scrape(given) is None
 
 
 def test_the_hash_is_not_the_token() -> None:
-    assert isinstance(refusal(guard(grant("t", Scope.ROLLOUTS)), SUBMIT, hashed("t")), Unauthenticated)
+    assert isinstance(
+        refusal(guard(grant("t", TokenScope.ROLLOUTS)), SUBMIT, hash_token("t")), Unauthenticated
+    )
 
 
 def test_a_guard_without_tokens_lets_nobody_in() -> None:
@@ -107,7 +109,7 @@ def test_a_guard_without_tokens_lets_nobody_in() -> None:
 
 
 def test_metrics_have_a_scope_of_their_own() -> None:
-    guarded = guard(grant("m", Scope.METRICS), grant("r", Scope.ROLLOUTS), own="own")
+    guarded = guard(grant("m", TokenScope.METRICS), grant("r", TokenScope.ROLLOUTS), own="own")
     assert guarded.may_scrape("Bearer m") is True
     assert guarded.may_scrape("Bearer own") is True
     assert guarded.may_scrape("Bearer r") is False
@@ -116,8 +118,8 @@ def test_metrics_have_a_scope_of_their_own() -> None:
 def test_each_token_has_a_rate_of_its_own() -> None:
     times = iter([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
     guarded = guard(
-        grant("slow", Scope.ROLLOUTS, requests_per_second=1, burst=2),
-        grant("free", Scope.ROLLOUTS),
+        grant("slow", TokenScope.ROLLOUTS, requests_per_second=1, burst=2),
+        grant("free", TokenScope.ROLLOUTS),
         now=times,
     )
     guarded.admit(SUBMIT, "Bearer slow")
@@ -133,7 +135,7 @@ def test_each_token_has_a_rate_of_its_own() -> None:
 
 
 def test_what_a_token_may_not_do_costs_it_nothing() -> None:
-    guarded = guard(grant("t", Scope.ROLLOUTS, requests_per_second=1, burst=1))
+    guarded = guard(grant("t", TokenScope.ROLLOUTS, requests_per_second=1, burst=1))
     for _ in range(5):
         assert isinstance(refusal(guarded, DRAIN, "t"), PermissionDenied)
     guarded.admit(SUBMIT, "Bearer t")

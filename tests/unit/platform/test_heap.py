@@ -8,7 +8,10 @@ import sys
 import pytest
 
 _PROGRAM = """
-import resource, sys, threading
+import ctypes, resource, sys, threading
+
+# Where pages are huge, a step takes few of them either way.
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
 
 from services.platform.heap import keep_freed_memory
 

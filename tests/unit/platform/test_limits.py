@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.platform.limits import Bucket, Rate
+from services.platform.security.guard import Bucket, Rate
 
 rates = st.builds(Rate, st.floats(0.1, 1000), st.floats(1, 100))
 gaps = st.lists(st.floats(0, 5), max_size=200)

@@ -10,11 +10,10 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from services.platform.config import ServiceConfig
-from services.platform.link import Link
-from services.platform.links import Links
-from services.platform.pulse import Pulse
-from services.platform.registry import InstanceRecord, Registry
+from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.links import Link, Links
+from services.platform.notify import Notifier
+from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.tasks import end
 
 WAIT = 20.0
@@ -58,7 +57,7 @@ class Rounds(Link):
 class Rig:
     def __init__(self) -> None:
         self.listing = Listing()
-        self.changed = Pulse()
+        self.changed = Notifier()
         self.failures = Counter("failures", "Of the test.", registry=CollectorRegistry())
         self.dialled: list[str] = []
         self.looked: list[Records] = []
@@ -118,7 +117,7 @@ async def test_a_change_begins_a_round_and_a_defect_costs_its_link_only(rig: Rig
     await rig.until(lambda: [each.rounds for each in rig.links.known.values()] == [1, 1])
     broken, kept = rig.links.known["a"], rig.links.known["b"]
     broken.fault = ZeroDivisionError()
-    rig.changed.beat()
+    rig.changed.notify()
     await rig.until(lambda: (broken.rounds, kept.rounds) == (2, 2))
     rig.listing.show(record("a"), record("b"))
     await rig.until(lambda: rig.links.known.get("a", broken) is not broken)
@@ -131,7 +130,7 @@ async def test_a_round_that_fails_is_counted_and_made_again(rig: Rig) -> None:
     link = rig.links.known["a"]
     nothing = grpc.aio.Metadata()
     link.fault = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "away")
-    rig.changed.beat()
+    rig.changed.notify()
     await rig.until(lambda: link.rounds >= 4)
     assert rig.failures._value.get() >= 2
     link.fault = None

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.platform.auth import bearer_token
-from services.platform.registry import InstanceRecord
-from services.platform.store import Keys
+from services.platform.redis.connection import Keys
+from services.platform.redis.registry import InstanceRecord
+from services.platform.security.guard import bearer_token
 
 records = st.builds(
     InstanceRecord,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.v1 import sample_pb2
-from services.platform.sampling import (
+from services.contracts.sampling import (
     MAX_REPORTED,
     ModelLimits,
     Sampling,

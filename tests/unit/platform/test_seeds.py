@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from services.platform.seeds import sample_seed
+from services.contracts.seeds import sample_seed
 
 MAX = 2**64 - 1
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.platform.watched import CHECK_SECONDS, RELOADS, Watched
+from services.platform.config.watched import CHECK_SECONDS, RELOADS, Watched
 
 
 class Clock:

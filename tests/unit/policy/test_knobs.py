@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.platform.errors import InvalidArgument
-from services.policy.knobs import Knobs, Scope, changes, check, merged, resolved
+from services.contracts.errors import InvalidArgument
+from services.contracts.knobs import Knobs, KnobScope, changes, check, merged, resolved
 
 SETTINGS = st.fixed_dictionaries(
     {},
@@ -109,21 +109,21 @@ def test_changes_tell_what_differs(before: dict[str, Any], after: dict[str, Any]
 
 
 def test_a_request_names_one_scope() -> None:
-    assert Scope.asked() == Scope("fleet", "")
-    assert Scope.asked(pool="spot") == Scope("pool", "spot")
+    assert KnobScope.of_request() == KnobScope("fleet", "")
+    assert KnobScope.of_request(pool="spot") == KnobScope("pool", "spot")
     with pytest.raises(InvalidArgument, match="only one"):
-        Scope.asked(run_id="r", model="m")
+        KnobScope.of_request(run_id="r", model="m")
     with pytest.raises(InvalidArgument, match="longer"):
-        Scope.asked(run_id="r" * 257)
+        KnobScope.of_request(run_id="r" * 257)
 
 
 @given(st.sampled_from(["model", "pool", "run"]), st.text(min_size=1))
 def test_a_scope_is_found_again_by_its_key(kind: Any, name: str) -> None:
-    scope = Scope(kind, name)
-    assert Scope.of_key(scope.key) == scope
+    scope = KnobScope(kind, name)
+    assert KnobScope.of_key(scope.key) == scope
 
 
 @pytest.mark.parametrize("key", ["", "fleet", "fleet:x", "run:", "team:x"])
 def test_a_key_that_names_no_scope(key: str) -> None:
     with pytest.raises(ValueError, match="no scope"):
-        Scope.of_key(key)
+        KnobScope.of_key(key)

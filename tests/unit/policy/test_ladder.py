@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policy.knobs import LadderKnobs
-from services.policy.ladder import Acceptance, Rung, climb, start
+from services.contracts.knob_store import Rung
+from services.contracts.knobs import LadderKnobs
+from services.contracts.step_totals import Acceptance
+from services.policy.ladder import climb, start
 
 KNOBS = LadderKnobs(lengths=(2, 4, 8))
 

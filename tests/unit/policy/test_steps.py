@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contracts.step_totals import Acceptance, StepTotals
 from services.policy.explain import step_ended
-from services.policy.ladder import Acceptance
-from services.policy.steps import MAX_STEPS, StepBook, StepTotals
+from services.policy.steps import MAX_STEPS, StepBook
 
 SETTLE = 2.0
 
@@ -17,7 +17,7 @@ SETTLE = 2.0
 def totals(drafts: int = 5, plain: int = 0, accepted: int = 7) -> StepTotals:
     reasons = Counter({"drafts": drafts, "plain_is_best": plain})
     return StepTotals(
-        +reasons, predicted_gain=drafts * 0.5, drafts={"given": Acceptance(drafts, 10, accepted)}
+        +reasons, predicted_gain=drafts * 0.5, drafts={"reference": Acceptance(drafts, 10, accepted)}
     )
 
 

@@ -11,8 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.ray.config import RayConfig
-from services.ray.plan import actors
+from services.ray.config import RayConfig, actors
 
 FILE = Path(__file__).parents[3] / "deploy" / "ray" / "raycluster.yaml"
 

@@ -1,4 +1,4 @@
-"""What runs on a Ray cluster, and who knows of Ray at all."""
+"""Actors of a Ray cluster, and the modules that import Ray."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.platform.config_sources import read_config
-from services.ray.config import RayConfig
-from services.ray.plan import ActorPlan, actors
+from services.platform.config.sources import read_config
+from services.ray.config import ActorPlan, RayConfig, actors
 
 LEARNER = {"learner": True, "drafter": "/weights/first", "drafters": "/weights/drafters"}
 
@@ -121,6 +120,6 @@ def test_nobody_imports_ray_or_kubernetes_who_does_not_use_them() -> None:
     modules = ["gateway", "generation", "drafts", "bubbles", "policy"]
     imports = "; ".join(f"import services.{module}.__main__" for module in modules)
     found = "bool({'ray', 'kubernetes'} & set(sys.modules))"
-    check = f"import sys; {imports}; import services.ray.plan; sys.exit({found})"
+    check = f"import sys; {imports}; import services.ray.config; sys.exit({found})"
     done = subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[3], check=False)
     assert done.returncode == 0

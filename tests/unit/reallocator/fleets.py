@@ -7,38 +7,38 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 
-from services.reallocator.records import Candidate, Standing, Transfer
-from services.reallocator.threshold import Curve
+from services.reallocator.planning.records import Candidate, InstanceView, Transfer
+from services.reallocator.planning.throughput import ThroughputCurve
 
 BLOCK = 16
 # Shaped as RLHFSpec's Figure 5: flat to a dozen samples, then in proportion.
-FIGURE_5 = Curve(tuple(max(0.0078, 0.00069 * n) for n in range(1, 65)))
-FLAT = Curve((0.005,) * 64)
-STEEP = Curve(tuple(0.001 * n for n in range(1, 65)))
+FIGURE_5 = ThroughputCurve(tuple(max(0.0078, 0.00069 * n) for n in range(1, 65)))
+FLAT = ThroughputCurve((0.005,) * 64)
+STEEP = ThroughputCurve(tuple(0.001 * n for n in range(1, 65)))
 
 
 def candidate(key: str, tokens: int = 64, accepted: float = 0.0, remaining: float = 1000.0) -> Candidate:
     return Candidate(key, tokens, accepted, remaining, -(-tokens // BLOCK))
 
 
-def standing(
+def view(
     name: str,
     samples: int | Sequence[Candidate],
     *,
     threshold: int = 19,
-    curve: Curve = FIGURE_5,
+    curve: ThroughputCurve = FIGURE_5,
     most: int = 64,
     free_blocks: int = 10_000,
-) -> Standing:
+) -> InstanceView:
     if isinstance(samples, int):
         samples = [candidate(f"{name}.{n}", tokens=64 + n) for n in range(samples)]
-    return Standing(
+    return InstanceView(
         name, len(samples), max(0, most - len(samples)), free_blocks, curve, threshold, tuple(samples)
     )
 
 
-def moved(fleet: Iterable[Standing], transfers: Iterable[Transfer]) -> list[Standing]:
-    """The fleet after the transfers; a key that is not where it should be is an error."""
+def moved(fleet: Iterable[InstanceView], transfers: Iterable[Transfer]) -> list[InstanceView]:
+    """Return the fleet after the transfers; a key that is not where it should be is an error."""
     by_name = {each.instance_id: each for each in fleet}
     for transfer in transfers:
         donor, receiver = by_name[transfer.donor], by_name[transfer.receiver]
@@ -64,17 +64,19 @@ def moved(fleet: Iterable[Standing], transfers: Iterable[Transfer]) -> list[Stan
 
 
 @st.composite
-def curves(draw: st.DrawFn) -> Curve:
+def curves(draw: st.DrawFn) -> ThroughputCurve:
     """Rooflines: flat, then rising."""
     base = draw(st.floats(1e-4, 1e-2))
     slope = draw(st.floats(0, 1e-3))
     knee = draw(st.integers(1, 80))
     tokens = draw(st.floats(1, 8))
-    return Curve(tuple(base + slope * n + slope * 3 * max(0, n - knee) for n in range(1, 65)), tokens)
+    return ThroughputCurve(
+        tuple(base + slope * n + slope * 3 * max(0, n - knee) for n in range(1, 65)), tokens
+    )
 
 
 @st.composite
-def fleets(draw: st.DrawFn, *, alike: bool = True) -> list[Standing]:
+def fleets(draw: st.DrawFn, *, alike: bool = True) -> list[InstanceView]:
     """Up to five instances; `alike`: with the same curve and threshold."""
     curve, threshold = draw(curves()), draw(st.integers(1, 64))
     found = []
@@ -93,5 +95,5 @@ def fleets(draw: st.DrawFn, *, alike: bool = True) -> list[Standing]:
             for place in range(draw(st.integers(0, 20)))
         ]
         free = draw(st.integers(0, 1000))
-        found.append(standing(f"i{number}", samples, threshold=threshold, curve=curve, free_blocks=free))
+        found.append(view(f"i{number}", samples, threshold=threshold, curve=curve, free_blocks=free))
     return found

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from services.platform.registry import InstanceRecord
-from services.policy.stored import UnusableCalibration
+from services.platform.redis.registry import InstanceRecord
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.models import Rooflines
 
@@ -30,8 +25,3 @@ def test_equals_share_a_curve_and_others_do_not() -> None:
 def test_a_model_that_cannot_be_looked_at_has_a_curve_all_the_same() -> None:
     seconds = Rooflines(ReallocatorConfig())(record("a", model="/nowhere")).curve().seconds
     assert list(seconds) == sorted(seconds)
-
-
-def test_a_calibration_that_cannot_be_read_is_said_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(UnusableCalibration):
-        Rooflines(ReallocatorConfig(calibration=tmp_path / "none.json"))

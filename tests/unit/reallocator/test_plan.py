@@ -9,31 +9,35 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.reallocator.plan import evacuate, plan
-from services.reallocator.price import By, WayCost, lost, price
-from services.reallocator.records import Candidate, Move, Rule, Rules, Standing, Transfer
-from services.reallocator.rest import Rest
-from tests.unit.reallocator.fleets import (
-    FIGURE_5,
-    FLAT,
-    STEEP,
-    candidate,
-    fleets,
-    moved,
-    standing,
+from services.reallocator.planning.cooldown import Cooldown
+from services.reallocator.planning.plan import evacuate, plan
+from services.reallocator.planning.price import MoveBy, MoveCost, lost, price
+from services.reallocator.planning.records import (
+    Candidate,
+    InstanceView,
+    Move,
+    ReallocationRules,
+    Rule,
+    Transfer,
 )
+from services.reallocator.planning.throughput import ThroughputCurve
+from tests.unit.reallocator.fleets import FIGURE_5, FLAT, STEEP, candidate, fleets, moved, view
 
-RULES = Rules()
+RULES = ReallocationRules()
 # Whatever moves at all is wanted, and moves cost nothing.
-EAGER = Rules(least_gain=1e-6, least_level_gain=1e-6, payback=0.0, ways={By.KV: WayCost(stall_steps=0.0)})
-DEAR = {By.KV: WayCost(stall_steps=3.0, donor=0.01, receiver=0.02)}
+EAGER = ReallocationRules(
+    least_gain=1e-6, least_balance_gain=1e-6, payback=0.0, ways={MoveBy.KV: MoveCost(stall_steps=0.0)}
+)
+DEAR = {MoveBy.KV: MoveCost(stall_steps=3.0, donor=0.01, receiver=0.02)}
 
 
-def counts(fleet: list[Standing]) -> dict[str, int]:
+def counts(fleet: list[InstanceView]) -> dict[str, int]:
     return {each.instance_id: each.samples for each in fleet}
 
 
-def settle(fleet: list[Standing], rules: Rules, most: int = 200) -> tuple[list[Standing], list[Transfer]]:
+def settle(
+    fleet: list[InstanceView], rules: ReallocationRules, most: int = 200
+) -> tuple[list[InstanceView], list[Transfer]]:
     """Decides until nothing is left to do."""
     done: list[Transfer] = []
     for _ in range(most):
@@ -48,7 +52,7 @@ def settle(fleet: list[Standing], rules: Rules, most: int = 200) -> tuple[list[S
 
 
 def test_figure_5_moves_five_of_24_samples_to_the_instance_that_has_one() -> None:
-    fleet = [standing("ins1", 24), standing("ins2", 1)]
+    fleet = [view("ins1", 24), view("ins2", 1)]
     (transfer,) = plan(fleet, RULES)
     assert (transfer.donor, transfer.receiver, len(transfer.keys)) == ("ins1", "ins2", 5)
     assert transfer.rule is Rule.THRESHOLD
@@ -57,7 +61,7 @@ def test_figure_5_moves_five_of_24_samples_to_the_instance_that_has_one() -> Non
 
 
 def test_the_fullest_gives_to_the_emptiest() -> None:
-    fleet = [standing(n, c, threshold=10) for n, c in (("a", 30), ("b", 2), ("c", 14), ("d", 8))]
+    fleet = [view(n, c, threshold=10) for n, c in (("a", 30), ("b", 2), ("c", 14), ("d", 8))]
     pairs = {(t.donor, t.receiver): len(t.keys) for t in plan(fleet, EAGER)}
     assert pairs == {("a", "b"): 8, ("c", "d"): 2}
 
@@ -69,7 +73,7 @@ def test_short_samples_of_low_acceptance_go_first() -> None:
         candidate("short", tokens=90),
         *(candidate(f"rest{n}", tokens=800, accepted=5.0) for n in range(20)),
     ]
-    fleet = [standing("a", samples, threshold=21), standing("b", 0, threshold=21)]
+    fleet = [view("a", samples, threshold=21), view("b", 0, threshold=21)]
     (transfer,) = plan(fleet, EAGER)
     assert transfer.keys[0] == "short"
     assert "long" not in transfer.keys or transfer.keys.index("long") > 0
@@ -77,56 +81,55 @@ def test_short_samples_of_low_acceptance_go_first() -> None:
 
 def test_nothing_moves_that_is_about_to_end() -> None:
     ending = [candidate(f"a{n}", remaining=4.0) for n in range(24)]
-    assert plan([standing("a", ending), standing("b", 1)], RULES) == []
+    assert plan([view("a", ending), view("b", 1)], RULES) == []
 
 
 def test_a_receiver_without_kv_takes_nothing() -> None:
-    assert plan([standing("a", 24), standing("b", 1, free_blocks=3)], RULES) == []
-    (transfer,) = plan([standing("a", 24), standing("b", 1, free_blocks=20)], RULES)
+    assert plan([view("a", 24), view("b", 1, free_blocks=3)], RULES) == []
+    (transfer,) = plan([view("a", 24), view("b", 1, free_blocks=20)], RULES)
     assert len(transfer.keys) == 3, "five blocks and one to grow for each, a tenth stays free"
 
 
 def test_instances_of_different_weights_do_not_mix() -> None:
-    fleet = [replace(standing("a", 24), peers=1), replace(standing("b", 1), peers=2)]
+    fleet = [replace(view("a", 24), peers=1), replace(view("b", 1), peers=2)]
     assert plan(fleet, RULES) == []
 
 
 # The long tail ------------------------------------------------------------------------------------------
 
 
-def test_a_tail_is_levelled_where_no_instance_is_above_its_threshold() -> None:
+def test_a_tail_is_balanced_where_no_instance_is_above_its_threshold() -> None:
     curve = FIGURE_5
-    fleet = [standing("a", 19, curve=curve), standing("b", 1, curve=curve)]
+    fleet = [view("a", 19, curve=curve), view("b", 1, curve=curve)]
     (transfer,) = plan(fleet, RULES)
-    assert (transfer.rule, len(transfer.keys)) == (Rule.LEVEL, 9)
-    assert plan(fleet, replace(RULES, level=False)) == []
+    assert (transfer.rule, len(transfer.keys)) == (Rule.BALANCE, 9)
+    assert plan(fleet, replace(RULES, balance=False)) == []
 
 
-def test_a_compute_bound_machine_levels_24_and_1() -> None:
-    fleet = [standing("a", 24, curve=STEEP, threshold=1), standing("b", 1, curve=STEEP, threshold=1)]
+def test_a_compute_bound_machine_balances_24_and_1() -> None:
+    fleet = [view("a", 24, curve=STEEP, threshold=1), view("b", 1, curve=STEEP, threshold=1)]
     (transfer,) = plan(fleet, RULES)
-    assert (transfer.rule, len(transfer.keys)) == (Rule.LEVEL, 11)
+    assert (transfer.rule, len(transfer.keys)) == (Rule.BALANCE, 11)
 
 
 def test_nothing_moves_where_samples_cost_nothing() -> None:
     assert (
-        plan([standing("a", 24, curve=FLAT, threshold=64), standing("b", 1, curve=FLAT, threshold=64)], EAGER)
-        == []
+        plan([view("a", 24, curve=FLAT, threshold=64), view("b", 1, curve=FLAT, threshold=64)], EAGER) == []
     )
 
 
-def test_where_moves_are_only_tried_out_a_pair_is_levelled_though_it_gains_nothing() -> None:
+def test_where_moves_are_only_tried_out_a_pair_is_balanced_though_it_gains_nothing() -> None:
     """Measured step times may come out flat: whoever wants moves for their own sake gets them all the same."""
-    fleet = [standing("a", 24, curve=FLAT, threshold=64), standing("b", 1, curve=FLAT, threshold=64)]
-    (transfer,) = plan(fleet, replace(EAGER, least_level_gain=0.0))
-    assert (transfer.rule, len(transfer.keys)) == (Rule.LEVEL, 11)
+    fleet = [view("a", 24, curve=FLAT, threshold=64), view("b", 1, curve=FLAT, threshold=64)]
+    (transfer,) = plan(fleet, replace(EAGER, least_balance_gain=0.0))
+    assert (transfer.rule, len(transfer.keys)) == (Rule.BALANCE, 11)
     assert transfer.predicted_gain == pytest.approx(0.0, abs=1e-9)
 
 
 def test_few_long_samples_are_not_slowed_by_many_short_ones() -> None:
     short = [candidate(f"a{n}", remaining=100.0) for n in range(40)]
     long = [candidate(f"b{n}", remaining=5000.0) for n in range(20)]
-    fleet = [standing("a", short, threshold=10), standing("b", long, threshold=10)]
+    fleet = [view("a", short, threshold=10), view("b", long, threshold=10)]
     assert plan(fleet, RULES) == []
 
 
@@ -135,13 +138,13 @@ def test_few_long_samples_are_not_slowed_by_many_short_ones() -> None:
 
 def test_nothing_can_be_moved_in_an_empty_fleet_or_a_fleet_of_one() -> None:
     assert plan([], RULES) == []
-    assert plan([standing("a", 50)], RULES) == []
-    assert evacuate(standing("a", 5), [], RULES) == []
+    assert plan([view("a", 50)], RULES) == []
+    assert evacuate(view("a", 5), [], RULES) == []
 
 
 @settings(deadline=None, max_examples=60)
 @given(fleets(alike=False), st.sampled_from([RULES, EAGER]))
-def test_constraints_always_hold(fleet: list[Standing], rules: Rules) -> None:
+def test_constraints_always_hold(fleet: list[InstanceView], rules: ReallocationRules) -> None:
     transfers = plan(fleet, rules)
     by_name = {each.instance_id: each for each in fleet}
     involved = [name for each in transfers for name in (each.donor, each.receiver)]
@@ -163,7 +166,7 @@ def test_constraints_always_hold(fleet: list[Standing], rules: Rules) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(fleets(alike=False))
-def test_no_sample_is_lost_or_doubled(fleet: list[Standing]) -> None:
+def test_no_sample_is_lost_or_doubled(fleet: list[InstanceView]) -> None:
     before = sorted(each.key for member in fleet for each in member.candidates)
     after = moved(fleet, plan(fleet, EAGER))
     assert sorted(each.key for member in after for each in member.candidates) == before
@@ -171,39 +174,51 @@ def test_no_sample_is_lost_or_doubled(fleet: list[Standing]) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(fleets(alike=False))
-def test_a_fleet_to_which_nothing_happens_comes_to_rest(fleet: list[Standing]) -> None:
+def test_a_fleet_to_which_nothing_happens_comes_to_rest(fleet: list[InstanceView]) -> None:
     settle(fleet, EAGER)
 
 
 @settings(deadline=None, max_examples=40)
 @given(fleets())
-def test_no_instance_of_a_fleet_of_equals_gives_and_takes_by_the_threshold(fleet: list[Standing]) -> None:
-    _, done = settle(fleet, replace(EAGER, level=False))
+def test_no_instance_of_a_fleet_of_equals_gives_and_takes_by_the_threshold(fleet: list[InstanceView]) -> None:
+    _, done = settle(fleet, replace(EAGER, balance=False))
     assert not {each.donor for each in done} & {each.receiver for each in done}
 
 
 @settings(deadline=None, max_examples=40)
 @given(fleets(), st.integers(1, 20))
-def test_a_fuller_donor_gives_no_fewer(fleet: list[Standing], more: int) -> None:
-    """Of two instances that differ enough; each sample is alike."""
+def test_a_fuller_donor_gives_no_fewer(fleet: list[InstanceView], more: int) -> None:
+    """Of two instances that differ enough; each sample is alike, and the threshold is the saturation point."""
     if len(fleet) < 2:
         return
-    base = fleet[0]
+    base = replace(fleet[0], threshold=fleet[0].curve.saturation_point(0.25) or 64)
     donor = [candidate(f"a{n}") for n in range(base.samples)]
 
     def count(samples: list[Candidate]) -> int:
         pair = [
-            standing("a", samples, threshold=base.threshold, curve=base.curve, most=128),
-            standing("b", 0, threshold=base.threshold, curve=base.curve),
+            view("a", samples, threshold=base.threshold, curve=base.curve, most=128),
+            view("b", 0, threshold=base.threshold, curve=base.curve),
         ]
-        return sum(len(each.keys) for each in plan(pair, replace(EAGER, level=False, least_gain=-1.0)))
+        return sum(len(each.keys) for each in plan(pair, replace(EAGER, balance=False, least_gain=-1.0)))
 
     assert count(donor + [candidate(f"b{n}") for n in range(more)]) >= count(donor)
 
 
+@pytest.mark.parametrize(("samples", "threshold"), [(18, 10), (20, 10), (36, 10), (22, 10), (17, 4), (25, 4)])
+def test_rounding_does_not_choose_how_many_move(samples: int, threshold: int) -> None:
+    """Where steps take the same time with any batch, all that may move gain the same."""
+    flat = ThroughputCurve((0.0013518769587305488,) * 64, 3.3)
+    pair = [
+        view("a", samples, threshold=threshold, curve=flat, most=128),
+        view("b", 0, threshold=threshold, curve=flat),
+    ]
+    (found,) = plan(pair, replace(EAGER, balance=False, least_gain=-1.0))
+    assert len(found.keys) == min(samples - threshold, threshold)
+
+
 @settings(deadline=None, max_examples=40)
 @given(fleets(alike=False), st.integers(0, 5))
-def test_evacuation_takes_all_that_fits(fleet: list[Standing], which: int) -> None:
+def test_evacuation_takes_all_that_fits(fleet: list[InstanceView], which: int) -> None:
     if not fleet:
         return
     leaving = fleet[which % len(fleet)]
@@ -231,42 +246,45 @@ def test_evacuation_takes_all_that_fits(fleet: list[Standing], which: int) -> No
 
 
 def test_moves_that_cost_more_than_they_gain_are_not_made() -> None:
-    fleet = [standing("ins1", 24), standing("ins2", 1)]
-    dear = {By.KV: WayCost(donor=1.0, receiver=1.0)}
+    fleet = [view("ins1", 24), view("ins2", 1)]
+    dear = {MoveBy.KV: MoveCost(donor=1.0, receiver=1.0)}
     assert plan(fleet, replace(RULES, ways=dear)) == []
     short = [candidate(f"a{n}", remaining=60.0) for n in range(24)]
-    assert plan([standing("a", short), standing("b", 1)], replace(RULES, payback=0.0)) != []
-    assert plan([standing("a", short), standing("b", 1)], replace(RULES, payback=0.0, ways=DEAR)) == []
+    assert plan([view("a", short), view("b", 1)], replace(RULES, payback=0.0)) != []
+    assert plan([view("a", short), view("b", 1)], replace(RULES, payback=0.0, ways=DEAR)) == []
 
 
 def test_a_rule_that_brought_nothing_is_not_believed() -> None:
-    fleet, rules = [standing("ins1", 24), standing("ins2", 1)], replace(RULES, level=False)
+    fleet, rules = [view("ins1", 24), view("ins2", 1)], replace(RULES, balance=False)
     assert plan(fleet, replace(rules, trust={Rule.THRESHOLD: 0.05})) == []
     assert plan(fleet, replace(rules, trust={Rule.THRESHOLD: 0.5})) != []
-    fleet = [standing("a", 19), standing("b", 1)]
-    assert plan(fleet, replace(RULES, trust={Rule.LEVEL: 0.05})) == []
-    assert plan(fleet, replace(RULES, trust={Rule.LEVEL: 0.5})) != []
+    fleet = [view("a", 19), view("b", 1)]
+    assert plan(fleet, replace(RULES, trust={Rule.BALANCE: 0.05})) == []
+    assert plan(fleet, replace(RULES, trust={Rule.BALANCE: 0.5})) != []
 
 
 def test_each_sample_goes_by_the_way_that_is_cheaper_for_it() -> None:
-    curve = replace(STEEP, reading=1e-5)
-    ways = {By.KV: WayCost(donor=1e-4, receiver=1e-4), By.PREFIX: WayCost(stall_steps=1.0, reading=1.0)}
+    curve = replace(STEEP, prefill=1e-5)
+    ways = {
+        MoveBy.KV: MoveCost(donor=1e-4, receiver=1e-4),
+        MoveBy.PREFIX: MoveCost(stall_steps=1.0, prefill=1.0),
+    }
     samples = [candidate(f"a{n}", tokens=20 if n % 2 else 4000) for n in range(24)]
-    fleet = [standing("a", samples, curve=curve, threshold=8), standing("b", 0, curve=curve, threshold=14)]
+    fleet = [view("a", samples, curve=curve, threshold=8), view("b", 0, curve=curve, threshold=14)]
     (found,) = plan(fleet, replace(EAGER, ways=ways))
     assert len(found.moves) == 14
-    assert {move.by for move in found.moves if move.tokens == 20} == {By.PREFIX}
-    assert {move.by for move in found.moves if move.tokens == 4000} == {By.KV}
-    assert found.count(By.PREFIX) == 12
+    assert {move.by for move in found.moves if move.tokens == 20} == {MoveBy.PREFIX}
+    assert {move.by for move in found.moves if move.tokens == 4000} == {MoveBy.KV}
+    assert found.count(MoveBy.PREFIX) == 12
 
 
 @settings(deadline=None, max_examples=100)
 @given(fleets(), st.floats(0, 4), st.floats(0, 0.01), st.floats(0, 0.01), st.floats(0, 1))
 def test_by_its_own_account_no_decision_makes_anything_later(
-    fleet: list[Standing], stall: float, donor: float, receiver: float, trust: float
+    fleet: list[InstanceView], stall: float, donor: float, receiver: float, trust: float
 ) -> None:
     """Counted anew: when each pair is done, with what its moves cost, and without them."""
-    ways = {By.KV: WayCost(stall, 0.0, donor, receiver)}
+    ways = {MoveBy.KV: MoveCost(stall, 0.0, donor, receiver)}
     rules = replace(EAGER, ways=ways, trust=dict.fromkeys(Rule, trust))
     by_name = {each.instance_id: each for each in fleet}
     for found in plan(fleet, rules):
@@ -274,7 +292,7 @@ def test_by_its_own_account_no_decision_makes_anything_later(
         gone = set(found.keys)
         leaving = [each for each in here.candidates if each.key in gone]
         prices = [
-            price(By.KV, ways[By.KV], each.tokens, there.curve, there.samples + len(leaving))
+            price(MoveBy.KV, ways[MoveBy.KV], each.tokens, there.curve, there.samples + len(leaving))
             for each in leaving
         ]
         lost_here, lost_there = lost(prices)
@@ -287,29 +305,29 @@ def test_by_its_own_account_no_decision_makes_anything_later(
         assert after <= before * (1 + 1e-9)
 
 
-def _done(samples: Any, there: Standing) -> float:
+def _done(samples: Any, there: InstanceView) -> float:
     return there.curve.finish_seconds([each.remaining for each in samples])
 
 
-# Rest ---------------------------------------------------------------------------------------------------
+# Cooldown ---------------------------------------------------------------------------------------------------
 
 
-def transfer(rule: Rule = Rule.LEVEL, **fields: Any) -> Transfer:
+def transfer(rule: Rule = Rule.BALANCE, **fields: Any) -> Transfer:
     return Transfer("a", "b", (Move("k"),), rule, 0.1, "", **fields)
 
 
 def test_who_took_gives_nothing_for_a_while_and_who_gave_takes_nothing() -> None:
-    rest = Rest(2)
-    rest.decided([transfer()])
+    cooldown = Cooldown(2)
+    cooldown.decided([transfer()])
     for _ in range(2):
-        assert (rest.gives("a"), rest.receives("a")) == (True, False)
-        assert (rest.gives("b"), rest.receives("b")) == (False, True)
-        rest.decided([])
-    assert (rest.receives("a"), rest.gives("b")) == (True, True)
+        assert (cooldown.gives("a"), cooldown.receives("a")) == (True, False)
+        assert (cooldown.gives("b"), cooldown.receives("b")) == (False, True)
+        cooldown.decided([])
+    assert (cooldown.receives("a"), cooldown.gives("b")) == (True, True)
 
 
 def test_evacuation_is_held_against_nobody() -> None:
-    rest = Rest(2)
-    rest.decided([transfer(Rule.EVACUATE)])
-    assert rest.gives("b")
-    assert rest.receives("a")
+    cooldown = Cooldown(2)
+    cooldown.decided([transfer(Rule.EVACUATE)])
+    assert cooldown.gives("b")
+    assert cooldown.receives("a")

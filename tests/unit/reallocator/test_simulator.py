@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.simulator.__main__ import figure_5
-from bench.simulator.cluster import Cluster, Manner
+from bench.simulator.cluster import ReallocationSetup, SimulatedCluster
 from bench.simulator.loads import PUBLISHED, dealt, lmsys_lengths, published_curve
-from services.reallocator.price import By, WayCost
-from services.reallocator.records import Rules
+from services.reallocator.planning.price import MoveBy, MoveCost
+from services.reallocator.planning.records import ReallocationRules
 
 CURVE = published_curve()
 
@@ -28,27 +28,26 @@ def test_figure_5_is_reproduced() -> None:
     assert found["tokens_per_second_before"] == pytest.approx(1556)
     assert found["tokens_per_second_after"] == pytest.approx(2180)
     own = figure_5(None)
-    assert own["gain"] >= found["gain"], "the turning point is no worse a threshold"
+    assert own["gain"] >= found["gain"], "the saturation point is no worse a threshold"
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.lists(st.integers(1, 300), max_size=20), min_size=1, max_size=4),
-    st.integers(1, 40),
-)
+@given(st.lists(st.lists(st.integers(1, 300), max_size=20), min_size=1, max_size=4), st.integers(1, 40))
 def test_all_work_is_done_whatever_moves(lengths: list[list[int]], decision_steps: int) -> None:
     loads = {f"i{n}": each for n, each in enumerate(lengths)}
     total = sum(map(sum, lengths))
-    manner = Manner(Rules(least_gain=0.0, least_level_gain=0.0, payback=0.0), decision_steps)
-    outcome = Cluster(loads, CURVE, manner).run()
+    manner = ReallocationSetup(
+        ReallocationRules(least_gain=0.0, least_balance_gain=0.0, payback=0.0), decision_steps
+    )
+    outcome = SimulatedCluster(loads, CURVE, manner).run()
     assert outcome.tokens == total
     assert outcome.moved <= 10 * sum(map(len, lengths)), "samples are not sent to and fro"
 
 
 def test_an_uneven_load_is_done_sooner_with_moves() -> None:
     loads = {"a": [1500] * 24, "b": [1500]}
-    plain = Cluster(loads, CURVE, generated=200).run()
-    moved = Cluster(loads, CURVE, Manner(), generated=200).run()
+    plain = SimulatedCluster(loads, CURVE, generated=200).run()
+    moved = SimulatedCluster(loads, CURVE, ReallocationSetup(), generated=200).run()
     assert moved.moved >= 5
     assert moved.seconds < 0.8 * plain.seconds
 
@@ -56,25 +55,37 @@ def test_an_uneven_load_is_done_sooner_with_moves() -> None:
 def test_moves_do_no_harm_to_a_load_that_is_dealt_evenly() -> None:
     for seed in range(4):
         loads = dealt(lmsys_lengths(64, seed), 2)
-        plain, moved = Cluster(loads, CURVE).run(), Cluster(loads, CURVE, Manner()).run()
+        plain, moved = (
+            SimulatedCluster(loads, CURVE).run(),
+            SimulatedCluster(loads, CURVE, ReallocationSetup()).run(),
+        )
         assert moved.seconds <= 1.02 * plain.seconds
 
 
 def test_what_a_move_costs_is_paid() -> None:
     loads = {"a": [1500] * 24, "b": [1500]}
     cheap, dear = (
-        Cluster(loads, CURVE, Manner(Rules(payback=0.0, ways={By.KV: WayCost(steps)})), generated=200).run()
+        SimulatedCluster(
+            loads,
+            CURVE,
+            ReallocationSetup(ReallocationRules(payback=0.0, ways={MoveBy.KV: MoveCost(steps)})),
+            generated=200,
+        ).run()
         for steps in (1.0, 100.0)
     )
     assert dear.moved
     assert cheap.seconds < dear.seconds
 
 
-def test_where_reading_is_cheap_samples_go_by_prefix_and_are_done_sooner() -> None:
+def test_where_prefill_is_cheap_samples_go_by_prefix_and_are_done_sooner() -> None:
     loads = {"a": [1500] * 24, "b": [1500]}
-    curve = replace(CURVE, reading=1e-6)
-    ways = {By.KV: WayCost(20.0), By.PREFIX: WayCost(1.0, reading=1.0)}
-    kv = Cluster(loads, curve, Manner(Rules(ways={By.KV: ways[By.KV]})), generated=200).run()
-    free = Cluster(loads, curve, Manner(Rules(ways=ways)), generated=200).run()
+    curve = replace(CURVE, prefill=1e-6)
+    ways = {MoveBy.KV: MoveCost(20.0), MoveBy.PREFIX: MoveCost(1.0, prefill=1.0)}
+    kv = SimulatedCluster(
+        loads, curve, ReallocationSetup(ReallocationRules(ways={MoveBy.KV: ways[MoveBy.KV]})), generated=200
+    ).run()
+    free = SimulatedCluster(
+        loads, curve, ReallocationSetup(ReallocationRules(ways=ways)), generated=200
+    ).run()
     assert (kv.by_prefix, free.by_prefix) == (0, free.moved)
     assert free.seconds <= kv.seconds

@@ -1,19 +1,21 @@
-"""What is measured from one look at the demand to the next."""
+"""Averages over successive observations of the demand."""
 
 from __future__ import annotations
 
 import pytest
 
-from services.policy.scaling.demand import Demand, InstanceDemand, State, ordinal
-from services.policy.scaling.meter import Meter
+from paceline.internal.v1.demand_pb2 import InstanceDemand
+from paceline.v1 import fleet_pb2
+from services.policy.scaling.demand import Demand, Meter, ordinal
 
-POOLS = {"a": None, "a-b": None}
+POOLS = ("a", "a-b")
 
 
-def instance(
-    name: str, running: int, tokens: int, epoch: int = 1, state: State = State.SERVING
-) -> InstanceDemand:
-    return InstanceDemand(name, epoch, state, running, 10, tokens)
+def instance(name: str, running: int, tokens: int, epoch: int = 1, stale: bool = False) -> InstanceDemand:
+    state = fleet_pb2.INSTANCE_STATE_STALE if stale else fleet_pb2.INSTANCE_STATE_SERVING
+    return InstanceDemand(
+        instance_id=name, epoch=epoch, state=state, running=running, max_running=10, generated_tokens=tokens
+    )
 
 
 def look(meter: Meter, now: float, *instances: InstanceDemand, samples: int = 1) -> None:
@@ -24,7 +26,7 @@ def look(meter: Meter, now: float, *instances: InstanceDemand, samples: int = 1)
     ("name", "pool", "number"),
     [("a-0", "a", 0), ("a-b-12", "a-b", 12), ("a-b-12", "a", None), ("a", "a", None), ("a--1", "a", None)],
 )
-def test_instances_are_told_by_their_names(name: str, pool: str, number: int | None) -> None:
+def test_instances_are_assigned_to_pools_by_name(name: str, pool: str, number: int | None) -> None:
     assert ordinal(name, pool) == number
 
 
@@ -49,7 +51,7 @@ def test_a_process_that_started_anew_says_nothing() -> None:
 
 def test_bubbles_are_those_of_instances_that_could_have_samples() -> None:
     meter = Meter()
-    stale = instance("a-2", 0, 0, state=State.STALE)
+    stale = instance("a-2", 0, 0, stale=True)
     look(meter, 0, instance("a-0", 1, 0), instance("a-1", 0, 0), stale, instance("other-0", 0, 0))
     assert meter.bubble_share == 0.5
 

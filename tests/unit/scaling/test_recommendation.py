@@ -1,4 +1,4 @@
-"""How many instances there should be."""
+"""Recommended numbers of instances."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from services.policy.scaling.config import PoolConfig, ScalingConfig
 from services.policy.scaling.demand import Demand, Due
-from services.policy.scaling.recommendation import Fleet, Pool, Rules, recommend
-
-ONE = Rules((Pool("a", 1, 10),), queue_seconds=100, deadline_margin=0.5, bubble_share=0.25)
-TWO = replace(ONE, pools=(Pool("a", 1, 4), Pool("b", 0, 6)))
+from services.policy.scaling.recommendation import PoolCapacity, recommend
 
 
-def fleet(replicas: int, rate: float | None = 100.0, capacity: float = 10.0) -> Fleet:
-    return Fleet(replicas, rate, capacity)
+def pool(name: str, minimum: int, maximum: int) -> PoolConfig:
+    return PoolConfig(name=name, minimum=minimum, maximum=maximum)
+
+
+ONE = ScalingConfig(pools=[pool("a", 1, 10)], queue_seconds=100, deadline_margin=0.5, bubble_share=0.25)
+TWO = ONE.model_copy(update={"pools": [pool("a", 1, 4), pool("b", 0, 6)]})
+
+
+def capacity(replicas: int, rate: float | None = 100.0, samples: float = 10.0) -> PoolCapacity:
+    return PoolCapacity(replicas, rate, samples)
 
 
 def waiting(tokens: float, samples: int = 1, **rest: Any) -> Demand:
@@ -26,7 +32,7 @@ def waiting(tokens: float, samples: int = 1, **rest: Any) -> Demand:
 
 
 def one(demand: Demand, current: int = 2, bubbles: float | None = None, **rest: Any) -> tuple[int, str]:
-    found = recommend(ONE, demand, [fleet(current)], bubbles, **rest)
+    found = recommend(ONE, demand, [capacity(current)], bubbles, **rest)
     return found.replicas["a"], found.reason
 
 
@@ -64,13 +70,13 @@ def test_bubbles_beyond_what_is_allowed_give_instances_up() -> None:
 
 
 def test_before_anything_is_measured_samples_are_counted() -> None:
-    found = recommend(ONE, waiting(1.0, samples=45), [fleet(2, None)], None)
+    found = recommend(ONE, waiting(1.0, samples=45), [capacity(2, None)], None)
     assert (found.replicas, found.reason, found.unit) == ({"a": 5}, "queue", "samples")
 
 
 def test_the_first_pool_grows_first_and_shrinks_last() -> None:
     def replicas(tokens: float, *current: int, bubbles: float | None = None) -> dict[str, int]:
-        return recommend(TWO, waiting(tokens), [fleet(each) for each in current], bubbles).replicas
+        return recommend(TWO, waiting(tokens), [capacity(each) for each in current], bubbles).replicas
 
     assert replicas(60_000, 2, 1) == {"a": 4, "b": 2}
     assert replicas(30_000, 1, 2) == {"a": 1, "b": 2}, "enough is left as it is"
@@ -79,7 +85,7 @@ def test_the_first_pool_grows_first_and_shrinks_last() -> None:
 
 
 def test_pools_of_different_speed() -> None:
-    found = recommend(TWO, waiting(90_000), [fleet(1, 100.0), fleet(1, 300.0)], None)
+    found = recommend(TWO, waiting(90_000), [capacity(1, 100.0), capacity(1, 300.0)], None)
     assert found.replicas == {"a": 4, "b": 2}
 
 
@@ -93,31 +99,35 @@ demands = st.builds(
     dues=st.lists(st.builds(Due, st.floats(-10, 1e4), tokens), max_size=4).map(tuple),
 )
 pools = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 20)), min_size=1, max_size=4).map(
-    lambda bounds: tuple(Pool(f"p{n}", low, low + more) for n, (low, more) in enumerate(bounds))
+    lambda bounds: [pool(f"p{n}", low, low + more) for n, (low, more) in enumerate(bounds)]
 )
 rates = st.one_of(st.none(), st.floats(1, 1e5))
 shares = st.one_of(st.none(), st.floats(0, 1))
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Rules, list[Fleet]]:
+def cases(draw: st.DrawFn) -> tuple[ScalingConfig, list[PoolCapacity]]:
     chosen = draw(pools)
-    fleets = [Fleet(draw(st.integers(0, 30)), draw(rates), draw(st.floats(1, 500))) for _ in chosen]
-    return Rules(chosen), fleets
+    capacities = [
+        PoolCapacity(draw(st.integers(0, 30)), draw(rates), draw(st.floats(1, 500))) for _ in chosen
+    ]
+    return ScalingConfig(pools=chosen), capacities
 
 
 @given(cases(), demands, shares, st.booleans())
-def test_bounds_are_kept(case: tuple[Rules, list[Fleet]], demand: Demand, share: Any, idle: bool) -> None:
-    rules, fleets = case
-    replicas = recommend(rules, demand, fleets, share, idle).replicas
-    for pool in rules.pools:
+def test_bounds_are_kept(
+    case: tuple[ScalingConfig, list[PoolCapacity]], demand: Demand, share: Any, idle: bool
+) -> None:
+    config, capacities = case
+    replicas = recommend(config, demand, capacities, share, idle).replicas
+    for pool in config.pools:
         assert pool.minimum <= replicas[pool.name] <= pool.maximum
 
 
 @example(
     (
-        Rules((Pool("p0", 0, 5), Pool("p1", 0, 3))),
-        [Fleet(5, None, 94.0), Fleet(3, None, 98.0)],
+        ScalingConfig(pools=[pool("p0", 0, 5), pool("p1", 0, 3)]),
+        [PoolCapacity(5, None, 94.0), PoolCapacity(3, None, 98.0)],
     ),
     Demand(waiting_samples=1, running_samples=664),
     1.0,
@@ -126,28 +136,28 @@ def test_bounds_are_kept(case: tuple[Rules, list[Fleet]], demand: Demand, share:
 )
 @given(cases(), demands, shares, tokens, st.integers(0, 100))
 def test_more_work_never_takes_fewer(
-    case: tuple[Rules, list[Fleet]], demand: Demand, share: Any, tokens: float, samples: int
+    case: tuple[ScalingConfig, list[PoolCapacity]], demand: Demand, share: Any, tokens: float, samples: int
 ) -> None:
-    rules, fleets = case
+    config, capacities = case
     harder = replace(
         demand,
         waiting_samples=demand.waiting_samples + samples,
         waiting_tokens=demand.waiting_tokens + tokens,
         dues=tuple(Due(due.seconds - 1, due.tokens + tokens) for due in demand.dues),
     )
-    less, more = (recommend(rules, each, fleets, share).replicas for each in (demand, harder))
+    less, more = (recommend(config, each, capacities, share).replicas for each in (demand, harder))
     assert all(less[name] <= more[name] for name in less)
 
 
 @given(cases(), demands)
 def test_the_capacity_is_enough_and_not_more_than_it_takes(
-    case: tuple[Rules, list[Fleet]], demand: Demand
+    case: tuple[ScalingConfig, list[PoolCapacity]], demand: Demand
 ) -> None:
-    rules, fleets = case
-    fleets = [replace(each, rate=100.0, replicas=0) for each in fleets]
-    found = recommend(rules, demand, fleets, None)
-    floor = sum(pool.minimum for pool in rules.pools) * 100.0
-    room = sum(pool.maximum for pool in rules.pools) * 100.0
+    config, capacities = case
+    capacities = [replace(each, rate=100.0, replicas=0) for each in capacities]
+    found = recommend(config, demand, capacities, None)
+    floor = sum(pool.minimum for pool in config.pools) * 100.0
+    room = sum(pool.maximum for pool in config.pools) * 100.0
     got = sum(found.replicas.values()) * 100.0
     assert got >= min(found.wanted, room) * (1 - 1e-9) - 1e-6
     assert got <= max(floor, found.wanted * (1 + 1e-9) + 100.0)
@@ -155,17 +165,17 @@ def test_the_capacity_is_enough_and_not_more_than_it_takes(
 
 @given(cases(), demands, shares)
 def test_a_recommendation_that_was_followed_stands(
-    case: tuple[Rules, list[Fleet]], demand: Demand, share: Any
+    case: tuple[ScalingConfig, list[PoolCapacity]], demand: Demand, share: Any
 ) -> None:
-    rules, fleets = case
+    config, capacities = case
     for _ in range(2):
-        replicas = recommend(rules, demand, fleets, None).replicas
-        fleets = [replace(each, replicas=n) for each, n in zip(fleets, replicas.values(), strict=True)]
-    assert recommend(rules, demand, fleets, None).replicas == replicas
+        replicas = recommend(config, demand, capacities, None).replicas
+        capacities = [
+            replace(each, replicas=n) for each, n in zip(capacities, replicas.values(), strict=True)
+        ]
+    assert recommend(config, demand, capacities, None).replicas == replicas
 
 
 def test_an_impossible_bound_is_refused() -> None:
-    from services.policy.scaling.config import PoolConfig
-
     with pytest.raises(ValueError, match="minimum"):
         PoolConfig(name="a", minimum=3, maximum=2)

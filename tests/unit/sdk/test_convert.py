@@ -4,9 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import calls, convert
+from paceline import convert
 from paceline import types as t
+from paceline.blocking import finish
+from paceline.calls import GatewayCalls
 from paceline.v1 import rollout_pb2, sample_pb2
+from tests.unit.sdk.scripted_transport import ScriptedTransport
 
 
 def test_unset_sampling_fields_stay_unset() -> None:
@@ -26,6 +29,12 @@ def test_a_batch_keeps_its_numbers(seed: int, prompt: list[int], samples: int) -
     assert message.groups[0].samples == samples
     assert message.groups[0].sampling.min_p == 0.5
     assert message.deadline.ToMilliseconds() == 1500
+
+
+def test_priority_and_weight_are_sent() -> None:
+    message = convert.batch_to_proto(t.Batch("r", "b", 1, 2, [], priority=-3, weight=4))
+    assert (message.priority, message.weight) == (-3, 4)
+    assert convert.batch_to_proto(t.Batch("r", "b", 1, 2, [])).weight == 1
 
 
 def test_no_deadline_is_none() -> None:
@@ -62,11 +71,15 @@ def test_provenance_tells_of_the_cached_rollout() -> None:
 
 
 def test_a_report_says_only_what_was_measured() -> None:
-    request = calls.report_rewards("run", "b", [t.Reward("p", 1, 0.5)], None, None).request
+    transport = ScriptedTransport({"ReportRewards": rollout_pb2.ReportRewardsResponse()})
+    client = GatewayCalls(transport)
+    finish(client.report_rewards("run", "b", [t.Reward("p", 1, 0.5)]))
+    request = transport.requests["ReportRewards"]
     assert isinstance(request, rollout_pb2.ReportRewardsRequest)
     assert not request.HasField("kl")
     assert not request.HasField("clip_fraction")
-    measured = calls.report_rewards("run", "b", [], 0.0, 0.25).request
+    finish(client.report_rewards("run", "b", [], kl=0.0, clip_fraction=0.25))
+    measured = transport.requests["ReportRewards"]
     assert isinstance(measured, rollout_pb2.ReportRewardsRequest)
     assert measured.HasField("kl"), "0 is a measurement too"
     assert (measured.kl, measured.clip_fraction) == (0.0, 0.25)

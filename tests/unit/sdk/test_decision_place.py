@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.calls import DecisionPlace, watch_decisions
+from paceline.calls.fleet import DecisionPlace
 from paceline.v1 import fleet_pb2
 
 
@@ -32,4 +32,4 @@ def test_after_a_cut_each_decision_is_read_once() -> None:
 
 
 def test_a_stream_that_ends_was_cut() -> None:
-    assert not watch_decisions("", None).complete()
+    assert not DecisionPlace("", None).stream().complete()

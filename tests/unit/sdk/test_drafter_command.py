@@ -8,8 +8,8 @@ from paceline.cli.drafter import drafter_lines
 from paceline.types import Drafter
 
 TOLD = Drafter(
-    version=3,
-    published=1.0,
+    drafter_version=3,
+    published_at=1.0,
     path="/weights/drafter/3",
     updates=9,
     samples_used=400,
@@ -17,7 +17,7 @@ TOLD = Drafter(
     acceptance_length=2.125,
     candidate_acceptance_length=2.5,
     rejected_candidates=4,
-    roll_backs=1,
+    rollbacks=1,
 )
 
 
@@ -32,4 +32,6 @@ def test_it_tells_what_is_published_how_it_is_accepted_and_what_was_learned() ->
 
 def test_of_what_was_never_compared_or_published_it_says_nothing() -> None:
     assert "verification" not in drafter_lines(replace(TOLD, acceptance_length=0.0))
-    assert drafter_lines(replace(TOLD, version=0)).startswith("no drafter is published yet\nlearned from 400")
+    assert drafter_lines(replace(TOLD, drafter_version=0)).startswith(
+        "no drafter is published yet\nlearned from 400"
+    )

@@ -7,10 +7,14 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline import calls, safetensors
+from paceline import safetensors
 from paceline import types as t
+from paceline.blocking import finish
+from paceline.calls import GatewayCalls
 from paceline.errors import CancelledError, DataLossError, InternalError
+from paceline.v1 import weight_pb2 as pb
 from paceline.weights import push
+from tests.unit.sdk.scripted_transport import ScriptedTransport
 
 
 @pytest.fixture
@@ -19,29 +23,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def versions(policy: int, drafter: int = 0) -> t.Versions:
-    return t.Versions(policy, drafter, "", "", "", ())
+def versions(policy: int, drafter: int = 0) -> pb.GetVersionsResponse:
+    return pb.GetVersionsResponse(policy_version=policy, drafter_version=drafter)
 
 
-def follow(steps: calls.Steps[Any], answers: dict[str, Any]) -> tuple[list[str], Any]:
-    """Drives the procedure; an answer may be an exception, or a list of one for each time."""
-    made: list[str] = []
-    step: Any = next(steps)
+def pushed(
+    answers: dict[str, Any], folder_of: Callable[[int], Path], target: t.WeightTarget = t.WeightTarget.POLICY
+) -> tuple[ScriptedTransport, Any]:
+    """Push, and return the calls and what came of it."""
+    transport = ScriptedTransport(answers)
     try:
-        while True:
-            answer = step.work() if isinstance(step, calls.Local) else answers[step.method]
-            if isinstance(step, calls.Unary):
-                made.append(step.method)
-                answer = answer.pop(0) if isinstance(answer, list) else answer
-            send: Callable[[Any], Any] = steps.throw if isinstance(answer, BaseException) else steps.send
-            step = send(answer)
-    except StopIteration as done:
-        return made, done.value
+        return transport, finish(push(GatewayCalls(transport), "run", target, folder_of))
     except BaseException as error:
-        return made, error
+        return transport, error
 
 
-STARTED = t.UpdateStarted("u1", 4)
+ACCEPTED = {
+    "GetVersions": versions(4),
+    "StartUpdate": pb.StartUpdateResponse(update_id="u1"),
+    "UpdateWeights": pb.UpdateWeightsResponse(),
+}
 
 
 def test_the_next_version_is_pushed(folder: Path) -> None:
@@ -51,55 +52,50 @@ def test_the_next_version_is_pushed(folder: Path) -> None:
         asked.append(version)
         return folder
 
-    finished = t.UpdateFinished(5, ())
-    answers = {"GetVersions": versions(4), "StartUpdate": STARTED, "UpdateWeights": ()}
-    made, result = follow(
-        push("run", t.WeightTarget.POLICY, folder_of), {**answers, "FinishUpdate": finished}
-    )
-    assert (made, asked) == (["GetVersions", "StartUpdate", "UpdateWeights", "FinishUpdate"], [5])
-    assert result == finished
+    answers = {**ACCEPTED, "FinishUpdate": pb.FinishUpdateResponse(policy_version=5)}
+    client, result = pushed(answers, folder_of)
+    assert (client.made, asked) == (["GetVersions", "StartUpdate", "UpdateWeights", "FinishUpdate"], [5])
+    assert result == t.UpdateFinished(5, 0, ())
 
 
 def test_a_drafter_has_versions_of_its_own(folder: Path) -> None:
-    steps = push("run", t.WeightTarget.DRAFTER, lambda version: folder)
-    next(steps)
-    step = steps.send(versions(4, drafter=9))
-    while isinstance(step, calls.Local):
-        step = steps.send(step.work())
-    assert step.request.version == 10  # type: ignore[attr-defined]
+    answers = {
+        **ACCEPTED,
+        "GetVersions": versions(4, drafter=9),
+        "FinishUpdate": pb.FinishUpdateResponse(drafter_version=10),
+    }
+    client, _ = pushed(answers, lambda version: folder, t.WeightTarget.DRAFTER)
+    assert client.requests["StartUpdate"].drafter_version == 10
 
 
 def test_the_checksum_of_the_folder_is_sent(folder: Path) -> None:
-    steps = push("run", t.WeightTarget.POLICY, lambda version: folder)
-    next(steps)
-    step: Any = steps.send(versions(4))
-    while isinstance(step, calls.Local):
-        step = steps.send(step.work())
-    update: Any = steps.send(STARTED)
-    assert update.request.disk.checksum == safetensors.checksum(folder)
+    client, _ = pushed(
+        {**ACCEPTED, "FinishUpdate": pb.FinishUpdateResponse(policy_version=5)}, lambda version: folder
+    )
+    assert client.requests["UpdateWeights"].disk.checksum == safetensors.checksum(folder)
 
 
 @pytest.mark.parametrize("error", [DataLossError(grpc.StatusCode.DATA_LOSS, "checksum"), KeyboardInterrupt()])
 def test_whatever_ends_the_update_aborts_it(folder: Path, error: BaseException) -> None:
     answers = {
-        "GetVersions": versions(4),
-        "StartUpdate": STARTED,
+        **ACCEPTED,
         "UpdateWeights": error,
         "AbortUpdate": InternalError(grpc.StatusCode.INTERNAL, "cannot be aborted either"),
     }
-    made, result = follow(push("run", t.WeightTarget.POLICY, lambda version: folder), answers)
-    assert made[-1] == "AbortUpdate"
+    client, result = pushed(answers, lambda version: folder)
+    assert client.made[-1] == "AbortUpdate"
     assert result is error, "the first error is the one to report"
 
 
 def test_a_lost_answer_is_judged_by_what_is_published(folder: Path) -> None:
-    answers = {"StartUpdate": STARTED, "UpdateWeights": (), "AbortUpdate": 4}
     lost = CancelledError(grpc.StatusCode.CANCELLED, "cut")
-    for published, expected in ((5, t.UpdateFinished(5, ())), (4, lost)):
-        versions_seen = [versions(4), versions(published)]
-        made, result = follow(
-            push("run", t.WeightTarget.POLICY, lambda version: folder),
-            {**answers, "GetVersions": versions_seen, "FinishUpdate": lost},
-        )
+    for published, expected in ((5, t.UpdateFinished(5, 0, ())), (4, lost)):
+        answers = {
+            **ACCEPTED,
+            "GetVersions": [versions(4), versions(published)],
+            "FinishUpdate": lost,
+            "AbortUpdate": pb.AbortUpdateResponse(policy_version=4),
+        }
+        client, result = pushed(answers, lambda version: folder)
         assert result == expected
-        assert ("AbortUpdate" in made) == (published == 4)
+        assert ("AbortUpdate" in client.made) == (published == 4)

@@ -5,19 +5,37 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 
-from paceline.errors import InternalError, UnavailableError
+from paceline.errors import InternalError, PacelineError, ResourceExhaustedError, UnavailableError
 from paceline.retry import Backoff, RetryPolicy
 
 UNAVAILABLE = UnavailableError(grpc.StatusCode.UNAVAILABLE, "gone")
 
 
-def test_delays_double_up_to_the_maximum_and_end() -> None:
-    backoff = Backoff(RetryPolicy(attempts=5, initial=1, maximum=3, jitter=0))
-    assert [backoff.delay_after(UNAVAILABLE) for _ in range(5)] == [1, 2, 3, 3, None]
+def asks(seconds: int) -> error_details_pb2.RetryInfo:
+    return error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=seconds))
+
+
+def delays(policy: RetryPolicy, error: PacelineError, most: int = 100) -> list[float]:
+    """Return the delays of a call that always fails, each of which has passed when the next is asked for."""
+    now, found = 100.0, []
+    backoff = Backoff(policy, clock=lambda: now)
+    while len(found) < most and (delay := backoff.delay_after(error)) is not None:
+        found.append(delay)
+        now += delay
+    return found
+
+
+def test_delays_double_up_to_the_maximum_until_the_time_is_over() -> None:
+    assert delays(RetryPolicy(seconds=10, initial=1, maximum=3, jitter=0), UNAVAILABLE) == [1, 2, 3, 3]
+    assert delays(RetryPolicy(seconds=0), UNAVAILABLE) == []
+
+
+def test_thousands_of_failures_are_no_overflow() -> None:
+    assert delays(RetryPolicy(seconds=1e9, maximum=1, jitter=0), UNAVAILABLE, 3000)[-1] == 1
 
 
 def test_progress_starts_over() -> None:
-    backoff = Backoff(RetryPolicy(attempts=3, initial=1, jitter=0))
+    backoff = Backoff(RetryPolicy(initial=1, jitter=0))
     assert [backoff.delay_after(UNAVAILABLE) for _ in range(2)] == [1, 2]
     backoff.progress()
     assert backoff.delay_after(UNAVAILABLE) == 1
@@ -30,11 +48,16 @@ def test_jitter_spreads_the_delay(draw: float, delay: float) -> None:
 
 
 def test_the_service_may_ask_for_more_time() -> None:
-    info = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=9))
-    error = UnavailableError(grpc.StatusCode.UNAVAILABLE, "gone", [info])
-    assert Backoff(RetryPolicy(initial=1), draw=lambda: 0.0).delay_after(error) == 9
+    error = UnavailableError(grpc.StatusCode.UNAVAILABLE, "gone", [asks(9)])
+    assert delays(RetryPolicy(seconds=20), error) == [9, 9]
+    assert delays(RetryPolicy(seconds=8), error) == [], "it is not asked before its time"
 
 
-def test_only_unavailable_is_tried_again() -> None:
-    error = InternalError(grpc.StatusCode.INTERNAL, "broken")
-    assert Backoff(RetryPolicy()).delay_after(error) is None
+def test_a_full_service_is_asked_again_when_it_says_when() -> None:
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert delays(RetryPolicy(seconds=11), ResourceExhaustedError(code, "full", [asks(5)])) == [5, 5]
+    assert delays(RetryPolicy(), ResourceExhaustedError(code, "too large")) == []
+
+
+def test_other_errors_are_final() -> None:
+    assert delays(RetryPolicy(), InternalError(grpc.StatusCode.INTERNAL, "broken", [asks(1)])) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from services.generation.engine.attention import ShortQueryTritonBackend
+from services.generation.engine.attention.backend import ShortQueryTritonBackend
 from services.generation.engine.core import Engine
 from services.generation.engine.types import EngineOptions
 from tests.integration.kernels.runs import generate, requests_of

@@ -15,10 +15,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kernels import backend
 from kernels.backend import Backend, KernelMismatch
 from kernels.bench_rivals import vllm_unified_attention
-from kernels.short_query_attention import Step
+from kernels.short_query_attention import AttentionStep
 from kernels.short_query_attention.reference import attend_reference
-from services.generation.engine import attention
-from services.generation.engine.attention import (
+from services.generation.engine.attention import backend as attention
+from services.generation.engine.attention.backend import (
     ShortQueryFlashBackend,
     ShortQueryMixin,
     ShortQueryTritonBackend,
@@ -26,7 +26,7 @@ from services.generation.engine.attention import (
     traits_of,
     use_attention,
 )
-from services.generation.engine.attention_rules import refusal
+from services.generation.engine.attention.rules import refusal
 from tests.support.models import tiny_model
 
 HEADS, KV_HEADS, SIZE, BLOCK, MODEL_LENGTH = 4, 2, 32, 16, 256
@@ -114,7 +114,7 @@ class Batch:
 
     def step(self, window=None):
         """What vLLM asks for, in the kernel's terms."""
-        return Step(
+        return AttentionStep(
             query=self.query[: self.used],
             keys=self.cache[..., :SIZE].transpose(1, 2),
             values=self.cache[..., SIZE:].transpose(1, 2),

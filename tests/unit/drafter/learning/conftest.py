@@ -12,7 +12,7 @@ VOCABULARY = 48
 
 
 def write_policy(path: Path, seed: int = 0, **changes: object) -> Path:
-    """A random Qwen3 of four layers, its weights drawn by `seed`."""
+    """Return a random Qwen3 of four layers, its weights drawn by `seed`."""
     torch.manual_seed(seed)
     options = {
         "vocab_size": VOCABULARY,

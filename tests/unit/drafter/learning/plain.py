@@ -23,10 +23,7 @@ class PlainHead:
         t, c = self.tensors, self.config
         d, heads, kv = c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
         both = torch.cat(
-            [
-                self._norm(embedding, "midlayer.input_layernorm"),
-                self._norm(hidden, "midlayer.hidden_norm"),
-            ]
+            [self._norm(embedding, "midlayer.input_layernorm"), self._norm(hidden, "midlayer.hidden_norm")]
         )
         q = (t["midlayer.self_attn.q_proj.weight"] @ both).view(heads, d)
         k = (t["midlayer.self_attn.k_proj.weight"] @ both).view(kv, d)
@@ -48,7 +45,7 @@ class PlainHead:
         return t["lm_head.weight"] @ self._norm(out, "norm"), out
 
     def forget(self, rows: int) -> None:
-        """Drops the last rows of the cache, those of a draft."""
+        """Drop the last rows of the cache, those of a draft."""
         del self.keys[len(self.keys) - rows :], self.values[len(self.values) - rows :]
 
     def _norm(self, x: Tensor, name: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from services.drafter.rollout import Rollout
+from services.drafter.learning.data import TrainingSample
 
 
 def rollout(
@@ -13,13 +13,13 @@ def rollout(
     slot: int = 0,
     reward: float | None = 1.0,
     **more: object,
-) -> Rollout:
-    """A sample of one prompt."""
+) -> TrainingSample:
+    """Return a sample of one prompt."""
     given = {"run_id": "run", "batch_id": "0", "prompt_id": str(prompt), "policy_version": 0, **more}
-    return Rollout(slot=slot, prompt=prompt, response=response, reward=reward, **given)
+    return TrainingSample(slot=slot, prompt=prompt, response=response, reward=reward, **given)
 
 
-def random_rollouts(count: int, vocabulary: int, seed: int = 0, longest: int = 20) -> list[Rollout]:
+def random_rollouts(count: int, vocabulary: int, seed: int = 0, longest: int = 20) -> list[TrainingSample]:
     """Random tokens."""
     rng = Random(seed)
     return [

@@ -13,23 +13,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.drafter import checkpoint
-from services.drafter.checkpoint import Checkpoint, CorruptCheckpoint
-from services.drafter.learning.head import Head, HeadShape
+from services.contracts.drafter import checkpoint
+from services.contracts.drafter.checkpoint import Checkpoint, CorruptCheckpoint
+from services.drafter.learning.head import Eagle3Head, HeadShape
 
-SHAPE = HeadShape(16, 24, 4, 2, 4, vocabulary=20, draft_vocabulary=12, layers=(1, 2, 3), eps=1e-6,
+SHAPE = HeadShape(20, 12, 16, 24, 4, 2, 4, layers=(1, 2, 3), eps=1e-6,
                   rope_theta=10000.0, max_positions=64)  # fmt: skip
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Checkpoint:
-    return checkpoint.save(tmp_path, 7, SHAPE.config(), Head(SHAPE).tensors())
+    return checkpoint.save(tmp_path, 7, SHAPE.config(), Eagle3Head(SHAPE).tensors())
 
 
 @pytest.mark.parametrize("draft_vocabulary", [12, 20])
 def test_what_is_saved_is_loaded(tmp_path: Path, draft_vocabulary: int) -> None:
-    shape = replace(SHAPE, draft_vocabulary=draft_vocabulary)
-    head = Head(shape)
+    shape = replace(SHAPE, draft_vocab_size=draft_vocabulary)
+    head = Eagle3Head(shape)
     if draft_vocabulary < 20:
         head.set_vocabulary(torch.tensor([0, 2, 3, 5, 6, 7, 9, 11, 13, 14, 16, 19]))
     saved = checkpoint.save(tmp_path, 7, shape.config(), head.tensors())
@@ -45,8 +45,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path, draft_vocabulary: int) -> None:
 
 
 def test_a_version_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
-    first = checkpoint.save(tmp_path, 1, SHAPE.config(), Head(SHAPE).tensors())
-    second = checkpoint.save(tmp_path, 1, SHAPE.config(), Head(SHAPE).tensors())
+    first = checkpoint.save(tmp_path, 1, SHAPE.config(), Eagle3Head(SHAPE).tensors())
+    second = checkpoint.save(tmp_path, 1, SHAPE.config(), Eagle3Head(SHAPE).tensors())
     assert first.sha256 != second.sha256
     checkpoint.load(second.path, second.sha256)
     assert [path.name for path in tmp_path.iterdir()] == ["drafter-000001"]
@@ -59,9 +59,9 @@ def test_a_disk_that_does_not_take_it_changes_nothing(
         path.write_bytes(content[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(checkpoint, "write_durably", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(saved.path.parent, 7, SHAPE.config(), Head(SHAPE).tensors())
+        checkpoint.save(saved.path.parent, 7, SHAPE.config(), Eagle3Head(SHAPE).tensors())
     checkpoint.load(saved.path, saved.sha256)
     assert [path.name for path in saved.path.parent.iterdir()] == ["drafter-000007"]
 
@@ -129,18 +129,18 @@ def test_a_drafter_that_is_not_the_one_referred_to_is_refused(saved: Checkpoint)
 
 
 def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    tensors = Head(SHAPE).tensors()
+    tensors = Eagle3Head(SHAPE).tensors()
     tensors["norm.weight"] = torch.full((16,), torch.nan)
     with pytest.raises(ValueError, match="NaN"):
         checkpoint.save(tmp_path, 1, SHAPE.config(), tensors)
     with pytest.raises(ValueError, match="at least 1"):
-        checkpoint.save(tmp_path, 0, SHAPE.config(), Head(SHAPE).tensors())
+        checkpoint.save(tmp_path, 0, SHAPE.config(), Eagle3Head(SHAPE).tensors())
     assert not list(tmp_path.iterdir())
 
 
 def test_the_sum_is_checked_without_torch(saved: Checkpoint) -> None:
     code = (
-        "import sys; from pathlib import Path; from services.drafter import checkpoint;"
+        "import sys; from pathlib import Path; from services.contracts.drafter import checkpoint as checkpoint;"
         "checkpoint.verify(Path(sys.argv[1]), sys.argv[2]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(saved.path), saved.sha256], check=True, timeout=60)

@@ -11,10 +11,10 @@ import torch
 
 from kernels.coupled_sampler import coupled_argmax_reference
 from kernels.coupled_sampler.noise import gumbel
+from services.drafter.learning.data import TrainingSample
 from services.drafter.learning.evaluation import agreement
 from services.drafter.learning.learner import Learner
 from services.drafter.learning.settings import LearningSettings
-from services.drafter.rollout import Rollout
 from tests.unit.drafter.learning.plain import PlainHead
 from tests.unit.drafter.learning.samples import rollout
 
@@ -31,7 +31,7 @@ def learner(policy_path: Path) -> Learner:
     return learner
 
 
-def sample(learner: Learner, seeds: range, length: int = 18) -> list[Rollout]:
+def sample(learner: Learner, seeds: range, length: int = 18) -> list[TrainingSample]:
     """Samples of the policy by the definition of coupled sampling."""
     prompt = (3, 1, 4)
     tokens = torch.tensor([prompt] * len(seeds))
@@ -48,8 +48,8 @@ def sample(learner: Learner, seeds: range, length: int = 18) -> list[Rollout]:
     ]
 
 
-def decode(learner: Learner, given: Rollout) -> tuple[int, int, int]:
-    """The draft loop over one sample, as an engine runs it: verifications, accepted tokens, first places right."""
+def decode(learner: Learner, given: TrainingSample) -> tuple[int, int, int]:
+    """Draft loop over one sample as an engine runs it: verifications, accepted tokens, right first places."""
     config, tensors = learner.config, learner.head.tensors()
     head = PlainHead(config, tensors)
     embed = learner.policy.model.get_input_embeddings().weight

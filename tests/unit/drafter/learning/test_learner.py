@@ -12,13 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.drafter.checkpoint import CorruptCheckpoint
-from services.drafter.learning import ranks
-from services.drafter.learning.learner import Learner, UpdateReport
+from services.contracts.drafter.checkpoint import CorruptCheckpoint
+from services.drafter.learning.data import TrainingSample, UpdateReport
+from services.drafter.learning.learner import Learner
 from services.drafter.learning.settings import LearningSettings, Targets
 from services.drafter.learning.state import CorruptState
 from services.drafter.learning.target import PolicyMismatch
-from services.drafter.rollout import Rollout
 from tests.unit.drafter.learning.conftest import VOCABULARY, write_policy
 from tests.unit.drafter.learning.samples import random_rollouts, rollout
 
@@ -31,7 +30,7 @@ def learner(policy_path: Path) -> Learner:
     return Learner(policy_path, SETTINGS)
 
 
-def learn(learner: Learner, rollouts: Sequence[Rollout] = ROLLOUTS) -> UpdateReport:
+def learn(learner: Learner, rollouts: Sequence[TrainingSample] = ROLLOUTS) -> UpdateReport:
     return learner.update(rollouts, [1.0] * len(rollouts))
 
 
@@ -255,7 +254,7 @@ def _rank(rank: int, path: str, policy: str, queue: object) -> None:
     )
     learner = Learner(Path(policy), SETTINGS)
     reports = [learn(learner) for _ in range(2)]
-    assert ranks.count() == 2
+    assert torch.distributed.get_world_size() == 2
     queue.put((rank, [r.kd_loss for r in reports], {n: t.tolist() for n, t in weights_of(learner).items()}))
     torch.distributed.destroy_process_group()
 

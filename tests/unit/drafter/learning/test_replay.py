@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from services.drafter.learning.replay import nothing, replay
+from services.drafter.learning.evaluation import nothing, replay
 
 
 def _walk(right: np.ndarray) -> tuple[int, list[int], list[int]]:
-    """The decoding of certain places, step by step: verifications, offered, accepted."""
+    """Return the decoding of certain places, step by step: verifications, offered, accepted."""
     depth, count = right.shape
     done = verifications = 0
     offered, accepted = [0] * depth, [0] * depth

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.drafter.learning.batches import passes, steps
 from services.drafter.learning.settings import LearningSettings, default_layers
-from services.drafter.learning.vocabulary import choose_vocabulary
+from services.drafter.learning.target import choose_vocabulary
 from tests.unit.drafter.learning.samples import random_rollouts, rollout
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from services.drafter.learning.batches import make_pass
-from services.drafter.learning.head import Head
+from services.drafter.learning.head import Eagle3Head
 from services.drafter.learning.settings import LearningSettings
-from services.drafter.learning.target import Policy
+from services.drafter.learning.target import TargetModel
 from services.drafter.learning.unroll import Unroll
 from tests.unit.drafter.learning.plain import PlainHead, draft_logits
 from tests.unit.drafter.learning.samples import random_rollouts
@@ -18,10 +18,10 @@ from tests.unit.drafter.learning.samples import random_rollouts
 SETTINGS = LearningSettings(depth=4)
 
 
-def make_head(policy: Policy, settings: LearningSettings = SETTINGS) -> Head:
-    """A head with nothing left as it was initialised."""
+def make_head(policy: TargetModel, settings: LearningSettings = SETTINGS) -> Eagle3Head:
+    """Return a head with nothing left as it was initialised."""
     torch.manual_seed(3)
-    head = Head(policy.head_shape(settings))
+    head = Eagle3Head(policy.head_shape(settings))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.3)
     return head
@@ -29,7 +29,7 @@ def make_head(policy: Policy, settings: LearningSettings = SETTINGS) -> Head:
 
 @pytest.mark.parametrize("chunk_entries", [1 << 26, 600])
 def test_every_place_of_every_draft_has_the_logits_of_the_loop(policy_path: Path, chunk_entries: int) -> None:
-    policy = Policy(policy_path, 0, SETTINGS)
+    policy = TargetModel(policy_path, 0, SETTINGS)
     head = make_head(policy)
     rollouts = random_rollouts(4, policy.vocabulary, seed=1)
     rows = make_pass(rollouts, torch.device("cpu"))
@@ -58,7 +58,7 @@ def test_every_place_of_every_draft_has_the_logits_of_the_loop(policy_path: Path
 
 def test_a_place_sees_its_own_drafts_and_not_the_policys_later_features(policy_path: Path) -> None:
     """What the policy has behind a draft's start changes none of its places; what it has before does."""
-    policy = Policy(policy_path, 0, SETTINGS)
+    policy = TargetModel(policy_path, 0, SETTINGS)
     head = make_head(policy)
     tokens = torch.randint(policy.vocabulary, (1, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_a_place_sees_its_own_drafts_and_not_the_policys_later_features(policy_p
 
 
 def test_blocks_change_neither_outputs_nor_gradients(policy_path: Path) -> None:
-    policy = Policy(policy_path, 0, SETTINGS)
+    policy = TargetModel(policy_path, 0, SETTINGS)
     head = make_head(policy)
     rows = make_pass(random_rollouts(3, policy.vocabulary, seed=2), torch.device("cpu"))
     seen = policy.read(rows.tokens, head.shape.layers)
@@ -87,7 +87,7 @@ def test_blocks_change_neither_outputs_nor_gradients(policy_path: Path) -> None:
 
 
 def test_a_short_rollout_has_fewer_places(policy_path: Path) -> None:
-    policy = Policy(policy_path, 0, SETTINGS)
+    policy = TargetModel(policy_path, 0, SETTINGS)
     head = make_head(policy)
     seen = policy.read(torch.tensor([[1, 2, 3]]), head.shape.layers)
     outputs = Unroll(head, 1 << 20)(seen.features, seen.embeddings, 4, 0)
@@ -95,7 +95,7 @@ def test_a_short_rollout_has_fewer_places(policy_path: Path) -> None:
 
 
 def test_features_are_the_named_layers_outputs(policy_path: Path) -> None:
-    policy = Policy(policy_path, 0, SETTINGS)
+    policy = TargetModel(policy_path, 0, SETTINGS)
     tokens = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
         hidden = policy.model(tokens, output_hidden_states=True).hidden_states

@@ -1,4 +1,6 @@
-"""Tests of the Triton kernels, started by ../test_triton.py in processes of their own, in one of three modes:
+"""Tests of the Triton kernels, started by ../test_triton.py in processes of their own.
+
+There are three modes:
 
 interpret  Triton's interpreter, on CPU; it must be switched on before Triton is first imported, here
 compile    no kernel runs: what would be launched is compiled for a CUDA device

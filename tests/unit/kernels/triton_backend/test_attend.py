@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.backend import KernelMismatch
-from kernels.short_query_attention import Step, triton_attend
+from kernels.short_query_attention import AttentionStep, triton_attend
 from kernels.short_query_attention.launch import Scratch
 from kernels.short_query_attention.reference import attend_reference
 from kernels.short_query_attention.selfcheck import check_attention
@@ -40,7 +40,7 @@ def make_step(
             for cache in (keys, values):
                 cache[block, filled] = torch.randn(cache[block, filled].shape).to(dtype)
     cu = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
-    return Step(
+    return AttentionStep(
         query=torch.randn(sum(queries), heads, size).to(dtype),
         keys=keys,
         values=values,
@@ -66,7 +66,7 @@ def ancestors(count):
 
 def moved(step, device):
     fields = {name: getattr(step, name) for name in step.__slots__}
-    return Step(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
+    return AttentionStep(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_request_does_not_see_the_others(device):
         "cu_queries": cu,
         "block_table": alone.block_table.expand(3, -1),
     }
-    among = attend_triton(moved(Step(**fields), device), programs_wanted=1).cpu()
+    among = attend_triton(moved(AttentionStep(**fields), device), programs_wanted=1).cpu()
     assert torch.equal(found, among)
 
 

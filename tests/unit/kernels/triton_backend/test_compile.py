@@ -14,7 +14,7 @@ from kernels.coupled_sampler.triton_sample import sample_triton
 from kernels.kd_loss.triton_kd import FusedLoss
 from kernels.kv_pack.layout import BlockLayout, runs
 from kernels.kv_pack.triton_copy import copy
-from kernels.short_query_attention import Step
+from kernels.short_query_attention import AttentionStep
 from kernels.short_query_attention.triton_attend import attend_triton
 from kernels.w4a16 import quantise
 from kernels.w4a16.triton_matmul import matmul_triton
@@ -33,7 +33,7 @@ NAMES = {
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Collects launches instead of making them: name -> PTX of the kernel as it would have been launched."""
+    """Collect launches instead of making them: name -> PTX of the kernel as it would have been launched."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = {}
 
@@ -90,7 +90,7 @@ def test_sampler_compiles_and_fuses_no_specified_operation(cu, width, dtype, lau
 )
 def test_attention_compiles_to_tensor_cores(cu, window, tree, kv_heads, size, launched):
     keys = torch.zeros(9, 16, kv_heads, size, dtype=torch.bfloat16)
-    step = Step(
+    step = AttentionStep(
         query=torch.zeros(cu[-1], 8, size, dtype=torch.bfloat16),
         keys=keys,
         values=keys,

@@ -1,0 +1,157 @@
+"""Steps of a gateway with the journal of one batch, each when a test says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.internal.v1 import generation_pb2
+from paceline.v1 import rollout_pb2, sample_pb2
+from services.contracts.gateway_keys import BatchKeys
+from services.gateway.batches.messages import BatchBuilder
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.batches.sample import SamplePhase
+from services.gateway.journal.batch_record import BatchHead, BatchRecord, StoredBatch
+from services.gateway.journal.journal import Journal, JournalHole
+from services.gateway.journal.journal_write import JournalWrite, collect, settle, undo
+from services.gateway.journal.recorded_batches import RecordedBatches
+from services.gateway.rollouts.recovery import _rebuild
+
+KEY = ("run", "b")
+_STOPPED = generation_pb2.Finished(finish_reason=sample_pb2.FINISH_REASON_STOP)
+_BUILDER = BatchBuilder(max_seconds=1e9, max_attempts=1000)
+
+
+def _request(samples: int) -> rollout_pb2.SubmitRolloutsRequest:
+    request = rollout_pb2.SubmitRolloutsRequest(run_id=KEY[0], batch_id=KEY[1])
+    request.groups.add(prompt_id="p", prompt_token_ids=[1, 2], samples=samples)
+    return request
+
+
+def _token(index: int, place: int) -> int:
+    return (index * 7919 + place * 104_729) % 151_936
+
+
+def _logprob(index: int, place: int) -> float:
+    return -((index * 31 + place) % 640) / 64
+
+
+class JournalDriver:
+    """What the gateway does with the journal of one batch, step by step; `lengths` are those of its samples."""
+
+    def __init__(
+        self, redis: Any, namespace: str, lengths: list[int], most_bytes: int, least_tokens: int
+    ) -> None:
+        self.redis, self.namespace, self.lengths = redis, namespace, lengths
+        self.most_bytes, self.least_tokens = most_bytes, least_tokens
+        self.request, self.names = _request(len(lengths)), BatchKeys(namespace, KEY)
+        self.cursor, self.delivered = 0, set[int]()
+        self._begin(1)
+        self.record = BatchRecord(self.request, BatchHead("digest", 0.0, len(lengths), None), 1)
+        self.records.add(self.record)
+        self.batch: RolloutBatch = _BUILDER.from_submission(self.request, 0.0)
+
+    def _begin(self, term: int) -> None:
+        self.journal = Journal(self.redis, self.namespace, term, 3600, 600)
+        self.records = RecordedBatches(self.most_bytes)
+        self.outstanding: JournalWrite | None = None
+
+    async def create(self) -> None:
+        assert await self.journal.create(self.record, self.request.SerializeToString(deterministic=True))
+
+    def grow(self, index: int, count: int) -> None:
+        """Report tokens of a sample, and its end with the last one."""
+        sample = self.batch.samples[index]
+        if sample.phase is SamplePhase.ENDED:
+            return
+        if sample.phase is SamplePhase.WAITING:
+            self.batch.assign(index, "i", 1.0)
+        have = len(sample.tokens)
+        places = range(have, min(have + count, self.lengths[index]))
+        tokens, logprobs = [_token(index, at) for at in places], [_logprob(index, at) for at in places]
+        assert self.batch.extend(index, sample.attempt, tokens, logprobs, 2.0)
+        if len(sample.tokens) == self.lengths[index]:
+            self.batch.finish(index, sample.attempt, _STOPPED, 3.0)
+
+    async def write(self, *, answered: bool = True) -> None:
+        """Write what is to be written, as the journal's writer does: again and again until there is an answer."""
+        write = self.outstanding or collect(self.batch, self.record, self.least_tokens)
+        if not write:
+            return
+        (reply,) = await self.journal.write([(write, self.record)], 4.0)
+        self.outstanding = write
+        if not answered:
+            return
+        self.outstanding = None
+        if isinstance(reply, JournalHole):
+            undo(self.batch, write)
+            await self.look()
+        else:
+            settle(self.batch, self.record, write, [int(index) for index in reply])
+            self.records.keep(write)
+
+    async def look(self) -> None:
+        """Compare what is known with what Redis has; what is lost is generated again."""
+        adopted = await self.journal.adopt(KEY, with_request=False)
+        if adopted is None:
+            await self.create()
+        there = StoredBatch() if adopted is None else adopted.there
+        for index in self.record.reconcile(there, lambda index: self.records.results.get(KEY, index)):
+            self.batch.reopen(index)
+
+    async def restart(self) -> None:
+        """Take the batch up as a later gateway does, or submit it again where Redis has nothing of it."""
+        self._begin(self.journal.term + 1)
+        adopted = await self.journal.adopt(KEY, with_request=True)
+        there, head = StoredBatch(), self.record.head
+        if adopted is not None:
+            there, head = adopted.there, adopted.head
+            assert adopted.request == self.request
+        self.record = BatchRecord(self.request, head, self.journal.term)
+        if adopted is None:
+            await self.create()
+        assert self.record.reconcile(there, lambda index: None) == []
+        self.records.add(self.record)
+        left = [index for index in range(self.record.total) if not self.record.has_ended(index)]
+        partials = await self.journal.partials(KEY, left)
+        self.batch = _rebuild(_BUILDER, self.record, self.request, partials)
+        for sample in self.batch.samples:
+            self.check(sample.index, sample.tokens, sample.logprobs)
+
+    async def deliver(self, count: int) -> None:
+        """Send the trainer what it has not, from memory or else from Redis."""
+        for cursor, index in self.record.after(self.cursor, count):
+            payload = self.records.payload(KEY, index)
+            if payload is None:
+                (payload,) = await self.journal.events(KEY, [index])
+            if payload is None:
+                await self.look()
+                return
+            sample = sample_pb2.Sample.FromString(payload)
+            assert len(sample.token_ids) == len(sample.logprobs) == self.lengths[index]
+            self.check(index, sample.token_ids, sample.logprobs)
+            assert cursor > self.cursor
+            self.cursor = cursor
+            self.delivered.add(index)
+
+    async def acknowledge(self) -> None:
+        """Let go of what was delivered."""
+        indexes = self.record.acknowledge(self.cursor)
+        await self.journal.acknowledge(self.record, indexes)
+        self.record.trimmed(self.record.acked)
+        self.records.results.drop(KEY, indexes)
+
+    async def end(self) -> None:
+        """Go on until everything is delivered."""
+        for _ in range(100):
+            for index, length in enumerate(self.lengths):
+                self.grow(index, length)
+            await self.write()
+            await self.deliver(len(self.lengths))
+            if self.record.is_complete and not self.record.after(self.cursor, 1):
+                break
+        assert self.delivered == set(range(len(self.lengths)))
+
+    def check(self, index: int, tokens: Any, logprobs: Any) -> None:
+        """Tokens are a sample's first ones."""
+        assert list(tokens) == [_token(index, at) for at in range(len(tokens))]
+        assert list(logprobs) == [_logprob(index, at) for at in range(len(tokens))]

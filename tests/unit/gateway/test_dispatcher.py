@@ -1,0 +1,470 @@
+"""The way of samples through the gateway: placed, refused, lost, moved, cancelled, and delivered once."""
+
+from __future__ import annotations
+
+import pytest
+from google.rpc import code_pb2
+
+from paceline.v1 import sample_pb2
+from services.contracts.errors import ResourceExhausted
+from services.gateway.batches.sample import SamplePhase
+from services.gateway.dispatch.estimator import DraftCoverage
+from tests.unit.gateway.dispatch_parts import (
+    DispatchParts,
+    a_batch,
+    finished,
+    moved,
+    refused,
+    texts,
+    tokens,
+    turn,
+)
+
+ABORTED = sample_pb2.FINISH_REASON_ABORTED
+SAMPLE_FAILED = sample_pb2.SAMPLE_STATUS_FAILED
+SAMPLE_ABORTED = sample_pb2.SAMPLE_STATUS_ABORTED
+
+
+# Placement ---------------------------------------------------------------------------------------------
+
+
+async def test_samples_wait_for_room_and_follow_each_other_on_the_instance() -> None:
+    parts = DispatchParts()
+    link = parts.link("a", room=2)
+    running = parts.dispatcher.add(a_batch(3))
+    await turn()
+    assert [item.slot for item in link.items] == [0, 1]
+    assert (parts.batches.unfinished, parts.metric("queued_samples")) == (3, 1)
+    assert parts.metric("running_samples", instance_id="a") == 2
+    parts.events.responded(link, tokens(1, 5, 0))
+    parts.events.responded(link, finished(1))
+    await turn()
+    assert [item.slot for item in link.items] == [0, 1, 2]
+    assert (parts.batches.unfinished, parts.metric("queued_samples")) == (2, 0)
+    assert running.batch.samples[0].phase is SamplePhase.ENDED
+
+
+async def test_only_serving_instances_with_the_version_of_the_batch_get_samples() -> None:
+    parts = DispatchParts()
+    paused, old, serving = parts.link("a"), parts.link("b"), parts.link("c")
+    parts.fleet.quarantine("a", 1, "weights unknown", 0.0)
+    old.slots.policy_version = 6
+    parts.dispatcher.add(a_batch(2))
+    await turn()
+    assert (len(paused.items), len(old.items), len(serving.items)) == (0, 0, 2)
+
+
+async def test_a_draft_counts_for_less_work_and_is_forgotten_with_its_batch() -> None:
+    parts = DispatchParts()
+    batch = a_batch(2)
+    coverage = {("p", 0): DraftCoverage(40, finished=True)}
+    running = parts.dispatcher.add(batch, coverage=coverage)
+    drafted, plain = (parts.estimator.remaining(batch, index) for index in (0, 1))
+    assert (drafted, plain) == (0.15 * 40, 50.0)
+    parts.dispatcher.drop(running)
+    assert parts.estimator.remaining(batch, 0) == 50.0
+
+
+async def test_the_bound_on_unfinished_samples_covers_those_being_recorded() -> None:
+    parts = DispatchParts(max_samples=4)
+    parts.dispatcher.add(a_batch(2))
+    with parts.batches.reserve(2):
+        assert parts.batches.unfinished == 4
+        with pytest.raises(ResourceExhausted), parts.batches.reserve(1):
+            pass
+    assert parts.batches.unfinished == 2
+
+
+# Lost instances ----------------------------------------------------------------------------------------
+
+
+async def test_a_lost_instance_s_samples_are_resumed_from_their_tokens_less_the_last() -> None:
+    parts = DispatchParts()
+    lost = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    parts.events.responded(lost, tokens(lost.items[0].handle, 5, 6, 7))
+    other = parts.link("b")
+    parts.events.link_lost(lost, "stream broken")
+    await turn()
+    (item,) = other.items
+    assert list(item.prefix_token_ids) == [5, 6]
+    assert (item.seed, item.slot) == (100, 0)
+    assert (running.batch.samples[0].attempt, running.batch.samples[0].resubmissions) == (2, 1)
+    assert parts.metric("resubmissions_total", cause="lost") == 1
+    assert parts.metric("running_samples", instance_id="a") == 0
+    parts.events.responded(other, tokens(item.handle, 7, 8))
+    assert texts(running) == [[5, 6, 7, 8]]
+
+
+async def test_late_events_of_an_old_attempt_change_nothing() -> None:
+    parts = DispatchParts()
+    lost = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    handle = lost.items[0].handle
+    attempt = lost.held[handle]
+    parts.events.responded(lost, tokens(handle, 5, 6))
+    parts.events.link_lost(lost, "stream broken")
+    other = parts.link("b")
+    await turn()
+    # Once as a message of a link that holds nothing any more, and once as if the link still held the attempt.
+    for held in ({}, {handle: attempt}):
+        lost.held = dict(held)
+        parts.events.responded(lost, tokens(handle, 99))
+        parts.events.responded(lost, refused(handle, code_pb2.UNAVAILABLE))
+        lost.held = dict(held)
+        parts.events.responded(lost, finished(handle))
+    sample = running.batch.samples[0]
+    assert (texts(running), sample.phase, sample.instance_id) == ([[5]], SamplePhase.ASSIGNED, "b")
+    assert list(other.held) == [other.items[0].handle]
+    assert running.batch.endings == []
+
+
+async def test_a_sample_that_gains_nothing_fails_after_so_many_attempts() -> None:
+    parts = DispatchParts()
+    running = parts.dispatcher.add(a_batch(1, max_attempts=2))
+    for name in ("a", "b"):
+        link = parts.link(name)
+        await turn()
+        parts.events.link_lost(link, "gone")
+    (ending,) = running.batch.endings
+    assert (ending.status, "2 attempts in a row" in ending.error) == (SAMPLE_FAILED, True)
+    assert (parts.batches.unfinished, parts.metric("samples_total", status="failed")) == (0, 1)
+
+
+async def test_a_message_whose_lengths_do_not_match_is_an_error_of_the_link() -> None:
+    parts = DispatchParts()
+    link = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    broken = tokens(link.items[0].handle, 5, 6)
+    broken.deltas[0].logprobs.pop()
+    with pytest.raises(ValueError, match="2 tokens with 1 logprobs"):
+        parts.events.responded(link, broken)
+    assert texts(running) == [[]]
+
+
+# Refusals ----------------------------------------------------------------------------------------------
+
+
+async def test_a_refused_sample_goes_elsewhere_and_the_instance_is_left_alone() -> None:
+    parts = DispatchParts()
+    full = parts.link("a", room=1)
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    other = parts.link("b", room=1)
+    parts.events.responded(full, refused(full.items[0].handle, code_pb2.RESOURCE_EXHAUSTED))
+    await turn()
+    assert [item.slot for item in other.items] == [0]
+    assert (len(full.items), full.slots.room) == (1, 1)
+    assert running.batch.samples[0].resubmissions == 0
+    assert parts.metric("refusals_total", instance_id="a", code="RESOURCE_EXHAUSTED") == 1
+    assert parts.metric("resubmissions_total", cause="lost") == 0
+
+
+async def test_an_instance_that_refused_is_tried_again_after_the_pause() -> None:
+    parts = DispatchParts(refusal_pause=0.01)
+    link = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    parts.events.responded(link, refused(link.items[0].handle, code_pb2.UNAVAILABLE))
+    assert link.closed_until > 0.0
+    await parts.until(lambda: running.batch.samples[0].attempt == 2)
+    assert len(link.items) == 2
+    parts.events.responded(link, tokens(link.items[1].handle, 5))
+    assert link.refusals.failures == 0
+
+
+async def test_an_invalid_sample_fails_with_the_field_at_fault_and_is_not_tried_elsewhere() -> None:
+    parts = DispatchParts()
+    link = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    response = refused(link.items[0].handle, code_pb2.INVALID_ARGUMENT, "prompt_token_ids", "too long")
+    parts.events.responded(link, response)
+    await turn()
+    (ending,) = running.batch.endings
+    assert ending.status == SAMPLE_FAILED
+    assert ending.error == "a refused prompt_token_ids: too long"
+    assert len(link.items) == 1
+    assert not parts.placer.is_paused(link)
+
+
+# Cancellation and deadlines ----------------------------------------------------------------------------
+
+
+async def test_a_waiting_sample_is_cancelled_at_once_and_a_running_one_when_its_instance_answers() -> None:
+    parts = DispatchParts()
+    link = parts.link("a", room=1)
+    running = parts.dispatcher.add(a_batch(2))
+    await turn()
+    handle = link.items[0].handle
+    parts.events.responded(link, tokens(handle, 5))
+    assert await parts.dispatcher.cancel(running, [0, 1], keep_partial=True) == 2
+    assert [ending.index for ending in running.batch.endings] == [1]
+    assert link.aborted == [handle]
+    parts.events.responded(link, tokens(handle, 6))
+    parts.events.responded(link, finished(handle, ABORTED))
+    assert [ending.status for ending in running.batch.endings] == [SAMPLE_ABORTED] * 2
+    assert texts(running) == [[5, 6], []]
+    assert await parts.dispatcher.cancel(running, [0, 1], keep_partial=True) == 0
+
+
+async def test_an_unanswered_abort_ends_the_sample_all_the_same() -> None:
+    parts = DispatchParts(abort_seconds=0.01)
+    link = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    parts.events.responded(link, tokens(link.items[0].handle, 5))
+    await parts.dispatcher.cancel(running, [0], keep_partial=False)
+    await parts.until(lambda: bool(running.batch.endings))
+    assert (texts(running), parts.batches.unfinished) == ([[]], 0)
+    # The answer that comes too late is of no effect.
+    parts.events.responded(link, finished(link.items[0].handle, ABORTED))
+    assert len(running.batch.endings) == 1
+
+
+async def test_the_deadline_ends_what_is_left_with_the_tokens_so_far() -> None:
+    parts = DispatchParts(abort_seconds=0.01)
+    link = parts.link("a", room=1)
+    running = parts.dispatcher.add(a_batch(2, seconds=0.05))
+    await turn()
+    parts.events.responded(link, tokens(link.items[0].handle, 5))
+    await parts.until(lambda: len(running.batch.endings) == 2)
+    assert {ending.status for ending in running.batch.endings} == {SAMPLE_ABORTED}
+    assert texts(running) == [[5], []]
+    assert parts.metric("expired_samples_total") == 2
+
+
+async def test_a_dropped_batch_leaves_nothing_behind() -> None:
+    parts = DispatchParts()
+    link = parts.link("a", room=1)
+    running = parts.dispatcher.add(a_batch(2))
+    await turn()
+    changed = running.changed.next_change()
+    parts.dispatcher.drop(running)
+    assert (parts.batches.unfinished, parts.batches.by_key, running.dropped) == (0, {}, True)
+    assert (link.aborted, parts.metric("queued_samples")) == ([link.items[0].handle], 0)
+    assert changed.is_set()
+    parts.events.responded(link, tokens(link.items[0].handle, 5))
+    parts.events.responded(link, finished(link.items[0].handle))
+    await turn()
+    assert (len(link.items), link.slots.room, parts.batches.unfinished) == (1, 1, 0)
+
+
+# The journal -------------------------------------------------------------------------------------------
+
+
+async def test_tokens_go_to_the_journal_and_the_last_finished_sample_ends_the_batch() -> None:
+    parts = DispatchParts()
+    link = parts.link("a")
+    running = parts.dispatcher.add(a_batch(2))
+    await turn()
+    first, second = (item.handle for item in link.items)
+    parts.events.responded(link, tokens(first, 5, 0))
+    (write,) = parts.journal.write(parts.dispatcher)
+    assert [(part.index, part.begin, part.end) for part in write.extensions] == [(0, 0, 1)]
+    parts.events.responded(link, finished(first))
+    parts.journal.write(parts.dispatcher)
+    assert (running.events, running.batch.key in parts.batches.by_key) == (1, True)
+    parts.events.responded(link, tokens(second, 0))
+    parts.events.responded(link, finished(second))
+    changed = running.changed.next_change()
+    assert parts.batches.finished.empty()
+    parts.journal.write(parts.dispatcher)
+    assert parts.batches.finished.get_nowait() == ("run", "b")
+    assert (parts.batches.by_key, changed.is_set()) == ({}, True)
+
+
+async def test_a_recovered_batch_goes_on_from_the_journaled_tokens() -> None:
+    parts = DispatchParts()
+    batch = a_batch(3)
+    batch.mark_ended(0)
+    batch.restore(1, [5, 6], [-1.0] * 2, 1)
+    batch.cancel(2, keep_partial=True)
+    link = parts.link("a")
+    running = parts.dispatcher.add(batch, events=1)
+    await turn()
+    assert [(item.slot, list(item.prefix_token_ids)) for item in link.items] == [(1, [5, 6])]
+    assert [(ending.index, ending.status) for ending in batch.endings] == [(2, SAMPLE_ABORTED)]
+    assert (running.events, parts.batches.unfinished) == (1, 1)
+    # Its next chunk follows those that are there.
+    parts.events.responded(link, tokens(link.items[0].handle, 7, 8))
+    (write,) = parts.journal.write(parts.dispatcher)
+    assert [(chunk.number, chunk.begin, chunk.end) for chunk in write.extensions] == [(1, 2, 3)]
+
+
+async def test_a_batch_that_a_successor_has_is_dropped_and_wakes_its_readers() -> None:
+    parts = DispatchParts()
+    link = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    changed = running.changed.next_change()
+    parts.dispatcher.taken(running.batch.key)
+    assert (running.dropped, changed.is_set(), parts.batches.unfinished) == (True, True, 0)
+    assert link.aborted == [link.items[0].handle]
+
+
+async def test_a_sample_that_the_journal_has_lost_is_generated_again_from_its_seed() -> None:
+    parts = DispatchParts()
+    link = parts.link("a")
+    running = parts.dispatcher.add(a_batch(2))
+    await turn()
+    first = link.items[0]
+    parts.events.responded(link, tokens(first.handle, 5, 0))
+    parts.events.responded(link, finished(first.handle))
+    parts.journal.write(parts.dispatcher)
+    parts.dispatcher.reopen(running.batch.key, [0])
+    await turn()
+    again = link.items[-1]
+    assert (again.seed, list(again.prefix_token_ids)) == (first.seed, [])
+    assert (parts.batches.unfinished, parts.metric("resubmissions_total", cause="journal")) == (2, 1)
+    # What the first attempt still has to say is ignored.
+    parts.events.responded(link, tokens(first.handle, 9))
+    parts.events.responded(link, tokens(again.handle, 5, 0))
+    assert texts(running)[0] == [5, 0]
+
+
+async def test_a_cancelled_sample_that_the_journal_has_lost_ends_at_once() -> None:
+    parts = DispatchParts()
+    running = parts.dispatcher.add(a_batch(1))
+    parts.dispatcher.cancel(running, [0], keep_partial=True)
+    parts.batches.by_key[running.batch.key].batch.endings.clear()
+    parts.dispatcher.reopen(running.batch.key, [0])
+    assert [(ending.index, ending.status) for ending in running.batch.endings] == [(0, SAMPLE_ABORTED)]
+    assert parts.batches.unfinished == 0
+
+
+async def test_a_private_batch_wakes_its_reader_and_is_not_journaled() -> None:
+    parts = DispatchParts()
+    link = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1), private=True)
+    await turn()
+    changed = running.changed.next_change()
+    parts.events.responded(link, tokens(link.items[0].handle, 5))
+    assert (changed.is_set(), parts.journal.touched) == (True, {})
+
+
+async def test_a_step_is_over_with_its_last_sample_and_shows_the_idle_time_of_its_instances() -> None:
+    parts = DispatchParts()
+    one, two = parts.link("a", room=1), parts.link("b", room=1)
+    parts.dispatcher.add(a_batch(2), coverage={("p", 0): DraftCoverage(4)})
+    await turn()
+    for link in (one, two):
+        assert parts.metric("step_seconds_count") == 0
+        parts.events.responded(link, tokens(link.items[0].handle, 5, 0))
+        parts.events.responded(link, finished(link.items[0].handle))
+    assert parts.metric("step_seconds_count") == 1
+    assert parts.metric("bubble_seconds_count") == 2
+    assert parts.metric("step_coverage_ratio") == 1.0
+
+
+# Moves -------------------------------------------------------------------------------------------------
+
+
+async def test_a_sample_moved_by_kv_is_claimed_and_only_the_receiver_s_tokens_count() -> None:
+    parts = DispatchParts()
+    donor = parts.link("a", room=1)
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    handle = donor.items[0].handle
+    parts.events.responded(donor, tokens(handle, 5, 6))
+    receiver = parts.link("b")
+    parts.events.responded(donor, moved(handle, "b", 2))
+    ((claim, migration_id),) = receiver.claimed.items()
+    assert (migration_id, donor.slots.room, receiver.slots.room) == ("m1", 1, 7)
+    parts.events.responded(donor, tokens(handle, 99))
+    parts.events.responded(receiver, tokens(claim, 7))
+    assert (texts(running), running.batch.samples[0].attempt) == ([[5, 6, 7]], 2)
+    assert parts.metric("moves_total", outcome="claimed") == 1
+    assert receiver.items == []
+
+
+async def test_a_moved_sample_waits_for_the_link_to_its_receiver() -> None:
+    parts = DispatchParts()
+    donor = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    parts.events.responded(donor, tokens(donor.items[0].handle, 5))
+    parts.events.responded(donor, moved(donor.items[0].handle, "b", 1))
+    await turn()
+    assert (len(parts.events.transit), len(donor.items)) == (1, 1)
+    receiver = parts.link("b")
+    assert (len(parts.events.transit), len(receiver.claimed)) == (0, 1)
+    assert running.batch.samples[0].instance_id == "b"
+
+
+async def test_a_moved_sample_whose_receiver_never_comes_is_resumed_by_its_prefix() -> None:
+    parts = DispatchParts(claim_wait=0.01)
+    donor = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    parts.events.responded(donor, tokens(donor.items[0].handle, 5, 6))
+    parts.events.responded(donor, moved(donor.items[0].handle, "nowhere", 2))
+    await parts.until(lambda: running.batch.samples[0].attempt == 3)
+    assert list(donor.items[1].prefix_token_ids) == [5, 6]
+    assert parts.metric("resubmissions_total", cause="no_link") == 1
+
+
+async def test_a_refused_claim_is_resumed_by_its_prefix_and_does_not_close_the_instance() -> None:
+    parts = DispatchParts()
+    donor = parts.link("a", room=1)
+    parts.dispatcher.add(a_batch(1))
+    await turn()
+    parts.events.responded(donor, tokens(donor.items[0].handle, 5, 6))
+    receiver = parts.link("b")
+    parts.events.responded(donor, moved(donor.items[0].handle, "b", 2))
+    (claim,) = receiver.claimed
+    parts.events.responded(receiver, refused(claim, code_pb2.NOT_FOUND))
+    await turn()
+    items = donor.items[1:] + receiver.items
+    assert [list(item.prefix_token_ids) for item in items] == [[5, 6]]
+    assert not parts.placer.is_paused(receiver)
+    assert parts.metric("moves_total", outcome="refused") == 1
+
+
+async def test_a_move_with_missing_tokens_is_ended_there_and_resumed_from_what_is_known() -> None:
+    parts = DispatchParts()
+    donor = parts.link("a", room=1)
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    parts.events.responded(donor, tokens(donor.items[0].handle, 5, 6))
+    receiver = parts.link("b", room=1)
+    parts.events.responded(donor, moved(donor.items[0].handle, "b", 4))
+    await turn()
+    assert receiver.aborted == list(receiver.claimed)
+    assert list(donor.items[1].prefix_token_ids) == [5]
+    assert texts(running) == [[5]]
+    assert parts.metric("moves_total", outcome="tokens_missing") == 1
+
+
+async def test_a_sample_cancelled_on_its_way_is_claimed_to_be_aborted() -> None:
+    parts = DispatchParts()
+    donor = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    parts.events.responded(donor, tokens(donor.items[0].handle, 5))
+    parts.events.responded(donor, moved(donor.items[0].handle, "b", 1))
+    await parts.dispatcher.cancel(running, [0], keep_partial=True)
+    assert [ending.status for ending in running.batch.endings] == [SAMPLE_ABORTED]
+    receiver = parts.link("b")
+    assert receiver.aborted == list(receiver.claimed)
+    assert parts.metric("moves_total", outcome="unwanted") == 1
+
+
+@pytest.mark.parametrize("room", [1, 0])
+async def test_a_sample_moved_by_prefix_prefers_its_receiver_but_goes_anywhere(room: int) -> None:
+    parts = DispatchParts()
+    donor = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1))
+    await turn()
+    parts.events.responded(donor, tokens(donor.items[0].handle, 5, 6))
+    receiver = parts.link("b", room=room)
+    parts.events.responded(donor, finished(donor.items[0].handle, ABORTED, resume_on="b"))
+    await turn()
+    chosen = receiver if room else donor
+    assert list(chosen.items[-1].prefix_token_ids) == [5]
+    assert running.batch.samples[0].instance_id == chosen.instance_id
+    assert parts.metric("moves_total", outcome="by_prefix" if room else "no_place") == 1
+    assert parts.metric("resubmissions_total", cause="moved") == 1

@@ -1,0 +1,342 @@
+"""Weight updates over several instances: all or the well ones, with one that fails, is lost, or disagrees."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from redis.exceptions import ConnectionError as RedisDown
+
+from paceline.internal.v1 import generation_pb2_grpc
+from paceline.v1 import weight_pb2
+from services.contracts.errors import DataLoss, FailedPrecondition, NotFound, ServiceError, Unavailable
+from services.gateway.config import GatewayConfig
+from services.gateway.connections import connection as connection_module
+from services.gateway.connections import updater as updater_module
+from services.gateway.connections.connection import Connection
+from services.gateway.connections.updater import Updater
+from services.gateway.dispatch.turns import Pace
+from services.gateway.fleet.health import MemberState
+from services.gateway.fleet.update_book import PublishedVersion, UpdateBook, UpdatePhase, WeightUpdate
+from services.platform.notify import Notifier
+from services.platform.tasks import end
+from tests.unit.gateway.dispatch_parts import VERSION, DispatchParts, a_batch
+from tests.unit.gateway.fake_engine import FakeEngine, rpc_error
+
+DISK = weight_pb2.DiskWeights(path="/weights/8")
+NEW = VERSION + 1
+
+
+class RecordingStore:
+    """Keeps what was saved as (published version, phase); `down` makes the next saves fail."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, str]] = []
+        self.down = 0
+
+    async def save(self, book: UpdateBook) -> None:
+        if self.down:
+            self.down -= 1
+            raise RedisDown("no Redis")
+        self.saved.append((book.version or 0, book.active.phase.value if book.active else ""))
+
+
+class RecordingRoster:
+    """The connections of a test, and what became of them."""
+
+    def __init__(self) -> None:
+        self.connections: dict[str, Connection] = {}
+        self.changed = Notifier()
+        self.pace = Pace()
+        self.confirmed: list[tuple[str, int]] = []
+        self.quarantined: dict[str, str] = {}
+        self.recycled: list[str] = []
+
+    def live(self) -> list[Connection]:
+        return [each for each in self.connections.values() if not each.gone.is_set()]
+
+    async def settled(self) -> None: ...
+
+    def confirm(self, connection: Connection, version: int, *, updated: bool) -> None:
+        assert updated, "confirmed by a completed update"
+        connection.member.state = MemberState.SERVING
+        self.confirmed.append((connection.instance_id, version))
+
+    def quarantine(self, connection: Connection, reason: str) -> None:
+        self.quarantined[connection.instance_id] = reason
+
+    def notify(self, *, changed: bool = False) -> None:
+        self.changed.notify()
+
+    def recycle(self, connection: Connection) -> None:
+        self.recycled.append(connection.instance_id)
+
+
+class Updating:
+    """An updater with the instances named."""
+
+    def __init__(self, *instance_ids: str) -> None:
+        self.parts = DispatchParts()
+        self.store, self.roster = RecordingStore(), RecordingRoster()
+        self.book = UpdateBook(60.0, PublishedVersion(VERSION))
+        store: Any = self.store
+        roster: Any = self.roster
+        self.updater = Updater(
+            self.book,
+            store,
+            self.parts.fleet,
+            roster,
+            self.parts.batches,
+            self.parts.placer,
+            self.parts.metrics,
+        )
+        self.engines: dict[str, FakeEngine] = {}
+        for instance_id in instance_ids:
+            self.parts.join(instance_id)
+            engine: Any = FakeEngine(instance_id, version=VERSION)
+            stub = generation_pb2_grpc.GenerationServiceStub(engine)
+            link: Any = None
+            member = self.parts.fleet.members[instance_id]
+            connection = Connection(GatewayConfig(), member, engine, stub, link, ready=True)
+            self.roster.connections[instance_id] = connection
+            self.engines[instance_id] = engine
+
+    async def start(self) -> str:
+        return (await self.updater.start("run", NEW)).update_id
+
+    async def staged(self) -> str:
+        """Start an update and stage it everywhere."""
+        update_id = await self.start()
+        await self.updater.stage(update_id, DISK)
+        return update_id
+
+    def versions(self) -> list[int]:
+        return [engine.version for engine in self.engines.values()]
+
+    def outcome(self, name: str) -> float:
+        return self.parts.metric("updates_total", outcome=name)
+
+
+async def test_an_update_is_staged_applied_and_published_everywhere() -> None:
+    updating = Updating("a", "b")
+    update_id = await updating.staged()
+    results = await updating.updater.finish(update_id)
+    assert [(each.instance_id, each.applied, each.policy_version) for each in results] == [
+        ("a", True, NEW),
+        ("b", True, NEW),
+    ]
+    assert [(each.checksum, each.stage_time.seconds) for each in results] == [("sum", 2)] * 2
+    assert updating.book.published == PublishedVersion(NEW, "/weights/8", "sum", update_id)
+    assert (updating.versions(), updating.parts.fleet.published) == ([NEW, NEW], NEW)
+    assert updating.roster.confirmed == [("a", NEW), ("b", NEW)]
+    # Each phase is on record before it is acted on.
+    assert updating.store.saved == [
+        (VERSION, "started"),
+        (VERSION, "staged"),
+        (VERSION, "applying"),
+        (NEW, ""),
+    ]
+    assert updating.outcome("published") == 1
+    assert await updating.updater.finish(update_id) == results
+    assert updating.engines["a"].calls == ["StageWeights", "ApplyWeights"]
+
+
+async def test_an_instance_that_fails_to_apply_is_quarantined_and_the_others_serve() -> None:
+    updating = Updating("a", "b")
+    update_id = await updating.staged()
+    updating.engines["a"].errors["ApplyWeights"] = [rpc_error(grpc.StatusCode.INTERNAL, "out of memory")]
+    failed, applied = await updating.updater.finish(update_id)
+    assert (failed.applied, failed.error) == (False, "INTERNAL: out of memory")
+    assert (applied.applied, updating.book.version) == (True, NEW)
+    assert updating.roster.quarantined == {"a": f"did not apply {NEW}: out of memory"}
+    assert updating.roster.confirmed == [("b", NEW)]
+    # It is STALE now that another version is published, so it is connected to anew and loads it.
+    assert updating.roster.recycled == ["a"]
+
+
+async def test_an_update_that_no_instance_applied_is_not_published() -> None:
+    updating = Updating("a")
+    update_id = await updating.staged()
+    updating.engines["a"].errors["ApplyWeights"] = [rpc_error(grpc.StatusCode.INTERNAL, "broken")]
+    with pytest.raises(FailedPrecondition) as error:
+        await updating.updater.finish(update_id)
+    assert error.value.reason == "NO_INSTANCE_APPLIED"
+    assert (updating.book.version, updating.book.active) == (VERSION, None)
+    assert updating.store.saved[-1] == (VERSION, "")
+    assert updating.outcome("failed") == 1
+
+
+async def test_wrong_weights_on_one_instance_end_the_attempt_everywhere() -> None:
+    updating = Updating("a", "b")
+    update_id = await updating.start()
+    updating.engines["b"].errors["StageWeights"] = [
+        rpc_error(grpc.StatusCode.INVALID_ARGUMENT, "layer 3 has another shape")
+    ]
+    with pytest.raises(ServiceError, match="b: layer 3 has another shape") as error:
+        await updating.updater.stage(update_id, DISK)
+    assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert [engine.staged for engine in updating.engines.values()] == [0, 0]
+    assert updating.book.active is not None
+    assert updating.book.active.phase is UpdatePhase.STARTED
+    # The trainer may correct the path and stage again.
+    await updating.updater.stage(update_id, DISK)
+    assert updating.book.active.phase is UpdatePhase.STAGED
+
+
+async def test_an_unwell_instance_does_not_hold_up_staging_and_is_not_applied_to() -> None:
+    updating = Updating("a", "b")
+    update_id = await updating.start()
+    updating.engines["a"].errors["StageWeights"] = [rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "slow disk")]
+    results = await updating.updater.stage(update_id, DISK)
+    assert [each.error for each in results] == ["DEADLINE_EXCEEDED: slow disk", ""]
+    (applied,) = await updating.updater.finish(update_id)
+    assert (applied.instance_id, updating.versions()) == ("b", [VERSION, NEW])
+    assert updating.engines["a"].calls == ["StageWeights"]
+    assert updating.roster.recycled == ["a"]
+
+
+async def test_a_connection_lost_while_it_stages_ends_its_part_at_once() -> None:
+    updating = Updating("a", "b")
+    update_id = await updating.start()
+    updating.engines["a"].gates["StageWeights"] = asyncio.Event()
+    staging = asyncio.create_task(updating.updater.stage(update_id, DISK))
+    lost = updating.roster.connections["a"]
+    await updating.engines["a"].called("StageWeights")
+    lost.member.reason = "heartbeat gone"
+    lost.gone.set()
+    async with asyncio.timeout(10):
+        results = await staging
+    assert [each.error for each in results] == ["UNAVAILABLE: a was lost: heartbeat gone", ""]
+    (applied,) = await updating.updater.finish(update_id)
+    assert applied.instance_id == "b"
+
+
+async def test_no_instance_that_can_stage_is_unavailable() -> None:
+    updating = Updating("a")
+    update_id = await updating.start()
+    updating.engines["a"].errors["StageWeights"] = [rpc_error(grpc.StatusCode.UNAVAILABLE)]
+    with pytest.raises(Unavailable, match="no instance could stage"):
+        await updating.updater.stage(update_id, DISK)
+    updating.roster.connections["a"].gone.set()
+    with pytest.raises(Unavailable, match="no live instance"):
+        await updating.updater.stage(update_id, DISK)
+
+
+async def test_instances_that_read_different_weights_are_data_loss() -> None:
+    updating = Updating("a", "b")
+    update_id = await updating.start()
+    updating.engines["b"].checksum = "another"
+    with pytest.raises(DataLoss, match="different weights"):
+        await updating.updater.stage(update_id, DISK)
+    assert [engine.staged for engine in updating.engines.values()] == [0, 0]
+
+
+async def test_unfinished_samples_keep_the_old_version() -> None:
+    updating = Updating("a")
+    update_id = await updating.staged()
+    running = updating.parts.dispatcher.add(a_batch(2))
+    with pytest.raises(FailedPrecondition, match="2 samples of version 7"):
+        await updating.updater.finish(update_id)
+    assert updating.versions() == [VERSION]
+    updating.parts.dispatcher.drop(running)
+    with updating.parts.batches.reserve(1), pytest.raises(FailedPrecondition, match="1 samples"):
+        await updating.updater.finish(update_id)
+    await updating.updater.finish(update_id)
+    assert updating.versions() == [NEW]
+
+
+async def test_an_update_is_applied_only_once_that_is_on_record() -> None:
+    updating = Updating("a")
+    update_id = await updating.staged()
+    updating.store.down = 1
+    with pytest.raises(RedisDown):
+        await updating.updater.finish(update_id)
+    assert updating.book.active is not None
+    assert (updating.book.active.phase, updating.versions()) == (UpdatePhase.STAGED, [VERSION])
+    await updating.updater.finish(update_id)
+    assert updating.versions() == [NEW]
+
+
+async def test_a_published_version_is_saved_until_redis_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updater_module, "_SAVE_DELAY", 0.001)
+    updating = Updating("a")
+    update_id = await updating.staged()
+    updating.engines["a"].gates["ApplyWeights"] = asyncio.Event()
+    finishing = asyncio.create_task(updating.updater.finish(update_id))
+    await updating.engines["a"].called("ApplyWeights")
+    updating.store.down = 2
+    updating.engines["a"].gates["ApplyWeights"].set()
+    async with asyncio.timeout(10):
+        await finishing
+    assert updating.store.saved[-1] == (NEW, "")
+
+
+async def test_applying_goes_on_when_its_trainer_goes_away() -> None:
+    updating = Updating("a")
+    update_id = await updating.staged()
+    gate = updating.engines["a"].gates["ApplyWeights"] = asyncio.Event()
+    finishing = asyncio.create_task(updating.updater.finish(update_id))
+    await updating.engines["a"].called("ApplyWeights")
+    await end([finishing])
+    changed = updating.roster.changed.next_change()
+    gate.set()
+    async with asyncio.timeout(10):
+        await changed.wait()
+    assert (updating.book.version, updating.versions()) == (NEW, [NEW])
+
+
+async def test_an_instance_that_is_still_ending_samples_is_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_module, "_SETTLE_PAUSE", 0.001)
+    updating = Updating("a")
+    update_id = await updating.staged()
+    busy = rpc_error(grpc.StatusCode.FAILED_PRECONDITION, "1 sample is running")
+    updating.engines["a"].errors["ApplyWeights"] = [busy, busy]
+    (applied,) = await updating.updater.finish(update_id)
+    assert (applied.applied, updating.engines["a"].calls.count("ApplyWeights")) == (True, 3)
+
+
+async def test_an_aborted_update_is_forgotten_and_its_weights_discarded() -> None:
+    updating = Updating("a")
+    update_id = await updating.staged()
+    await updating.updater.abort(update_id)
+    assert (updating.book.active, updating.engines["a"].staged) == (None, 0)
+    assert (updating.store.saved[-1], updating.outcome("aborted")) == ((VERSION, ""), 1)
+    with pytest.raises(NotFound):
+        await updating.updater.finish(update_id)
+
+
+async def test_an_update_whose_trainer_went_silent_gives_way_to_the_next() -> None:
+    updating = Updating("a")
+    first = await updating.staged()
+    assert updating.book.active is not None
+    with pytest.raises(FailedPrecondition):
+        await updating.updater.start("another run", NEW)
+    updating.book.active.touched_at -= 61.0
+    second = await updating.start()
+    assert second != first
+    assert (updating.outcome("abandoned"), updating.engines["a"].staged) == (1, 0)
+
+
+async def test_a_half_applied_update_of_a_former_gateway_goes_forward() -> None:
+    updating = Updating("a", "b")
+    updating.book.active = WeightUpdate("u", "run", NEW, UpdatePhase.APPLYING, 0.0, "/weights/8", "sum")
+    changed = updating.roster.changed.next_change()
+    task = asyncio.create_task(updating.updater.run())
+    async with asyncio.timeout(10):
+        await changed.wait()
+    await end([task])
+    assert updating.book.published == PublishedVersion(NEW, "/weights/8", "sum", "u")
+    # Some may have it already; all are connected to anew, and load it unless they do.
+    assert updating.roster.recycled == ["a", "b"]
+
+
+async def test_an_update_that_cannot_be_recorded_is_not_started() -> None:
+    updating = Updating("a")
+    updating.store.down = 1
+    with pytest.raises(RedisDown):
+        await updating.start()
+    assert updating.book.active is None

@@ -1,0 +1,107 @@
+"""From what an instance lists to what the plan sees; receivers that are left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.internal.v1 import migration_pb2 as pb
+from services.reallocator.moves import Shunned
+from services.reallocator.planning.instance_view import instance_view, mean_length
+from services.reallocator.planning.remaining_length import RemainingLengthEstimator
+from services.reallocator.planning.step_time_model import Architecture, StepTime
+from services.reallocator.planning.throughput import Roofline
+
+MODEL = StepTime(
+    architecture=Architecture(weight_bytes=1e9, kv_bytes=1e5, dense_flops=1e9, attention_flops=1e4)
+)
+
+
+def listed(**fields: int) -> pb.ListSamplesResponse:
+    return pb.ListSamplesResponse(
+        samples=[
+            pb.ListedSample(
+                key="a", prompt_tokens=10, response_tokens=50, max_tokens=500, acceptance=1.5, kv_blocks=4
+            ),
+            pb.ListedSample(
+                key="b",
+                prompt_tokens=10,
+                response_tokens=450,
+                max_tokens=500,
+                immovable=pb.MOVE_REASON_REUSING,
+            ),
+        ],
+        **({"free_blocks": 70, "max_running": 8, "free_capacity": 6, "policy_version": 3} | fields),
+    )
+
+
+def test_an_instance_stands_as_it_lists() -> None:
+    found = instance_view(
+        "i0", "m", listed(), Roofline(MODEL, 8), RemainingLengthEstimator(), gives=True, receives=False
+    )
+    assert (found.samples, found.room, found.free_blocks, found.peers) == (2, 6, 70, ("m", 3))
+    assert (found.gives, found.receives, len(found.curve.seconds)) == (True, False, 8)
+    first, second = found.candidates
+    assert (first.tokens, first.accepted, first.blocks) == (60, 1.5, 4)
+    assert first.remaining == pytest.approx(50, rel=0.3), "as long again"
+    assert (first.movable, second.movable) == (True, False)
+    assert second.remaining == pytest.approx(47, abs=3), "the limit ends it before it doubles"
+
+
+@pytest.mark.parametrize(("fields", "room"), [({"free_capacity": 0}, 0), ({"max_running": 1}, 0), ({}, 6)])
+def test_room_is_what_runs_at_once_and_what_may_be_received(fields: dict[str, int], room: int) -> None:
+    assert (
+        instance_view(
+            "i",
+            "m",
+            listed(**fields),
+            Roofline(MODEL, 8),
+            RemainingLengthEstimator(),
+            gives=True,
+            receives=True,
+        ).room
+        == room
+    )
+
+
+def test_the_mean_length_counts_prompts() -> None:
+    assert mean_length(listed()) == 260.0
+    assert mean_length(pb.ListSamplesResponse()) == 1.0
+
+
+def test_a_receiver_that_fails_is_left_alone_for_longer_and_longer() -> None:
+    shunned = Shunned()
+    assert not shunned.is_shunned("a", 1, 0.0)
+    shunned.failed("a", 1, 0.0)
+    assert shunned.is_shunned("a", 1, 0.9)
+    assert not shunned.is_shunned("a", 1, 1.0)
+    shunned.failed("a", 1, 1.0)
+    assert shunned.is_shunned("a", 1, 2.9)
+    shunned.worked("a")
+    assert not shunned.is_shunned("a", 1, 2.9)
+    shunned.failed("a", 1, 3.0)
+    assert not shunned.is_shunned("a", 1, 4.0), "it begins anew"
+    for n in range(20):
+        shunned.failed("a", 1, 100.0 * n)
+    assert shunned.is_shunned("a", 1, 1929.9)
+    assert not shunned.is_shunned("a", 1, 1930.0), "never longer than half a minute"
+
+
+def test_moves_that_fail_together_are_one_failure() -> None:
+    shunned = Shunned()
+    for n in range(4):
+        shunned.failed("a", 1, 0.01 * n)
+    assert shunned.is_shunned("a", 1, 0.9)
+    assert not shunned.is_shunned("a", 1, 1.0)
+    shunned.failed("a", 1, 1.0)
+    assert not shunned.is_shunned("a", 1, 3.0), "the second one"
+
+
+def test_what_begins_anew_under_its_old_name_has_not_failed() -> None:
+    shunned = Shunned()
+    for n in range(6):
+        shunned.failed("a", 1, 100.0 * n)
+    assert shunned.is_shunned("a", 1, 520.0)
+    assert not shunned.is_shunned("a", 2, 520.0)
+    shunned.failed("a", 2, 520.0)
+    assert shunned.is_shunned("a", 2, 520.9)
+    assert not shunned.is_shunned("a", 2, 521.0)

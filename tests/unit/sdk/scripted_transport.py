@@ -1,0 +1,76 @@
+"""A transport whose answers are given by method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from paceline.transport import Ended, Stream, StreamAttempt, Unary
+
+R = TypeVar("R")
+
+
+class ScriptedAttempt:
+    """Attempt at a stream: its answers, of which an exception ends it."""
+
+    def __init__(self, answers: Sequence[Any]) -> None:
+        self._answers = iter(answers)
+
+    def __aiter__(self) -> ScriptedAttempt:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            answer = next(self._answers)
+        except StopIteration:
+            raise StopAsyncIteration from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def end(self) -> None:
+        pass
+
+
+class ScriptedTransport:
+    """Answers by method; an answer may be an exception, or a list of one for each time. Never suspends.
+
+    The answers of a method that streams are a list of attempts, which are lists of answers.
+    """
+
+    def __init__(self, answers: Mapping[str, Any]) -> None:
+        self.answers = answers
+        self.requests: dict[str, Any] = {}
+        """The last request of each method."""
+        self.made: list[str] = []
+        self.seconds: list[float | None] = []
+        """Time limits of the attempts at streams."""
+
+    async def send(self, unary: Unary) -> Any:
+        self.made.append(unary.method)
+        self.requests[unary.method] = unary.request
+        answer = self.answers[unary.method]
+        answer = answer.pop(0) if isinstance(answer, list) else answer
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def post(self, unary: Unary, ended: Ended) -> None:
+        self.made.append(unary.method)
+        self.requests[unary.method] = unary.request
+        ended(self.answers[unary.method])
+
+    def open(self, stream: Stream[Any], seconds: float | None) -> StreamAttempt:
+        self.made.append(stream.method)
+        self.requests[stream.method] = stream.request()
+        self.seconds.append(seconds)
+        return ScriptedAttempt(self.answers[stream.method].pop(0))
+
+    async def sleep(self, seconds: float) -> bool:
+        return True
+
+    async def run_work(self, work: Callable[[], R]) -> R:
+        return work()
+
+    async def close(self) -> None:
+        pass

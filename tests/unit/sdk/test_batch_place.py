@@ -1,0 +1,52 @@
+"""The position in a batch's stream: events count once, and those of a later protocol are passed over."""
+
+from __future__ import annotations
+
+from paceline.calls.reading import BatchPlace
+from paceline.v1 import rollout_pb2, sample_pb2
+
+
+def event(
+    cursor: int, prompt: str = "p", slot: int = 0, total: int = 2
+) -> rollout_pb2.StreamRolloutsResponse:
+    sample = sample_pb2.Sample(prompt_id=prompt, slot=slot)
+    return rollout_pb2.StreamRolloutsResponse(cursor=cursor, sample=sample, finished=total, total=total)
+
+
+def test_an_event_is_read_once_and_moves_the_cursor() -> None:
+    place = BatchPlace("r", "b")
+    read = place.read(event(70))
+    assert read is not None
+    assert (read.sample.prompt_id, place.cursor, place.complete()) == ("p", 70, False)
+    assert place.read(event(70)) is None
+    assert place.read(event(7)) is None
+
+
+def test_a_sample_that_comes_again_under_a_later_cursor_is_passed_over() -> None:
+    place = BatchPlace("r", "b")
+    assert place.read(event(1))
+    assert place.read(event(5)) is None
+    assert (place.cursor, place.whole()) == (5, False)
+    assert place.read(event(9, slot=1))
+    assert place.whole()
+
+
+def test_the_batch_is_complete_when_every_sample_has_come_whatever_the_counts_say() -> None:
+    place = BatchPlace("r", "b")
+    place.read(event(40, slot=3))
+    assert not place.complete()
+    place.read(event(90, prompt="q", slot=3))
+    assert place.complete()
+
+
+def test_from_a_cursor_on_the_gateways_counts_say_whether_it_is_complete() -> None:
+    place = BatchPlace("r", "b", 8)
+    assert place.complete()
+    place.read(event(9))
+    assert (place.complete(), place.whole()) == (True, False)
+
+
+def test_an_event_of_an_unknown_kind_only_moves_the_cursor() -> None:
+    place = BatchPlace("r", "b")
+    assert place.read(rollout_pb2.StreamRolloutsResponse(cursor=1, finished=2, total=2)) is None
+    assert (place.cursor, place.taken, place.complete()) == (1, 0, False)

@@ -1,0 +1,135 @@
+"""The synchronous face: coroutines that run to their end without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from paceline import AsyncRollout, AsyncRun, Client, Rollout, Run
+from paceline.blocking import Face, blocking, blocking_stream, finish, iterate
+from paceline.calls import GatewayCalls
+
+INTERNAL = ("call", "events", "run_work", "send_batch", "post_ack", "begin")
+"""Methods of cores that only cores call."""
+
+
+class Counter:
+    """A core; its generator notes what it has given and that it was closed."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+        self.closed = 0
+
+    async def add(self, number: int, *, twice: bool = False) -> int:
+        """Add a number."""
+        if number < 0:
+            raise ValueError("negative")
+        return number * (1 + twice)
+
+    async def count(self, end: int) -> AsyncIterator[int]:
+        """Count to a number."""
+        try:
+            for number in range(end):
+                self.given.append(number)
+                yield number
+        finally:
+            self.closed += 1
+
+
+class CounterFace(Face[Counter]):
+    add = blocking(Counter.add)
+    count = blocking_stream(Counter.count)
+
+
+@pytest.fixture
+def core() -> Counter:
+    return Counter()
+
+
+@pytest.fixture
+def face(core: Counter) -> CounterFace:
+    return CounterFace(core)
+
+
+def test_a_call_returns_and_raises_as_the_coroutine_does(face: CounterFace) -> None:
+    assert face.add(2, twice=True) == 4
+    with pytest.raises(ValueError, match="negative") as caught:
+        face.add(-1)
+    frames = [frame.name for frame in caught.traceback]
+    assert (frames[0], frames[-1]) == ("test_a_call_returns_and_raises_as_the_coroutine_does", "add")
+
+
+def test_leaving_an_iteration_closes_it(face: CounterFace, core: Counter) -> None:
+    for number in face.count(5):
+        if number == 2:
+            break
+    assert (core.given, core.closed) == ([0, 1, 2], 1)
+    assert list(face.count(3)) == [0, 1, 2]
+    assert core.closed == 2
+
+
+def test_an_interrupt_passes_through(core: Counter) -> None:
+    async def interrupted() -> AsyncIterator[int]:
+        try:
+            yield 1
+            raise KeyboardInterrupt
+        finally:
+            core.closed += 1
+
+    events = iterate(interrupted())
+    assert next(events) == 1
+    with pytest.raises(KeyboardInterrupt):
+        next(events)
+    assert core.closed == 1
+
+
+def test_what_would_suspend_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="suspended"):
+        finish(asyncio.sleep(0))
+
+
+def test_an_event_loop_in_the_same_thread_does_not_adopt_a_stream(face: CounterFace, core: Counter) -> None:
+    async def begin() -> Iterator[int]:
+        hooks = sys.get_asyncgen_hooks()
+        events = face.count(3)
+        assert next(events) == 0
+        assert face.add(1) == 1
+        assert sys.get_asyncgen_hooks() == hooks
+        return events
+
+    events = asyncio.run(begin())
+    assert core.closed == 0, "the end of the loop ended the stream"
+    assert list(events) == [1, 2]
+
+
+def test_threads_share_a_face(face: CounterFace) -> None:
+    got: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: got.append(list(face.count(200)))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [list(range(200))] * 8
+
+
+@pytest.mark.parametrize(("face", "core"), [(Client, GatewayCalls), (Run, AsyncRun), (Rollout, AsyncRollout)])
+def test_every_public_method_has_a_face_with_its_signature(face: type, core: type) -> None:
+    ways: dict[str, Callable[..., Any]] = {
+        name: method
+        for name, method in inspect.getmembers(core, inspect.isfunction)
+        if not name.startswith("_") and name not in INTERNAL
+    }
+    assert ways
+    for name, method in ways.items():
+        here, there = inspect.signature(getattr(face, name)), inspect.signature(method)
+        assert list(here.parameters.values()) == list(there.parameters.values()), name
+        expected = there.return_annotation.replace("AsyncIterator", "Iterator").replace("AsyncR", "R")
+        assert here.return_annotation == expected, name
+        assert getattr(face, name).__doc__ == method.__doc__
+        assert not inspect.iscoroutinefunction(getattr(face, name))

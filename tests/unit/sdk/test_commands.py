@@ -1,0 +1,303 @@
+"""The command line: commands that are registered, tables at 80 columns, and JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self, cast
+
+import pytest
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from paceline import types as t
+from paceline.cli import drafter, policy, registered, status
+from paceline.cli.app import run
+from paceline.tokens import hash_token
+
+ROOT = Path(__file__).parents[3]
+GONE = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {gone!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Finder())
+from paceline.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def registered_commands() -> EntryPoints:
+    """Return what pyproject.toml registers, which an installation may not know yet."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = project["entry-points"][registered.GROUP]
+    return EntryPoints(EntryPoint(name, value, registered.GROUP) for name, value in named.items())
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = registered_commands()
+    monkeypatch.setattr(registered, "entry_points", lambda **params: found.select(**params))
+
+
+def without(gone: set[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line where some packages are not installed."""
+    command = [sys.executable, "-c", GONE.format(gone=gone), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("command", "option"), [("up", "--instances"), ("calibrate", "--max-num-seqs")])
+def test_commands_that_start_services_are_registered(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--help"]) == 0
+    assert option in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("installed")
+def test_help_lists_all_commands_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    commands = ("status", "policy", "drafter", "token", "up", "calibrate", "demo")
+    for command in commands:
+        (line,) = [line for line in lines if line.split()[:1] == [command]]
+        assert len(line.split()) > 3
+        assert "Not available" not in line
+
+
+def test_a_registered_command_whose_packages_are_missing_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = EntryPoints(
+        EntryPoint(name, f"{module}:app", registered.GROUP)
+        for name, module in (("up", "services.absent"), ("demo", "examples.absent"))
+    )
+    monkeypatch.setattr(registered, "entry_points", lambda **params: entries.select(**params))
+    assert run(["up", "--model", "m"]) == 2
+    assert "paceline: up needs the services: pip install" in capsys.readouterr().err
+    assert run(["demo", "--steps=3"]) == 2
+    assert "demo needs a checkout of the repository and the demo extra: " in capsys.readouterr().err
+    assert run(["--help"]) == 0
+
+
+def test_the_sdk_s_commands_work_without_services() -> None:
+    gone = {"services", "kernels", "examples", "yaml", "redis", "structlog", "prometheus_client"}
+    for command in (["status"], ["policy", "get"], ["drafter", "show"]):
+        done = without(gone, *command, "--address=127.0.0.1:1", "--json")
+        assert (done.returncode, done.stderr[:20]) == (1, "paceline: UNAVAILABL"), done.stderr
+    done = without(gone, "token", "--name=trainer", "--scope=rollouts")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_its_extra_the_command_line_says_what_to_install(package: str) -> None:
+    done = without({package}, "status")
+    assert done.returncode == 2
+    assert f"{package} is not installed" in done.stderr
+    assert "pip install 'paceline[cli]'" in done.stderr
+
+
+LONG = "paceline-generation-h100-spot-17"
+HOST = f"{LONG}.paceline-generation.ml.svc.cluster.local:7401"
+INSTANCES = tuple(
+    t.Instance(
+        instance_id=name,
+        epoch=2,
+        address=HOST,
+        state=state,
+        policy_version=123456,
+        load=t.InstanceLoad(256, 1024, 1.0, 1.2345, 987_654_321, 10),
+        max_running=1024,
+        max_model_len=32768,
+        vocab_size=1000,
+        model="Qwen3-8B",
+        device="NVIDIA H200",
+        registered_at=1.0,
+        metrics_address="10.0.0.1:9100",
+    )
+    for name, state in ((LONG, t.InstanceState.DRAINING), ("i1", t.InstanceState.SERVING))
+)
+VERSIONS = t.Versions(5, 2, "/weights/5", "sha256:0", "", ())
+DECISIONS = (
+    t.Decision(1.0, "toggle", "on at 3 samples", 0.25, {"samples": 3}, "run"),
+    t.Decision(2.0, "knobs", "mode", 0.0, {}),
+)
+DRAFTER = t.Drafter(3, 1.0, "/weights/drafter/3", 9, 400, 12, 2.125, 2.5, 4, 1)
+
+
+class ClientDouble:
+    """A client with answers of its own."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def instances(self) -> tuple[t.Instance, ...]:
+        return INSTANCES
+
+    def versions(self) -> t.Versions:
+        return VERSIONS
+
+    def knobs(self, *_: Any, **__: Any) -> t.KnobSetting:
+        return t.KnobSetting(3, {"mode": "toggle", "ladder": {"on": True, "lengths": [1, 2]}})
+
+    def watch_decisions(self, *_: Any) -> Iterator[t.Decision]:
+        yield from DECISIONS
+
+    def drafter(self) -> t.Drafter:
+        return DRAFTER
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (status, policy, drafter):
+        monkeypatch.setattr(module, "connect", lambda *_: ClientDouble())
+
+
+@contextmanager
+def at_80_columns() -> Iterator[Console]:
+    yield Console(width=80, file=io.StringIO(), force_terminal=False)
+
+
+def printed(table: Table) -> list[str]:
+    with at_80_columns() as console:
+        console.print(table)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue().splitlines()
+
+
+def test_the_load_of_instances_is_readable_at_80_columns() -> None:
+    lines = printed(status.load_table(INSTANCES))
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines), "nothing is cut"
+    assert "draining" in lines[1]
+    for value in ("123456", "256/1024", "1024", "100%", "1234.5", "988M"):
+        assert value in lines[1].split()
+    ids = "".join(line.split()[0] for line in lines[1:] if line and not line.startswith("i1"))
+    assert ids == LONG, "a long name is folded"
+
+
+def test_the_places_of_instances_are_readable_at_80_columns() -> None:
+    lines = printed(status.place_table(INSTANCES))
+    assert max(map(len, lines)) <= 80
+    assert "NVIDIA H200" in lines[1]
+    assert "Qwen3-8B" in lines[1]
+    shown = "".join("".join(line.split()) for line in lines)
+    assert "…" not in shown
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0"), (9_999, "9999"), (12_345, "12.3k"), (99_960, "100k"), (999_600, "1.0M"), (10**12, "1T")],
+)
+def test_counts_are_short(count: int, shown: str) -> None:
+    assert status.short_count(count) == shown
+
+
+@pytest.mark.usefixtures("connected")
+def test_status_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status"]) == 0
+    assert "Policy version 5 from /weights/5, drafter version 2" in capsys.readouterr().out
+    assert run(["status", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [each["instance_id"] for each in shown["instances"]] == [LONG, "i1"]
+    assert shown["instances"][1]["state"] == "serving"
+    assert shown["instances"][1]["load"]["generated_tokens"] == 987_654_321
+    assert shown["versions"]["policy_version"] == 5
+
+
+@pytest.mark.usefixtures("connected")
+def test_knobs_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["policy", "get"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "revision 3"
+    assert lines == ["ladder.lengths=[1,2]", "ladder.on=true", "mode=toggle"]
+    assert policy.with_changes({}, lines) == {"mode": "toggle", "ladder": {"on": True, "lengths": [1, 2]}}
+    assert run(["policy", "get", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {"revision": 3, "knobs": {"mode": "toggle", "ladder": {"on": True, "lengths": [1, 2]}}}
+
+
+@pytest.mark.usefixtures("connected")
+def test_decisions_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["policy", "watch"]) == 0
+    assert "run toggle +25%: on at 3 samples" in capsys.readouterr().out
+    assert run(["policy", "watch", "--json"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["kind"] for each in shown] == ["toggle", "knobs"]
+    assert shown[0]["details"] == {"samples": 3}
+
+
+@pytest.mark.usefixtures("connected")
+def test_the_drafter_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["drafter", "show"]) == 0
+    assert "drafter version 3 of " in capsys.readouterr().out
+    assert run(["drafter", "show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["acceptance_length"] == 2.125
+
+
+def test_a_token_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--name=1e5", "--scope=weights", "--scope=rollouts", "--requests-per-second=2.5"]
+    assert run(["token", *options]) == 0
+    said = capsys.readouterr().out
+    (secret,) = [line for line in said.splitlines() if line.startswith("pl_")]
+    expected = {
+        "name": "1e5",
+        "sha256": hash_token(secret),
+        "scopes": ["rollouts", "weights"],
+        "requests_per_second": 2.5,
+    }
+    assert yaml.safe_load(said[said.index("- name") :]) == [expected]
+    assert run(["token", *options, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["entry"]["sha256"] == hash_token(shown["token"])
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--name=", "--scope=fleet"], "name"),
+        (["--name=a b", "--scope=fleet"], "name"),
+        (["--name=x", "--scope=fleet", "--requests-per-second=0"], "requests_per_second"),
+        (["--name=x", "--scope=fleet", "--requests-per-second=inf"], "requests_per_second"),
+        (["--name=x", "--scope=all"], "scopes"),
+    ],
+)
+def test_a_wrong_option_of_a_token_is_named(
+    options: list[str], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["token", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"paceline: {field}: ")
+
+
+def test_the_processes_of_a_local_platform_are_readable_at_80_columns() -> None:
+    from services.local.up import processes_table
+
+    ready = SimpleNamespace(address="127.0.0.1:54321", metrics_port=54322)
+    names = ("gateway", "instance-12", "draft-store-1", "reallocator")
+    processes = [
+        SimpleNamespace(
+            spec=SimpleNamespace(name=name, cores=(10, 11), environment={}), pid=4194304, ready=ready
+        )
+        for name in names
+    ]
+    redis = SimpleNamespace(pid=4194303, url="redis://127.0.0.1:54323/0")
+    lines = printed(processes_table(cast(Any, SimpleNamespace(processes=processes, redis=redis))))
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[1:6]] == [*names, "redis"], "nothing is folded"
+    assert all(
+        value in lines[1] for value in ("4194304", "127.0.0.1:54321", "127.0.0.1:54322", "core 10, 11")
+    )

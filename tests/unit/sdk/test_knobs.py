@@ -1,0 +1,52 @@
+"""Knobs as messages: sparse both ways, and what no message can hold is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from paceline import InvalidArgumentError
+from paceline.knobs import knobs_from_proto, knobs_to_proto
+from paceline.v1 import knobs_pb2
+from services.contracts.errors import InvalidArgument
+from services.contracts.knob_messages import setting_of
+from services.contracts.knobs import Knobs
+
+
+def test_only_what_is_set_is_sent() -> None:
+    setting = {"speculation": False, "ladder": {"on": True, "lengths": [1, 2]}, "drafters": {"suffix": False}}
+    message = knobs_to_proto(setting)
+    assert not message.HasField("mode")
+    assert knobs_from_proto(message) == setting
+    assert knobs_from_proto(knobs_to_proto({})) == {}
+
+
+def test_every_knob_has_a_field() -> None:
+    everything = Knobs().model_dump(mode="json")
+    assert knobs_from_proto(knobs_to_proto(everything)) == everything
+
+
+@pytest.mark.parametrize(
+    ("knobs", "field"),
+    [
+        ({"speed": 1}, "knobs.speed"),
+        ({"mode": 3}, "knobs.mode"),
+        ({"draft_cap": 1.5}, "knobs.draft_cap"),
+        ({"margin": float("nan")}, "knobs.margin"),
+        ({"ladder": True}, "knobs.ladder"),
+        ({"ladder": {"lengths": []}}, "knobs.ladder.lengths"),
+        ({"drafters": {"given": True}}, "knobs.drafters.given"),
+    ],
+)
+def test_what_is_no_knob_or_has_another_type_is_refused_by_name(knobs: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=field) as refused:
+        knobs_to_proto(knobs)
+    assert [each.field for each in refused.value.violations] == [field]
+
+
+def test_a_service_refuses_knobs_of_a_later_version() -> None:
+    later = knobs_pb2.Knobs.FromString(b"\x98\x06\x01")
+    with pytest.raises(InvalidArgument, match="does not know"):
+        setting_of(later)
+    later = knobs_pb2.Knobs(ladder=knobs_pb2.LadderKnobs.FromString(b"\x98\x06\x01"))
+    with pytest.raises(InvalidArgument, match="99"):
+        setting_of(later)
