@@ -3,9 +3,10 @@ PYTHON := .venv/bin/python
 SOURCES := paceline services kernels deploy helm bench examples tests
 DEMO_ARGS ?=
 TEST_ARGS ?=
+SOAK_ARGS ?=
 NAME ?= gateway
 
-.PHONY: demo test lint format protos lock bench clean setup help
+.PHONY: demo test soak lint docs format protos lock bench clean setup help
 
 help:           ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -19,12 +20,19 @@ demo: setup     ## The whole platform on this machine and a GRPO run on it (DEMO
 test: setup     ## All tests, two at a time (TEST_ARGS="-k name")
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
-lint: setup     ## Format, style, types, protocol
+soak: setup     ## Tests that take minutes, figures in runs/soak (SOAK_ARGS="--chaos-seed 5 ...")
+	$(PYTHON) -m pytest --soak -m soak -s $(SOAK_ARGS)
+
+lint: setup     ## Format, style, types, imports, protocol
 	$(PYTHON) -m ruff check $(SOURCES)
 	$(PYTHON) -m ruff format --check $(SOURCES)
 	$(PYTHON) -m mypy
+	.venv/bin/lint-imports
 	.venv/bin/buf lint
 	.venv/bin/buf breaking --against protos/baseline.binpb
+
+docs: setup     ## Documentation site, strictly checked, in runs/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 format: setup   ## Format and fix what can be fixed
 	$(PYTHON) -m ruff check --fix $(SOURCES)
