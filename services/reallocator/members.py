@@ -16,7 +16,6 @@ from paceline.internal.v1 import generation_pb2, generation_pb2_grpc, migration_
 from paceline.v1 import fleet_pb2
 from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.channel import open_channel
-from services.platform.redis.connection import OUTAGES
 from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 from services.platform.tasks import is_cancelled
 from services.reallocator.planning.measured_speed import InstanceReport
@@ -27,6 +26,8 @@ log = structlog.get_logger(__name__)
 CALL_SECONDS = 1.0
 """Deadline of questions to instances."""
 _REPORTS = 64
+# Seconds between readings of the registry at most, calls to instances that do not answer included.
+_LONGEST_GAP = 3.0
 
 
 class Unanswered(Exception):
@@ -97,33 +98,23 @@ class PolledInstances:
     ) -> None:
         self.known: dict[str, PolledInstance] = {}
         self._config = config
-        self._registry = registry
+        self._present = registry.present(INSTANCES, _LONGEST_GAP)
         self._roofline = roofline
         self._undialled: set[str] = set()
-        self._reachable = True
         self._read_at = float("-inf")
 
     async def refresh(self, registry_seconds: float = 0.0) -> None:
         """Poll every instance, and read the registry if that was `registry_seconds` ago.
 
-        In an outage of Redis, known instances stay known.
+        Known instances stay known in an outage of Redis, and after it until they could register again.
         """
         now = time.monotonic()
         if now - self._read_at >= registry_seconds:
             self._read_at = now
-            await self._read()
+            records = await self._present.read()
+            if records is not None:
+                await self._take_in(records)
         await asyncio.gather(*map(self._ask, self.known.values()))
-
-    async def _read(self) -> None:
-        try:
-            records = await self._registry.list(INSTANCES)
-        except OUTAGES as error:
-            if self._reachable:
-                log.warning("registry_unreachable", error=str(error))
-            self._reachable = False
-        else:
-            self._reachable = True
-            await self._take_in(records)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -261,25 +261,46 @@ class Registry:
 
         No instance is gone because an outage of Redis kept its heartbeats away: see `Presence`.
         """
-        # Written with each reading, it tells whether Redis takes writes, and still has what it took.
-        probe = f"{self._keys.registry_index(service)}:watch:{uuid.uuid4().hex}"
-        presence: Presence[InstanceRecord] = Presence(seconds + HEARTBEAT, SETTLING)
-        usable, probed = True, False
+        present = self.present(service, seconds)
         while not is_cancelled():
-            records: dict[str, InstanceRecord] | None = None
-            try:
-                records = await self.list(service)
-                if await self._store.set(probe, 1, px=_PROBE_MS, get=True) is None and probed:
-                    presence.disturbed(time.monotonic())
-                usable = probed = True
-            except OUTAGES as error:
-                presence.disturbed(time.monotonic())
-                if usable:
-                    log.warning("registry_unreachable", service=service, error=str(error))
-                usable = False
-            await tell(None if records is None else presence.read(records, time.monotonic()))
+            await tell(await present.read())
             await asyncio.sleep(seconds)
         raise asyncio.CancelledError
+
+    def present(self, service: str, seconds: float) -> PresentInstances:
+        """Return a reader of the live instances of a service, for readings about every `seconds`."""
+        probe = f"{self._keys.registry_index(service)}:watch:{uuid.uuid4().hex}"
+        return PresentInstances(self, self._store, service, probe, Presence(seconds + HEARTBEAT, SETTLING))
+
+
+class PresentInstances:
+    """Reader of the instances of a service that are not known to be gone: see `Presence`."""
+
+    def __init__(
+        self, registry: Registry, store: Redis, service: str, probe: str, presence: Presence[InstanceRecord]
+    ) -> None:
+        self._registry = registry
+        self._store = store
+        self._service = service
+        # Key that is written with each reading: it tells whether Redis takes writes, and still has what it took.
+        self._probe = probe
+        self._presence = presence
+        self._usable, self._probed = True, False
+
+    async def read(self) -> dict[str, InstanceRecord] | None:
+        """Return the live instances by id; None if they cannot be read."""
+        try:
+            records = await self._registry.list(self._service)
+            if await self._store.set(self._probe, 1, px=_PROBE_MS, get=True) is None and self._probed:
+                self._presence.disturbed(time.monotonic())
+        except OUTAGES as error:
+            self._presence.disturbed(time.monotonic())
+            if self._usable:
+                log.warning("registry_unreachable", service=self._service, error=str(error))
+            self._usable = False
+            return None
+        self._usable = self._probed = True
+        return self._presence.read(records, time.monotonic())
 
 
 def _parse(instance_id: str, text: bytes) -> InstanceRecord | None:
