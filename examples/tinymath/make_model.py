@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -61,15 +61,18 @@ def new_model(seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def new_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, which learns them in half the steps, AdamW for embedding and norms."""
+def new_optimizers(model: Qwen3ForCausalLM, rate: float = 1.0) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, which learns them in half the steps, AdamW for embedding and norms.
+
+    `rate` is the share of the peak learning rates.
+    """
     matrices = [
         weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name
     ]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=0.01, adjust_lr_fn="original"),
-        torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=MATRIX_LR * rate, weight_decay=0.01, adjust_lr_fn="original"),
+        torch.optim.AdamW(others, lr=OTHER_LR * rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
@@ -80,11 +83,11 @@ def draw_row(rng: Random) -> Row:
     return prompt + tokenizer.encode(trace(problem, rng)), len(prompt)
 
 
-def batches(seed: int, tokens: int) -> Iterator[list[Row]]:
+def batches(seed: int, tokens: int, draw: Callable[[Random], Row] = draw_row) -> Iterator[list[Row]]:
     """Endless batches of rows of like length, each of about `tokens` tokens with padding."""
     rng = Random(seed)
     while True:
-        rows = sorted((draw_row(rng) for _ in range(CHUNK)), key=lambda row: len(row[0]))
+        rows = sorted((draw(rng) for _ in range(CHUNK)), key=lambda row: len(row[0]))
         cut: list[list[Row]] = [[]]
         for row in rows:
             if (len(cut[-1]) + 1) * len(row[0]) > tokens and cut[-1]:
@@ -116,20 +119,27 @@ def schedule(step: int) -> float:
     return 0.525 + 0.475 * math.cos(math.pi * (step - 50) / (SCHEDULE - 50))
 
 
-def train(steps: int, tokens: int, seed: int, snapshots: Path | None = None) -> Qwen3ForCausalLM:
-    """Trains a new model for so many steps of about `tokens` tokens, and prints the loss on the way."""
-    model = new_model(seed).train()
-    optimizers = new_optimizers(model)
+def train(
+    model: Qwen3ForCausalLM,
+    rows_of_steps: Iterable[list[Row]],
+    steps: int,
+    *,
+    rate: float = 1.0,
+    snapshots: Path | None = None,
+) -> Qwen3ForCausalLM:
+    """Trains a model for so many steps at a share of the peak learning rates, and prints the loss on the way."""
+    model.train()
+    optimizers = new_optimizers(model, rate)
     schedules = [LambdaLR(optimizer, schedule) for optimizer in optimizers]
     began, losses = time.monotonic(), []
-    for step, rows in zip(range(steps), batches(seed, tokens), strict=False):
+    for step, rows in zip(range(steps), rows_of_steps, strict=False):
         loss = response_loss(model, rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, rate in zip(optimizers, schedules, strict=True):
+        for optimizer, scheduled in zip(optimizers, schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
-            rate.step()
+            scheduled.step()
         losses.append(loss.item())
         if (step + 1) % 100 == 0:
             mean = sum(losses[-100:]) / 100
@@ -161,7 +171,8 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--snapshots", type=Path, help="folder for the model after each 200 steps")
     given = options.parse_args()
-    save(train(given.steps, given.tokens, given.seed, given.snapshots), given.out)
+    rows = batches(given.seed, given.tokens)
+    save(train(new_model(given.seed), rows, given.steps, snapshots=given.snapshots), given.out)
 
 
 if __name__ == "__main__":
