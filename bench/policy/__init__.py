@@ -1,0 +1,1 @@
+"""Modes of speculation on a real engine, compared in paired rounds."""

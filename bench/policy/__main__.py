@@ -1,0 +1,175 @@
+"""The step-time estimator and the modes of speculation on a real engine.
+
+Measures the engine as an instance does when it starts; then decodes batches whose drafts are the true responses
+with a share of wrong tokens: plainly, with the best fixed draft lengths, with 4 and 16 tokens when the toggle says
+so, as the solver's table has it, and as planned. The models are tinymath and a small random mixture of experts.
+
+One engine serves all cells of a model. A cell is a batch size and a share of wrong tokens. First the fixed lengths
+that cannot win are sifted out and the other modes run 32 steps, as an instance that is not new; then all modes take
+turns in short rounds, must give the same tokens, and are compared within each round. Time is the process's own
+processor time, so that others on the machine take little part in it. Writes runs/bench/policy.json.
+
+    python -m bench.policy [--rounds 15] [--samples 8,32,128] [--wrong 0.02,0.15,0.4,0.95] [--model DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench import w4
+from bench.intervals import MedianInterval
+from bench.policy.cells import MOST, BenchProgress, GivenCells, MeasuredModel, measure_model
+from bench.policy.figures import PLAIN, PLANNER, SOLVER, MeasuredCell, figures_of, verdict
+from bench.random_model import make_random_experts
+from bench.report import Figures, format_value, show_rows, write
+
+_FOLDER = Path("runs/bench/policy")
+_SAMPLES = (8, 32, 128)
+_WRONG = (0.02, 0.15, 0.4, 0.95)
+# Of the mixture of experts, where other cells would say little more.
+_EXPERTS_SAMPLES, _EXPERTS_WRONG = (8, 32), (0.02, 0.4, 0.95)
+# Of the run that drafts with the quantized copy.
+_W4_STEPS = 4
+# A median of fewer rounds has no interval.
+_LEAST_ROUNDS = 6
+_AT_LEAST = {"planner_vs_best_fixed_min": 0.97, "worst_ratio_vs_plain": 0.98, "planner_worst_vs_plain": 0.98}
+_AT_MOST = {"step_time_error_median": 0.08, "step_time_error_p90": 0.25, "planner_us_256": 150}
+_LEAST_ACCEPTANCE = 0.96
+_NOTE = (
+    "Ratios are medians over paired rounds with 95 % intervals from order statistics; a goal is missed where the"
+    " whole interval of a cell lies below it: where ..._upper, the least upper end of all cells, does."
+    " worst_ratio_vs_plain is the toggle's, over all cells and draft lengths. Times have drafters and planning in"
+    " them. ..._cold is of the first round of each cell, in which modes and drafters know nothing."
+    " planner_us_256 is a whole decision for 256 samples, 2 drafters and 16 tokens: from proposals to token lists."
+    " step_time_error... is of the planner's estimator before it learns from the step."
+)
+
+
+def main() -> None:
+    """Measure, show and write."""
+    arguments = _arguments()
+    given = _given(arguments)
+    folder = given[0].folder
+    progress = BenchProgress(sum(len(each.samples) * len(each.wrong) for each in given) + 1)
+    models = list[MeasuredModel]()
+    for each in given:
+        models.append(_apart(measure_model, each, progress))
+        progress = models[-1].progress
+        _show(each, models[-1].cells)
+    quantized, why = _quantized(folder)
+    progress.advance("quantized copy")
+    cells = [cell for model in models for cell in model.cells]
+    figures = {
+        **figures_of(cells),
+        "planner_us_256": models[0].decision_us,
+        "self_w4_acceptance": quantized.get("self_w4_acceptance"),
+    }
+    rows = [(name, format_value(value), *_goal(name, figures)) for name, value in figures.items()]
+    show_rows("policy", ("figure", "value", "goal", ""), rows)
+    print(_NOTE, f"quantized: {why}" if why else "")
+    write(
+        "policy",
+        {
+            **figures,
+            "quantized": quantized or why,
+            "cells": [cell.row() for cell in cells],
+            "sweep": {
+                each.name: [step.model_dump() for step in model.sweep]
+                for each, model in zip(given, models, strict=True)
+            },
+            "note": _NOTE,
+            "rounds": arguments.rounds,
+        },
+    )
+
+
+def _apart(function: Callable[..., MeasuredModel], *given: Any) -> MeasuredModel:
+    """Call a function in a process of its own: vLLM allows one engine in each."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *given).result()
+
+
+def _given(arguments: argparse.Namespace) -> list[GivenCells]:
+    samples, wrong, rounds = arguments.samples, arguments.wrong, arguments.rounds
+    if arguments.model is not None:
+        return [GivenCells(arguments.model.name, arguments.model, samples, wrong, rounds)]
+    experts = make_random_experts(
+        _FOLDER / "experts", hidden=256, layers=4, experts=32, vocab_size=64, length=1024
+    )
+    few = [each for each in samples if each in _EXPERTS_SAMPLES] or samples[:1]
+    some = [each for each in wrong if each in _EXPERTS_WRONG] or wrong[:1]
+    return [
+        GivenCells("tinymath", w4.MODEL, samples, wrong, rounds),
+        GivenCells("experts", experts, few, some, rounds),
+    ]
+
+
+def _show(given: GivenCells, cells: Sequence[MeasuredCell]) -> None:
+    """Print a table for each batch size: a row for each mode, a column for each share of wrong tokens."""
+    heads = ("over plain decoding", *(f"{wrong:.0%} wrong" for wrong in given.wrong))
+    for samples in given.samples:
+        columns = [_column(cell) for cell in cells if cell.samples == samples]
+        rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+        show_rows(f"{given.name}: {samples} samples", heads, rows)
+
+
+def _column(cell: MeasuredCell) -> dict[str, str]:
+    best = cell.best_fixed
+    return {
+        "plain, tokens/s": format_value(cell.row()["plain_rate"]),
+        "fixed, best": f"{best.split()[1]}: {_shown(cell.ratio(best, PLAIN))}",
+        **{mode: _shown(ratio) for mode, ratio in cell.toggles.items()},
+        SOLVER: _shown(cell.ratio(SOLVER, PLAIN)),
+        PLANNER: _shown(cell.ratio(PLANNER, PLAIN)),
+        "planner, of best": _shown(cell.ratio(PLANNER, cell.best)),
+    }
+
+
+def _shown(ratio: MedianInterval) -> str:
+    return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def _goal(name: str, figures: Figures) -> tuple[str, str]:
+    """Return the goal of a figure and what became of it."""
+    value = figures[name]
+    if name in _AT_LEAST:
+        goal = _AT_LEAST[name]
+        return f">= {goal}", verdict(value, figures[f"{name}_upper"], goal)
+    if name in _AT_MOST:
+        return f"<= {_AT_MOST[name]}", "met" if value <= _AT_MOST[name] else "missed"
+    if name == "self_w4_acceptance" and value is not None:
+        return f">= {_LEAST_ACCEPTANCE}", "met" if value >= _LEAST_ACCEPTANCE else "missed"
+    return "", ""
+
+
+def _quantized(model: Path) -> tuple[Figures, str]:
+    """Return the quantized copy's figures over a training run, and why there are none where there are none."""
+    try:
+        return w4.measure(w4.Given(steps=_W4_STEPS, model=model)), ""
+    except Exception as error:
+        # The other figures took minutes; they are worth keeping without it.
+        return {}, f"not measured: {error!r}"
+
+
+def _arguments() -> argparse.Namespace:
+    def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+        return lambda text: [kind(each) for each in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, help="model folder to measure instead of the two")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--samples", type=numbers(int), default=list(_SAMPLES), help="batch sizes")
+    parser.add_argument("--wrong", type=numbers(float), default=list(_WRONG), help="shares of wrong tokens")
+    arguments = parser.parse_args()
+    if arguments.rounds < _LEAST_ROUNDS or max(arguments.samples) > MOST or min(arguments.samples) < 1:
+        parser.error(f"at least {_LEAST_ROUNDS} rounds; batches of 1 to {MOST}")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

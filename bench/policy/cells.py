@@ -1,0 +1,223 @@
+"""Cells of one model: its engine lives through all of them, and modes take turns on it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bench.policy.figures import FIXED, PLAIN, PLANNER, SOLVER, TOGGLE, MeasuredCell, promising, rotated
+from bench.policy.rounds import (
+    WINDOW,
+    MeasuredRound,
+    RoundOrigin,
+    fixed,
+    make_kernels,
+    planner_of,
+    requests_of,
+    run_round,
+    steered,
+    with_drafts,
+)
+from bench.report import cores
+from services.generation.engine.types import EngineOptions, EngineSampleState
+from services.generation.speculation.drafter import Proposals
+from services.generation.speculation.plan import StepShape
+from services.generation.speculation.speculation import Speculation
+from services.platform.heap import keep_freed_memory
+from services.step_time.estimator import StepTimeEstimator
+from services.step_time.prior import MeasuredStep
+
+if TYPE_CHECKING:
+    from services.generation.engine.core import Engine
+
+MOST = 128
+"""Samples of the largest batch."""
+_LENGTHS = (1, 2, 4, 8, 12, 16)
+# Lengths that the toggle is tried with.
+_TOGGLED = (4, 16)
+# Processor seconds of a plain round, within these numbers of tokens a sample.
+_ROUND_SECONDS, _TOKENS = 0.2, (32, 64)
+# Rounds in which the fixed lengths are sifted, and those that stay.
+_SIFTED, _CONTENDERS = 2, 2
+# Steps after which a mode should know its machine.
+_LEARNING_STEPS = 32
+_TIMED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GivenCells:
+    """A model and the cells to measure on it; a cell is a batch size and a share of wrong draft tokens."""
+
+    name: str
+    folder: Path
+    samples: Sequence[int]
+    wrong: Sequence[float]
+    rounds: int
+
+
+@dataclass(slots=True)
+class BenchProgress:
+    """Says after each part how long the others will take."""
+
+    parts: int
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+
+    def advance(self, part: str) -> None:
+        """Print that a part is done."""
+        self.done += 1
+        gone = time.monotonic() - self.began
+        left = gone / self.done * (self.parts - self.done)
+        print(f"policy: {part}; {gone:.0f} s gone, about {left:.0f} s left", flush=True)
+
+
+@dataclass(slots=True)
+class MeasuredModel:
+    """All cells of a model, the sweep of its engine, and the time of a decision."""
+
+    cells: list[MeasuredCell]
+    sweep: list[MeasuredStep]
+    decision_us: float
+    progress: BenchProgress
+
+
+def measure_model(given: GivenCells, progress: BenchProgress) -> MeasuredModel:
+    """Start an engine in this process, which can have only one, and measure the cells on it."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(cores()[-1])}
+    # As instances do.
+    keep_freed_memory()
+    with _engine(given.folder) as engine:
+        from services.generation.engine.sweep import measure_steps
+
+        sweep = measure_steps(engine, clock=time.process_time)
+        decision, cells = decision_microseconds(sweep), list[MeasuredCell]()
+        # Sizes take turns, so that the time of the cells so far says what the others will take.
+        for wrong in given.wrong:
+            for samples in given.samples:
+                cells.append(_Turns(engine, sweep, given.name, samples, wrong).measure(given.rounds))
+                progress.advance(f"{given.name}, {samples} samples, {wrong:.0%} wrong")
+    return MeasuredModel(cells, sweep, decision, progress)
+
+
+@contextmanager
+def _engine(folder: Path) -> Iterator[Engine]:
+    from services.generation.engine.core import Engine
+    from services.generation.engine.warmup import warm_up
+
+    engine = Engine(
+        EngineOptions(
+            str(folder),
+            dtype="float32",
+            max_num_seqs=MOST,
+            max_model_len=1024,
+            kv_cache_memory_bytes=1 << 30,
+            # A round must not find the prompts of the one before.
+            enable_prefix_caching=False,
+        )
+    )
+    try:
+        warm_up(engine)
+        make_kernels(engine, MOST)
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+class _Turns:
+    """One cell: modes decode the same batch in turns, and must give the same tokens."""
+
+    def __init__(
+        self, engine: Engine, sweep: Sequence[MeasuredStep], model: str, samples: int, wrong: float
+    ) -> None:
+        self._engine, self._model, self._samples, self._wrong = engine, model, samples, wrong
+        vocab = self._vocab = engine.limits.vocab_size
+        tokens = round_tokens(StepTimeEstimator(sweep).seconds(samples, samples, samples * _TOKENS[0]))
+        requests = requests_of(samples, tokens, vocab)
+        self._truth = run_round(engine, requests, None).responses
+        self._requests = with_drafts(requests, self._truth, wrong, vocab)
+        self._origin = RoundOrigin()
+        steer = partial(steered, sweep, vocab=vocab, origin_of=self._origin)
+        self._learners = {
+            **{f"{TOGGLE} {cap}": steer("toggle", cap) for cap in _TOGGLED},
+            SOLVER: steer("solver", WINDOW),
+            PLANNER: steer("planner", WINDOW),
+        }
+        self._errors: list[float] = []
+
+    def measure(self, rounds: int) -> MeasuredCell:
+        """Sift the fixed lengths, let the other modes learn, then run the rounds."""
+        fixed_modes: dict[str, Speculation | None] = {
+            f"{FIXED} {length}": fixed(length, self._vocab) for length in self._contenders()
+        }
+        cold = {mode: self._learn(mode) for mode in self._learners}
+        modes = {PLAIN: None, **fixed_modes, **self._learners}
+        seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+        for turn in range(rounds):
+            for mode in rotated(list(modes), turn):
+                found = self._round(modes[mode])
+                seconds[mode].append(found.seconds)
+                if mode == PLANNER:
+                    self._errors += found.errors
+        tokens = sum(map(len, self._truth.values()))
+        return MeasuredCell(self._model, self._samples, self._wrong, tokens, seconds, cold, self._errors)
+
+    def _contenders(self) -> list[int]:
+        """Return the fixed lengths that may be the best."""
+        seconds: dict[int, list[float]] = {length: [] for length in _LENGTHS}
+        left = list(_LENGTHS)
+        for _ in range(_SIFTED):
+            for length in left:
+                seconds[length].append(self._round(fixed(length, self._vocab)).seconds)
+            left = promising({length: seconds[length] for length in left}, len(_LENGTHS))
+        return promising({length: seconds[length] for length in left}, _CONTENDERS)
+
+    def _learn(self, mode: str) -> float:
+        """Let a mode decode until it should know the machine; return the seconds of its first round."""
+        first = self._round(self._learners[mode])
+        steps = first.steps
+        while steps < _LEARNING_STEPS:
+            steps += self._round(self._learners[mode]).steps
+        return first.seconds
+
+    def _round(self, speculation: Speculation | None) -> MeasuredRound:
+        self._origin.step += 1
+        found = run_round(self._engine, self._requests, speculation)
+        if found.responses != self._truth:
+            raise RuntimeError("a mode changed tokens")
+        return found
+
+
+def round_tokens(plain: float) -> int:
+    """Return the tokens of the longest response of a round, by the seconds of a plain step; a multiple of 8."""
+    least, most = _TOKENS
+    return min(max(round(_ROUND_SECONDS / plain / 8) * 8, least), most)
+
+
+def decision_microseconds(sweep: Sequence[MeasuredStep], repeats: int = 200) -> float:
+    """Return the median time of a decision for 256 samples, 2 drafters and 16 tokens."""
+    random = np.random.default_rng(0)
+    samples = [EngineSampleState(f"s{i}", [1] * 100, [1] * 200, 100) for i in range(_TIMED)]
+
+    def made() -> Proposals:
+        shape = (_TIMED, WINDOW)
+        return Proposals(np.ones(shape, np.int32), random.uniform(0.5, 1, shape))
+
+    proposals = {"reference": made(), "suffix": made()}
+    plan = planner_of(sweep, "planner", WINDOW, RoundOrigin())
+    taken = []
+    for i in range(repeats):
+        # As in an instance: every step is measured, so the estimator is solved again.
+        plan.stepped(StepShape(_TIMED, _TIMED * (1 + i % WINDOW), 300 * _TIMED), 0.02 + 1e-5 * (i % 7))
+        began = time.perf_counter()
+        plan.choose(samples, proposals)
+        taken.append(time.perf_counter() - began)
+    return median(taken) * 1e6

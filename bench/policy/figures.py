@@ -1,0 +1,142 @@
+"""Figures of paired rounds: every mode decoded the same tokens in every round. Pure.
+
+Rounds are short and a machine's speed changes, so a mode is compared with another within each round, and the median
+of these ratios counts. A goal is missed only where the whole 95 % interval of that median lies below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bench.intervals import MedianInterval, median_interval
+
+PLAIN, SOLVER, PLANNER = "plain", "solver", "planner"
+FIXED, TOGGLE = "fixed", "toggle"
+"""What the names of fixed and of toggled lengths begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCell:
+    """Batches of one size with drafts of one quality: seconds of every mode in every round."""
+
+    model: str
+    samples: int
+    wrong: float
+    tokens: int
+    """Of a round."""
+    seconds: Mapping[str, Sequence[float]]
+    """By mode; those of the same place in the sequences are of the same round."""
+    cold: Mapping[str, float]
+    """Seconds of the first round of the modes that learn."""
+    errors: Sequence[float]
+    """Relative errors of the step times that the planner predicted."""
+
+    def ratio(self, mode: str, other: str) -> MedianInterval:
+        """Return how much faster a mode is than another."""
+        pairs = zip(self.seconds[mode], self.seconds[other], strict=True)
+        return median_interval([theirs / ours for ours, theirs in pairs])
+
+    @property
+    def best_fixed(self) -> str:
+        """The fixed length with the least time."""
+        return self._least(self._kind(FIXED))
+
+    @property
+    def best(self) -> str:
+        """The best fixed length, or plain decoding where none pays."""
+        return self._least([PLAIN, *self._kind(FIXED)])
+
+    @property
+    def toggles(self) -> dict[str, MedianInterval]:
+        """The toggled lengths against plain decoding."""
+        return {mode: self.ratio(mode, PLAIN) for mode in self._kind(TOGGLE)}
+
+    @property
+    def intervals(self) -> dict[str, MedianInterval]:
+        """The ratios of the cell; of the toggled lengths the one that came off worst."""
+        return {
+            "best_fixed_vs_plain": self.ratio(self.best_fixed, PLAIN),
+            "planner_vs_plain": self.ratio(PLANNER, PLAIN),
+            "planner_vs_best_fixed": self.ratio(PLANNER, self.best),
+            "solver_vs_plain": self.ratio(SOLVER, PLAIN),
+            "toggle_vs_plain": min(self.toggles.values(), key=lambda each: each.median),
+        }
+
+    def row(self) -> dict[str, Any]:
+        """Return the cell as it is written."""
+        intervals, toggles = self.intervals, self.toggles
+        plain = median(self.seconds[PLAIN])
+        return {
+            "model": self.model,
+            "samples": self.samples,
+            "wrong": self.wrong,
+            "plain_rate": self.tokens / plain,
+            "best_fixed": self.best_fixed,
+            "toggle_worst": min(toggles, key=lambda mode: toggles[mode].median),
+            **{name: each.median for name, each in intervals.items()},
+            "planner_cold": median(self.seconds[self.best]) / self.cold[PLANNER],
+            "toggle_cold": min(plain / self.cold[mode] for mode in toggles),
+            "intervals": {name: [each.low, each.high] for name, each in intervals.items()},
+            "rates": {mode: self.tokens / median(each) for mode, each in self.seconds.items()},
+            "seconds": {mode: list(each) for mode, each in self.seconds.items()},
+        }
+
+    def _kind(self, kind: str) -> list[str]:
+        return [mode for mode in self.seconds if mode.startswith(kind)]
+
+    def _least(self, modes: Iterable[str]) -> str:
+        return min(modes, key=lambda mode: median(self.seconds[mode]))
+
+
+def figures_of(cells: Sequence[MeasuredCell]) -> dict[str, float]:
+    """Return the worst of all cells, and with `_upper` the least upper end of the intervals of all cells."""
+    planned = [cell.intervals["planner_vs_best_fixed"] for cell in cells]
+    planner = [cell.intervals["planner_vs_plain"] for cell in cells]
+    toggled = [each for cell in cells for each in cell.toggles.values()]
+    errors = [each for cell in cells for each in cell.errors]
+    rows = [cell.row() for cell in cells]
+    return {
+        "step_time_error_median": median(errors),
+        "step_time_error_p90": float(np.quantile(errors, 0.9)),
+        **_worst("planner_vs_best_fixed_min", planned),
+        **_worst("worst_ratio_vs_plain", toggled),
+        **_worst("planner_worst_vs_plain", planner),
+        "planner_vs_best_fixed_cold": min(row["planner_cold"] for row in rows),
+        "worst_ratio_vs_plain_cold": min(row["toggle_cold"] for row in rows),
+    }
+
+
+def _worst(name: str, ratios: Sequence[MedianInterval]) -> dict[str, float]:
+    return {name: min(each.median for each in ratios), f"{name}_upper": min(each.high for each in ratios)}
+
+
+def verdict(value: float, upper: float, goal: float) -> str:
+    """Return whether a figure that should be at least `goal` is there; below it within its error is no miss."""
+    if value >= goal:
+        return "met"
+    return "missed" if upper < goal else "within error"
+
+
+def promising(seconds: Mapping[int, Sequence[float]], most: int, within: float = 1.25) -> list[int]:
+    """Return the draft lengths worth more rounds, rising: at most so many, none far slower than the best.
+
+    Args:
+        seconds: of the rounds of each length so far.
+        most: lengths to return.
+        within: times the seconds of the best.
+    """
+    typical = {length: median(each) for length, each in seconds.items()}
+    ranked = sorted(typical, key=lambda length: (typical[length], length))
+    return sorted(each for each in ranked[:most] if typical[each] <= within * typical[ranked[0]])
+
+
+def rotated(modes: Sequence[str], turn: int) -> list[str]:
+    """Return the order of a round: every mode has every place in turn, and follows each neighbour equally often."""
+    start = turn // 2 % len(modes)
+    order = [*modes[start:], *modes[:start]]
+    return order[::-1] if turn % 2 else order
