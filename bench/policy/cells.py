@@ -47,7 +47,7 @@ _TOGGLED = (4, 16)
 # Processor seconds of a plain round, within these numbers of tokens a sample.
 _ROUND_SECONDS, _TOKENS = 0.2, (32, 64)
 # Rounds in which the fixed lengths are sifted, and those that stay.
-_SIFTED, _CONTENDERS = 2, 2
+_SIFTED, _CONTENDERS = 3, 2
 # Steps after which a mode should know its machine.
 _LEARNING_STEPS = 32
 _TIMED = 256

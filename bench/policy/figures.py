@@ -122,7 +122,7 @@ def verdict(value: float, upper: float, goal: float) -> str:
     return "missed" if upper < goal else "within error"
 
 
-def promising(seconds: Mapping[int, Sequence[float]], most: int, within: float = 1.25) -> list[int]:
+def promising(seconds: Mapping[int, Sequence[float]], most: int, within: float = 1.5) -> list[int]:
     """Return the draft lengths worth more rounds, rising: at most so many, none far slower than the best.
 
     Args:
