@@ -16,8 +16,9 @@ from kernels import jit
 
 # Places in `terms`: seconds of a sample and of any verification in verifying steps, and of a token of context.
 PER_SAMPLE, VERIFYING, PER_TOKEN = range(3)
-# Columns of the table of cells: the shape, mean seconds, measurements in the mean, and when the last one came.
-SAMPLES, ROWS, CONTEXT, SECONDS, COUNT, AT = range(6)
+# Columns of the table of cells: the shape, mean seconds, measurements in the mean, when the last one came, and the
+# place of the shape on the axes of samples, of rows and of the context of a sample, by how far own shares reach.
+SAMPLES, ROWS, CONTEXT, SECONDS, COUNT, AT, BY_SAMPLES, BY_ROWS, BY_CONTEXT = range(9)
 # Standard deviations, as shares of the prior: of the whole, of verification, of reading and of attending to the
 # context by the assumed time of a token, of a shape's own share, of a measurement.
 _WHOLE, _VERIFYING, _CONTEXT, _ATTENDING, _OWN, _NOISE = 0.3, 0.3, 4.0, 1.0, 0.06, 0.04
@@ -76,18 +77,9 @@ def features_of(terms, samples, rows, context, prior, plain, features):
 
 
 @jit.kernel
-def apart(one, other, reach):
-    """Return half the squared distance on an axis, in octaves by `reach`."""
-    octaves = log2(one / other) / reach
-    return 0.5 * octaves * octaves
-
-
-@jit.kernel
-def elsewhere(cells, i, samples, context):
-    """Return the distance of a cell on the axes of samples and context."""
-    own = 1.0 + cells[i, CONTEXT] / cells[i, SAMPLES]
-    here = apart(cells[i, SAMPLES], samples, _SAMPLES_REACH)
-    return here + apart(own, 1.0 + context / samples, _CONTEXT_REACH)
+def elsewhere(cells, i, by_samples, by_context):
+    """Return half the squared distance of a cell on the axes of samples and context."""
+    return 0.5 * ((cells[i, BY_SAMPLES] - by_samples) ** 2 + (cells[i, BY_CONTEXT] - by_context) ** 2)
 
 
 @jit.kernel
@@ -98,6 +90,8 @@ def regress(corners, plains, terms, cells, now, used, shares, weights):
     for i in range(m):
         samples, rows = cells[i, SAMPLES], cells[i, ROWS]
         priors[i] = prior_of(corners, plains, terms, samples, rows)
+        cells[i, BY_SAMPLES], cells[i, BY_ROWS] = log2(samples) / _SAMPLES_REACH, log2(rows) / _ROWS_REACH
+        cells[i, BY_CONTEXT] = log2(1.0 + cells[i, CONTEXT] / samples) / _CONTEXT_REACH
         plain = prior_of(corners, plains, terms, samples, samples)
         features_of(terms, samples, rows, cells[i, CONTEXT], priors[i], plain, features[i])
         for k in range(_FEATURES):
@@ -107,8 +101,8 @@ def regress(corners, plains, terms, cells, now, used, shares, weights):
     root = np.empty((m, m))
     for i in range(m):
         for j in range(i + 1):
-            far = elsewhere(cells, j, cells[i, SAMPLES], cells[i, CONTEXT])
-            far += apart(cells[j, ROWS], cells[i, ROWS], _ROWS_REACH)
+            far = elsewhere(cells, j, cells[i, BY_SAMPLES], cells[i, BY_CONTEXT])
+            far += 0.5 * (cells[j, BY_ROWS] - cells[i, BY_ROWS]) ** 2
             covariance = _OWN * _OWN * priors[i] * priors[j] * exp(-far)
             for k in range(_FEATURES):
                 covariance += features[i, k] * features[j, k]
@@ -154,13 +148,14 @@ def solve(corners, plains, terms, cells, now, shares, weights):
 def predict(corners, plains, terms, cells, shares, weights, samples, rows, context, seconds):
     """Fill seconds [k] of steps with rows [k], which rise; the seconds never fall."""
     m = len(cells)
+    by_samples, by_context = log2(samples) / _SAMPLES_REACH, log2(1.0 + context / samples) / _CONTEXT_REACH
     near, places, features = np.empty(m), np.empty(m), np.empty(_FEATURES)
     used = 0
     for i in range(m):
-        far = elsewhere(cells, i, samples, context)
+        far = elsewhere(cells, i, by_samples, by_context)
         if far < _FAR:
             near[used] = _OWN * _OWN * weights[i] * exp(-far)
-            places[used] = log2(cells[i, ROWS]) / _ROWS_REACH
+            places[used] = cells[i, BY_ROWS]
             used += 1
     plain, longest = prior_of(corners, plains, terms, samples, samples), 0.0
     for k in range(len(rows)):

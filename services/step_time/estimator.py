@@ -63,7 +63,7 @@ class StepTimeEstimator:
         self._outliers = 0
         # Row of each cell in the table, the least recently measured first.
         self._places: dict[tuple[int, int, int], int] = {}
-        self._table = np.zeros((_MAX_CELLS, 6))
+        self._table = np.zeros((_MAX_CELLS, 9))
         # Solution of the regression.
         self._shares, self._weights = np.zeros(5), np.zeros(_MAX_CELLS)
         self._solved = True
@@ -128,7 +128,7 @@ class StepTimeEstimator:
             place = self._places.pop(next(iter(self._places)))
         self._places.pop(key, None)
         self._places[key] = place
-        self._table[place] = samples, rows, context, seconds, count, self._observed
+        self._table[place, :6] = samples, rows, context, seconds, count, self._observed
         self._solved = False
         return predicted
 
