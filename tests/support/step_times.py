@@ -10,14 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from services.generation.speculation.exploration import Exploration
-from services.generation.speculation.loss_budget import LossBudget
 from services.generation.speculation.modes.planner import PlannerMode
 from services.step_time.estimator import StepTimeEstimator
 from services.step_time.prior import MeasuredStep
 from services.step_time.sweep import swept_batches
-
-UNLIMITED = LossBudget(1e30, 1.0)
-"""A budget for everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +75,4 @@ def settled(samples: Sequence[int] = tuple(1 << k for k in range(12))) -> Explor
 def planner_mode(window: int, margin: float = 0.0, step_time: Any = None) -> PlannerMode:
     """Return the planner of a machine, by default one on which a row costs a hundredth of a step."""
     known = KnownStepTime(per_row=1e-5) if step_time is None else step_time
-    return PlannerMode(known, margin, UNLIMITED, settled(), window)
+    return PlannerMode(known, margin, settled(), window)

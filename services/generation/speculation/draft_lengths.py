@@ -1,8 +1,8 @@
 """Choose for which samples a draft model runs, and for how many steps. Pure.
 
 A draft model costs one draft step per position, however few samples use it. So one depth k is chosen for all
-samples that it drafts for, which are those that gain most over their other proposals. All depths, and many
-numbers of samples, are compared by the predicted rate
+samples that it drafts for, which are those that gain over their other proposals. All depths are compared by the
+predicted rate
 
     (samples + expected accepted tokens) / (predicted step + k predicted passes),
 
@@ -13,22 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.drafter import Proposals
-from services.generation.speculation.plan import NOTHING, rooms
+from services.generation.speculation.plan import NOTHING, best_proposals, rooms
 from services.generation.speculation.selection.selection import survivals
 from services.step_time.estimator import StepTimeEstimator
 
 Floats = NDArray[np.float64]
-# Numbers of samples that are compared, at most.
-_MAX_NUMBERS = 24
-# Numbers of samples for which a pass is predicted; and its time before one was measured, in plain steps.
-_MEASURED_PASSES, _ASSUMED_PASS = 6, 0.5
+# Time of a pass before one was measured, in plain steps.
+_ASSUMED_PASS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +50,21 @@ class DraftLengths:
     gain: float = 1.0
 
 
-def best_proposals(
+def worthwhile(
     samples: Sequence[EngineSampleState], made: Sequence[Proposals], window: int, price: float
 ) -> tuple[Floats, Floats]:
     """Return (tokens, expected) [n] of each sample's best proposal, of tokens with survival >= `price`."""
-    nothing = np.zeros(len(samples))
     if not made:
-        return nothing, nothing
+        return np.zeros(len(samples)), np.zeros(len(samples))
     survival = survivals(made, rooms(samples), window)
-    survival[survival < max(price, NOTHING)] = 0.0
-    expected = survival.sum(2)
-    best = expected.argmax(0), np.arange(len(samples))
-    return np.count_nonzero(survival[best], axis=1).astype(np.float64), expected[best]
+    _, lengths, best = best_proposals(survival, max(price, NOTHING))
+    return lengths.astype(np.float64), best.sum(1)
 
 
 def token_price(step_time: StepTimeEstimator, samples: int, context: int) -> float:
     """Return how many tokens plain decoding makes in the time of one more verified token."""
     plain, more = step_time.predict(samples, (samples, 2 * samples), context)
     return float((more - plain) / plain)
-
-
-@cache
-def _numbers(n: int) -> NDArray[np.int64]:
-    """Return numbers from 1 to n, closer together where they are small."""
-    return np.unique(np.geomspace(1, n, min(n, _MAX_NUMBERS)).round().astype(np.int64))
 
 
 def choose_lengths(
@@ -86,7 +74,7 @@ def choose_lengths(
     pass_time: StepTimeEstimator,
     margin: float = 0.0,
 ) -> DraftLengths:
-    """Return the depth and samples with the best predicted rate, if it gains more than `margin` over doing without.
+    """Return the depth with the best predicted rate for the samples that gain by it; no depth within the margin.
 
     Args:
         batch: the samples of the step.
@@ -102,39 +90,18 @@ def choose_lengths(
         return nothing
     own = np.concatenate(([0.0], np.cumsum(survival)))
     # [K, n]: tokens of each sample at each depth, and the accepted tokens that it gains by them.
-    depths = np.arange(1, most + 1)[:, None]
-    lengths = np.minimum(depths, np.maximum(batch.room, 0))
+    depths = np.arange(1, most + 1)
+    lengths = np.minimum(depths[:, None], np.maximum(batch.room, 0))
     gains = own[lengths] - batch.expected
-    # The samples that gain most at the greatest depth do at every other, except those that end before it.
-    order = np.argsort(-gains[-1], kind="stable")
-    used = _numbers(n)
-    tokens = n + batch.expected.sum() + np.cumsum(gains[:, order], axis=1)[:, used - 1]
-    rows = n + batch.rows.sum() + np.cumsum((lengths - batch.rows)[:, order], axis=1)[:, used - 1]
-    plain = step_time.seconds(n, n, batch.context)
-    drafting = depths * _pass_seconds(pass_time, used, batch.context / n, plain)
-    # The step's time between some numbers of rows is taken as linear.
-    grid = np.unique(np.geomspace(n, max(float(rows.max()), n + 1.0), _MAX_NUMBERS).round())
-    verifying = np.interp(
-        [*rows.ravel(), n + batch.rows.sum()], grid, step_time.predict(n, grid, batch.context)
-    )
-    rates = tokens / (verifying[:-1].reshape(rows.shape) + drafting)
-    without = float(max(n / plain, (n + batch.expected.sum()) / verifying[-1]))
-    depth, last = np.unravel_index(int(rates.argmax()), rates.shape)
-    gain = float(rates[depth, last]) / without
-    if not gain > 1 + margin:
-        return nothing
-    chosen = np.zeros(n, np.int64)
-    drafted = order[: used[last]]
-    chosen[drafted] = lengths[depth, drafted]
-    return DraftLengths(chosen, gain)
-
-
-def _pass_seconds(
-    pass_time: StepTimeEstimator, samples: NDArray[np.int64], context: float, plain: float
-) -> Floats:
-    """Return the seconds of a pass for numbers of samples [k], rising, of mean length `context`."""
-    if not pass_time.known:
-        return np.full(len(samples), _ASSUMED_PASS * plain)
-    some = np.unique(np.geomspace(1, samples[-1], _MEASURED_PASSES).round().astype(np.int64))
-    seconds = [pass_time.seconds(int(each), int(each), each * context) for each in some]
-    return np.interp(samples, some, seconds)
+    drafted = (gains > 0) & (lengths > 0)
+    tokens = n + batch.expected.sum() + np.where(drafted, gains, 0.0).sum(1)
+    rows = n + batch.rows.sum() + np.where(drafted, lengths - batch.rows, 0.0).sum(1)
+    tried, places = np.unique([n, n + batch.rows.sum(), *rows], return_inverse=True)
+    plain, earlier, *verifying = step_time.predict(n, tried, batch.context)[places].tolist()
+    number = max(int(drafted.sum(1).max()), 1)
+    one_pass = pass_time.seconds(number, number, number * batch.context / n)
+    rates = tokens / (np.array(verifying) + depths * (one_pass if pass_time.known else _ASSUMED_PASS * plain))
+    without = max(n / plain, (n + batch.expected.sum()) / earlier)
+    depth = int(rates.argmax())
+    gain = float(rates[depth]) / without
+    return DraftLengths(np.where(drafted[depth], lengths[depth], 0), gain) if gain > 1 + margin else nothing

@@ -4,9 +4,8 @@ The estimator learns from the steps that are done. If it overestimates verificat
 that would prove it wrong; if it underestimates it, it never sees a plain step to compare with, and beside the best
 number of draft tokens it never sees another. So other ways are done now and then: soon at first, more seldom
 later, and the more seldom the further apart their predicted rates are, so that the predicted cost of exploration
-stays a small share. After a surprise it begins anew. The first drafts in a batch of a new size wait until a plain
-step was done: nothing tells what drafts are worth before that. An exploration of plain against drafted takes two
-steps in a row, because the first step after a switch is slower (see `step_sampling`).
+stays a small share. The first drafts in a batch of a new size wait until a plain step was done: nothing tells what
+drafts are worth before that.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from dataclasses import dataclass, field
 # Steps until the first exploration and between later ones, for rates within this share of each other.
 _FIRST_INTERVAL, _MAX_INTERVAL = 8, 64
 _CLOSE = 0.1
-MIN_SPEEDUP, MAX_SPEEDUP = 0.85, 1.3
-"""Predicted speedups between which plain and drafted steps are explored: beyond them nothing is in doubt."""
-# Relative error of a predicted step time that is a surprise.
-_SURPRISE = 0.25
+# Predicted speedups between which plain and drafted steps are explored: beyond them nothing is in doubt.
+_MIN_SPEEDUP, _MAX_SPEEDUP = 0.85, 1.3
 _NEVER = 1 << 30
 # Share of the draft tokens that an exploration of fewer verifies.
 _FEWER = 0.5
@@ -29,10 +26,10 @@ _FEWER = 0.5
 class _Count:
     """Steps since the last plain one, the last drafted one, and the last with fewer tokens; and their intervals."""
 
+    interval: int
     plain: int = _NEVER
     drafted: int = 0
     fewer: int = 0
-    interval: int = _FIRST_INTERVAL
     fewer_interval: int = _FIRST_INTERVAL
 
 
@@ -43,8 +40,6 @@ class Exploration:
     _counts: dict[int, _Count] = field(default_factory=dict)
     # Interval of the octave that explored last; a new octave starts with it.
     _interval: int = _FIRST_INTERVAL
-    # Decision (drafted or not) whose exploration has a second step to come.
-    _second_of: bool | None = None
 
     def should_explore(self, num_samples: int, speedup: float, *, drafted: bool) -> bool:
         """Return True if the step should be done the other way; it then counts as an exploration.
@@ -54,19 +49,13 @@ class Exploration:
             speedup: predicted rate of the best drafts over that of plain decoding.
             drafted: the decision without exploration: True for drafts.
         """
-        again, self._second_of = self._second_of, None
         count = self._count(num_samples)
-        if drafted and count.plain >= _NEVER:
-            return True
-        if not MIN_SPEEDUP <= speedup <= MAX_SPEEDUP:
-            return False
-        if again is drafted:
-            return True
         since = count.plain if drafted else count.drafted
-        if since < count.interval * max(1.0, abs(speedup - 1) / _CLOSE):
-            return False
-        count.interval = self._interval = min(2 * count.interval, _MAX_INTERVAL)
-        self._second_of = drafted
+        if since < _NEVER:
+            doubtful = _MIN_SPEEDUP <= speedup <= _MAX_SPEEDUP
+            if not doubtful or since < count.interval * max(1.0, abs(speedup - 1) / _CLOSE):
+                return False
+            count.interval = self._interval = min(2 * count.interval, _MAX_INTERVAL)
         return True
 
     def fewer(self, num_samples: int, tokens: int) -> int:
@@ -84,15 +73,9 @@ class Exploration:
         count.drafted = 0 if drafted else count.drafted + 1
         count.fewer += drafted
 
-    def record_error(self, num_samples: int, error: float) -> None:
-        """Take note of the relative error of a predicted step time."""
-        if abs(error) > _SURPRISE:
-            count = self._count(num_samples)
-            count.interval = count.fewer_interval = self._interval = _FIRST_INTERVAL
-
     def _count(self, num_samples: int) -> _Count:
         octave = num_samples.bit_length()
         count = self._counts.get(octave)
         if count is None:
-            count = self._counts[octave] = _Count(interval=self._interval)
+            count = self._counts[octave] = _Count(self._interval)
         return count

@@ -1,7 +1,7 @@
 """Planner of an instance: chooses drafts in the mode that the knobs select, and follows changes of the knobs.
 
-It keeps one object per combination of knobs that a step worked by, shares exploration and step sampling among the
-modes (a step is measured whatever decided it), and books decisions and outcomes for the reports of the instance.
+It keeps one object per combination of knobs that a step worked by, shares exploration among the modes (a step is
+measured whatever decided it), and books decisions and outcomes for the reports of the instance.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from services.generation.speculation.active_knobs import ActiveKnobs, OriginOf, 
 from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.exploration import Exploration
-from services.generation.speculation.loss_budget import LossBudget
 from services.generation.speculation.modes.decision import Mode, PlanDecision, PlanReason
 from services.generation.speculation.modes.fixed import FixedMode
 from services.generation.speculation.modes.planner import PlannerMode
@@ -35,11 +34,13 @@ from services.generation.speculation.plan import (
     FixedLengthPlanner,
     StepShape,
 )
-from services.generation.speculation.step_sampling import StepSampling
 from services.step_time.estimator import StepTimeEstimator
 
 _log = structlog.get_logger(__name__)
 _BACKED_OFF = PlanDecision(PlanReason.BACKOFF)
+# Steps at the start that are all measured, and seconds of decoding for each measurement after them: consecutive
+# short steps take about as long as each other, and learning from one takes some hundredths of a millisecond.
+_ALWAYS, _INTERVAL = 64, 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,8 @@ class KnobDrivenPlanner(DraftPlanner):
         metrics: PlannerMetrics | None = None,
         clock: Callable[[], float] = time.time,
         exploration: Exploration | None = None,
-        budget: LossBudget | None = None,
     ) -> None:
-        """Begin with the instance's own configuration, `base`; all modes share exploration and budget."""
+        """Begin with the instance's own configuration, `base`; all modes share the exploration."""
         self.account = SpeculationAccount()
         self.active = ActiveKnobs(base, origin_of)
         self.window = base.draft_cap
@@ -78,13 +78,9 @@ class KnobDrivenPlanner(DraftPlanner):
         self._modes: dict[Knobs, Mode] = {}
         self._mode: Mode | None = None
         self._mode_knobs = base
-        self._exploration, self._budget = exploration or Exploration(), budget or LossBudget()
-        # The step that was planned last, if it has drafts, and the draft tokens accepted since.
-        self._drafted: StepShape | None = None
-        self._accepted, self._expected = 0, 0.0
-        self._sampling = StepSampling()
-        # The step that was chosen last is to be measured.
-        self._measure = True
+        self._exploration = exploration or Exploration()
+        # The step that was chosen last is to be measured; how many were, and predicted seconds since the last.
+        self._measure, self._measured, self._unmeasured = True, 0, 0.0
         # Knobs and number of samples of the last step that backed off.
         self._backed_off = base, 0
 
@@ -124,14 +120,12 @@ class KnobDrivenPlanner(DraftPlanner):
             self._record(PlanDecision(PlanReason.OFF), knobs, len(samples))
             return Drafts()
         mode = self._mode_for(knobs)
-        self._settle(len(samples))
         drafts = mode.choose(self.active.limited(samples), proposals, rows)
-        if mode.last.tokens:
-            n = len(samples)
-            self._drafted = StepShape(n, n + mode.last.tokens, mode.last.context)
-            self._expected = mode.last.expected
         self._record(mode.last, knobs, len(samples))
-        self._measure = self._sampling.should_measure(mode.last.seconds, drafted=mode.last.tokens > 0)
+        self._unmeasured += mode.last.seconds or _INTERVAL
+        self._measure = self._measured < _ALWAYS or self._unmeasured >= _INTERVAL
+        if self._measure:
+            self._measured, self._unmeasured = self._measured + 1, 0.0
         return drafts
 
     def back_off(self, samples: Sequence[EngineSampleState]) -> None:
@@ -142,20 +136,16 @@ class KnobDrivenPlanner(DraftPlanner):
     def back_off_again(self) -> None:
         """Record another step that is not planned, with the same samples as the last one."""
         self._record(_BACKED_OFF, *self._backed_off)
-        self._sampling.record_unmeasured(drafted=False)
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Learn the measured time of a step."""
         predicted = self.step_time.observe(shape.requests, shape.rows, shape.context, seconds)
-        if seconds > 0.0:
-            self._exploration.record_error(shape.requests, predicted / seconds - 1.0)
         self.account.timed(predicted, seconds)
         if self._metrics is not None:
             self._metrics.predicted(predicted, seconds)
 
     def verified(self, source: str, drafted: int, accepted: int) -> None:
         """Record the outcome of one draft of the last step."""
-        self._accepted += accepted
         self.account.verified(source, drafted, accepted)
         if self._mode is not None:
             self._mode.verified(drafted, accepted)
@@ -169,16 +159,6 @@ class KnobDrivenPlanner(DraftPlanner):
     ) -> DraftLengths:
         """Return how many tokens a draft model should draft for each of the samples; see `Mode.passes`."""
         return self._mode_for(self.active.of_step(samples)).passes(batch, acceptance, pass_time)
-
-    def _settle(self, samples: int) -> None:
-        """Charge the last planned step to the budget, by the times as they are estimated now."""
-        cost, expected = 1.0, 0.0
-        if self._drafted is not None:
-            n, rows, context = self._drafted.requests, self._drafted.rows, self._drafted.context
-            plain, seconds = self.step_time.predict(n, (n, rows), context).tolist()
-            cost, expected, samples = seconds / plain, self._expected, n
-        self._budget.settle(cost, samples, expected, self._accepted)
-        self._drafted, self._accepted = None, 0
 
     def _knobs_of_step(self, samples: Sequence[EngineSampleState]) -> Knobs:
         """Return the knobs of the whole step, and book it for the step of the run of its first sample."""
@@ -211,7 +191,7 @@ class KnobDrivenPlanner(DraftPlanner):
 
     def _make_mode(self, knobs: Knobs) -> Mode:
         fixed = FixedLengthPlanner(knobs.draft_cap, self._floors.first, self._floors.survival)
-        common = (self.step_time, knobs.margin, self._budget, self._exploration)
+        common = (self.step_time, knobs.margin, self._exploration)
         latch = Latch(knobs.margin, knobs.latch)
         if knobs.mode == "fixed":
             return FixedMode(*common, fixed)

@@ -6,7 +6,7 @@ window, to the sample's length limit, and to where its tokens are still likely t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.drafter import Proposals
-from services.generation.speculation.selection.selection import longest, survivals
+from services.generation.speculation.selection.selection import survivals
 
 UNBOUNDED = 1 << 30
 """Sentinel: no limit on the verified tokens of a step."""
@@ -129,14 +129,26 @@ class FixedLengthPlanner(DraftPlanner):
         if not (samples and proposals):
             return Drafts()
         survival = survivals(list(proposals.values()), rooms(samples), self.window)
-        chosen = longest(survival, self.floor, self.survival_floor)
-        width, room = int(chosen.lengths.max()), max(0, rows - len(samples))
-        while chosen.lengths.sum() > room:
+        survival[survival[:, :, 0] < self.floor] = 0.0
+        picks, lengths, best = best_proposals(survival, self.survival_floor)
+        width, room = int(lengths.max()), max(0, rows - len(samples))
+        while lengths.sum() > room:
             width -= 1
-            if not width:
-                return Drafts()
-            chosen = longest(np.ascontiguousarray(survival[:, :, :width]), self.floor, self.survival_floor)
-        return drafts(samples, proposals, list(proposals), *chosen)
+            lengths = np.minimum(lengths, width)
+        return drafts(samples, proposals, list(proposals), picks, lengths, float(best[:, :width].sum()))
+
+
+def best_proposals(
+    survival: NDArray[np.float64], floor: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Return for each sample [n] the drafter with the most expected tokens, their number, and their survival.
+
+    `survival` [drafters, n, width] below `floor` does not count; the survival that is returned is [n, width].
+    """
+    survival = np.where(survival < floor, 0.0, survival)
+    picks = survival.sum(2).argmax(0)
+    best = survival[picks, np.arange(len(picks))]
+    return picks, np.count_nonzero(best, axis=1), best
 
 
 def rooms(samples: Sequence[EngineSampleState]) -> NDArray[np.int64]:
@@ -156,46 +168,27 @@ def drafts(
     width = int(lengths.max(initial=0))
     if not width:
         return Drafts()
-    if len(names) == 1:
-        proposed = proposals[names[0]].tokens[:, :width]
-    else:
-        proposed = np.concatenate([_padded(proposals[name].tokens, width) for name in names])
-        proposed = proposed.take(picks * len(samples) + np.arange(len(samples)), axis=0)
+    proposed = np.zeros((len(names), len(samples), width), np.int32)
+    for name, each in zip(names, proposed, strict=True):
+        each[:, : proposals[name].tokens.shape[1]] = proposals[name].tokens[:, :width]
     # Converted to lists all at once: indexing an array takes as long as indexing a dozen lists.
-    tokens, counts, drafters = proposed.tolist(), lengths.tolist(), picks.tolist()
-    places: Sequence[int] = range(len(samples))
-    if 0 in counts:
-        places = [i for i, count in enumerate(counts) if count]
-        samples = [samples[i] for i in places]
-        tokens, counts, drafters = ([each[i] for i in places] for each in (tokens, counts, drafters))
-    for row, count in zip(tokens, counts, strict=True):
-        del row[count:]
+    tokens = proposed.reshape(-1, width).take(picks * len(samples) + np.arange(len(samples)), axis=0).tolist()
+    counts, drafters = lengths.tolist(), picks.tolist()
     ids = [sample.sample_id for sample in samples]
-    origins = _origins(proposals, names, places, drafters)
-    return Drafts(dict(zip(ids, tokens, strict=True)), dict(zip(ids, origins, strict=True)), expected)
-
-
-def _padded(tokens: NDArray[np.int32], width: int) -> NDArray[np.int32]:
-    """Return the first `width` tokens of each proposal, padded with zeros."""
-    if tokens.shape[1] >= width:
-        return tokens[:, :width]
-    padded = np.zeros((len(tokens), width), np.int32)
-    padded[:, : tokens.shape[1]] = tokens
-    return padded
-
-
-def _origins(
-    proposals: Mapping[str, Proposals], names: Sequence[str], places: Sequence[int], picked: Sequence[int]
-) -> Iterable[tuple[str, str]]:
-    """Return drafter and origin of the proposals for some samples, by their places and the picked drafters'."""
+    for i in np.flatnonzero(lengths < width).tolist():
+        del tokens[i][counts[i] :]
+    chosen = dict(zip(ids, tokens, strict=True))
     own = [(name, name) for name in names]
-    sources = [proposals[name].sources for name in names]
-    if not any(sources):
-        return map(own.__getitem__, picked)
-    return [
-        (names[pick], sources[pick][i] or names[pick]) if sources[pick] else own[pick]
-        for i, pick in zip(places, picked, strict=True)
-    ]
+    origins = {each: own[pick] for each, pick in zip(ids, drafters, strict=True)}
+    for place, name in enumerate(names):
+        for i, source in enumerate(proposals[name].sources):
+            if source and drafters[i] == place:
+                origins[ids[i]] = name, source
+    if 0 in counts:
+        for sample_id, count in zip(ids, counts, strict=True):
+            if not count:
+                del chosen[sample_id], origins[sample_id]
+    return Drafts(chosen, origins, expected)
 
 
 def context_of(samples: Sequence[EngineSampleState]) -> int:

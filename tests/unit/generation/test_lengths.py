@@ -13,9 +13,9 @@ from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.draft_lengths import (
     DraftableBatch,
     DraftLengths,
-    best_proposals,
     choose_lengths,
     token_price,
+    worthwhile,
 )
 from services.generation.speculation.drafter import Proposal, Proposals
 from tests.support.step_times import KnownStepTime
@@ -140,10 +140,10 @@ def test_proposals_stand_for_the_tokens_that_are_worth_a_row() -> None:
     samples = [EngineSampleState(f"s{i}", [1], [], room) for i, room in enumerate((9, 9, 1))]
     weak = Proposals.of([Proposal([5], [0.3]), None, Proposal([5, 6], [0.9, 0.9])])
     strong = Proposals.of([Proposal([7, 8, 9], [0.8, 0.5, 0.2]), None, None])
-    rows, expected = best_proposals(samples, [weak, strong], 8, 0.25)
+    rows, expected = worthwhile(samples, [weak, strong], 8, 0.25)
     assert rows.tolist() == [2, 0, 1]
     assert np.allclose(expected, [0.8 + 0.4, 0, 0.9])
-    assert [each.tolist() for each in best_proposals(samples, [], 8, 0.0)] == [[0, 0, 0]] * 2
+    assert [each.tolist() for each in worthwhile(samples, [], 8, 0.0)] == [[0, 0, 0]] * 2
 
 
 def test_a_row_costs_what_its_time_would_earn() -> None:

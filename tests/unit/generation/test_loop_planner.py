@@ -20,7 +20,7 @@ from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import DraftPlanner, Speculation
 from services.step_time.saved_sweep import SavedSweep, SweepSubject, UnusableSweep
 from tests.support.models import tiny_model
-from tests.support.step_times import UNLIMITED, KnownStepTime, settled
+from tests.support.step_times import KnownStepTime, settled
 from tests.unit.generation.scripted import ScriptedEngine
 from tests.unit.generation.test_loop import Rig
 
@@ -61,12 +61,7 @@ def planner(rig: Rig) -> KnobDrivenPlanner:
     """Return a planner at work in a loop, that counts where the loop does."""
     knobs = Knobs(mode="planner", draft_cap=4, margin=0.0)
     plan = KnobDrivenPlanner(
-        knobs,
-        KnownStepTime().estimator(),
-        lambda _: None,
-        metrics=rig.metrics.planner,
-        exploration=settled(),
-        budget=UNLIMITED,
+        knobs, KnownStepTime().estimator(), lambda _: None, metrics=rig.metrics.planner, exploration=settled()
     )
     rig.drafts.speculation = Speculation([ReferenceDrafter()], plan, 512, rig.metrics)
     return plan

@@ -9,16 +9,12 @@ from hypothesis import strategies as st
 
 from services.generation.speculation.batch_sizes import draft_token_counts
 from services.generation.speculation.drafter import Proposals
-from services.generation.speculation.selection.selection import (
-    RankedTokens,
-    best_picks,
-    flaw,
-    longest,
-    min_token_seconds,
-    survivals,
-)
+from services.generation.speculation.plan import best_proposals
+from services.generation.speculation.selection.selection import cut, flaw, search, survivals
 
 N, WIDTH = 5, 4
+# What is alike to a search: survival within a bucket, and what is less than all buckets but the lowest.
+ALIKE, TINY = 0.01, N * WIDTH * 2.0**-12
 probabilities = st.sampled_from((0.0, 0.1, 0.5, 0.8, 0.95, 1.0)) | st.floats(0, 1)
 one_proposal = st.lists(st.lists(probabilities, min_size=3, max_size=3), min_size=N, max_size=N)
 several = st.lists(one_proposal, min_size=1, max_size=3)
@@ -45,81 +41,71 @@ def test_survival_is_the_product_within_the_room(made: list[list[list[float]]], 
             assert found[drafter, i] == pytest.approx(wanted)
 
 
-@given(several, rooms, st.floats(0, 1), st.floats(0, 1))
-def test_the_longest_is_the_proposal_that_promises_most(
-    made: list[list[list[float]]], room: list[int], floor: float, survival_floor: float
+@given(several, rooms, st.floats(0, 1))
+def test_the_best_proposal_is_the_one_that_promises_most(
+    made: list[list[list[float]]], room: list[int], floor: float
 ) -> None:
     survival = survival_of(made, room)
-    kept = survival.copy()
-    kept[kept[:, :, 0] < floor] = 0.0
-    kept[kept < survival_floor] = 0.0
-    found = longest(survival, floor, survival_floor)
+    kept = np.where(survival < floor, 0.0, survival)
+    picks, lengths, best = best_proposals(survival, floor)
     totals = kept.sum(2)
-    assert found.expected == pytest.approx(totals.max(0).sum())
-    for i, (pick, length) in enumerate(zip(found.picks, found.lengths, strict=True)):
+    assert best.sum(1) == pytest.approx(totals.max(0))
+    for i, (pick, length) in enumerate(zip(picks, lengths, strict=True)):
         assert totals[pick, i] == pytest.approx(totals[:, i].max())
         assert length == np.count_nonzero(kept[pick, i])
 
 
 @settings(deadline=None)
-@given(several, rooms, st.floats(0, 0.5), st.floats(1e-6, 0.5), times)
-def test_a_line_is_evaluated_by_its_best_tokens_and_the_curve(
-    made: list[list[list[float]]], room: list[int], price: float, least: float, seconds: np.ndarray
+@given(several, rooms, times)
+def test_the_best_count_is_found_and_cut_from_the_likeliest_tokens(
+    made: list[list[list[float]]], room: list[int], seconds: np.ndarray
 ) -> None:
     survival = survival_of(made, room)
-    line = RankedTokens(survival, best_picks(survival, price), least)
-    picked = survival[line.picks, np.arange(N)]
-    above = np.maximum(survival - price, 0.0).sum(2)
-    assert above[line.picks, np.arange(N)] == pytest.approx(above.max(0))
-    tokens = np.sort(picked[picked >= least])[::-1]
-    assert len(line) == len(tokens)
+    found = search(survival, COUNTS, seconds)
+    picked = survival[found.picks, np.arange(N)]
+    tokens = np.sort(picked[picked > 0])[::-1]
     by_count = dict(zip(COUNTS.tolist(), seconds.tolist(), strict=True))
     rates = {
         count: (N + tokens[:count].sum()) / time for count, time in by_count.items() if count <= len(tokens)
     }
-    best, other = line.evaluate(COUNTS, seconds)
-    assert best.rate == pytest.approx(max(rates.values()))
-    assert best.rate == pytest.approx(rates[best.tokens])
+    best, other = found.best, found.drafted
+    assert best.rate == pytest.approx(max(rates.values()), rel=ALIKE)
     assert best.seconds == pytest.approx(by_count[best.tokens])
     assert bool(other.tokens) == (len(rates) > 1)
     for rated in (best, other):
         if not rated.tokens:
             continue
-        assert rated.rate == pytest.approx(rates[rated.tokens])
-        assert rated.expected == pytest.approx(tokens[: rated.tokens].sum())
-        lengths = line.cut(rated.tokens)
-        assert lengths.sum() == rated.tokens
-        taken = sum(picked[i, :length].sum() for i, length in enumerate(lengths))
-        assert taken == pytest.approx(rated.expected)
+        assert rated.rate == pytest.approx(rates[rated.tokens], rel=ALIKE)
+        assert rated.expected == pytest.approx(tokens[: rated.tokens].sum(), rel=ALIKE, abs=TINY)
+        chosen = cut(survival, found, rated.tokens)
+        assert chosen.lengths.sum() == rated.tokens
+        taken = sum(picked[i, :length].sum() for i, length in enumerate(chosen.lengths))
+        assert chosen.expected == pytest.approx(taken)
+        assert taken == pytest.approx(rated.expected, rel=ALIKE, abs=TINY)
 
 
-@given(several, times, st.floats(0, 0.1), st.floats(0, 1e-2))
-def test_no_step_takes_longer_than_its_limit(
-    made: list[list[list[float]]], seconds: np.ndarray, longest_step: float, per_token: float
+@given(several, times)
+def test_another_choice_of_drafters_is_kept_only_where_it_is_better(
+    made: list[list[list[float]]], seconds: np.ndarray
 ) -> None:
     survival = survival_of(made, [WIDTH] * N)
-    line = RankedTokens(survival, best_picks(survival, 0.0), 1e-6)
-    for rated in line.evaluate(COUNTS, seconds, longest_step, per_token):
-        assert not rated.tokens or rated.seconds <= (longest_step + per_token * rated.expected) * (1 + 1e-9)
+    several_drafters = search(survival, COUNTS, seconds).best.rate
+    assert several_drafters >= N / seconds[0] * (1 - 1e-12)
+    # With the same proposals from everyone there is nothing to choose.
+    alike = survival[:1].repeat(3, axis=0)
+    assert search(alike, COUNTS, seconds).best == search(survival[:1], COUNTS, seconds).best
 
 
-@given(times)
-def test_the_min_token_seconds_is_the_least_that_a_token_adds(seconds: np.ndarray) -> None:
-    found = min_token_seconds(COUNTS, seconds)
-    assert found == pytest.approx((np.diff(seconds) / np.diff(COUNTS)).min(), abs=1e-12)
-
-
-def test_a_line_that_is_shorter_than_the_first_step_of_the_grid_is_tried_whole() -> None:
+def test_fewer_tokens_than_the_first_count_of_the_grid_are_tried_whole() -> None:
     survival = np.zeros((1, 200, 2))
     survival[0, :3, 0] = 0.9
-    line = RankedTokens(survival, best_picks(survival, 0.0), 0.1)
     counts = draft_token_counts(200, 400)
     assert counts[1] > 3
     # A step takes as long with a few tokens as without.
-    best, other = line.evaluate(counts, np.ones(len(counts)))
-    assert best == other
-    assert (best.tokens, best.expected) == (3, pytest.approx(2.7))
-    assert list(line.cut(3)[:4]) == [1, 1, 1, 0]
+    found = search(survival, counts, np.ones(len(counts)))
+    assert found.best == found.drafted
+    assert (found.best.tokens, found.best.expected) == (3, pytest.approx(2.7))
+    assert list(cut(survival, found, 3).lengths[:4]) == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint64])

@@ -25,18 +25,12 @@ def test_the_first_drafts_wait_for_a_plain_step() -> None:
     assert trial.should_explore(4 * SAMPLES, 9.0, drafted=True), "in each octave"
 
 
-def test_now_and_then_fewer_tokens_are_tried_more_seldom_later_and_again_after_a_surprise() -> None:
+def test_now_and_then_fewer_tokens_are_tried_more_seldom_later() -> None:
     trial, tried = begun(), []
     for _ in range(MANY):
         tried.append(trial.fewer(SAMPLES, 8) == 4)
         trial.record_step(SAMPLES, drafted=True)
     assert 3 <= sum(tried) <= 6
-    trial.record_error(SAMPLES, 0.01)
-    assert all(trial.fewer(SAMPLES, 8) == 8 for _ in range(3))
-    trial.record_error(SAMPLES, -0.5)
-    for _ in range(8):
-        trial.record_step(SAMPLES, drafted=True)
-    assert trial.fewer(SAMPLES, 8) == 4
 
 
 def begun() -> Exploration:
@@ -59,8 +53,7 @@ def done(trial: Exploration, speedup: float) -> list[bool]:
 def test_the_slower_one_is_tried_soon_at_first_and_more_seldom_the_slower_it_is(speedup: float) -> None:
     tried = done(begun(), speedup)
     assert any(tried[:30])
-    # Each trial is of two steps.
-    assert sum(tried) <= 10
+    assert sum(tried) <= 6
     # What it costs by the model's own account, after the first trials.
     assert sum(tried[MANY // 4 :]) * abs(speedup - 1) <= 0.006 * MANY
 

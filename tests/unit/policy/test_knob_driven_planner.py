@@ -15,7 +15,6 @@ from services.generation.rollouts.origin import Origin
 from services.generation.speculation.account import SpeculationAccount
 from services.generation.speculation.drafter import DraftContext, Proposal, Proposals
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.generation.speculation.loss_budget import LossBudget
 from services.generation.speculation.modes.decision import PlanReason
 from services.generation.speculation.plan import StepShape
 from services.generation.speculation.speculation import Speculation
@@ -41,12 +40,7 @@ def origin_of(sample_id: str) -> Origin | None:
 def steered(mode: Any = "planner", *, step_time: Any = None, **knobs: Any) -> KnobDrivenPlanner:
     time = KnownStepTime() if step_time is None else step_time
     return KnobDrivenPlanner(
-        Knobs(mode=mode, **knobs),
-        time,
-        origin_of,
-        clock=lambda: 5.0,
-        exploration=settled(),
-        budget=LossBudget(1e30, 1.0),
+        Knobs(mode=mode, **knobs), time, origin_of, clock=lambda: 5.0, exploration=settled()
     )
 
 
@@ -70,7 +64,7 @@ def test_of_many_short_steps_some_are_measured(mode: str) -> None:
         plan.verified("reference", 8, 8)
         seen.append(plan.measures)
     assert sum(seen[:64]) >= 56
-    # No time is known to have passed but what is predicted; one measurement for each hundredth of a second of it.
+    # No time is known to have passed but what is predicted; one measurement for each five milliseconds of it.
     assert 8 <= sum(seen[64:]) <= 48
 
 

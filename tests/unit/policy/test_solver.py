@@ -13,7 +13,6 @@ from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.draft_lengths import DraftableBatch
 from services.generation.speculation.drafter import Proposal, Proposals
 from services.generation.speculation.exploration import Exploration
-from services.generation.speculation.loss_budget import LossBudget
 from services.generation.speculation.modes.decision import PlanReason
 from services.generation.speculation.modes.solver import BATCHES, Row, SolverMode, solve
 from services.generation.speculation.plan import FixedLengthPlanner
@@ -69,7 +68,7 @@ def test_a_drafter_that_costs_as_much_as_the_target_never_pays() -> None:
 
 def _mode(**fields: Any) -> SolverMode:
     known: Any = KnownStepTime(**fields)
-    return SolverMode(known, 0.0, LossBudget(), Exploration(), FixedLengthPlanner(8))
+    return SolverMode(known, 0.0, Exploration(), FixedLengthPlanner(8))
 
 
 def _samples(n: int) -> list[EngineSampleState]:

@@ -26,8 +26,8 @@ from services.generation.speculation.acceptance import AcceptanceTable
 from services.generation.speculation.draft_lengths import (
     DraftableBatch,
     DraftLengths,
-    best_proposals,
     token_price,
+    worthwhile,
 )
 from services.generation.speculation.drafter import Proposal, Proposals, SequentialDrafter
 from services.generation.speculation.plan import context_of, rooms
@@ -192,7 +192,7 @@ class DraftModelDrafter(SequentialDrafter):
         acceptance = self._by_position.probabilities[:most]
         context = context_of(samples)
         price = token_price(self._planner.step_time, len(samples), context)
-        rows, expected = best_proposals(samples, others, window, price)
+        rows, expected = worthwhile(samples, others, window, price)
         batch = DraftableBatch(room, rows, expected, context)
         return self._planner.passes(samples, batch, acceptance, self.pass_time)
 

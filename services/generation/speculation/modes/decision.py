@@ -13,7 +13,6 @@ from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths, choose_lengths
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.exploration import Exploration
-from services.generation.speculation.loss_budget import LossBudget
 from services.generation.speculation.plan import UNBOUNDED, Drafts, context_of
 from services.step_time.estimator import StepTimeEstimator
 
@@ -68,14 +67,13 @@ class PlanDecision:
 class Mode:
     """Mode of speculation: decides on the drafts of each step and keeps its last decision.
 
-    Modes share the estimator, the budget and the exploration of their engine. A decision may be made before the
+    Modes share the estimator and the exploration of their engine. A decision may be made before the
     steps before it are measured.
     """
 
     step_time: StepTimeEstimator
     margin: float = 0.0
     """Least gain over plain decoding, as a share."""
-    budget: LossBudget = field(default_factory=LossBudget)
     exploration: Exploration = field(default_factory=Exploration)
     """Whoever runs the steps records them."""
     last: PlanDecision = field(init=False, default=PlanDecision(PlanReason.NO_SAMPLES))

@@ -11,16 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.drafter import Proposals
-from services.generation.speculation.modes.decision import PlanDecision, PlanReason, predicted
+from services.generation.speculation.modes.decision import PlanDecision, PlanReason
 from services.generation.speculation.modes.fixed import FixedMode
 from services.generation.speculation.plan import Drafts
-
-# Numbers of rows at which is looked how many a step can afford.
-_TRIED = 9
 
 
 @dataclass(slots=True)
@@ -67,20 +62,5 @@ class ToggleMode(FixedMode):
             reason = PlanReason.EXPLORED_PLAIN if explored else PlanReason.TOGGLED_OFF
             return PlanDecision(reason, available=decision.speedup), Drafts()
         reason = PlanReason.EXPLORED if explored else PlanReason.TOGGLED_ON
-        n = len(samples)
-        affordable = self._affordable(n, decision)
-        if affordable < decision.tokens:
-            drafts = self.fixed.choose(samples, proposals, min(rows, n + affordable))
-            if not drafts:
-                return PlanDecision(PlanReason.TOGGLED_OFF, available=decision.speedup), drafts
-            decision = predicted(samples, drafts, self.step_time, reason)
         drafts.saved = decision.saved
         return replace(decision, reason=reason), drafts
-
-    def _affordable(self, samples: int, decision: PlanDecision) -> int:
-        """Return the most of the draft tokens that the budget allows; any number of them is taken to be as good."""
-        counts = np.linspace(0, decision.tokens, _TRIED).astype(np.int64)
-        seconds = self.step_time.predict(samples, samples + counts, decision.context)
-        plain = float(seconds[0])
-        per_token = self.budget.token_seconds(plain, samples) * decision.expected / decision.tokens
-        return int(counts[seconds <= self.budget.seconds(plain) + per_token * counts].max())

@@ -1,7 +1,8 @@
 """Compiled part of `selection`. Importing this module imports numba.
 
 Survival [..., n, width] is the probability that a token and all before it in its proposal are accepted. It
-falls along a proposal, and 0 stands for no token.
+falls along a proposal, and 0 stands for no token. Tokens are ranked by buckets of survival, in time that grows with
+their number and no faster: within a bucket survival differs by less than a percent.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,6 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from kernels import jit
+
+# Buckets to an octave, as a power of 2, and octaves below 1: what is less is all in the lowest bucket.
+_BITS, _OCTAVES = 7, 12
+_LOWEST, BUCKETS = (1023 - _OCTAVES) << _BITS, (_OCTAVES << _BITS) + 1
+# Most choices of drafters that are compared.
+_MOST_ROUNDS = 6
+# Least gain, as a factor, at which another choice of drafters is looked for.
+_BETTER = 1.001
 
 _entry = jit.entry(jit.source_fingerprint(Path(__file__).parent, Path(jit.__file__).parent))
 
@@ -44,37 +53,11 @@ def survive(acceptance, room, survival):
             survival[i, j] = reached
 
 
-@_entry
-def longest(survival, floor, survival_floor, picks, lengths):
-    """Fill the drafter [n] with the most expected tokens and their number [n]; return the sum of expected tokens.
-
-    survival [drafters, n, width]: a proposal that begins below `floor` and tokens below `survival_floor` do not
-    count.
-    """
-    drafters, n, width = survival.shape
-    expected = 0.0
-    for i in range(n):
-        most = 0.0
-        picks[i] = lengths[i] = 0
-        for d in range(drafters):
-            if survival[d, i, 0] < floor:
-                continue
-            brought, length = 0.0, 0
-            while (
-                length < width and survival[d, i, length] > 0.0 and survival[d, i, length] >= survival_floor
-            ):
-                brought += survival[d, i, length]
-                length += 1
-            if brought > most:
-                most, picks[i], lengths[i] = brought, d, length
-        expected += most
-    return expected
-
-
-@_entry
+@jit.kernel
 def pick(survival, price, picks):
-    """Fill the drafter [n] whose tokens' survival exceeds `price` most, the first of equals."""
+    """Fill the drafter [n] whose tokens exceed `price` most, the first of equals; return True if any is another."""
     drafters, n, width = survival.shape
+    changed = False
     for i in range(n):
         best, most = 0, -1.0
         for d in range(drafters):
@@ -85,76 +68,113 @@ def pick(survival, price, picks):
                 brought += survival[d, i, j] - price
             if brought > most:
                 best, most = d, brought
+        changed = changed or picks[i] != best
         picks[i] = best
+    return changed
 
 
-@_entry
-def gather(survival, picks, least, ranked):
-    """Copy survival of at least `least` of picked tokens to ranked [n * width]; return their number."""
-    n, width = survival.shape[1:]
-    tokens = 0
-    for i in range(n):
-        for j in range(width):
-            reached = survival[picks[i], i, j]
-            if reached < least:
+@jit.kernel
+def bucket_of(bits):
+    """Return the bucket of a survival by its bits: the exponent and the first bits of the fraction."""
+    return max((bits >> (52 - _BITS)) - _LOWEST, 0)
+
+
+@jit.kernel
+def sort_into(survival, picks, buckets):
+    """Fill the number of picked tokens in each of the buckets [b, 2] and the sum of their survival."""
+    buckets[:] = 0.0
+    bits = survival.view(np.int64)
+    for i in range(survival.shape[1]):
+        d = picks[i]
+        for j in range(survival.shape[2]):
+            reached = survival[d, i, j]
+            if reached <= 0.0:
                 break
-            ranked[tokens] = reached
-            tokens += 1
-    return tokens
+            bucket = bucket_of(bits[d, i, j])
+            buckets[bucket, 0] += 1.0
+            buckets[bucket, 1] += reached
 
 
-@_entry
-def min_token_seconds(counts, seconds):
-    """Return the least seconds that a token adds, over consecutive counts [c], which rise from 0; c > 1."""
-    least = np.inf
-    for i in range(1, len(counts)):
-        least = min(least, (seconds[i] - seconds[i - 1]) / (counts[i] - counts[i - 1]))
-    return least
-
-
-@_entry
-def evaluate(ranked, counts, seconds, samples, longest, per_token):
-    """Return (tokens, rate, expected, seconds, seconds per last token) of the best count, and of the best above 0.
-
-    0 tokens in the second stand for none. ranked [t] is rising, counts [c] rise from 0, seconds [c] are the times
-    of their steps; those above `longest` and `per_token` for each expected token do not count. If the first count
-    above 0 is larger than t, t is tried instead.
-    """
-    t = len(ranked)
-    taken, expected, before = 0, 0.0, seconds[0]
+@jit.kernel
+def evaluate(buckets, counts, seconds, samples):
+    """Return (tokens, rate, expected, seconds, seconds per last token) of the best count, and of that above 0."""
+    bucket, left, mean = len(buckets), 0.0, 0.0
+    taken, expected, before = 0.0, 0.0, seconds[0]
     best = (0, samples / seconds[0], 0.0, seconds[0], 0.0)
     other = (0, 0.0, 0.0, 0.0, 0.0)
     for i in range(1, len(counts)):
-        count, time = counts[i], seconds[i]
-        if i == 1 and count > t:
-            time = before + (time - before) * t / count
-            count = t
-        if count > t or count == taken:
-            break
         start = taken
-        while taken < count:
-            taken += 1
-            expected += ranked[t - taken]
+        while taken < counts[i] and (left > 0.0 or bucket > 0):
+            if left == 0.0:
+                bucket -= 1
+                if buckets[bucket, 0] > 0.0:
+                    left = buckets[bucket, 0]
+                    mean = buckets[bucket, 1] / left
+                continue
+            some = min(counts[i] - taken, left)
+            taken += some
+            left -= some
+            expected += mean * some
+        time = seconds[i]
+        if taken < counts[i]:
+            # All tokens there are.
+            if i > 1 or taken == 0.0:
+                break
+            time = before + (time - before) * taken / counts[i]
         rate = (samples + expected) / time
-        if rate > other[1] and time <= longest + per_token * expected:
-            other = (taken, rate, expected, time, (time - before) / (count - start))
+        if rate > other[1]:
+            other = (int(taken), rate, expected, time, (time - before) / (taken - start))
         before = time
     return (other if other[1] > best[1] else best), other
 
 
 @_entry
-def cut(survival, picks, ranked, count, lengths):
-    """Fill how many of the best `count` > 0 ranked tokens each sample has [n]; of equal ones the first samples'."""
+def search(survival, counts, seconds, picks, buckets):
+    """Fill picks [n] and buckets [2, b, 2]; return what `evaluate` does, and which buckets are of the picks.
+
+    0 tokens in the second stand for none. counts [c] rise from 0, seconds [c] are the times of their steps. If the
+    first count above 0 is larger than the number of tokens, that number is tried instead.
+    """
+    drafters, n = survival.shape[:2]
+    tried, used = np.full(n, -1), 0
+    last = len(counts) - 1
+    price = n * (seconds[last] / seconds[0] - 1.0) / max(counts[last], 1)
+    best = other = (0, 0.0, 0.0, 0.0, 0.0)
+    for k in range(_MOST_ROUNDS if drafters > 1 else 1):
+        if not pick(survival, price, tried):
+            break
+        sort_into(survival, tried, buckets[k % 2])
+        found = evaluate(buckets[k % 2], counts, seconds, n)
+        if found[0][1] <= _BETTER * best[1]:
+            break
+        best, other = found
+        picks[:], used = tried, k % 2
+        # The time of the last tokens at the rate that was reached.
+        price = best[1] * best[4]
+    return best, other, used
+
+
+@_entry
+def cut(survival, picks, buckets, count, lengths):
+    """Fill how many of the best `count` > 0 tokens each sample has [n]; return the sum of their survival.
+
+    Of the last bucket the first samples' tokens are taken.
+    """
     n, width = survival.shape[1:]
-    last = ranked[len(ranked) - count]
-    left = count
+    bits = survival.view(np.int64)
+    last, left = len(buckets) - 1, count
+    while buckets[last, 0] < left:
+        left -= buckets[last, 0]
+        last -= 1
+    expected = 0.0
     for i in range(n):
-        length = 0
-        while length < width and survival[picks[i], i, length] > last:
+        d, length = picks[i], 0
+        while length < width and survival[d, i, length] > 0.0:
+            bucket = bucket_of(bits[d, i, length])
+            if bucket < last or (bucket == last and left == 0):
+                break
+            left -= bucket == last
+            expected += survival[d, i, length]
             length += 1
         lengths[i] = length
-        left -= length
-    for i in range(n):
-        while left > 0 and lengths[i] < width and survival[picks[i], i, lengths[i]] == last:
-            lengths[i] += 1
-            left -= 1
+    return expected

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from math import inf
 from types import ModuleType
 from typing import NamedTuple
 
@@ -47,6 +46,18 @@ class RatedCount(NamedTuple):
     token_seconds: float
 
 
+class SelectedCount(NamedTuple):
+    """For each sample [n] the place of its drafter, the best number of draft tokens, and the best above 0.
+
+    `buckets` [b, 2] are the numbers and sums of these drafters' tokens by survival.
+    """
+
+    picks: Ints
+    best: RatedCount
+    drafted: RatedCount
+    buckets: Floats
+
+
 @cache
 def _compiled() -> ModuleType:
     from services.generation.speculation.selection import compiled
@@ -59,13 +70,9 @@ def warm_up() -> None:
     for kind in (np.int32, np.int64):
         flaw(Proposals(np.zeros((1, 1), kind), np.ones((1, 1))), 1)
     survival = survivals([Proposals(np.zeros((1, 1), np.int32), np.ones((1, 1)))], np.ones(1, np.int64), 1)
-    longest(survival, 0.0, 0.0)
-    ranked = RankedTokens(survival, best_picks(survival, 0.0), 0.5)
     # A read-only array of the grid, as in real steps.
-    counts, seconds = draft_token_counts(1, 1), np.ones(2)
-    min_token_seconds(counts, seconds)
-    ranked.evaluate(counts, seconds)
-    ranked.cut(1)
+    found = search(survival, draft_token_counts(1, 1), np.ones(2))
+    cut(survival, found, 1)
 
 
 def flaw(proposals: Proposals, vocab_size: int) -> str:
@@ -82,11 +89,6 @@ def flaw(proposals: Proposals, vocab_size: int) -> str:
     return "a prediction that is no probability" if found else ""
 
 
-def min_token_seconds(counts: Ints, seconds: Floats) -> float:
-    """Return the least that a draft token adds to the `seconds` [c] of steps with `counts` [c], rising from 0."""
-    return float(_compiled().min_token_seconds(counts, seconds))
-
-
 def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
     """Return the survival by drafter, sample and position [d, n, width]; 0 stands for no token.
 
@@ -98,67 +100,28 @@ def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
     return survival
 
 
-def longest(survival: Floats, floor: float, survival_floor: float) -> SelectedTokens:
-    """Return for each sample the proposal with the most expected accepted tokens, by `survivals`.
+def search(survival: Floats, counts: Ints, seconds: Floats) -> SelectedCount:
+    """Return the best of `counts` [c] of draft tokens by predicted rate, over choices of drafters by `survivals`.
 
-    Proposals whose first token survives with less than `floor` are ignored, and so are tokens below
-    `survival_floor`.
+    Counts rise from 0; `seconds` [c] are the times of steps with them. Counts with more tokens than there are do
+    not count; if none above 0 is left, the number of all tokens takes their place. Each sample's drafter is the one
+    whose tokens' survival exceeds the price of a token most: first the mean price, then that of the last tokens at
+    the rate reached before (Dinkelbach's iteration).
     """
-    picks, lengths = np.empty((2, survival.shape[1]), np.int64)
-    expected = _compiled().longest(survival, floor, survival_floor, picks, lengths)
-    return SelectedTokens(picks, lengths, expected)
-
-
-def best_picks(survival: Floats, price: float) -> Ints:
-    """Return for each sample [n] the drafter whose tokens exceed `price` in survival most, in total."""
     picks = np.zeros(survival.shape[1], np.int64)
-    if len(survival) > 1:
-        _compiled().pick(survival, price, picks)
-    return picks
+    buckets = np.empty((2, _compiled().BUCKETS, 2))
+    best, drafted, used = _compiled().search(survival, counts, seconds, picks, buckets)
+    return SelectedCount(picks, RatedCount(*best), RatedCount(*drafted), buckets[used])
 
 
-class RankedTokens:
-    """Tokens of all samples, ranked by survival.
+def cut(survival: Floats, found: SelectedCount, count: int) -> SelectedTokens:
+    """Return the `count` > 0 highest-ranked tokens of the picked drafters.
 
-    Survival falls along a proposal, so the highest-ranked tokens are always beginnings of proposals.
+    Survival falls along a proposal, so they are beginnings of proposals.
     """
-
-    def __init__(self, survival: Floats, picks: Ints, least: float) -> None:
-        """Rank the tokens of one drafter per sample.
-
-        Args:
-            survival: by `survivals`.
-            picks: the drafter of each sample [n].
-            least: survival below which tokens are left out; above 0.
-        """
-        self.picks = picks
-        self._survival = survival
-        # Rising.
-        self._tokens = np.empty(survival[0].size)
-        self._tokens = self._tokens[: _compiled().gather(survival, picks, least, self._tokens)]
-        self._tokens.sort()
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def evaluate(
-        self, counts: Ints, seconds: Floats, longest: float = inf, per_token: float = 0.0
-    ) -> tuple[RatedCount, RatedCount]:
-        """Return the best of `counts` [c] by predicted rate, and the best of those above 0.
-
-        Counts rise from 0; `seconds` [c] are the times of steps with them, at most `longest` and `per_token`
-        for each expected token. Counts with more tokens than there are do not count; if none above 0 is left, the
-        number of all tokens takes their place.
-        """
-        samples = float(len(self.picks))
-        best, drafted = _compiled().evaluate(self._tokens, counts, seconds, samples, longest, per_token)
-        return RatedCount(*best), RatedCount(*drafted)
-
-    def cut(self, count: int) -> Ints:
-        """Return how many of the `count` > 0 highest-ranked tokens each sample has, [n]."""
-        lengths = np.empty_like(self.picks)
-        _compiled().cut(self._survival, self.picks, self._tokens, count, lengths)
-        return lengths
+    lengths = np.empty_like(found.picks)
+    expected = _compiled().cut(survival, found.picks, found.buckets, count, lengths)
+    return SelectedTokens(found.picks, lengths, expected)
 
 
 def _doubles(values: NDArray[np.floating]) -> Floats:
