@@ -12,21 +12,22 @@ A trainer that was restarted requests the same batches and gets the samples that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from paceline import types as t
 from paceline.calls import GatewayCalls
 from paceline.rollout import AsyncRollout
+from paceline.safetensors import Tensors
 from paceline.split import first_part
 from paceline.weights import WeightFolder, push
 
 # Rollouts of earlier steps that are still read; of more, the newest.
 _KEPT_ROLLOUTS = 8
 
-Source = Path | str | Mapping[str, Any]
-"""Weights: a folder in Hugging Face layout, or tensors by name."""
+Source = Path | str | Tensors
+"""Weights: a folder in Hugging Face layout, or tensors by name, or an iterator of names and tensors."""
 
 
 class AsyncRun:
@@ -151,8 +152,9 @@ class AsyncRun:
     ) -> t.UpdateFinished:
         """Send weights as the next version. When this returns, the fleet serves them.
 
-        `source` is a folder in Hugging Face layout, or tensors by name (numpy or torch), which are written to the
-        run's `WeightFolder`. An error leaves the version that was served.
+        `source` is a folder in Hugging Face layout, or tensors (numpy or torch), by name or as an iterator of
+        pairs, which are written to the run's `WeightFolder`; the asynchronous client reads them in a thread of its
+        own. An error leaves the version that was served.
         """
         finished = await push(self.client, self.run_id, target, lambda version: self._folder(version, source))
         if self._weights is not None:
@@ -160,7 +162,7 @@ class AsyncRun:
         return finished
 
     def _folder(self, version: int, source: Source) -> Path:
-        if not isinstance(source, Mapping):
+        if isinstance(source, str | Path):
             return Path(source).absolute()
         if self._weights is None:
             raise ValueError("to push tensors, open the run with weights=WeightFolder(...)")

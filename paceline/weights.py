@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline import safetensors
 from paceline import types as t
@@ -35,25 +34,53 @@ class WeightFolder:
     model: Path
     """Model folder in Hugging Face layout, whose config and tokenizer go with every version."""
     keep: int = 2
+    shard_bytes: int = safetensors.SHARD_BYTES
+    """Largest safetensors file of a version."""
 
-    def write(self, version: int, tensors: Mapping[str, Any]) -> Path:
-        """Write a version from named tensors (numpy or torch) and return its absolute path."""
-        folder = self.root.absolute() / f"v{version:08d}"
-        unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-        shutil.rmtree(unfinished, ignore_errors=True)
+    def write(self, version: int, tensors: safetensors.Tensors) -> Path:
+        """Write a version and return its absolute path.
+
+        Args:
+            version: a folder that has it already, of an attempt that was never published, is replaced.
+            tensors: numpy arrays or torch tensors, by name or as an iterator of pairs, which is read once, with one
+                tensor in memory at a time.
+
+        Raises:
+            ValueError: tensors that cannot be written (see `safetensors.write`).
+            OSError: the disk is full, for example.
+        """
+        root = self.root.absolute()
+        folder = root / f"v{version:08d}"
+        for left in root.glob(f".{folder.name}.*"):  # by a trainer that died in the middle
+            shutil.rmtree(left, ignore_errors=True)
+        unfinished = root / f".{folder.name}.{os.getpid()}"
         unfinished.mkdir(parents=True)
-        for path in self.model.iterdir():
-            if path.is_file() and ".safetensors" not in path.name:
-                shutil.copy2(path, unfinished)
-        safetensors.write(unfinished / "model.safetensors", tensors)
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was never published
-        unfinished.rename(folder)
+        try:
+            for path in self.model.iterdir():
+                if path.is_file() and ".safetensors" not in path.name:
+                    safetensors.sync(Path(shutil.copy2(path, unfinished / path.name)))
+            safetensors.write(unfinished, tensors, self.shard_bytes)
+            _remove(folder)
+            unfinished.rename(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        safetensors.sync(root)
         return folder
 
     def prune(self) -> None:
         """Remove all but the newest folders."""
         for folder in sorted(self.root.glob("v[0-9]*"))[: -self.keep]:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, out of sight first: one that is half removed must not look whole."""
+    hidden = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 async def push(
