@@ -229,7 +229,7 @@ class Engine:
         cached = self._cached_blocks()
         for drafts in self.model_drafts.values():
             drafts.forget()
-        self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         self.forget_kv()
         for drafts in self.model_drafts.values():
             drafts.begin()

@@ -123,8 +123,10 @@ class WeightUpdates:
                 f"{running} samples of version {loop.policy_version} are running",
                 running=str(running),
             )
+        # Before the engine is touched, which does not survive a load that breaks off.
+        staged.tensors.check_unchanged()
         try:
-            dropped: int = loop.ready.result().apply_weights(iter(staged.tensors.items()))
+            dropped: int = loop.ready.result().apply_weights(staged.tensors.items())
         except Exception as error:
             # Half-loaded weights or surviving KV: nothing that this engine says can be trusted any more.
             loop.fail(error)

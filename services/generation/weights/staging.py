@@ -1,43 +1,49 @@
-"""Stage weights: read them once, check them in full, keep them in host memory until they are applied.
+"""Stage weights: read and check every byte once, in bounded memory, before any of it reaches the engine.
 
-A reload that fails half-way leaves vLLM unusable, so nothing reaches the engine that has not passed here:
-names, shapes, dtypes, finiteness and checksum. Every file is read once, into memory, and hashed and parsed from
-there, so what was checked is what is applied, whatever happens to the folder in between.
+A reload that fails half-way leaves vLLM unusable, so nothing gets there that has not passed here: names, shapes and
+dtypes by the headers of all files, then the checksum of each file and the finiteness of each tensor, in one pass of
+reads into one buffer. What passed is mapped from the same files when it is applied.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from paceline.errors import Violation
+from paceline.safetensors import index_checksum
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
+from services.generation.weights.shards import (
+    FLOATS,
+    MappedTensors,
+    Shard,
+    StoredTensor,
+    open_shards,
+    read_header,
+    weight_files,
+)
 
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # More than this many faults of one kind help nobody.
 _MOST_VIOLATIONS = 16
-# A safetensors header larger than this is not one.
-_MOST_HEADER_BYTES = 100 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A complete, checked set of weights in host memory. `checksum` is "sha256:<hex>"."""
+    """A complete, checked set of weights on disk, and its checksum (see `paceline.safetensors.checksum`)."""
 
     version: int
     checksum: str
-    tensors: dict[str, torch.Tensor]
+    tensors: MappedTensors
 
 
 def read_manifest(folder: Path) -> dict[str, TensorSpec]:
@@ -50,10 +56,11 @@ def read_manifest(folder: Path) -> dict[str, TensorSpec]:
         DataLoss: a file ends inside its header.
     """
     found: dict[str, TensorSpec] = {}
-    for file in _weight_files(folder):
-        for name, entry in _header(file).items():
+    for file in weight_files(folder):
+        for name, entry in read_header(file)[1].items():
             found[name] = TensorSpec(name, tuple(entry["shape"]), str(entry["dtype"]))
-    if _ties_head(folder):
+    config = folder / "config.json"
+    if config.is_file() and json.loads(config.read_bytes()).get("tie_word_embeddings"):
         found.pop(_HEAD, None)
     return found
 
@@ -71,123 +78,126 @@ def stage(
 
     Raises:
         InvalidArgument: folder missing, or names, shapes, dtypes or values that cannot be served.
-        DataLoss: a file is truncated or corrupt, or the checksum differs.
+        DataLoss: a file is missing, truncated or corrupt, or a checksum differs.
     """
-    digest = hashlib.sha256()
-    tensors: dict[str, torch.Tensor] = {}
-    for file in _weight_files(folder):
-        content = _read(file)
-        digest.update(content)
-        parsed = _parse(file, content)
-        if twice := sorted(tensors.keys() & parsed.keys()):
-            raise InvalidArgument(_twice(twice, folder))
-        tensors |= parsed
-    found = {name: _spec(name, tensor) for name, tensor in tensors.items()}
-    computed = f"sha256:{digest.hexdigest()}"
-    if checksum and checksum != computed:
-        raise DataLoss(f"checksum of {folder} is {computed}, the sender computed {checksum}")
-    _drop_tied_head(tensors, found, expected)
-    violations = _compare(found, expected) or _nonfinite(tensors)
-    if violations:
+    index = "" if checksum.startswith("sha256:") else _index_checksum(folder)
+    if index and checksum not in ("", index):
+        raise DataLoss(f"checksum of the index in {folder} is {index}, the sender computed {checksum}")
+    shards = open_shards(folder, indexed=bool(index))
+    placed = _placed(shards)
+    _drop_tied_head(placed, expected)
+    if violations := _compare(placed, expected):
         raise InvalidArgument(violations)
-    return StagedWeights(version, computed, tensors)
+    whole = hashlib.sha256()
+    violations = [violation for shard in shards for violation in _check_content(shard, whole)]
+    computed = index or f"sha256:{whole.hexdigest()}"
+    if checksum not in ("", computed):
+        raise DataLoss(f"checksum of {folder} is {computed}, the sender computed {checksum}")
+    if violations:
+        raise InvalidArgument(violations[:_MOST_VIOLATIONS])
+    return StagedWeights(version, computed, MappedTensors(placed))
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder in name order, the order of the checksum."""
-    if not folder.is_dir():
-        raise InvalidArgument(
-            [Violation("disk.path", f"{folder} is not a folder that this instance can read")]
-        )
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise InvalidArgument([Violation("disk.path", f"{folder} holds no *.safetensors file")])
-    return files
-
-
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        content = stream.read(size) if 0 < size <= _MOST_HEADER_BYTES else b""
-    if not content or len(content) != size:
-        raise DataLoss(f"{file} is truncated: its safetensors header is incomplete")
-    header: dict[str, dict[str, Any]] = json.loads(content)
-    header.pop("__metadata__", None)
-    return header
-
-
-def _ties_head(folder: Path) -> bool:
-    config = folder / "config.json"
-    return config.is_file() and bool(json.loads(config.read_bytes()).get("tie_word_embeddings"))
-
-
-def _read(file: Path) -> bytes:
+def _index_checksum(folder: Path) -> str:
     try:
-        return file.read_bytes()
+        return index_checksum(folder)
+    except ValueError as error:
+        raise DataLoss(f"{folder} is corrupt: {error}") from error
     except OSError as error:
-        raise InvalidArgument([Violation("disk.path", f"{file} cannot be read: {error.strerror}")]) from error
+        raise InvalidArgument([Violation("disk.path", f"{folder} cannot be read: {error}")]) from error
 
 
-def _parse(file: Path, content: bytes) -> dict[str, torch.Tensor]:
-    try:
-        return load(content)
-    except SafetensorError as error:
-        raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
-    except KeyError as error:
-        # A dtype of the format that torch has no name for.
-        text = f"{file} has a tensor of dtype {error.args[0]}, allowed are {', '.join(sorted(_FLOATS))}"
-        raise InvalidArgument([Violation("disk.path", text)]) from error
+def _placed(shards: Sequence[Shard]) -> dict[str, Shard]:
+    """Return the file of each tensor."""
+    placed: dict[str, Shard] = {}
+    twice = []
+    for shard in shards:
+        twice += [
+            _violation(name, f"is in more than one file, also in {placed[name].path.name}", shard)
+            for name in sorted(placed.keys() & shard.tensors.keys())
+        ]
+        placed |= dict.fromkeys(shard.tensors, shard)
+    if twice:
+        raise InvalidArgument(twice[:_MOST_VIOLATIONS])
+    return placed
 
 
-def _twice(names: list[str], folder: Path) -> list[Violation]:
-    text = f"is in more than one file of {folder}"
-    return [Violation(f"tensors[{name}]", text) for name in names[:_MOST_VIOLATIONS]]
-
-
-_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
-
-
-def _drop_tied_head(
-    tensors: dict[str, torch.Tensor], found: dict[str, TensorSpec], expected: Mapping[str, TensorSpec]
-) -> None:
+def _drop_tied_head(placed: dict[str, Shard], expected: Mapping[str, TensorSpec]) -> None:
     """Drop the tied output head that a trainer's state dict names and the checkpoint leaves out."""
-    if _HEAD in expected or _HEAD not in tensors or _EMBEDDING not in tensors:
+    if _HEAD in expected or _HEAD not in placed or _EMBEDDING not in placed:
         return
-    if torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
-        del tensors[_HEAD], found[_HEAD]
+    tensors = MappedTensors(placed)
+    head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
+    if head.dtype == embedding.dtype and torch.equal(head, embedding):
+        del placed[_HEAD]
 
 
-def _compare(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> list[Violation]:
+def _compare(placed: Mapping[str, Shard], expected: Mapping[str, TensorSpec]) -> list[Violation]:
     violations = [
         Violation(f"tensors[{name}]", "is missing; the model that is served has it")
-        for name in sorted(expected.keys() - found.keys())
+        for name in sorted(expected.keys() - placed.keys())
     ]
     violations += [
-        Violation(f"tensors[{name}]", "is not a tensor of the model that is served")
-        for name in sorted(found.keys() - expected.keys())
+        _violation(name, "is not a tensor of the model that is served", placed[name])
+        for name in sorted(placed.keys() - expected.keys())
     ]
-    for name in sorted(found.keys() & expected.keys()):
-        got, want = found[name], expected[name]
+    for name in sorted(placed.keys() & expected.keys()):
+        got, want = placed[name].tensors[name], expected[name]
         if got.shape != want.shape:
             text = f"has shape {list(got.shape)}, allowed is {list(want.shape)}"
-            violations.append(Violation(f"tensors[{name}]", text))
-        elif want.dtype in _FLOATS and got.dtype not in _FLOATS:
-            text = f"has dtype {got.dtype}, allowed are {', '.join(sorted(_FLOATS))}"
-            violations.append(Violation(f"tensors[{name}]", text))
+            violations.append(_violation(name, text, placed[name]))
+        elif want.dtype in FLOATS and got.dtype not in FLOATS:
+            text = f"has dtype {got.dtype}, allowed are {', '.join(sorted(FLOATS))}"
+            violations.append(_violation(name, text, placed[name]))
     return violations[:_MOST_VIOLATIONS]
 
 
-def _nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[Violation]:
-    violations = []
-    for name, tensor in tensors.items():
-        if not torch.is_floating_point(tensor):
-            continue
-        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-        if bad:
-            violations.append(Violation(f"tensors[{name}]", f"has {bad} values that are NaN or infinite"))
-    return violations[:_MOST_VIOLATIONS]
+def _check_content(shard: Shard, whole: hashlib._Hash) -> Iterator[Violation]:
+    """Read a file once: yield tensors that are not finite, check its checksum, or else add it to `whole`.
+
+    Raises:
+        DataLoss: its checksum differs from the index's, or it changed since its header was read.
+    """
+    digest = hashlib.sha256() if shard.sha256 else whole
+    buffer = memoryview(bytearray(max(_CHUNK_BYTES, shard.header_bytes)))
+    with os.fdopen(shard.open(), "rb", buffering=0) as file:
+        header = bytes(_filled(file, buffer[: shard.header_bytes]))
+        if not shard.sha256:
+            digest.update(header)
+        for name, stored in shard.tensors.items():
+            bad = 0
+            for start in range(0, stored.size, _CHUNK_BYTES):
+                chunk = _filled(file, buffer[: min(_CHUNK_BYTES, stored.size - start)])
+                digest.update(chunk)
+                bad += _count_nonfinite(chunk, stored)
+            if bad:
+                yield _violation(name, f"has {bad} values that are NaN or infinite", shard)
+    if shard.sha256:
+        # In the order in which they were written.
+        digest.update(header)
+        if digest.hexdigest() != shard.sha256:
+            text = f"{shard.path} is corrupt: its SHA-256 is {digest.hexdigest()}"
+            raise DataLoss(f"{text}, the index says {shard.sha256}")
+
+
+def _filled(file: FileIO, view: memoryview) -> memoryview:
+    """Read as many bytes as the view has."""
+    read = 0
+    while read < len(view):
+        count = file.readinto(view[read:])
+        if not count:
+            raise DataLoss(f"{file.name} is truncated or corrupt: it ended while it was read")
+        read += count
+    return view
+
+
+def _count_nonfinite(chunk: memoryview, stored: StoredTensor) -> int:
+    if not stored.torch_dtype.is_floating_point:
+        return 0
+    values = torch.frombuffer(chunk, dtype=stored.torch_dtype)
+    finite = torch.isfinite(values if stored.dtype in FLOATS else values.float())
+    return 0 if bool(finite.all()) else values.numel() - int(finite.sum())
+
+
+def _violation(name: str, text: str, shard: Shard) -> Violation:
+    return Violation(f"tensors[{name}]", f"{text} ({shard.path.name})")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import pickle
 import random
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from paceline import safetensors
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.staging import read_manifest, stage
@@ -78,12 +82,44 @@ def test_good_weights_come_through_bit_for_bit(tmp_path: Path, served: dict[str,
     assert stage(folder, 7, served, staged.checksum).checksum == staged.checksum
 
 
-def test_staged_weights_do_not_change_with_the_folder(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+def test_weights_that_change_after_they_were_checked_are_not_applied(
+    tmp_path: Path, served: dict[str, TensorSpec]
+) -> None:
     folder = written(tmp_path / "new", model=tensors())
-    staged = stage(folder, 1, served)
     file = folder / "model.safetensors"
-    file.write_bytes(bytes(file.stat().st_size))
-    assert torch.equal(staged.tensors[EMBEDDING], tensors()[EMBEDDING])
+    for spoil in (lambda: file.write_bytes(bytes(file.stat().st_size)), file.unlink):
+        written(folder, model=tensors())
+        staged = stage(folder, 1, served)
+        staged.tensors.check_unchanged()
+        spoil()
+        with pytest.raises(DataLoss, match=r"model.safetensors (was changed|can no longer be read)"):
+            staged.tensors.check_unchanged()
+        with pytest.raises(DataLoss):
+            dict(staged.tensors)
+
+
+def test_staged_weights_reach_another_process_as_paths(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    staged = stage(written(tmp_path / "new", model=tensors()), 1, served)
+    sent = pickle.dumps(staged.tensors.items())
+    assert len(sent) < 2000
+    assert {name: tensor.tolist() for name, tensor in pickle.loads(sent)} == {
+        name: tensor.tolist() for name, tensor in tensors().items()
+    }
+
+
+def test_tensors_at_odd_places_come_through(tmp_path: Path) -> None:
+    content = {
+        "odd": torch.tensor([True]),
+        "empty": torch.ones(0, 3),
+        "w": torch.randn(5),
+        "scalar": torch.ones(()),
+    }
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    safetensors.write(folder, content)
+    staged = stage(folder, 1, read_manifest(folder))
+    assert staged.tensors.keys() == content.keys()
+    assert all(torch.equal(staged.tensors[name], tensor) for name, tensor in content.items())
 
 
 def test_several_files_are_one_set_with_one_checksum(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
@@ -233,6 +269,138 @@ def test_another_checksum_is_data_loss(tmp_path: Path, served: dict[str, TensorS
     folder = written(tmp_path / "new", model=tensors())
     with pytest.raises(DataLoss, match=f"the sender computed {checksum}"):
         stage(folder, 1, served, checksum)
+
+
+# -- folders of the SDK ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    """A folder of the SDK, with a file for each tensor."""
+    folder = tmp_path / "indexed"
+    folder.mkdir()
+    safetensors.write(folder, tensors(), 1)
+    return folder
+
+
+def test_a_folder_of_the_sdk_is_checked_by_its_index(indexed: Path, served: dict[str, TensorSpec]) -> None:
+    (indexed / "stray.safetensors").write_bytes(b"not in the index")
+    checksum = safetensors.checksum(indexed)
+    for sent in ("", checksum):
+        staged = stage(indexed, 2, served, sent)
+        assert staged.checksum == checksum
+        for name, tensor in tensors().items():
+            assert torch.equal(staged.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
+    with pytest.raises(DataLoss, match="the sender computed index-sha256:0"):
+        stage(indexed, 2, served, "index-sha256:0")
+
+
+def test_a_checksum_over_all_files_holds_for_a_folder_with_an_index_too(
+    indexed: Path, served: dict[str, TensorSpec]
+) -> None:
+    content = b"".join(path.read_bytes() for path in sorted(indexed.glob("*.safetensors")))
+    checksum = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    assert stage(indexed, 2, served, checksum).checksum == checksum
+
+
+def test_any_flipped_bit_names_the_file(indexed: Path, served: dict[str, TensorSpec]) -> None:
+    file = indexed / "model-00002-of-00003.safetensors"
+    content = bytearray(file.read_bytes())
+    for place in (len(content) - 1, 40, 9):
+        content[place] ^= 1
+        file.write_bytes(content)
+        with pytest.raises((DataLoss, InvalidArgument), match="model-00002-of-00003"):
+            stage(indexed, 2, served)
+        content[place] ^= 1
+    # Spaces behind the header mean nothing to a reader, and are checked all the same.
+    content[1000] = ord("\t")
+    file.write_bytes(content)
+    with pytest.raises(DataLoss, match=r"model-00002-of-00003\.safetensors is corrupt: its SHA-256 is"):
+        stage(indexed, 2, served)
+
+
+def test_a_file_that_is_missing_or_cut_is_named(indexed: Path, served: dict[str, TensorSpec]) -> None:
+    file = indexed / "model-00003-of-00003.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(DataLoss, match=r"model-00003-of-00003\.safetensors is truncated or corrupt"):
+        stage(indexed, 2, served)
+    file.unlink()
+    with pytest.raises(DataLoss, match=r"model-00003-of-00003\.safetensors is missing"):
+        stage(indexed, 2, served)
+
+
+def test_a_fault_names_the_tensor_and_its_file(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
+    content = tensors()
+    content["b.weight"][1] = math.nan
+    folder = tmp_path / "nan"
+    folder.mkdir()
+    safetensors.write(folder, content, 1)
+    assert complaints(folder, served) == {
+        "tensors[b.weight]": "has 1 values that are NaN or infinite (model-00003-of-00003.safetensors)"
+    }
+
+
+@pytest.mark.parametrize(
+    ("index", "complaint"),
+    [
+        ("{", "is no index"),
+        ("[]", "is no index"),
+        ('{"metadata": {"shards": ["a"]}}', "is corrupt"),
+        ('{"metadata": {"shards": {"a.safetensors": {}}}}', "is corrupt"),
+        ('{"metadata": {"shards": {"../a.safetensors": {"sha256": ""}}}}', "is no file name"),
+        ('{"metadata": {"shards": {}}}', "is missing; the model that is served has it"),
+    ],
+)
+def test_a_damaged_index_is_refused(
+    indexed: Path, served: dict[str, TensorSpec], index: str, complaint: str
+) -> None:
+    (indexed / safetensors.INDEX).write_text(index)
+    with pytest.raises((DataLoss, InvalidArgument), match=complaint):
+        stage(indexed, 2, served)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+from paceline import safetensors
+from services.generation.weights.staging import read_manifest, stage
+
+def private():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line)
+    return sum(int(lines[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
+
+def folder_of(name, count):
+    folder = Path(sys.argv[1]) / name
+    folder.mkdir()
+    # 8 MiB each.
+    pairs = ((f"layer.{number}", np.full((1024, 2048), number, np.float32)) for number in range(count))
+    safetensors.write(folder, pairs, 100 << 20)
+    return folder
+
+small, large = folder_of("small", 1), folder_of("large", 40)
+stage(small, 1, read_manifest(small))
+before = private()
+staged = stage(large, 1, read_manifest(large))
+after, total, most = private(), 0.0, 0
+for name, tensor in staged.tensors.items():
+    total += float(tensor.sum())
+    most = max(most, private())
+print(after - before, most - before, int(total))
+"""
+
+
+def test_a_model_is_staged_and_applied_with_one_tensor_in_memory(tmp_path: Path) -> None:
+    """40 tensors of 8 MiB: 320 MiB, of which at most the tensor that is read may be the process's own."""
+    ended = subprocess.run(
+        [sys.executable, "-c", MEMORY, tmp_path], capture_output=True, text=True, check=True
+    )
+    staged, applied, total = map(int, ended.stdout.split())
+    assert staged < 8 << 10, "kilobytes"
+    assert applied < 32 << 10, "kilobytes"
+    assert total == sum(range(40)) * 2048 * 1024
 
 
 # -- the tied head --------------------------------------------------------------------------------------------

@@ -1,0 +1,220 @@
+"""Safetensors files on disk: which a folder has, what their headers say, and their tensors mapped one at a time."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import Violation
+from paceline.safetensors import INDEX
+from services.contracts.errors import DataLoss, InvalidArgument
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# A safetensors header larger than this is not one.
+_MOST_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Place of a tensor in its file, in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        return _DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A safetensors file as it was when its header was read. `sha256`: from the index, or "" without one."""
+
+    path: Path
+    header_bytes: int
+    tensors: Mapping[str, StoredTensor]
+    sha256: str
+    stamp: tuple[int, ...]
+
+    def open(self) -> int:
+        """Return a file descriptor. DataLoss: the file was changed or removed since."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise DataLoss(f"{self.path} can no longer be read: {error.strerror}") from error
+        if _stamp(descriptor) != self.stamp:
+            os.close(descriptor)
+            raise DataLoss(f"{self.path} was changed after it was checked")
+        return descriptor
+
+
+class MappedTensors(Mapping[str, torch.Tensor]):
+    """Tensors of checked files, each mapped from its file when it is asked for.
+
+    They take no memory but the page cache's, which all processes share. Pickled as paths: every rank of a tensor
+    parallel group maps the files itself, and touches the pages that it loads.
+    """
+
+    def __init__(self, shards: Mapping[str, Shard]) -> None:
+        """Map tensors from the files that `shards` names for each."""
+        self._shards = dict(shards)
+
+    def check_unchanged(self) -> None:
+        """Raise DataLoss if a file was changed or removed since it was checked."""
+        for shard in {shard.path: shard for shard in self._shards.values()}.values():
+            os.close(shard.open())
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Map a tensor; DataLoss: its file was changed or removed."""
+        shard = self._shards[name]
+        stored = shard.tensors[name]
+        if not stored.size:
+            return torch.empty(stored.shape, dtype=stored.torch_dtype)
+        descriptor = shard.open()
+        try:
+            lead = stored.begin % mmap.ALLOCATIONGRANULARITY
+            # ACCESS_COPY because torch wants memory that may be written.
+            mapped = mmap.mmap(
+                descriptor, lead + stored.size, access=mmap.ACCESS_COPY, offset=stored.begin - lead
+            )
+        finally:
+            os.close(descriptor)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=lead)
+        if lead % stored.torch_dtype.itemsize:
+            # Files of others may have tensors at odd addresses, which torch does not view.
+            flat = flat.clone()
+        return flat.view(stored.torch_dtype).reshape(stored.shape)
+
+
+def open_shards(folder: Path, *, indexed: bool) -> list[Shard]:
+    """Read the headers of a folder's weights, in the order of the file names.
+
+    Args:
+        folder: where the files are.
+        indexed: take the files and checksums of the index, rather than all safetensors files.
+
+    Raises:
+        InvalidArgument: no such folder, no weights in it, or a tensor that torch cannot hold.
+        DataLoss: a file is missing, truncated or corrupt.
+    """
+    if not indexed:
+        return [_open_shard(file, "") for file in weight_files(folder)]
+    told = json.loads((folder / INDEX).read_bytes())["metadata"]["shards"]
+    try:
+        checksums = {str(name): str(entry["sha256"]) for name, entry in sorted(told.items())}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataLoss(f"{folder / INDEX} is corrupt: {error!r}") from error
+    for name in checksums:
+        if Path(name).name != name:
+            raise InvalidArgument(
+                [Violation("disk.path", f"the index names {name!r}, which is no file name")]
+            )
+        if not (folder / name).is_file():
+            raise DataLoss(f"{folder / name} is missing; the index names it")
+    return [_open_shard(folder / name, checksum) for name, checksum in checksums.items()]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder in name order, the order of the checksum."""
+    if not folder.is_dir():
+        raise InvalidArgument([_unusable(f"{folder} is not a folder that this instance can read")])
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InvalidArgument([_unusable(f"{folder} holds no *.safetensors file")])
+    return files
+
+
+def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return the size of a file's header in bytes, and its entries by tensor."""
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            content = stream.read(size) if 0 < size <= _MOST_HEADER_BYTES else b""
+    except OSError as error:
+        raise InvalidArgument([_unusable(f"{file} cannot be read: {error.strerror}")]) from error
+    try:
+        if not content or len(content) != size:
+            raise ValueError("it ends in its header")
+        header: dict[str, dict[str, Any]] = json.loads(content)
+        header.pop("__metadata__", None)
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
+    return 8 + size, header
+
+
+def _open_shard(file: Path, sha256: str) -> Shard:
+    start, header = read_header(file)
+    try:
+        entries = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
+        unknown = sorted({str(dtype) for dtype, _ in entries.values()} - _DTYPES.keys())
+        if unknown:
+            text = f"{file} has a tensor of dtype {unknown[0]}, allowed are {', '.join(sorted(FLOATS))}"
+            raise InvalidArgument([_unusable(text)])
+        tensors = {
+            name: StoredTensor(dtype, shape, start + spans[name][0], _size(dtype, shape))
+            for name, (dtype, shape) in sorted(entries.items(), key=lambda item: spans[item[0]])
+        }
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            stamp = _stamp(descriptor)
+        finally:
+            os.close(descriptor)
+        _check_spans([spans[name] for name in tensors], list(tensors.values()), stamp[-1] - start)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
+    return Shard(file, start, tensors, sha256, stamp)
+
+
+def _size(dtype: str, shape: tuple[int, ...]) -> int:
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"shape {shape}")
+    return prod(shape) * _DTYPES[dtype].itemsize
+
+
+def _check_spans(spans: list[tuple[int, ...]], tensors: list[StoredTensor], size: int) -> None:
+    """Raise ValueError unless tensors lie one after the other and fill the `size` bytes behind the header."""
+    ends = [0, *(end for _, end in spans)]
+    holes = [begin for (begin, _), end in zip(spans, ends, strict=False) if begin != end]
+    wrong = [span for span, tensor in zip(spans, tensors, strict=True) if span[1] - span[0] != tensor.size]
+    if holes or wrong or ends[-1] != size or any(after < before for before, after in pairwise(ends)):
+        raise ValueError(f"its tensors do not fill the {size} bytes behind the header")
+
+
+def _stamp(descriptor: int) -> tuple[int, ...]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _unusable(text: str) -> Violation:
+    return Violation("disk.path", text)
