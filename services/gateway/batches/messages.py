@@ -156,52 +156,47 @@ def final_sample(batch: RolloutBatch, ending: SampleEnding, begin: int = 0) -> s
     result = sample_pb2.Sample(
         prompt_id=batch.groups[state.group].prompt_id,
         slot=state.slot,
-        token_ids=state.tokens[begin:],
-        logprobs=state.logprobs[begin:],
+        # Of all iterables lists are taken over in the least time.
+        token_ids=state.tokens[begin:].tolist(),
+        logprobs=state.logprobs[begin:].tolist(),
         finish_reason=ending.finish_reason,
         status=ending.status,
-        provenance=_provenance(batch, state, ending),
         seed=state.seed,
         error=ending.error,
         nonfinite_logprobs=_nonfinite(state),
     )
+    _fill(result.provenance, batch, state, ending)
     if state.tokens:
         result.version_spans.add(begin=0, end=len(state.tokens), policy_version=batch.policy_version)
     return result
 
 
-def _provenance(batch: RolloutBatch, state: GatewaySample, ending: SampleEnding) -> sample_pb2.Provenance:
+def _fill(
+    provenance: sample_pb2.Provenance, batch: RolloutBatch, state: GatewaySample, ending: SampleEnding
+) -> None:
+    """Set the provenance of a sample in place: a message that is given as a field is copied."""
     first = min(state.first_step_at or ending.at, ending.at)
-    cached, reused = state.reuse
-    sources = [
-        sample_pb2.DraftSource(drafter=drafter, drafted=drafted, accepted=accepted)
-        for drafter, (drafted, accepted) in sorted(state.drafts.items())
-    ]
-    return sample_pb2.Provenance(
-        draft_sources=sources,
-        drafted=sum(source.drafted for source in sources),
-        accepted=sum(source.accepted for source in sources),
-        decode_steps=state.decode_steps,
-        verify_steps=state.verify_steps,
-        resubmissions=state.resubmissions,
-        exactness=batch.exactness,
-        lossless=batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_LENIENT,
-        instance_spans=[
-            sample_pb2.InstanceSpan(
+    for drafter, (drafted, accepted) in sorted(state.drafts.items()):
+        provenance.draft_sources.add(drafter=drafter, drafted=drafted, accepted=accepted)
+        provenance.drafted += drafted
+        provenance.accepted += accepted
+    provenance.decode_steps = state.decode_steps
+    provenance.verify_steps = state.verify_steps
+    provenance.resubmissions = state.resubmissions
+    provenance.exactness.CopyFrom(batch.exactness)
+    provenance.lossless = batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_LENIENT
+    for span in state.spans:
+        if span.end_token > span.begin_token:
+            provenance.instance_spans.add(
                 instance_id=span.instance_id,
                 begin_token=span.begin_token,
                 end_token=span.end_token,
                 begin=timestamp(span.begin),
                 end=timestamp(span.end),
             )
-            for span in state.spans
-            if span.end_token > span.begin_token
-        ],
-        queue_time=duration(max(0.0, first - batch.accepted_at)),
-        generation_time=duration(ending.at - first),
-        reused_prefix=reused,
-        cached_tokens=cached,
-    )
+    provenance.queue_time.CopyFrom(duration(max(0.0, first - batch.accepted_at)))
+    provenance.generation_time.CopyFrom(duration(ending.at - first))
+    provenance.cached_tokens, provenance.reused_prefix = state.reuse
 
 
 def _nonfinite(state: GatewaySample) -> list[int]:

@@ -18,7 +18,7 @@ are the policy's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.internal.v1 import generation_pb2
@@ -114,8 +114,8 @@ class RolloutBatch:
         self,
         index: int,
         attempt: int,
-        tokens: Iterable[int],
-        logprobs: Iterable[float],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
         now: float,
         verified: Sequence[float] = (),
     ) -> bool:
@@ -130,8 +130,7 @@ class RolloutBatch:
         lenient = self.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
         if verified and lenient and len(sample.verified) == len(sample.tokens):
             sample.verified.extend(verified)
-        sample.tokens.extend(tokens)
-        sample.logprobs.extend(logprobs)
+        sample.append(tokens, logprobs)
         span = sample.spans[-1]
         span.end_token, span.end = len(sample.tokens), now
         sample.first_step_at = sample.first_step_at or now
@@ -214,8 +213,7 @@ class RolloutBatch:
     def restore(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], chunks: int) -> None:
         """Restore the tokens of a waiting sample from its chunks in the journal; none is the sample's last."""
         sample, count = self.samples[index], len(tokens)
-        sample.tokens.extend(tokens)
-        sample.logprobs.extend(logprobs)
+        sample.append(tokens, logprobs)
         sample.journaled, sample.chunks = count, chunks
         sample.resubmissions += 1
         # The journal does not know the instance, so the span names none.

@@ -47,7 +47,7 @@ class Delivery:
                     lost = True
                     break
                 cursor = at
-                yield _event(record, cursor, sample_pb2.Sample.FromString(payload))
+                yield _event(record, cursor, payload)
                 answered = True
             if lost:
                 await self.recovery.restore(record)
@@ -107,12 +107,11 @@ class Delivery:
             await running.changed.wait()
 
 
-def _event(
-    record: BatchRecord, cursor: int, sample: sample_pb2.Sample | None = None
-) -> pb.StreamRolloutsResponse:
-    return pb.StreamRolloutsResponse(
-        cursor=cursor, sample=sample, finished=record.finished, total=record.total
-    )
+def _event(record: BatchRecord, cursor: int, payload: bytes | None = None) -> pb.StreamRolloutsResponse:
+    event = pb.StreamRolloutsResponse(cursor=cursor, finished=record.finished, total=record.total)
+    if payload is not None:
+        event.sample.MergeFromString(payload)
+    return event
 
 
 def _check_cursor(record: BatchRecord, cursor: int) -> None:
