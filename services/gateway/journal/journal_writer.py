@@ -1,7 +1,7 @@
 """Writer of new tokens and finished samples into the journal, many changes per round trip.
 
-One writer serves all batches. While a round trip is under way further changes gather in the batches, so
-its size follows the load and no link ever waits for Redis. In an outage it tries again with growing
+One writer serves all batches. Between two round trips further changes gather in the batches, so their
+size follows the load and no link ever waits for Redis. In an outage it tries again with growing
 delays, indefinitely: writes may be repeated, and what is not written is not delivered. A batch that Redis
 refuses is tried again with a delay of its own, and holds up no other.
 """
@@ -30,8 +30,10 @@ log = structlog.get_logger(__name__)
 FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
 # Bytes of a token and its log-probability in memory.
 _TOKEN_BYTES = 8
-# Bytes of one round trip.
-_MOST_BYTES = 1 << 20
+# Bytes of one round trip, and of those that are serialised in one turn of the event loop, which takes milliseconds.
+_MOST_BYTES, _TURN_BYTES = 1 << 20, 32 << 10
+# Seconds from one round trip to the next: each costs as much as several samples in it.
+_PAUSE = 0.02
 
 
 class JournalReader(Protocol):
@@ -96,9 +98,13 @@ class JournalWriter:
 
     async def run(self, reader: JournalReader) -> None:
         """Write until cancelled. Raises Fenced when another gateway leads."""
+        loop = asyncio.get_running_loop()
         try:
+            rested_at = 0.0
             while True:
                 await self._wake.wait()
+                await asyncio.sleep(rested_at - loop.time())
+                rested_at = loop.time() + _PAUSE
                 self._wake.clear()
                 pieces = await self._collect()
                 if not pieces:
@@ -112,7 +118,7 @@ class JournalWriter:
                 timer.cancel()
 
     async def _collect(self) -> list[tuple[_Lane, JournalWrite, BatchRecord]]:
-        pieces, nbytes = [], 0
+        pieces, nbytes, in_turn = [], 0, 0
         for key in list(self._due):
             if nbytes >= _MOST_BYTES:
                 self._wake.set()
@@ -129,8 +135,10 @@ class JournalWriter:
             self._weigh(lane)
             pieces.append((lane, lane.write, record))
             nbytes += lane.write.nbytes
-            # Each takes milliseconds.
-            await asyncio.sleep(0)
+            in_turn += lane.write.nbytes
+            if in_turn >= _TURN_BYTES:
+                in_turn = 0
+                await asyncio.sleep(0)
         return pieces
 
     async def _follow(
