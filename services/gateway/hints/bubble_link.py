@@ -64,6 +64,11 @@ class CoordinatorClient:
         self._retry_at = 0.0
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def connected(self) -> bool:
+        """Return True if calls reach a coordinator, as far as known."""
+        return self._stub is not None
+
     async def run(self) -> None:
         """Keep a connection to the coordinator until cancelled."""
         try:
@@ -184,6 +189,8 @@ class BubbleLink:
                 continue
 
     async def _report_all(self) -> None:
+        if not self.coordinator.connected:
+            return
         if self._reported_on != self.coordinator.connections:
             self._reported_on = self.coordinator.connections
             self._reported.clear()
