@@ -185,7 +185,6 @@ class Dispatcher:
             _, (link, handle) = running.places.popitem()
             link.abort(handle)
             yield
-        self.placer.show_queue()
         # One by one: all at once would take long.
         last_references = [*running.batch.samples, *running.batch.groups]
         del running

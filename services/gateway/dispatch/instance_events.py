@@ -115,7 +115,6 @@ class InstanceEvents:
         for running in extended:
             self.settlement.save(running)
         if response.finished or response.refused or response.moved:
-            self.metrics.running.labels(link.instance_id).set(len(link.held))
             self.placer.pump_soon()
         if not response.refused and (response.deltas or response.finished):
             link.refusals.succeeded()
@@ -228,7 +227,6 @@ class InstanceEvents:
     def _claim(self, link: WorkLink, attempt: Attempt) -> None:
         handle = link.next_handle()
         link.claim(attempt, handle)
-        self.metrics.running.labels(link.instance_id).set(len(link.held))
         running = self.batches.of(attempt)
         if running is not None and attempt.is_running:
             running.places[attempt.index] = (link, handle)

@@ -4,8 +4,6 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-import structlog
-
 from services.gateway.batches.messages import work_item
 from services.gateway.dispatch.estimator import WorkEstimator
 from services.gateway.dispatch.placement import InstancePool, InstanceSlots
@@ -16,8 +14,6 @@ from services.gateway.dispatch.work_link import Attempt, WorkLink
 from services.gateway.fleet.health import FleetHealth, MemberState
 from services.gateway.journal.backlog import JournalBacklog
 from services.gateway.metrics import GatewayMetrics
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -44,18 +40,19 @@ class Placer:
 
     def __post_init__(self) -> None:
         self._pool = InstancePool(self._takes_samples)
+        self.metrics.queued.set_function(lambda: len(self._queue))
 
     def add(self, link: WorkLink) -> None:
         """Place samples on an instance from now on."""
         self.links[link.instance_id] = link
         self._pool.add(link.slots)
+        self.metrics.running.labels(link.instance_id).set_function(lambda: len(link.held))
 
     def remove(self, link: WorkLink) -> None:
         """Place no more samples on an instance."""
         if self.links.get(link.instance_id) is link:
             del self.links[link.instance_id]
             self._pool.remove(link.slots)
-            self.metrics.running.labels(link.instance_id).set(0)
 
     def enqueue(self, running: RunningBatch, index: int) -> None:
         """Let a sample wait, or move it to the place of its new prediction."""
@@ -116,10 +113,6 @@ class Placer:
         """Return True if nothing is given to the instance since it refused."""
         return link.closed_until > self._loop.time()
 
-    def show_queue(self) -> None:
-        """Export the length of the queue."""
-        self.metrics.queued.set(len(self._queue))
-
     def _resume(self) -> None:
         self._pool.look_again()
         self.pump_soon()
@@ -128,7 +121,6 @@ class Placer:
         """Place what fits; after `turn_seconds` let others have the event loop, and then go on."""
         self._pump_due = False
         if self.backlog.paused:
-            self.show_queue()
             return
         if self._revision != self.fleet.revision:
             self._revision = self.fleet.revision
@@ -139,7 +131,6 @@ class Placer:
             if time.perf_counter() > until:
                 self.pump_soon()
                 break
-        self.show_queue()
         self.batches.progress.set()
 
     def _takes_samples(self, slots: InstanceSlots) -> bool:
@@ -164,7 +155,5 @@ class Placer:
         running.places[index] = (link, handle)
         running.left.place(index)
         self.metrics.placements.labels(link.instance_id).inc()
-        self.metrics.running.labels(link.instance_id).set(len(link.held))
         if number == 1:
             self.metrics.queue_seconds.observe(now - running.batch.accepted_at)
-        log.debug("placed", batch=running.batch.key, sample=index, instance=link.instance_id, attempt=number)

@@ -26,8 +26,8 @@ class JournalBacklog:
         self.changed = Notifier()
         """Notified when a pause begins or ends."""
         self._most_bytes = most_bytes
-        self._metrics = metrics
-        self._show()
+        metrics.unwritten.set_function(lambda: self.nbytes / most_bytes)
+        metrics.paused.set_function(lambda: self.paused)
 
     def add(self, nbytes: int) -> None:
         """Count bytes more, or less."""
@@ -39,7 +39,6 @@ class JournalBacklog:
             self.paused = paused
             log.warning("instances_paused" if paused else "instances_resumed", unwritten_bytes=self.nbytes)
             self.changed.notify()
-        self._show()
 
     def check(self) -> None:
         """Check that work may go on. ResourceExhausted in a pause."""
@@ -54,7 +53,3 @@ class JournalBacklog:
     def clear(self) -> None:
         """Forget what was counted: the term is over."""
         self.add(-self.nbytes)
-
-    def _show(self) -> None:
-        self._metrics.unwritten.set(self.nbytes / self._most_bytes)
-        self._metrics.paused.set(self.paused)
