@@ -26,6 +26,10 @@ class GenerationConfig(ServiceConfig):
     """Policy version of the weights in `model`."""
     weights_root: Path | None = None
     """Folder that the weights of an update must be in, symbolic links followed. Unset: they may be in any."""
+    adopted_weights: Path | None = None
+    """Folder that the instances share and may write to, in which they keep the weights of an update, by hard link
+    or copy: a trainer may remove its folder once the update is published. Unset: it has to stay until it is
+    superseded."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the model's own."""
     max_num_seqs: int = Field(default=128, ge=1)

@@ -98,3 +98,8 @@ class PlatformConfig:
         Snapshots last as long as their Redis: an embedded one is new at every start, and so are they then.
         """
         return self.folder / "drafts"
+
+    @property
+    def adopted(self) -> Path:
+        """Folder of the weights that the instances keep. It lasts as long as the Redis, as `snapshots` does."""
+        return self.folder / "adopted"

@@ -255,6 +255,7 @@ class Platform:
         # What lasts as long as Redis begins anew with it.
         shutil.rmtree(self.config.snapshots, ignore_errors=True)
         shutil.rmtree(self.config.drafters, ignore_errors=True)
+        shutil.rmtree(self.config.adopted, ignore_errors=True)
         self.redis = EmbeddedRedis(self._state / "redis")
         return self.redis.start()
 

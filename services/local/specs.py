@@ -70,7 +70,11 @@ class Specs:
         `environment` and `cores` give it its share of the machine; `head` is the EAGLE-3 head that it begins with.
         """
         name = f"instance-{index}"
-        flags = [f"--model={self.config.model}", f"--instance-id={name}"]
+        flags = [
+            f"--model={self.config.model}",
+            f"--instance-id={name}",
+            f"--adopted-weights={self.config.adopted.absolute()}",
+        ]
         if "VLLM_CPU_OMP_THREADS_BIND" in environment:
             flags.append(f"--threads-bind={environment['VLLM_CPU_OMP_THREADS_BIND']}")
         if "CUDA_VISIBLE_DEVICES" not in environment:

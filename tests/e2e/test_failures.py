@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections import Counter
@@ -104,6 +105,8 @@ def test_a_killed_instance_serves_again_only_with_the_current_weights(
     state: dict[str, Any] = load_file(model / "model.safetensors")
     run = client.run("weights", seed=1, weights=WeightFolder(tmp_path / "weights", model))
     version = run.push_weights({name: tensor * 1.5 for name, tensor in state.items()}).policy_version
+    # The trainer's copy is not needed any more, not even by an instance that joins.
+    shutil.rmtree(tmp_path / "weights")
     seen: list[tuple[paceline.InstanceState, int]] = []
     watching = threading.Event()
 

@@ -16,7 +16,8 @@ from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.pregeneration.pregenerator import Pregenerator
-from services.generation.weights.staging import StagedWeights, read_manifest, stage
+from services.generation.weights.adoption import AdoptedWeights
+from services.generation.weights.staging import StagedWeights, checksum_of, read_manifest, stage
 
 _log = structlog.get_logger(__name__)
 
@@ -54,6 +55,7 @@ class WeightUpdates:
         self._loop = loop
         self._manifest = read_manifest(Path(config.model))
         self._root = config.weights_root
+        self._adopted = AdoptedWeights(config.adopted_weights) if config.adopted_weights else None
         self._end_unclaimed = end_unclaimed
         self._pregenerator = pregenerator
         self._metrics = metrics
@@ -69,6 +71,9 @@ class WeightUpdates:
 
     def _read(self, version: int, folder: Path, checksum: str) -> StagedWeights:
         check_weight_folder(str(folder), self._root, follow_links=True)
+        if self._adopted is not None:
+            checksum = checksum or checksum_of(folder)
+            folder = self._adopted.adopt(folder, version, checksum)
         return stage(folder, version, self._manifest, checksum)
 
     async def apply(self, version: int) -> AppliedWeights:
@@ -90,6 +95,8 @@ class WeightUpdates:
                 halt_seconds = await self._halt()
                 dropped = await self._loop.execute(lambda: self._apply(staged))
             self.staged = None
+            if self._adopted is not None:
+                await asyncio.to_thread(self._adopted.prune, version, staged.checksum)
             if self._pregenerator is not None:
                 # Uploaded since the halt: the instances of the coming step are to find them.
                 await self._pregenerator.stored()
@@ -100,6 +107,8 @@ class WeightUpdates:
         """Forget staged weights of a version."""
         if self.staged is not None and self.staged.version == version:
             self.staged = None
+        if self._adopted is not None and version != self._loop.policy_version:
+            self._adopted.hide(version)
 
     async def _halt(self) -> float:
         """End the background samples; returns the seconds it took, 0 when there were none."""

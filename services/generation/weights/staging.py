@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from paceline.errors import Violation
+from paceline.safetensors import checksum as folder_checksum
 from paceline.safetensors import index_checksum
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
@@ -96,6 +97,14 @@ def stage(
     if violations:
         raise InvalidArgument(violations[:_MOST_VIOLATIONS])
     return StagedWeights(version, computed, MappedTensors(placed))
+
+
+def checksum_of(folder: Path) -> str:
+    """Return the checksum of a folder, for a sender that gave none; "" for one that `stage` will refuse."""
+    try:
+        return folder_checksum(folder)
+    except (OSError, ValueError):
+        return ""
 
 
 def _index_checksum(folder: Path) -> str:

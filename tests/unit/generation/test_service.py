@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from google.rpc import code_pb2
 from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file
 
+from paceline import WeightFolder, safetensors
 from paceline.internal.v1 import generation_pb2 as pb
 from services.contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
 from services.generation.config import GenerationConfig
@@ -189,6 +192,36 @@ async def test_weights_outside_the_root_are_not_read(model: Path, root: Path) ->
         assert str(root) in refused.value.message
     for folder in (root / "v2", model.parent / "link" / "v2"):
         assert (await rig.weights.stage(1, folder, "")).version == 1
+    rig.loop.stop()
+    rig.loop.join(WAIT)
+
+
+async def test_an_instance_that_joins_finds_weights_whose_folder_is_gone(model: Path) -> None:
+    weights = WeightFolder(model.parent / "weights", model)
+    folder = weights.write(1, load_file(model / "model.safetensors"))
+    first, second = (Rig(model, adopted_weights=model.parent / "adopted") for _ in range(2))
+    staged = await first.weights.stage(1, folder, safetensors.checksum(folder))
+    shutil.rmtree(folder)
+    await first.weights.apply(1)
+    await second.weights.stage(1, folder, staged.checksum)
+    await second.weights.apply(1)
+    (applied,) = second.engine.applied
+    assert applied.keys() == load_file(model / "model.safetensors").keys()
+    with pytest.raises(InvalidArgument, match="is not a folder"):
+        await second.weights.stage(2, folder, staged.checksum)
+    for rig in (first, second):
+        rig.loop.stop()
+        rig.loop.join(WAIT)
+
+
+async def test_adopted_weights_that_are_discarded_are_not_found_again(model: Path) -> None:
+    rig, folder = Rig(model, adopted_weights=model.parent / "adopted"), model.parent / "given"
+    shutil.copytree(model, folder)
+    staged = await rig.weights.stage(1, folder, "")
+    shutil.rmtree(folder)
+    rig.weights.discard(1)
+    with pytest.raises(InvalidArgument, match="is not a folder"):
+        await rig.weights.stage(1, folder, staged.checksum)
     rig.loop.stop()
     rig.loop.join(WAIT)
 
