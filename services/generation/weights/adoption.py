@@ -22,7 +22,8 @@ class AdoptedWeights:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        # The ranks of a tensor parallel group get paths, wherever they run.
+        self._root = root.absolute()
 
     def adopt(self, folder: Path, version: int, checksum: str) -> Path:
         """Return the folder here of the weights of a version; they are taken over from `folder` if need be.

@@ -176,6 +176,34 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     assert complaint in found[field]
 
 
+ONE_NUMBER = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+@pytest.mark.parametrize("dtype", ONE_NUMBER, ids=str)
+def test_every_value_that_is_not_finite_is_counted_and_no_other(tmp_path: Path, dtype: torch.dtype) -> None:
+    """All 65,536 pairs of leading bytes, so every number of 16 bits and fewer, and every exponent of the others."""
+    leading = torch.arange(1 << 16).to(torch.uint16).view(torch.uint8).reshape(-1, 2)
+    width = max(dtype.itemsize, 2)
+    # Little-endian: the leading bytes are the last.
+    content = torch.zeros(1 << 16, width, dtype=torch.uint8)
+    content[:, -2:] = leading
+    values = content.reshape(-1).view(dtype)
+    folder = written(tmp_path / "all", model={"w": values})
+    found = complaints(folder, read_manifest(folder))
+    wide = values.to(torch.float64)
+    bad = int((~torch.isfinite(wide)).sum())
+    assert found["tensors[w]"] == f"has {bad} values that are NaN or infinite (model.safetensors)"
+    finite = written(tmp_path / "finite", model={"w": values[torch.isfinite(wide)].clone()})
+    assert stage(finite, 1, read_manifest(finite)).version == 1
+
+
 def test_all_faults_are_named_up_to_a_limit(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
     extra = {f"x{i}": torch.ones(1) for i in range(100)}
     found = complaints(written(tmp_path / "much", model=extra), served)
