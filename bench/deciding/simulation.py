@@ -122,7 +122,9 @@ class SimulatedBatch:
         """Decode so many steps, and return the rates of the first ones and of the later ones."""
         cell, table = self.cell, AcceptanceTable(_PRIORS)
         n = cell.samples
-        states = [EngineSampleState(f"{i}", [0] * cell.context, [0], WINDOW) for i in range(n)]
+        states = [
+            EngineSampleState(f"{i}", [0] * cell.context, [0], WINDOW, cell.context + 1) for i in range(n)
+        ]
         ids = [state.sample_id for state in states]
         streak = np.full(n, 32)
         for _ in range(0 if n >= _ALONE else _SEEN):

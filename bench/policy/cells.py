@@ -205,7 +205,7 @@ def round_tokens(plain: float) -> int:
 def decision_microseconds(sweep: Sequence[MeasuredStep], repeats: int = 200) -> float:
     """Return the median time of a decision for 256 samples, 2 drafters and 16 tokens."""
     random = np.random.default_rng(0)
-    samples = [EngineSampleState(f"s{i}", [1] * 100, [1] * 200, 100) for i in range(_TIMED)]
+    samples = [EngineSampleState(f"s{i}", [1] * 100, [1] * 200, 100, 300) for i in range(_TIMED)]
 
     def made() -> Proposals:
         shape = (_TIMED, WINDOW)

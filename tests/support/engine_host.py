@@ -9,7 +9,7 @@ Starting one takes seconds, so many scenarios share it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from services.generation.drafters.reference.lenient_reuse import Reuse
-from services.generation.engine.types import EngineOptions, EngineRequest, EngineSampleState, Finish
+from services.generation.engine.types import EngineOptions, EngineRequest, Finish
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
 from services.generation.speculation.drafter import DraftContext
@@ -193,9 +193,7 @@ class _Run:
     def _drafts(self) -> dict[str, list[int]]:
         decoding = self._engine.decoding()
         states = [
-            EngineSampleState(
-                state.sample_id.removeprefix(self._prefix), state.prompt, state.response, state.room
-            )
+            replace(state, sample_id=state.sample_id.removeprefix(self._prefix))
             for state in decoding
             if state.sample_id not in self._reuse
         ]

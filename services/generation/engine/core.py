@@ -163,7 +163,8 @@ class Engine:
             if request.num_computed_tokens == length - 1:
                 response = request._output_token_ids
                 room = min(request.max_tokens - len(response), most - length) - 1
-                states.append(EngineSampleState(request.request_id, request.prompt_token_ids, response, room))
+                prompt = request.prompt_token_ids
+                states.append(EngineSampleState(request.request_id, prompt, response, room, length))
         return states
 
     def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:

@@ -187,6 +187,8 @@ class EngineSampleState:
     response: list[int]
     # Most draft tokens that verification could use: the rest would be past the sample's length limit.
     room: int
+    # Tokens of prompt and response.
+    length: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,6 @@ class DraftPlanner:
     def back_off(self, samples: Sequence[EngineSampleState]) -> None:
         """Record a step that is not planned because drafting backs off."""
 
-    def back_off_again(self) -> None:
-        """Record another step that is not planned, with the same samples as the last one."""
-
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Learn the measured time of a step."""
 
@@ -173,10 +170,10 @@ def drafts(
         each[:, : proposals[name].tokens.shape[1]] = proposals[name].tokens[:, :width]
     # Converted to lists all at once: indexing an array takes as long as indexing a dozen lists.
     tokens = proposed.reshape(-1, width).take(picks * len(samples) + np.arange(len(samples)), axis=0).tolist()
-    counts, drafters = lengths.tolist(), picks.tolist()
-    ids = [sample.sample_id for sample in samples]
-    for i in np.flatnonzero(lengths < width).tolist():
-        del tokens[i][counts[i] :]
+    short = np.flatnonzero(lengths < width)
+    for i, length in zip(short.tolist(), lengths[short].tolist(), strict=True):
+        del tokens[i][length:]
+    ids, drafters = [sample.sample_id for sample in samples], picks.tolist()
     chosen = dict(zip(ids, tokens, strict=True))
     own = [(name, name) for name in names]
     origins = {each: own[pick] for each, pick in zip(ids, drafters, strict=True)}
@@ -184,13 +181,11 @@ def drafts(
         for i, source in enumerate(proposals[name].sources):
             if source and drafters[i] == place:
                 origins[ids[i]] = name, source
-    if 0 in counts:
-        for sample_id, count in zip(ids, counts, strict=True):
-            if not count:
-                del chosen[sample_id], origins[sample_id]
+    for i in np.flatnonzero(lengths == 0).tolist():
+        del chosen[ids[i]], origins[ids[i]]
     return Drafts(chosen, origins, expected)
 
 
 def context_of(samples: Sequence[EngineSampleState]) -> int:
     """Return the context length of all samples together, in tokens."""
-    return sum([len(sample.prompt) + len(sample.response) for sample in samples])
+    return sum([sample.length for sample in samples])

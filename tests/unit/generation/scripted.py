@@ -98,8 +98,11 @@ class ScriptedEngine:
 
     def decoding(self) -> list[EngineSampleState]:
         return [
-            EngineSampleState(sample_id, list(request.prompt), self.responses[sample_id], 16)
+            EngineSampleState(
+                sample_id, list(request.prompt), response, 16, len(request.prompt) + len(response)
+            )
             for sample_id, request in self.requests.items()
+            for response in (self.responses[sample_id],)
             if sample_id in self._running
         ]
 

@@ -59,7 +59,7 @@ def test_compiled_alignments_are_those_of_the_rules(
         samples = []
         for name, (_, response) in zip(lengths, batch, strict=True):
             lengths[name] = min(lengths[name] + data.draw(st.integers(0, 9)), len(response))
-            samples.append(EngineSampleState(name, [], response[: lengths[name]], 9))
+            samples.append(EngineSampleState(name, [], response[: lengths[name]], 9, lengths[name]))
         tokens, acceptance = np.full((len(samples), WINDOW), -1, np.int32), np.zeros((len(samples), WINDOW))
         followed = alignments.compare(samples, *counts)
         made = alignments.propose(followed, probabilities, tokens, acceptance)
@@ -96,7 +96,7 @@ def test_sequences_keep_their_places_when_others_come_and_go(sizes: list[int]) -
         if i % 3 == 2:
             alignments.forget(name)
             del kept[name]
-    samples = [EngineSampleState(name, [], [], 9) for name in kept]
+    samples = [EngineSampleState(name, [], [], 9, 0) for name in kept]
     counts = np.zeros((2, 1, LAST + 1), np.int64)
     followed = alignments.compare(samples, *counts)
     tokens, acceptance = np.zeros((len(samples), WINDOW), np.int32), np.zeros((len(samples), WINDOW))

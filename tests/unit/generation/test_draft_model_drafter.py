@@ -101,7 +101,7 @@ class Clock:
 
 def _sample(draft_model: FakeDraftModel, name: str, response: list[int], room: int = 50) -> EngineSampleState:
     draft_model.lengths[name] = len(response)
-    return EngineSampleState(name, [1, 2], response, room)
+    return EngineSampleState(name, [1, 2], response, room, 2 + len(response))
 
 
 def _truth(length: int) -> list[int]:

@@ -137,7 +137,7 @@ def test_nothing_is_chosen_of_nothing() -> None:
 
 
 def test_proposals_stand_for_the_tokens_that_are_worth_a_row() -> None:
-    samples = [EngineSampleState(f"s{i}", [1], [], room) for i, room in enumerate((9, 9, 1))]
+    samples = [EngineSampleState(f"s{i}", [1], [], room, 1) for i, room in enumerate((9, 9, 1))]
     weak = Proposals.of([Proposal([5], [0.3]), None, Proposal([5, 6], [0.9, 0.9])])
     strong = Proposals.of([Proposal([7, 8, 9], [0.8, 0.5, 0.2]), None, None])
     rows, expected = worthwhile(samples, [weak, strong], 8, 0.25)

@@ -20,7 +20,7 @@ few_letters = st.lists(st.integers(0, 2), max_size=40)
 
 
 def state(response: Sequence[int], sample_id: str = "s") -> EngineSampleState:
-    return EngineSampleState(sample_id, [9], list(response), 100)
+    return EngineSampleState(sample_id, [9], list(response), 100, 1 + len(response))
 
 
 def drafter_with(sequence: Sequence[int]) -> ReferenceDrafter:

@@ -30,7 +30,7 @@ def request(sample_id: str, cached: list[int], **fields: object) -> EngineReques
 
 
 def state(sample_id: str, response: list[int], room: int = 1000) -> EngineSampleState:
-    return EngineSampleState(sample_id, [5], response, room)
+    return EngineSampleState(sample_id, [5], response, room, 1 + len(response))
 
 
 def step(sample_id: str, tokens: list[int], reused: int, drafted: int = 0) -> SampleStep:

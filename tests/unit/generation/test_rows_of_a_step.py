@@ -47,7 +47,7 @@ class Batch:
         return EngineLoad(self.samples + self.reading, self.waiting, 0.5)
 
     def decoding(self) -> list[EngineSampleState]:
-        return [EngineSampleState(f"s{i}", [7], [RESPONSE[0]], 1000) for i in range(self.samples)]
+        return [EngineSampleState(f"s{i}", [7], [RESPONSE[0]], 1000, 2) for i in range(self.samples)]
 
     def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
         self.drafts = {sample_id: list(tokens) for sample_id, tokens in drafts.items()}

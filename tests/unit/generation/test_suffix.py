@@ -40,8 +40,9 @@ class Rig:
 
     def proposals(self, window: int = 4, **responses: list[int]) -> list[Proposal | None]:
         states = [
-            EngineSampleState(sample_id, self.prompts.get(sample_id, PROMPT), response, 99)
+            EngineSampleState(sample_id, prompt, response, 99, len(prompt) + len(response))
             for sample_id, response in responses.items()
+            for prompt in (self.prompts.get(sample_id, PROMPT),)
         ]
         return unbatched(self.drafter.propose(states, window), len(states))
 

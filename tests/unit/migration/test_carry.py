@@ -21,7 +21,7 @@ TOKENS = st.lists(st.integers(0, 3), min_size=8, max_size=60)
 
 
 def offered(drafter: ReferenceDrafter, response: list[int]) -> list[int]:
-    proposals = drafter.propose([EngineSampleState("s", [9], response, 8)], 8)
+    proposals = drafter.propose([EngineSampleState("s", [9], response, 8, 1 + len(response))], 8)
     first = None if proposals is None else proposals[0]
     return [] if first is None else list(first.tokens)
 
@@ -57,7 +57,7 @@ def test_noise_costs_a_fault_and_nothing_else(state: bytes) -> None:
     metrics = EngineMetrics(CollectorRegistry())
     speculation = Speculation([ReferenceDrafter()], FixedLengthPlanner(4), 512, metrics)
     speculation.begin(DraftContext("s", [9], [1, 2, 3], carried={"reference": state}))
-    assert speculation.drafts([EngineSampleState("s", [9], [], 8)]) == {"s": [1, 2, 3]}
+    assert speculation.drafts([EngineSampleState("s", [9], [], 8, 1)]) == {"s": [1, 2, 3]}
 
 
 class Unwanted(FixedLengthPlanner):

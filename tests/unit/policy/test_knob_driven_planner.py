@@ -24,7 +24,7 @@ MODES = ("fixed", "toggle", "solver", "planner")
 
 
 def sample(name: str, room: int = 100) -> EngineSampleState:
-    return EngineSampleState(name, [1] * 10, [], room)
+    return EngineSampleState(name, [1] * 10, [], room, 10)
 
 
 def proposal(*acceptance: float) -> Proposal:

@@ -18,7 +18,7 @@ batches = st.lists(st.lists(odds, min_size=1, max_size=WINDOW), min_size=1, max_
 def planned(acceptance: list[list[float]], per_row: float = 1e-4) -> PlanDecision:
     """Return the decision for one drafter's proposals."""
     plan = planner_mode(WINDOW, step_time=KnownStepTime(row=1e-4, per_row=per_row))
-    samples = [EngineSampleState(f"s{n}", [1] * 10, [], 100) for n in range(len(acceptance))]
+    samples = [EngineSampleState(f"s{n}", [1] * 10, [], 100, 10) for n in range(len(acceptance))]
     plan.choose(
         samples, {"reference": Proposals.of([Proposal([7] * len(each), each) for each in acceptance])}
     )

@@ -72,7 +72,7 @@ def _mode(**fields: Any) -> SolverMode:
 
 
 def _samples(n: int) -> list[EngineSampleState]:
-    return [EngineSampleState(f"s{i}", [1] * 10, [], 100) for i in range(n)]
+    return [EngineSampleState(f"s{i}", [1] * 10, [], 100, 10) for i in range(n)]
 
 
 def _decide(mode: SolverMode, n: int) -> int:

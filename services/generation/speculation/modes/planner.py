@@ -10,9 +10,10 @@ is greatest. This is RLHFSpec's search (section 5.3) for chains instead of trees
 begins to fall; here all numbers of tokens that give a recurring step size (see `batch_sizes`) are evaluated at
 once. That costs no more, and finds the maximum where the flat part of a roofline ends and the rate has several.
 
-The price of a verified token is its step time multiplied by the best rate (Dinkelbach's iteration for fractional
-programs): where step time is linear in verified tokens, the plan is optimal over all choices of proposals, as far
-as survival is told apart (see `selection`).
+The price of a verified token is its step time multiplied by the best rate. Steps are much like the one before, so
+each begins with the price that was reached there (Dinkelbach's iteration for fractional programs, a round a step):
+where step time is linear in verified tokens, plans of the same proposals come to the best choice of them, as far as
+survival is told apart (see `selection`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class PlannerMode(Mode):
 
     window: int = 16
     latch: Latch | None = None
+    price: float = 0.0
+    """Of a draft token, in accepted tokens: the time of the last ones in the step before, at its rate."""
 
     def decide(
         self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int
@@ -61,12 +64,13 @@ class PlannerMode(Mode):
         counts = draft_token_counts(n, max(0, min(survival[0].size, rows - n)))
         seconds = self.step_time.predict(n, n + counts, context)
         plain = float(seconds[0])
-        found = search(survival, counts, seconds)
-        if found.best.tokens:
-            most = self.exploration.fewer(n, found.best.tokens)
-            if most < found.best.tokens:
-                fewer = search(survival, counts[counts <= most], seconds[: int((counts <= most).sum())])
-                found = fewer._replace(best=fewer.drafted) if fewer.drafted.tokens else found
+        found = search(survival, counts, seconds, self.price)
+        self.price = found.best.rate * found.drafted.token_seconds
+        most = self.exploration.fewer(n, found.best.tokens) if found.best.tokens else 0
+        if most < found.best.tokens:
+            some = counts <= most
+            fewer = search(survival, counts[some], seconds[some], self.price)
+            found = fewer._replace(best=fewer.drafted) if fewer.drafted.tokens else found
         reason, chosen, gain = self._weigh(found, plain)
         if not chosen.tokens:
             return PlanDecision(reason, available=gain, seconds=plain), Drafts()

@@ -17,10 +17,6 @@ from kernels import jit
 # Buckets to an octave, as a power of 2, and octaves below 1: what is less is all in the lowest bucket.
 _BITS, _OCTAVES = 7, 12
 _LOWEST, BUCKETS = (1023 - _OCTAVES) << _BITS, (_OCTAVES << _BITS) + 1
-# Most choices of drafters that are compared.
-_MOST_ROUNDS = 6
-# Least gain, as a factor, at which another choice of drafters is looked for.
-_BETTER = 1.001
 
 _entry = jit.entry(jit.source_fingerprint(Path(__file__).parent, Path(jit.__file__).parent))
 
@@ -55,9 +51,8 @@ def survive(acceptance, room, survival):
 
 @jit.kernel
 def pick(survival, price, picks):
-    """Fill the drafter [n] whose tokens exceed `price` most, the first of equals; return True if any is another."""
+    """Fill the drafter [n] whose tokens exceed `price` most, the first of equals."""
     drafters, n, width = survival.shape
-    changed = False
     for i in range(n):
         best, most = 0, -1.0
         for d in range(drafters):
@@ -68,9 +63,7 @@ def pick(survival, price, picks):
                 brought += survival[d, i, j] - price
             if brought > most:
                 best, most = d, brought
-        changed = changed or picks[i] != best
         picks[i] = best
-    return changed
 
 
 @jit.kernel
@@ -129,29 +122,15 @@ def evaluate(buckets, counts, seconds, samples):
 
 
 @_entry
-def search(survival, counts, seconds, picks, buckets):
-    """Fill picks [n] and buckets [2, b, 2]; return what `evaluate` does, and which buckets are of the picks.
+def search(survival, counts, seconds, price, picks, buckets):
+    """Fill picks [n] at a price of a token, and buckets [b, 2]; return what `evaluate` does.
 
     0 tokens in the second stand for none. counts [c] rise from 0, seconds [c] are the times of their steps. If the
     first count above 0 is larger than the number of tokens, that number is tried instead.
     """
-    drafters, n = survival.shape[:2]
-    tried, used = np.full(n, -1), 0
-    last = len(counts) - 1
-    price = n * (seconds[last] / seconds[0] - 1.0) / max(counts[last], 1)
-    best = other = (0, 0.0, 0.0, 0.0, 0.0)
-    for k in range(_MOST_ROUNDS if drafters > 1 else 1):
-        if not pick(survival, price, tried):
-            break
-        sort_into(survival, tried, buckets[k % 2])
-        found = evaluate(buckets[k % 2], counts, seconds, n)
-        if found[0][1] <= _BETTER * best[1]:
-            break
-        best, other = found
-        picks[:], used = tried, k % 2
-        # The time of the last tokens at the rate that was reached.
-        price = best[1] * best[4]
-    return best, other, used
+    pick(survival, price, picks)
+    sort_into(survival, picks, buckets)
+    return evaluate(buckets, counts, seconds, len(picks))
 
 
 @_entry

@@ -100,18 +100,16 @@ def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
     return survival
 
 
-def search(survival: Floats, counts: Ints, seconds: Floats) -> SelectedCount:
-    """Return the best of `counts` [c] of draft tokens by predicted rate, over choices of drafters by `survivals`.
+def search(survival: Floats, counts: Ints, seconds: Floats, price: float = 0.0) -> SelectedCount:
+    """Return the best of `counts` [c] of draft tokens by predicted rate, by `survivals`.
 
     Counts rise from 0; `seconds` [c] are the times of steps with them. Counts with more tokens than there are do
     not count; if none above 0 is left, the number of all tokens takes their place. Each sample's drafter is the one
-    whose tokens' survival exceeds the price of a token most: first the mean price, then that of the last tokens at
-    the rate reached before (Dinkelbach's iteration).
+    whose tokens' survival exceeds the price of a token most.
     """
-    picks = np.zeros(survival.shape[1], np.int64)
-    buckets = np.empty((2, _compiled().BUCKETS, 2))
-    best, drafted, used = _compiled().search(survival, counts, seconds, picks, buckets)
-    return SelectedCount(picks, RatedCount(*best), RatedCount(*drafted), buckets[used])
+    picks, buckets = np.empty(survival.shape[1], np.int64), np.empty((_compiled().BUCKETS, 2))
+    best, drafted = _compiled().search(survival, counts, seconds, price, picks, buckets)
+    return SelectedCount(picks, RatedCount(*best), RatedCount(*drafted), buckets)
 
 
 def cut(survival: Floats, found: SelectedCount, count: int) -> SelectedTokens:

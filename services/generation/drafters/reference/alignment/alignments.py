@@ -36,7 +36,7 @@ def warm_up() -> None:
     alignments = Alignments(np.zeros(2, np.int64))
     alignments.follow("", [1, 2, 3], 0)
     counts = np.zeros((2, 1, 2), np.int64)
-    aligned = alignments.compare([EngineSampleState("", [], [1], 1)], *counts)
+    aligned = alignments.compare([EngineSampleState("", [], [1], 1, 1)], *counts)
     alignments.propose(aligned, np.ones((1, 2)), np.zeros((1, 1), np.int32), np.zeros((1, 1)))
 
 
