@@ -165,7 +165,7 @@ def run_round(
 def _step(engine: Engine, measured: MeasuredRound, speculation: Speculation | None) -> None:
     shape = None
     measured.steps += 1
-    if speculation is not None and not speculation.skips_again(engine.load.running):
+    if speculation is not None:
         states = engine.decoding()
         drafts = speculation.drafts(states, engine.row_capacity)
         engine.put_drafts(drafts)

@@ -50,7 +50,8 @@ from services.generation.server.weight_updates import WeightUpdates
 from services.generation.speculation import acceptance
 from services.generation.speculation.active_knobs import OriginOf
 from services.generation.speculation.drafter import TokenDrafter
-from services.generation.speculation.knob_driven_planner import DraftFloors, KnobDrivenPlanner
+from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
+from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.selection import selection
 from services.generation.speculation.speculation import Speculation
 from services.platform.grpc.server import GrpcServer
@@ -184,9 +185,9 @@ def _speculation(
     selection.warm_up()
     warm_up_estimator()
     knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
-    floors = DraftFloors(config.draft_floor, config.survival_floor)
+    fixed = FixedLengthPlanner(config.draft_window, config.draft_floor, config.survival_floor)
     step_time = StepTimeEstimator(_swept(config, engine))
-    planner = KnobDrivenPlanner(knobs, step_time, origin_of, floors=floors, metrics=metrics.planner)
+    planner = KnobDrivenPlanner(knobs, step_time, origin_of, fixed=fixed, metrics=metrics.planner)
     drafters: list[TokenDrafter] = [makers[name]() for name in config.drafters]
     drafters += [
         DraftModelDrafter(

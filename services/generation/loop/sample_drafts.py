@@ -104,7 +104,7 @@ class SampleDrafts:
         the decoding samples do not explain.
         """
         speculation = self.speculation
-        if not self.reuse and (speculation is None or speculation.skips_again(engine.load.running)):
+        if not self.reuse and speculation is None:
             return None
         states, load = engine.decoding(), engine.load
         decodes = load.running == len(states) and not load.waiting

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import structlog
@@ -37,18 +37,9 @@ from services.generation.speculation.plan import (
 from services.step_time.estimator import StepTimeEstimator
 
 _log = structlog.get_logger(__name__)
-_BACKED_OFF = PlanDecision(PlanReason.BACKOFF)
 # Steps at the start that are all measured, and seconds of decoding for each measurement after them: consecutive
 # short steps take about as long as each other, and learning from one takes some hundredths of a millisecond.
 _ALWAYS, _INTERVAL = 64, 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class DraftFloors:
-    """Acceptance and survival below which drafts of fixed length leave tokens out; see `FixedLengthPlanner`."""
-
-    first: float = 0.0
-    survival: float = 0.0
 
 
 class KnobDrivenPlanner(DraftPlanner):
@@ -60,19 +51,19 @@ class KnobDrivenPlanner(DraftPlanner):
         step_time: StepTimeEstimator,
         origin_of: OriginOf,
         *,
-        floors: DraftFloors = DraftFloors(),
+        fixed: FixedLengthPlanner | None = None,
         metrics: PlannerMetrics | None = None,
         clock: Callable[[], float] = time.time,
         exploration: Exploration | None = None,
     ) -> None:
-        """Begin with the instance's own configuration, `base`; all modes share the exploration."""
+        """Begin with the instance's own configuration, `base`; `fixed` has the floors of drafts of fixed length."""
         self.account = SpeculationAccount()
         self.active = ActiveKnobs(base, origin_of)
         self.window = base.draft_cap
         self.step_time = step_time
         """Estimator that decisions are based on."""
         self._origin_of = origin_of
-        self._floors = floors
+        self._fixed = fixed or FixedLengthPlanner(1)
         self._metrics = metrics
         self._clock = clock
         self._modes: dict[Knobs, Mode] = {}
@@ -81,8 +72,6 @@ class KnobDrivenPlanner(DraftPlanner):
         self._exploration = exploration or Exploration()
         # The step that was chosen last is to be measured; how many were, and predicted seconds since the last.
         self._measure, self._measured, self._unmeasured = True, 0, 0.0
-        # Knobs and number of samples of the last step that backed off.
-        self._backed_off = base, 0
 
     @property
     def knobs(self) -> Knobs:
@@ -130,12 +119,7 @@ class KnobDrivenPlanner(DraftPlanner):
 
     def back_off(self, samples: Sequence[EngineSampleState]) -> None:
         """Record a step that is not planned because drafting backs off."""
-        self._backed_off = self._knobs_of_step(samples), len(samples)
-        self.back_off_again()
-
-    def back_off_again(self) -> None:
-        """Record another step that is not planned, with the same samples as the last one."""
-        self._record(_BACKED_OFF, *self._backed_off)
+        self._record(PlanDecision(PlanReason.BACKOFF), self._knobs_of_step(samples), len(samples))
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Learn the measured time of a step."""
@@ -190,7 +174,7 @@ class KnobDrivenPlanner(DraftPlanner):
         return mode
 
     def _make_mode(self, knobs: Knobs) -> Mode:
-        fixed = FixedLengthPlanner(knobs.draft_cap, self._floors.first, self._floors.survival)
+        fixed = replace(self._fixed, window=knobs.draft_cap)
         common = (self.step_time, knobs.margin, self._exploration)
         latch = Latch(knobs.margin, knobs.latch)
         if knobs.mode == "fixed":

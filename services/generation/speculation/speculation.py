@@ -78,8 +78,6 @@ class Speculation:
     _skipped: bool = field(init=False, default=False)
     # The planner failed before.
     _planner_failed: bool = field(init=False, default=False)
-    # Samples joined or left since the last step was planned.
-    _batch_changed: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         queried = [_QueriedDrafter(drafter) for drafter in self.drafters]
@@ -89,7 +87,6 @@ class Speculation:
 
     def begin(self, context: DraftContext) -> None:
         """Register a sample that enters the engine."""
-        self._batch_changed = True
         if len(context.reference):
             self._backoff.draft_next()
         for each in self._active():
@@ -118,25 +115,12 @@ class Speculation:
 
     def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
         """Release a sample that left the engine, with its response if known."""
-        self._batch_changed = True
         self._drafts.origins.pop(sample_id, None)
         for each in self._active():
             self._guard(each, partial(each.drafter.end, sample_id, response))
 
-    def skips_again(self, num_samples: int) -> bool:
-        """Return True if the next step skips drafting as the last one did, with the same `num_samples` samples.
-
-        If False, call `drafts`. This exists because collecting the states of the samples would be most of the time
-        that the engine waits for such a step.
-        """
-        if self._batch_changed or not self._skipped or self._backoff.should_draft(num_samples):
-            return False
-        self._planned(self.plan.back_off_again, None)
-        return True
-
     def drafts(self, samples: Sequence[EngineSampleState], rows: int = UNBOUNDED) -> dict[str, list[int]]:
         """Return the tokens to verify in the next step, by sample id; see `DraftPlanner.choose`."""
-        self._batch_changed = False
         if not samples:
             self._drafts = Drafts()
             return {}

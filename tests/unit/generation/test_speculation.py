@@ -27,7 +27,7 @@ WINDOW = 4
 
 
 def states(*ids: str, room: int = 50) -> list[EngineSampleState]:
-    return [EngineSampleState(sample_id, [1], [], room) for sample_id in ids]
+    return [EngineSampleState(sample_id, [1], [], room, 1) for sample_id in ids]
 
 
 def proposal(*tokens: int, p: float = 0.9) -> Proposal:
@@ -424,39 +424,6 @@ def test_a_drafter_that_never_pays_is_soon_asked_in_few_steps_and_at_once_when_t
     assert spec.drafts(states("a")) == {}
     spec.add_rollouts(NewRollouts())
     assert spec.drafts(states("a")) == {"a": [7]}
-
-
-def test_samples_are_looked_at_in_few_of_the_steps_in_which_drafters_rest() -> None:
-    """The loop asks first whether drafters rest on; what is drafted, and when, does not depend on that."""
-    looked = {}
-    for ask_first in (False, True):
-        drafter = Unwanted()
-        spec = Speculation([drafter], FixedLengthPlanner(WINDOW), VOCAB, Counts())
-        asked, looks = [], 0
-        for step in range(200):
-            if step == 120:
-                spec.begin(DraftContext("b", (1,)))
-            if not (ask_first and spec.skips_again(2)):
-                looks += 1
-                assert spec.drafts(states("ab")) == {}
-            asked.append(drafter.asked)
-        looked[ask_first] = (asked, looks)
-    assert looked[True][0] == looked[False][0]
-    assert (looked[False][1], looked[True][1]) == (200, pytest.approx(2 * drafter.asked, abs=10))
-
-
-def test_drafters_do_not_rest_on_when_samples_have_come_or_gone() -> None:
-    spec = Speculation([Unwanted()], FixedLengthPlanner(WINDOW), VOCAB, Counts())
-    for _ in range(100):
-        spec.drafts(states("ab"))
-    while not spec.skips_again(2):
-        spec.drafts(states("ab"))
-    spec.end("b")
-    assert not spec.skips_again(1)
-    spec.drafts(states("a"))
-    assert spec.skips_again(1)
-    spec.begin(DraftContext("c", (1,)))
-    assert not spec.skips_again(2)
 
 
 class Measuring(FixedLengthPlanner):
