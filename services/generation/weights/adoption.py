@@ -112,6 +112,9 @@ def _take_file(source: Path, target: Path, *, link: bool) -> None:
 
 
 def _hide(place: Path) -> None:
-    """Take a folder out of sight at once; what is half removed must not look whole."""
-    with suppress(FileNotFoundError):
+    """Take a folder out of sight at once; what is half removed must not look whole.
+
+    What cannot be removed, or another instance has removed, costs no update.
+    """
+    with suppress(OSError):
         place.rename(place.with_name(f".removed-{uuid.uuid4().hex}"))

@@ -148,6 +148,22 @@ def test_the_served_version_the_one_before_and_later_ones_stay(
     assert not aborted.exists()
 
 
+def test_a_folder_that_cannot_be_pruned_costs_no_update(
+    tmp_path: Path, adopted: AdoptedWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    for version in (1, 2, 3):
+        adopted.adopt(given(tmp_path / f"given-{version}", version), version, "c")
+    monkeypatch.setattr(Path, "rename", read_only)
+    adopted.prune(3, "c")
+    assert versions(tmp_path / "adopted") == ["v00000001", "v00000002", "v00000003"]
+    monkeypatch.undo()
+    adopted.prune(3, "c")
+    assert versions(tmp_path / "adopted") == ["v00000002", "v00000003"]
+
+
 def test_what_is_hidden_is_adopted_anew(tmp_path: Path, adopted: AdoptedWeights) -> None:
     place = adopted.adopt(given(tmp_path / "bad"), 1, "c")
     adopted.hide(1)
