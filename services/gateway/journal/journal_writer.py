@@ -104,11 +104,14 @@ class JournalWriter:
             while True:
                 await self._wake.wait()
                 await asyncio.sleep(rested_at - loop.time())
-                rested_at = loop.time() + _PAUSE
+                begun_at = loop.time()
                 self._wake.clear()
                 pieces = await self._collect()
                 if not pieces:
                     continue
+                # Full round trips follow each other at once: the pause bounds their number, not the bytes a second.
+                filled = sum(write.nbytes for _, write, _ in pieces) / _MOST_BYTES
+                rested_at = begun_at + _PAUSE * max(0.0, 1.0 - filled)
                 replies = await self._write([(write, record) for _, write, record in pieces])
                 for (lane, write, record), reply in zip(pieces, replies, strict=True):
                     if self._lanes.get(write.key) is lane:
