@@ -19,14 +19,14 @@ PER_SAMPLE, VERIFYING, PER_TOKEN = range(3)
 # Columns of the table of cells: the shape, mean seconds, measurements in the mean, when the last one came, and the
 # place of the shape on the axes of samples, of rows and of the context of a sample, by how far own shares reach.
 SAMPLES, ROWS, CONTEXT, SECONDS, COUNT, AT, BY_SAMPLES, BY_ROWS, BY_CONTEXT = range(9)
-# Standard deviations, as shares of the prior: of the whole, of verification, of reading and of attending to the
-# context by the assumed time of a token, of a shape's own share, of a measurement.
-_WHOLE, _VERIFYING, _CONTEXT, _ATTENDING, _OWN, _NOISE = 0.3, 0.3, 4.0, 1.0, 0.06, 0.04
+# Standard deviations, as shares of the prior: of the whole, of reading and of attending to the context by the
+# assumed time of a token, of a shape's own share, of a measurement.
+_WHOLE, _READING, _ATTENDING, _OWN, _NOISE = 0.3, 4.0, 1.0, 0.06, 0.04
 # How far the own share of a shape reaches, in octaves: rows, samples, context of a sample.
 _ROWS_REACH, _SAMPLES_REACH, _CONTEXT_REACH = 0.7, 1.0, 2.0
 # Measurements after which the weight of an older one has halved.
 _HALF_LIFE = 256.0
-_FEATURES = 5
+_FEATURES = 4
 # Distance beyond which a cell does not count.
 _FAR = 12.0
 # Ratio to its prior up to which the noise of a measurement grows with it: a prior that is wrong by orders of
@@ -65,15 +65,14 @@ def prior_of(corners, plains, terms, samples, rows):
 
 
 @jit.kernel
-def features_of(terms, samples, rows, context, prior, plain, features):
+def features_of(terms, samples, rows, context, prior, features):
     """Fill the terms that deviations from the prior are sums of, in standard deviations."""
     features[0] = _WHOLE * prior
-    features[1] = _VERIFYING * (prior - plain)
-    features[2] = _CONTEXT * terms[PER_TOKEN] * context
+    features[1] = _READING * terms[PER_TOKEN] * context
     # Attention to a sample's context costs each of its rows the same, or each less than the one before.
     drafted = max(rows / samples - 1.0, 0.0)
-    features[3] = _ATTENDING * terms[PER_TOKEN] * context * sqrt(drafted)
-    features[4] = _ATTENDING * terms[PER_TOKEN] * context * drafted
+    features[2] = _ATTENDING * terms[PER_TOKEN] * context * sqrt(drafted)
+    features[3] = _ATTENDING * terms[PER_TOKEN] * context * drafted
 
 
 @jit.kernel
@@ -92,8 +91,7 @@ def regress(corners, plains, terms, cells, now, used, shares, weights):
         priors[i] = prior_of(corners, plains, terms, samples, rows)
         cells[i, BY_SAMPLES], cells[i, BY_ROWS] = log2(samples) / _SAMPLES_REACH, log2(rows) / _ROWS_REACH
         cells[i, BY_CONTEXT] = log2(1.0 + cells[i, CONTEXT] / samples) / _CONTEXT_REACH
-        plain = prior_of(corners, plains, terms, samples, samples)
-        features_of(terms, samples, rows, cells[i, CONTEXT], priors[i], plain, features[i])
+        features_of(terms, samples, rows, cells[i, CONTEXT], priors[i], features[i])
         for k in range(_FEATURES):
             features[i, k] *= used[k]
         weights[i] = cells[i, SECONDS] - priors[i]
@@ -137,7 +135,7 @@ def solve(corners, plains, terms, cells, now, shares, weights):
     used = np.ones(_FEATURES)
     regress(corners, plains, terms, cells, now, used, shares, weights)
     # No context makes a step faster.
-    for k in range(CONTEXT, _FEATURES):
+    for k in range(1, _FEATURES):
         if shares[k] < 0.0:
             used[k] = 0.0
     if used.min() == 0.0:
@@ -157,10 +155,10 @@ def predict(corners, plains, terms, cells, shares, weights, samples, rows, conte
             near[used] = _OWN * _OWN * weights[i] * exp(-far)
             places[used] = cells[i, BY_ROWS]
             used += 1
-    plain, longest = prior_of(corners, plains, terms, samples, samples), 0.0
+    longest = 0.0
     for k in range(len(rows)):
         prior = prior_of(corners, plains, terms, samples, rows[k])
-        features_of(terms, samples, rows[k], context, prior, plain, features)
+        features_of(terms, samples, rows[k], context, prior, features)
         own, place = 0.0, log2(rows[k]) / _ROWS_REACH
         for i in range(used):
             far = 0.5 * (places[i] - place) * (places[i] - place)

@@ -5,7 +5,6 @@ one for each cell of similar shapes (samples, verified tokens, context), and pre
 from the prior of the sweep (see `prior`). The deviation of a step from its prior is taken as the sum of
 
 - a share of the whole, because clocks change;
-- a share of what verification adds to the same step without drafts;
 - a time for each token of context, and for each that draft tokens attend to, because the sweep has short contexts;
 - a share of its own, common to similar shapes.
 
@@ -65,7 +64,7 @@ class StepTimeEstimator:
         self._places: dict[tuple[int, int, int], int] = {}
         self._table = np.zeros((_MAX_CELLS, 9))
         # Solution of the regression.
-        self._shares, self._weights = np.zeros(5), np.zeros(_MAX_CELLS)
+        self._shares, self._weights = np.zeros(4), np.zeros(_MAX_CELLS)
         self._solved = True
         for each in sweep:
             if each.context > SHORT_CONTEXT * each.samples:
