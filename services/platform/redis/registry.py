@@ -38,12 +38,12 @@ _FIRST_DELAY, _LONGEST_DELAY, _SOON = 0.1, 2.0, 0.25
 # Milliseconds that a watcher's own key outlives its last reading.
 _PROBE_MS = 60_000
 
-# KEYS: index. Returns the ids of all records, each followed by the record, as lines of one text: a client takes
-# microseconds for every element of a list.
+# KEYS: index. ARGV: what the keys of records begin with, in the slot of the index. Returns the ids of all records,
+# each followed by the record, as lines of one text: a client takes microseconds for every element of a list.
 _LIST = """
 local found = {}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-  local record = redis.call('GET', KEYS[1] .. ':instance:' .. id)
+  local record = redis.call('GET', ARGV[1] .. id)
   if record and not string.find(id .. record, '\\n', 1, true) then
     found[#found + 1] = id
     found[#found + 1] = record
@@ -251,7 +251,8 @@ class Registry:
 
     async def list(self, service: str) -> dict[str, InstanceRecord]:
         """Return the live instances of a service by id. Raises errors of Redis."""
-        listed: Any = await self._store.eval(_LIST, 1, self._keys.registry_index(service))
+        index, prefix = self._keys.registry_index(service), self._keys.registry(service, "")
+        listed: Any = await self._store.eval(_LIST, 1, index, prefix)
         lines = listed.split(b"\n") if listed else []
         before = self._read.get(service, {})
         read: dict[str, tuple[bytes, InstanceRecord | None]] = {}
