@@ -13,7 +13,7 @@ once. That costs no more, and finds the maximum where the flat part of a rooflin
 The price of a verified token is its step time multiplied by the best rate. Steps are much like the one before, so
 each begins with the price that was reached there (Dinkelbach's iteration for fractional programs, a round a step):
 where step time is linear in verified tokens, plans of the same proposals come to the best choice of them, as far as
-survival is told apart (see `selection`).
+survivals are distinguished (see `selection`).
 """
 
 from __future__ import annotations
