@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +60,32 @@ class _Entry:
     """Loads the values into memory; called for one tensor at a time."""
 
 
-class _Shard:
-    """One file while it is written."""
+@dataclass(frozen=True, slots=True)
+class FileWrite:
+    """Bytes for a place of one of a version's files, which are numbered in the order in which they are written."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    file: int
+    offset: int
+    content: memoryview | bytes
+    """Valid until the next is asked for."""
+    index: bool = False
+    """True for the index, which is the last file and comes as a whole."""
+
+
+class _Shard:
+    """One file while its tensors are written."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.names: list[str] = []
         self.bytes = _HEADER_BYTES
         self.digest = hashlib.sha256()
         self._header = [_HEADER_START]
         # The length in front, and the bracket at the end.
         self._room = _HEADER_BYTES - 8 - len(_HEADER_START) - 1
-        self._file = path.open("xb")
-        self._file.seek(_HEADER_BYTES)
 
     def add(self, entry: _Entry, most_bytes: int) -> bool:
-        """Write a tensor; return False if it needs another shard."""
+        """Make room for a tensor; return False if it needs another shard."""
         begin = self.bytes - _HEADER_BYTES
         described = {
             "dtype": entry.dtype,
@@ -88,28 +99,56 @@ class _Shard:
         self._room -= len(text)
         self.names.append(entry.name)
         self.bytes += entry.size
-        if entry.size:
-            content = entry.load().data.cast("B")
-            for start in range(0, entry.size, _READ_BYTES):
-                chunk = content[start : start + _READ_BYTES]
-                self.digest.update(chunk)
-                self._file.write(chunk)
         return True
 
-    def finish(self) -> None:
-        """Write the header and sync the file."""
+    def content(self, entry: _Entry) -> Iterator[FileWrite]:
+        """Return the bytes of the tensor that was added last."""
+        if not entry.size:
+            return
+        content = entry.load().data.cast("B")
+        begin = self.bytes - entry.size
+        for start in range(0, entry.size, _READ_BYTES):
+            chunk = content[start : start + _READ_BYTES]
+            self.digest.update(chunk)
+            yield FileWrite(self.number, begin + start, chunk)
+
+    def header(self) -> FileWrite:
+        """Return the header, which ends the file."""
         text = "".join([*self._header, "}"]).encode().ljust(_HEADER_BYTES - 8)
         header = len(text).to_bytes(8, "little") + text
         self.digest.update(header)
-        self._file.seek(0)
-        self._file.write(header)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.close()
+        return FileWrite(self.number, 0, header)
 
-    def close(self) -> None:
-        """Close the file as it is."""
-        self._file.close()
+
+def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> Iterator[FileWrite]:
+    """Yield the bytes of the files that hold these tensors, with one tensor in memory at a time.
+
+    Each file's tensors come in the order of their places, then its header, and after all files the index.
+
+    Raises:
+        ValueError: there is no tensor, or one has a dtype that the format lacks, or a name that came before or that
+            no header has room for.
+    """
+    shards: list[_Shard] = []
+    seen: set[str] = set()
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        if name in seen:
+            raise ValueError(f"tensor {name!r} came twice")
+        seen.add(name)
+        entry = _entry(name, tensor)
+        if not shards or not shards[-1].add(entry, shard_bytes):
+            if shards:
+                yield shards[-1].header()
+            shards.append(_Shard(len(shards)))
+            if not shards[-1].add(entry, shard_bytes):
+                raise ValueError(f"tensor {name[:80]!r}... has a name of {len(name)} characters")
+        yield from shards[-1].content(entry)
+        # Not in memory while an iterator makes the next one.
+        del tensor, entry
+    if not shards:
+        raise ValueError("there are no tensors to write")
+    yield shards[-1].header()
+    yield FileWrite(len(shards), 0, _index(shards), index=True)
 
 
 def write(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
@@ -118,31 +157,51 @@ def write(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> Non
     The index appears last: a folder without it is not whole.
 
     Raises:
-        ValueError: there is no tensor, or one has a dtype that the format lacks, or a name that came before or that
-            no header has room for.
+        ValueError: as `lay_out`.
     """
-    shards: list[_Shard] = []
-    seen: set[str] = set()
+    index = b""
     with ExitStack() as opened:
-        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-            if name in seen:
-                raise ValueError(f"tensor {name!r} came twice")
-            seen.add(name)
-            entry = _entry(name, tensor)
-            if not shards or not shards[-1].add(entry, shard_bytes):
-                if shards:
-                    shards[-1].finish()
-                shards.append(_Shard(folder / f"{len(shards):05d}.unfinished"))
-                opened.callback(shards[-1].close)
-                if not shards[-1].add(entry, shard_bytes):
-                    raise ValueError(f"tensor {name[:80]!r}... has a name of {len(name)} characters")
-            # Not in memory while an iterator makes the next one.
-            del tensor, entry
-        if not shards:
-            raise ValueError("there are no tensors to write")
-        shards[-1].finish()
-    _name_shards(folder, shards)
-    _write_index(folder, shards)
+        files: list[BufferedWriter] = []
+        for each in lay_out(tensors, shard_bytes):
+            if each.index:
+                index = bytes(each.content)
+                continue
+            if each.file == len(files):
+                files.append(opened.enter_context(unfinished_file(folder, each.file).open("xb")))
+            file = files[each.file]
+            if file.tell() != each.offset:
+                file.seek(each.offset)
+            file.write(each.content)
+            if not each.offset:  # the header
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+            # It keeps its tensor in memory.
+            del each
+    finish_folder(folder, len(files), index)
+
+
+def unfinished_file(folder: Path, number: int) -> Path:
+    """Return the path of a file of a version that is not whole."""
+    return folder / f"{number:05d}.unfinished"
+
+
+def finish_folder(folder: Path, files: int, index: bytes) -> None:
+    """Name files as Hugging Face does, now that their number is known, and write the index."""
+    for number in range(files):
+        unfinished_file(folder, number).rename(folder / shard_name(number, files))
+    unfinished = folder / f"{INDEX}.unfinished"
+    with unfinished.open("xb") as file:
+        file.write(index)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(folder / INDEX)
+    sync(folder)
+
+
+def shard_name(number: int, files: int) -> str:
+    """Return the name of a file of a version that has so many."""
+    return "model.safetensors" if files == 1 else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
 
 
 def checksum(folder: Path) -> str:
@@ -188,28 +247,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _name_shards(folder: Path, shards: list[_Shard]) -> None:
-    """Rename the files as Hugging Face does, now that their number is known."""
-    for number, shard in enumerate(shards, 1):
-        parts = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
-        shard.path = shard.path.rename(folder / f"model{parts}.safetensors")
-
-
-def _write_index(folder: Path, shards: list[_Shard]) -> None:
+def _index(shards: list[_Shard]) -> bytes:
+    names = {shard.number: shard_name(shard.number, len(shards)) for shard in shards}
     metadata = {
         "total_size": sum(shard.bytes - _HEADER_BYTES for shard in shards),
         "shards": {
-            shard.path.name: {"bytes": shard.bytes, "sha256": shard.digest.hexdigest()} for shard in shards
+            names[shard.number]: {"bytes": shard.bytes, "sha256": shard.digest.hexdigest()}
+            for shard in shards
         },
     }
-    places = {name: shard.path.name for shard in shards for name in shard.names}
-    unfinished = folder / f"{INDEX}.unfinished"
-    with unfinished.open("x") as file:
-        json.dump({"metadata": metadata, "weight_map": places}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(folder / INDEX)
-    sync(folder)
+    places = {name: names[shard.number] for shard in shards for name in shard.names}
+    return json.dumps({"metadata": metadata, "weight_map": places}).encode()
 
 
 def _entry(name: str, tensor: Any) -> _Entry:
