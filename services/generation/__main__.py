@@ -116,7 +116,10 @@ async def _heartbeat(process: GenerationProcess) -> None:
     """Report state and load. A hung device is not reported alive: the process ends and its samples move on."""
     while not is_cancelled():
         if process.instance.hung:
-            _log.error("engine_hung", load=process.instance.load_values())
+            work = process.loop.work
+            _log.error(
+                "engine_hung", at="" if work is None else work.kind, load=process.instance.load_values()
+            )
             os._exit(1)
         await process.registration.update(**process.instance.status())
         await asyncio.sleep(process.registration.pause(_HEARTBEAT_SECONDS))

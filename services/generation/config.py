@@ -67,6 +67,9 @@ class GenerationConfig(ServiceConfig):
     """It also reports once its last report is so old. A fifth of this, at most 1 s, lies between two messages."""
     step_timeout_seconds: float = Field(default=300, gt=0)
     """An engine step that takes longer is a hung device: heartbeats stop and the process ends."""
+    command_timeout_seconds: float = Field(default=900, gt=0)
+    """The same for what is done between two steps, with samples in the engine or without: weights that are applied,
+    moves, sleep. Time for the longest of them, which is to apply the weights of the largest model."""
     evacuation_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Time for a reallocator to move the samples away, once the instance is told to stop or to drain; what is left
     then is handed back. Where no reallocator is registered that is done at once."""

@@ -14,7 +14,7 @@ from paceline.times import duration
 from paceline.v1 import fleet_pb2
 from services.contracts.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from services.generation.engine.types import EngineLoad, EngineRequest, Finish, SampleStep
-from services.generation.loop.engine_thread import EngineThread
+from services.generation.loop.engine_thread import EngineThread, WorkKind
 from services.generation.loop.metrics import EngineMetrics, EngineThroughput
 from services.generation.loop.sample_drafts import SampleDrafts
 from services.generation.loop.sample_table import SampleTable
@@ -198,10 +198,11 @@ class EngineLoop(EngineThread):
     # -- each turn ----------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
+        self._begin(WorkKind.STEP)
         idle = self.paused or not self._engine.has_work
         unsettled = idle and self.drafts.idle_work()
         self._run_commands(wait=idle and not unsettled)
-        self.last_progress = self._clock()
+        self._begin(WorkKind.STEP)
         if self.paused or not self._engine.has_work:
             # Nobody knows for how long, so nothing is held back.
             self.flush(everything=True)

@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
+
+
+class WorkKind(StrEnum):
+    """Kind of what the engine thread is at. A command may take longer than a step: it may load weights."""
+
+    STEP = "step"
+    COMMAND = "command"
+
+
+class EngineWork(NamedTuple):
+    """Work of the engine thread that has begun and is not over, and the time at which it began."""
+
+    kind: WorkKind
+    since: float
 
 
 class EngineThread(threading.Thread, ABC):
@@ -35,7 +50,8 @@ class EngineThread(threading.Thread, ABC):
         super().__init__(name="engine", daemon=True)
         self.ready: Future[Any] = Future()
         self.broken: Future[BaseException] = Future()
-        self.last_progress = clock()
+        # None while the thread waits for something to do. Read by the watchdog, which ends a process that hangs.
+        self.work: EngineWork | None = None
         self._factory = factory
         self._clock = clock
         # Any thread puts commands in; the engine thread runs them.
@@ -132,16 +148,20 @@ class EngineThread(threading.Thread, ABC):
 
     def _run_commands(self, *, wait: bool) -> None:
         while not self._stopping:
+            self.work = None
             try:
                 command = self._commands.get(block=wait)
             except queue.Empty:
                 return
             wait = False
-            # Before the command: the samples that it starts are not late because the loop was idle so long.
-            self.last_progress = self._clock()
+            self._begin(WorkKind.COMMAND)
             command()
             if self._failure is not None:
                 raise self._failure
+
+    def _begin(self, kind: WorkKind) -> None:
+        """Note that the thread begins something that may hang."""
+        self.work = EngineWork(kind, self._clock())
 
     def _reject(self) -> None:
         """Answer the commands that are queued with an error: the thread has ended."""

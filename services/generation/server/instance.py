@@ -12,6 +12,7 @@ from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.engine_thread import WorkKind
 from services.generation.loop.work_items import AdmissionTerms
 from services.platform.redis.registry import InstanceRecord, Registration
 
@@ -41,7 +42,10 @@ class GenerationInstance:
         """`has_reallocator` tells whether anybody would move samples away. The engine is ready."""
         self.evacuation_seconds = config.evacuation_seconds
         """Longest time to wait for samples to be moved away."""
-        self._step_timeout = config.step_timeout_seconds
+        self._limits_of_work = {
+            WorkKind.STEP: config.step_timeout_seconds,
+            WorkKind.COMMAND: config.command_timeout_seconds,
+        }
         self._loop = loop
         self._limits = loop.ready.result().limits
         self._registration = registration
@@ -57,9 +61,9 @@ class GenerationInstance:
 
     @property
     def hung(self) -> bool:
-        """True when the engine thread has made no progress for longer than a step may take."""
-        silent = self._loop.now - self._loop.last_progress
-        return bool(self._loop.samples) and not self._loop.paused and silent > self._step_timeout
+        """True when the engine thread is at one step, or at one command, for longer than that may take."""
+        work = self._loop.work
+        return work is not None and self._loop.now - work.since > self._limits_of_work[work.kind]
 
     def terms(self) -> AdmissionTerms:
         """Return the terms on which samples are taken now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -568,5 +569,31 @@ async def test_a_device_that_hangs_is_noticed_whoever_it_works_for(instance_rig:
         assert rig.instance.hung
     await rig.call(rig.loop.end_background)
     async with held_up(rig.loop):
+        assert not rig.instance.hung, "it has just begun"
         rig.engine.clock.now += 10_000
+        assert rig.instance.hung
+
+
+async def test_weights_that_are_never_through_are_a_hung_engine(
+    instance_rig: InstanceRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = instance_rig
+    begun, over = threading.Event(), threading.Event()
+
+    def never_through(engine: WatchedEngine, tensors: Any) -> int:
+        begun.set()
+        over.wait()
+        return 0
+
+    monkeypatch.setattr(WatchedEngine, "apply_weights", never_through)
+    await rig.weights.stage(1, tmp_path / "model", "")
+    applying = asyncio.ensure_future(rig.weights.apply(1))
+    try:
+        assert await asyncio.to_thread(begun.wait, WAIT)
         assert not rig.instance.hung
+        rig.engine.clock.now += 10_000
+        assert rig.instance.hung
+    finally:
+        over.set()
+    await applying
+    assert rig.loop.policy_version == 1

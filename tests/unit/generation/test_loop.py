@@ -21,6 +21,7 @@ from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import Verifier
 from services.generation.loop.checkpoints import CheckpointRules
 from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.engine_thread import EngineWork, WorkKind
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.outbox import OutboxEvent
 from services.generation.loop.sample_drafts import SampleDrafts
@@ -556,11 +557,11 @@ def test_an_engine_that_cannot_be_built_is_told_through_ready() -> None:
     assert loop.load.running == 0
 
 
-async def test_work_after_a_long_rest_counts_as_progress(rigs: Callable[..., Rig]) -> None:
+async def test_a_command_after_a_long_rest_has_just_begun(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
     await rig.call(lambda: None)
     rig.clock.now = 10_000.0
-    assert await rig.call(lambda: rig.loop.last_progress) == 10_000.0
+    assert await rig.call(lambda: rig.loop.work) == EngineWork(WorkKind.COMMAND, 10_000.0)
 
 
 async def test_load_and_metrics_tell_what_was_done(rigs: Callable[..., Rig]) -> None:

@@ -18,6 +18,7 @@ from paceline.internal.v1 import generation_pb2 as pb
 from services.contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.engine_thread import EngineWork, WorkKind
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
 from services.generation.loop.sample_table import SampleTable
@@ -237,31 +238,23 @@ async def test_nothing_is_applied_that_was_not_staged(rig: Rig, model: Path) -> 
     assert rig.weights.staged is None
 
 
-async def test_only_an_engine_that_should_be_working_can_hang(rig: Rig, model: Path) -> None:
+async def test_a_command_may_take_longer_than_a_step_and_hangs_without_samples_too(rig: Rig) -> None:
+    limits = GenerationConfig(model="any", instance_id="unit")
     async with held_up(rig.loop):
-        rig.loop.last_progress = rig.loop.now - 10_000
-        assert not rig.instance.hung, "it has no samples"
-    await rig.instance.pause(True)
-    over = asyncio.Event()
-
-    async def requests() -> AsyncIterator[pb.WorkRequest]:
-        yield pb.WorkRequest(start=[item(1, [1], max_tokens=3)])
-        await over.wait()
-
-    stream = rig.service.Work(requests(), None)  # type: ignore[arg-type]
-    reading = asyncio.ensure_future(anext(stream))
-    async with asyncio.timeout(WAIT):
-        while not rig.loop.samples.real_count:
-            await rig.instance.pause(True)
-    async with held_up(rig.loop):
-        rig.loop.last_progress = rig.loop.now - 10_000
-        assert not rig.instance.hung, "it is paused"
-        rig.loop.paused = False
+        work = rig.loop.work
+        assert work is not None
+        began = rig.loop.now
+        rig.loop.work = EngineWork(WorkKind.COMMAND, began - limits.step_timeout_seconds - 1)
+        assert not rig.instance.hung, "weights are being applied, perhaps"
+        rig.loop.work = EngineWork(WorkKind.STEP, began - limits.step_timeout_seconds - 1)
         assert rig.instance.hung
-    await asyncio.wait_for(reading, WAIT)
-    assert not rig.instance.hung
-    over.set()
-    await stream.aclose()
+        rig.loop.work = EngineWork(work.kind, began - limits.command_timeout_seconds - 1)
+        assert rig.instance.hung
+    await rig.instance.pause(True)
+    async with asyncio.timeout(WAIT):
+        while rig.loop.work is not None:  # noqa: ASYNC110 (the engine thread sets no event)
+            await asyncio.sleep(0.001)
+    assert not rig.instance.hung, "a thread that waits for commands does not hang"
 
 
 async def test_a_draining_instance_says_so(rig: Rig) -> None:
