@@ -132,14 +132,18 @@ class FinishUpdateRequest(_message.Message):
     def __init__(self, update_id: _Optional[str] = ..., in_flight: _Optional[_Union[InFlight, str]] = ...) -> None: ...
 
 class FinishUpdateResponse(_message.Message):
-    __slots__ = ("policy_version", "instances", "drafter_version")
+    __slots__ = ("policy_version", "instances", "drafter_version", "aborted_samples", "continued_samples")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    CONTINUED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     instances: _containers.RepeatedCompositeFieldContainer[InstanceUpdate]
     drafter_version: int
-    def __init__(self, policy_version: _Optional[int] = ..., instances: _Optional[_Iterable[_Union[InstanceUpdate, _Mapping]]] = ..., drafter_version: _Optional[int] = ...) -> None: ...
+    aborted_samples: int
+    continued_samples: int
+    def __init__(self, policy_version: _Optional[int] = ..., instances: _Optional[_Iterable[_Union[InstanceUpdate, _Mapping]]] = ..., drafter_version: _Optional[int] = ..., aborted_samples: _Optional[int] = ..., continued_samples: _Optional[int] = ...) -> None: ...
 
 class AbortUpdateRequest(_message.Message):
     __slots__ = ("update_id",)

@@ -63,16 +63,18 @@ class Claim(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., migration_id: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("handle", "token_ids", "logprobs", "verified_logprobs")
+    __slots__ = ("handle", "token_ids", "logprobs", "verified_logprobs", "policy_version")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     handle: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     verified_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    policy_version: int
+    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_time", "generation_time", "reused_prefix", "cached_tokens", "resume_on")
@@ -197,20 +199,24 @@ class StageWeightsResponse(_message.Message):
     def __init__(self, checksum: _Optional[str] = ..., stage_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ApplyWeightsRequest(_message.Message):
-    __slots__ = ("policy_version",)
+    __slots__ = ("policy_version", "in_flight")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
-    def __init__(self, policy_version: _Optional[int] = ...) -> None: ...
+    in_flight: _weight_pb2.InFlight
+    def __init__(self, policy_version: _Optional[int] = ..., in_flight: _Optional[_Union[_weight_pb2.InFlight, str]] = ...) -> None: ...
 
 class ApplyWeightsResponse(_message.Message):
-    __slots__ = ("apply_time", "dropped_blocks", "halt_time")
+    __slots__ = ("apply_time", "dropped_blocks", "halt_time", "continued_samples")
     APPLY_TIME_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HALT_TIME_FIELD_NUMBER: _ClassVar[int]
+    CONTINUED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     apply_time: _duration_pb2.Duration
     dropped_blocks: int
     halt_time: _duration_pb2.Duration
-    def __init__(self, apply_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dropped_blocks: _Optional[int] = ..., halt_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    continued_samples: int
+    def __init__(self, apply_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dropped_blocks: _Optional[int] = ..., halt_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., continued_samples: _Optional[int] = ...) -> None: ...
 
 class DiscardWeightsRequest(_message.Message):
     __slots__ = ("policy_version",)

@@ -124,7 +124,7 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ApplyWeights(self, request, context):
-        """Applies staged weights between two steps. FAILED_PRECONDITION while samples are running.
+        """Applies staged weights between two steps. FAILED_PRECONDITION while samples are running, unless they are to go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

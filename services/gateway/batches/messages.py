@@ -136,7 +136,7 @@ def work_item(
         sampling=group.sampling,
         exactness=batch.exactness,
         seed=sample.seed,
-        policy_version=batch.policy_version,
+        policy_version=batch.current_version,
         prompt_id=group.prompt_id,
         run_id=batch.cached_run,
         slot=sample.slot,
@@ -148,7 +148,7 @@ def work_item(
 
 
 def final_sample(batch: RolloutBatch, ending: SampleEnding, begin: int = 0) -> sample_pb2.Sample:
-    """Return the sample as the trainer gets it, without its tokens before `begin`.
+    """Return the sample as the trainer gets it, without its tokens before `begin`, and with all version spans.
 
     For a Generate with a prefix, it is without the prefix.
     """
@@ -166,8 +166,7 @@ def final_sample(batch: RolloutBatch, ending: SampleEnding, begin: int = 0) -> s
         nonfinite_logprobs=_nonfinite(state),
     )
     _fill(result.provenance, batch, state, ending)
-    if state.tokens:
-        result.version_spans.add(begin=0, end=len(state.tokens), policy_version=batch.policy_version)
+    result.version_spans.extend(state.version_spans())
     return result
 
 

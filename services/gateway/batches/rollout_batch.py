@@ -57,7 +57,11 @@ class BatchGroup:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """State of one batch. `max_attempts` fruitless attempts in a row make a sample FAILED."""
+    """State of one batch. `max_attempts` fruitless attempts in a row make a sample FAILED.
+
+    `policy_version` is the one that was asked for, `current_version` the one under which unfinished samples go on:
+    a later one after a weight update that lets samples continue.
+    """
 
     key: BatchKey
     policy_version: int
@@ -80,6 +84,10 @@ class RolloutBatch:
     # Samples with tokens that the journal does not have.
     unjournaled: set[int] = field(default_factory=set)
     ended: int = 0
+    current_version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.current_version = self.policy_version
 
     @property
     def unfinished(self) -> int:
@@ -118,9 +126,11 @@ class RolloutBatch:
         logprobs: Sequence[float],
         now: float,
         verified: Sequence[float] = (),
+        version: int | None = None,
     ) -> bool:
         """Append tokens from the instance; return False if the attempt is not the current one.
 
+        `version` is the one that sampled them, by the instance's report; None: the batch's current one.
         `verified` are log-probabilities of the first of these tokens, which were taken from a cached rollout
         like all the sample's tokens before them; they are left out where that cannot be.
         """
@@ -130,7 +140,7 @@ class RolloutBatch:
         lenient = self.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
         if verified and lenient and len(sample.verified) == len(sample.tokens):
             sample.verified.extend(verified)
-        sample.append(tokens, logprobs)
+        sample.append(tokens, logprobs, self.current_version if version is None else version)
         span = sample.spans[-1]
         span.end_token, span.end = len(sample.tokens), now
         sample.first_step_at = sample.first_step_at or now
@@ -210,10 +220,14 @@ class RolloutBatch:
         reason = sample_pb2.FINISH_REASON_ABORTED
         return self._end(sample, reason, _STATUS[reason], now)
 
-    def restore(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], chunks: int) -> None:
+    def restore(self, index: int, journaled: sample_pb2.Sample, chunks: int) -> None:
         """Restore the tokens of a waiting sample from its chunks in the journal; none is the sample's last."""
-        sample, count = self.samples[index], len(tokens)
-        sample.append(tokens, logprobs)
+        sample, count = self.samples[index], len(journaled.token_ids)
+        spans = [(span.begin, span.policy_version) for span in journaled.version_spans]
+        # Chunks of an earlier release have no spans.
+        for begin, version in spans if spans and not spans[0][0] else [(0, self.policy_version), *spans]:
+            sample.stamp(begin, version)
+        sample.append(journaled.token_ids, journaled.logprobs, sample.versions[-1][1])
         sample.journaled, sample.chunks = count, chunks
         sample.resubmissions += 1
         # The journal does not know the instance, so the span names none.

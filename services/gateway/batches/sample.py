@@ -83,6 +83,8 @@ class GatewaySample:
     # cached rollout.
     verified: array[float] = field(default_factory=lambda: array("f"))
     spans: list[GenerationSpan] = field(default_factory=list)
+    # Policy versions that sampled the tokens: each with its first token, in order.
+    versions: list[tuple[int, int]] = field(default_factory=list)
     resubmissions: int = 0
     # Attempts in a row that brought no token.
     fruitless: int = 0
@@ -116,8 +118,10 @@ class GatewaySample:
         self.spans.append(GenerationSpan(instance_id, have, have, now, now))
         return self.attempt
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append tokens and their log-probabilities."""
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append tokens that this policy version sampled, and their log-probabilities."""
+        if len(tokens):
+            self.stamp(len(self.tokens), version)
         # As arrays: to take a message's values one by one costs ten times as much.
         self.tokens.frombytes(np.asarray(tokens, np.uint32).tobytes())
         self.logprobs.frombytes(np.asarray(logprobs, np.float32).tobytes())
@@ -131,9 +135,25 @@ class GatewaySample:
         reused = min(max(self.reused_prefix, len(self.verified)), len(self.tokens))
         return max(self.cached_tokens, reused), reused
 
+    def stamp(self, begin: int, version: int) -> None:
+        """Record that tokens from `begin` on are of this policy version."""
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((begin, version))
+
+    def version_spans(self, begin: int = 0, end: int | None = None) -> list[sample_pb2.VersionSpan]:
+        """Return which policy version sampled which of the tokens [begin, end)."""
+        spans, last = list[sample_pb2.VersionSpan](), len(self.tokens) if end is None else end
+        for first, version in reversed(self.versions):
+            if max(first, begin) < last:
+                spans.append(
+                    sample_pb2.VersionSpan(begin=max(first, begin), end=last, policy_version=version)
+                )
+            last = min(first, last)
+        return spans[::-1]
+
     def forget_tokens(self) -> None:
         """Drop all tokens."""
-        del self.tokens[:], self.logprobs[:], self.verified[:]
+        del self.tokens[:], self.logprobs[:], self.verified[:], self.versions[:]
         self.journaled = self.chunks = 0
 
     def drop_last_token(self) -> None:
@@ -143,6 +163,7 @@ class GatewaySample:
             self.logprobs.pop()
         have = len(self.tokens)
         del self.verified[have:]
+        self.versions = [(first, version) for first, version in self.versions if first < have]
         self.reused_prefix = min(self.reused_prefix, have)
         self.spans = [span for span in self.spans if span.begin_token < have]
         for span in self.spans:

@@ -131,8 +131,9 @@ class InstanceEvents:
                 raise ValueError(f"{count} tokens with {len(delta.logprobs)} logprobs")
             if len(verified) > count:
                 raise ValueError(f"{count} tokens with {len(verified)} verified logprobs")
+            version = delta.policy_version if delta.HasField("policy_version") else None
             if attempt.batch.extend(
-                attempt.index, attempt.number, delta.token_ids, delta.logprobs, now, verified
+                attempt.index, attempt.number, delta.token_ids, delta.logprobs, now, verified, version
             ):
                 tokens += count
                 running = self.batches.by_key.get(attempt.batch.key)

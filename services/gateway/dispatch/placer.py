@@ -63,7 +63,7 @@ class Placer:
             WaitingSample(
                 ref=(running, index),
                 prompt=(run_id, batch.group_of(index).prompt_id),
-                policy_version=batch.policy_version,
+                policy_version=batch.current_version,
                 predicted=predicted,
                 order=running.order + index,
                 run=run_id,
@@ -94,7 +94,7 @@ class Placer:
         link, ref = self.links.get(instance_id), (running, index)
         if self.backlog.paused or link is None or ref not in self._queue or not self._is_open(link):
             return False
-        if link.slots.room < 1 or link.slots.policy_version != running.batch.policy_version:
+        if link.slots.room < 1 or link.slots.policy_version != running.batch.current_version:
             return False
         waiting = self._queue.take(ref)
         if waiting is None:

@@ -60,8 +60,9 @@ class HistoryWriter:
 def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> Rollout | None:
     """Return the rollout of a sample; None if it ended early, or has a log-probability that is not a number.
 
-    Log-probabilities are those under the batch's policy version: of what a LENIENT sample took over from
-    its cached rollout, the ones that it was verified with, not the ones that the sample is delivered with.
+    Log-probabilities are those under the policy version that sampled each token: of what a LENIENT sample took
+    over from its cached rollout, the ones that it was verified with, not the ones that the sample is delivered
+    with. The rollout's version is that of its last token.
     """
     state = batch.samples[ending.index]
     if not ending.is_whole or not state.tokens:
@@ -75,7 +76,7 @@ def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> Rollout | None:
         run_id=batch.key[0],
         prompt_id=batch.groups[state.group].prompt_id,
         slot=state.slot,
-        version=batch.policy_version,
+        version=state.versions[-1][1],
         kind=RolloutKind.HISTORY,
         step=batch.step,
         seed=state.seed,

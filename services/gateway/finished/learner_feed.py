@@ -157,12 +157,12 @@ class LearnerFeed:
 def sample_of(batch: RolloutBatch, ending: SampleEnding) -> FedSample | None:
     """Return the entry of a sample; None if nothing of the policy is to be learned from it.
 
-    That is a sample that did not end by itself, or is not EXACT.
+    That is a sample that did not end by itself, is not EXACT, or is of several policy versions.
     """
     state = batch.samples[ending.index]
     if batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_EXACT:
         return None
-    if not ending.is_whole or not state.tokens:
+    if not ending.is_whole or len(state.versions) != 1:
         return None
     group = batch.groups[state.group]
     return FedSample(
@@ -170,7 +170,7 @@ def sample_of(batch: RolloutBatch, ending: SampleEnding) -> FedSample | None:
         prompt_id=group.prompt_id,
         slot=state.slot,
         seed=state.seed if _is_plain(group.sampling) else None,
-        policy_version=batch.policy_version,
+        policy_version=state.versions[0][1],
         prompt=tuple(group.prompt_token_ids),
         response=tuple(state.tokens),
     )

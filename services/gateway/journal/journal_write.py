@@ -84,7 +84,8 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
         # Without the last token, which may be sampled again.
         begin, end = state.journaled, len(state.tokens) - 1
         if end - begin >= least_tokens:
-            payload = pack(state.tokens[begin:end], state.logprobs[begin:end])
+            spans = state.version_spans(begin, end)
+            payload = pack(state.tokens[begin:end], state.logprobs[begin:end], spans)
             write.extensions.append(TokenChunk(index, state.chunks, begin, end, payload))
             state.journaled, state.chunks = end, state.chunks + 1
             write.count(len(payload))
@@ -143,6 +144,6 @@ def _serialised(batch: RolloutBatch, ending: SampleEnding) -> tuple[bytes, Head]
     if not state.chunks:
         return final_sample(batch, ending).SerializeToString(), WHOLE
     begin = state.journaled
-    chunks = pack(state.tokens[:begin], state.logprobs[:begin])
+    chunks = pack(state.tokens[:begin], state.logprobs[:begin], state.version_spans(0, begin))
     rest = final_sample(batch, ending, begin).SerializeToString()
     return chunks + rest, Head(state.chunks, begin, len(chunks))

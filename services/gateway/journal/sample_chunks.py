@@ -1,9 +1,10 @@
 """Chunks of long samples: tokens that are in the journal before their sample ends, and are not written again.
 
-A chunk is a serialised paceline.v1.Sample with nothing but tokens and log-probabilities. What is written when the
-sample ends has the rest of the tokens and all other fields. Protobuf merges messages that follow one another, so
-chunks and rest in one string are the sample. The last token of an unfinished sample is in no chunk, because another
-attempt would sample it again. Pure.
+A chunk is a serialised paceline.v1.Sample with nothing but tokens, log-probabilities and version spans. What is
+written when the sample ends has the rest of the tokens, all version spans and all other fields. Protobuf merges
+messages that follow one another, so chunks and rest in one string are the sample, but for its spans: see
+`join_spans`. The last token of an unfinished sample is in no chunk, because another attempt would sample it again.
+Pure.
 """
 
 from __future__ import annotations
@@ -66,10 +67,30 @@ class PartialSample:
             sample = sample_pb2.Sample.FromString(self.payload)
         except DecodeError:
             return None
+        join_spans(sample)
         whole = len(sample.token_ids) == len(sample.logprobs) == self.head.tokens
         return sample if whole else None
 
 
-def pack(tokens: Sequence[int], logprobs: Sequence[float]) -> bytes:
+def pack(
+    tokens: Sequence[int], logprobs: Sequence[float], spans: Sequence[sample_pb2.VersionSpan] = ()
+) -> bytes:
     """Return the payload of a chunk."""
-    return sample_pb2.Sample(token_ids=tokens, logprobs=logprobs).SerializeToString()
+    return sample_pb2.Sample(token_ids=tokens, logprobs=logprobs, version_spans=spans).SerializeToString()
+
+
+def join_spans(sample: sample_pb2.Sample) -> None:
+    """Join the version spans of chunks, of which each brings its own; one that begins at 0 is the first of all."""
+    spans = [(span.begin, span.end, span.policy_version) for span in sample.version_spans]
+    joined: list[tuple[int, int, int]] = []
+    for begin, end, version in spans:
+        if begin == 0:
+            joined.clear()
+        if joined and joined[-1][1:] == (begin, version):
+            joined[-1] = (joined[-1][0], end, version)
+        else:
+            joined.append((begin, end, version))
+    if joined != spans:
+        del sample.version_spans[:]
+        for begin, end, version in joined:
+            sample.version_spans.add(begin=begin, end=end, policy_version=version)

@@ -14,6 +14,7 @@ from services.gateway.batches.admission import check_generate
 from services.gateway.batches.messages import final_sample
 from services.gateway.dispatch.running_batch import RunningBatch
 from services.gateway.journal.batch_record import BatchRecord
+from services.gateway.journal.sample_chunks import join_spans
 from services.gateway.rollouts.intake import RolloutIntake
 from services.gateway.rollouts.recovery import BatchRecovery
 
@@ -111,6 +112,7 @@ def _event(record: BatchRecord, cursor: int, payload: bytes | None = None) -> pb
     event = pb.StreamRolloutsResponse(cursor=cursor, finished=record.finished, total=record.total)
     if payload is not None:
         event.sample.MergeFromString(payload)
+        join_spans(event.sample)
     return event
 
 

@@ -168,7 +168,7 @@ def _rebuild(
     for partial in partials:
         tokens = partial.parse()
         if tokens is not None:
-            batch.restore(partial.index, tokens.token_ids, tokens.logprobs, partial.head.chunks)
+            batch.restore(partial.index, tokens, partial.head.chunks)
     for cancel in record.cancels:
         for index in cancelled_indexes(record, cancel.samples):
             batch.cancel(index, cancel.keep_partial)

@@ -268,6 +268,7 @@ class EngineLoop(EngineThread):
         return False
 
     def _add(self, sample: RunningSample) -> None:
+        sample.policy_version = self.policy_version
         sample.stream.add(sample, self._clock())
         self.samples.add(sample)
 

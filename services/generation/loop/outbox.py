@@ -17,9 +17,9 @@ OutboxEvent = pb.WorkResponse | Exception | None
 class ResponseOutbox:
     """Responses that the caller of a stream has not taken yet. None or an exception ends the stream.
 
-    While a response waits for a slow caller, those that follow are merged into it: one delta a sample, one load. So
-    what waits is bounded by the tokens of the samples that the caller has started, however long it takes. Filled by
-    any thread, emptied by the event loop.
+    While a response waits for a slow caller, those that follow are merged into it: one delta a sample and policy
+    version, one load. So what waits is bounded by the tokens of the samples that the caller has started, however
+    long it takes. Filled by any thread, emptied by the event loop.
     """
 
     def __init__(self, events: asyncio.AbstractEventLoop) -> None:
@@ -68,7 +68,8 @@ class ResponseOutbox:
             self._deltas = {delta.handle: delta for delta in last.deltas}
         for delta in event.deltas:
             known = self._deltas.get(delta.handle)
-            if known is None:
+            # Tokens of another version stay apart, after those before them.
+            if known is None or known.policy_version != delta.policy_version:
                 self._deltas[delta.handle] = last.deltas.add()
                 self._deltas[delta.handle].CopyFrom(delta)
             else:

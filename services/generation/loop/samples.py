@@ -92,6 +92,8 @@ class RunningSample:
     # Moves between instances, and the callback for the first step after a move.
     migrations: int = 0
     resumed: Callable[[], None] | None = None
+    # Version of the weights that sampled `tokens`. New weights are applied when all that were before are reported.
+    policy_version: int | None = None
     response: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,6 +166,7 @@ class RunningSample:
             token_ids=self.tokens,
             logprobs=self.logprobs,
             verified_logprobs=self.verified_logprobs,
+            policy_version=self.policy_version,
         )
         self.tokens, self.logprobs, self.verified_logprobs = [], [], []
         return delta

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from services.gateway.batches.messages import final_sample, work_item
 from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
 from services.gateway.batches.sample import EventEffect, GatewaySample, SamplePhase
 from services.gateway.journal.journal_write import collect, has_more, settle, undo
-from services.gateway.journal.sample_chunks import WHOLE, Head, PartialSample, TokenChunk, pack
+from services.gateway.journal.sample_chunks import WHOLE, Head, PartialSample, TokenChunk, join_spans, pack
 from tests.unit.gateway.dispatch_parts import record_of
 
 STOP, LENGTH, ABORTED = (
@@ -41,7 +43,14 @@ def restore(batch: RolloutBatch, chunks: list[TokenChunk]) -> None:
     for chunk in chunks:
         sample = PartialSample(chunk.index, Head(1, chunk.end), chunk.payload).parse()
         assert sample is not None
-        batch.restore(chunk.index, sample.token_ids, sample.logprobs, 1)
+        batch.restore(chunk.index, sample, 1)
+
+
+def joined(payload: bytes) -> sample_pb2.Sample:
+    """Return a sample as it is delivered."""
+    sample = sample_pb2.Sample.FromString(payload)
+    join_spans(sample)
+    return sample
 
 
 def finished(reason: sample_pb2.FinishReason, **fields: float) -> generation_pb2.Finished:
@@ -238,7 +247,7 @@ def test_a_sample_that_ends_is_written_without_its_chunks_and_they_make_it_whole
     stored = b"".join(chunk.payload for chunk in chunks) + ended.rest
     want = final_sample(other, other.endings[0]).SerializeToString(deterministic=True)
     for payload in (stored, ended.payload):
-        assert sample_pb2.Sample.FromString(payload).SerializeToString(deterministic=True) == want
+        assert joined(payload).SerializeToString(deterministic=True) == want
 
 
 def test_a_sample_whose_chunks_are_torn_is_written_whole_and_kept_until_then() -> None:
@@ -334,7 +343,8 @@ def test_a_moved_sample_counts_the_prefix_that_its_caller_brought() -> None:
 class SampleMachine(RuleBasedStateMachine):
     """One sample under any order of events, against the response that it must end with.
 
-    The journal is modelled as the script keeps it: chunks, of which each ends those after it.
+    The journal is modelled as the script keeps it: chunks, of which each ends those after it. The log-probability
+    of a token is the negative version that sampled it.
     """
 
     def __init__(self) -> None:
@@ -344,19 +354,27 @@ class SampleMachine(RuleBasedStateMachine):
         self.journal: list[bytes] = []
         self.payloads: list[bytes] = []
         self.now = 1001.0
+        self.version = 7
 
     @property
     def sample(self) -> GatewaySample:
         return self.batch.samples[0]
 
-    @rule(wanted=st.integers(1, 6))
-    def progress(self, wanted: int) -> None:
+    @rule()
+    def update(self) -> None:
+        self.version += 1
+        self.batch.current_version = self.version
+
+    @rule(wanted=st.integers(1, 6), behind=st.integers(0, 1))
+    def progress(self, wanted: int, behind: int) -> None:
         if self.sample.phase is SamplePhase.WAITING:
             self.batch.assign(0, f"i{self.sample.attempt % 3}", self.now)
         if self.sample.phase is SamplePhase.ASSIGNED:
             have = len(self.sample.tokens)
             tokens = self.truth[have : have + wanted]
-            assert self.batch.extend(0, self.sample.attempt, tokens, [-1.0] * len(tokens), self.now)
+            version = self.version - behind
+            logprobs = [-float(version)] * len(tokens)
+            assert self.batch.extend(0, self.sample.attempt, tokens, logprobs, self.now, version=version)
             if have + len(tokens) == len(self.truth):
                 self.batch.finish(0, self.sample.attempt, finished(STOP), self.now)
 
@@ -391,24 +409,28 @@ class SampleMachine(RuleBasedStateMachine):
             self.journal[chunk.number :] = [chunk.payload]
         for ended in write.ended:
             self.payloads.append(b"".join(self.journal[: ended.head.chunks]) + ended.rest)
-            assert sample_pb2.Sample.FromString(ended.payload) == sample_pb2.Sample.FromString(
-                self.payloads[-1]
-            )
+            assert joined(ended.payload) == joined(self.payloads[-1])
 
     @rule()
     def restart(self) -> None:
         if self.payloads or self.sample.phase is SamplePhase.ENDED:
             return
         self.batch = make(samples=1, max_attempts=5)
-        sample = sample_pb2.Sample.FromString(b"".join(self.journal))
+        self.batch.current_version = self.version
+        sample = joined(b"".join(self.journal))
         if sample.token_ids:
-            self.batch.restore(0, sample.token_ids, sample.logprobs, len(self.journal))
+            self.batch.restore(0, sample, len(self.journal))
 
     @invariant()
     def tokens_are_a_prefix_of_the_truth(self) -> None:
         tokens = list(self.sample.tokens)
         assert tokens == self.truth[: len(tokens)]
         assert len(self.sample.logprobs) == len(tokens)
+
+    @invariant()
+    def spans_tell_who_sampled_each_token(self) -> None:
+        sample = sample_pb2.Sample(version_spans=self.sample.version_spans())
+        assert versions_of(sample) == [-logprob for logprob in self.sample.logprobs]
 
     @invariant()
     def delivered_at_most_once_and_whole(self) -> None:
@@ -420,6 +442,18 @@ class SampleMachine(RuleBasedStateMachine):
             spans = [(s.begin_token, s.end_token) for s in sample.provenance.instance_spans]
             covered = [token for begin, end in spans for token in range(begin, end)]
             assert covered == list(range(len(sample.token_ids)))
+            join_spans(sample)
+            assert versions_of(sample) == [-logprob for logprob in sample.logprobs]
+            assert all(a.policy_version != b.policy_version for a, b in pairwise(sample.version_spans))
+
+
+def versions_of(sample: sample_pb2.Sample) -> list[int]:
+    """Return the version of each token, whose spans must follow one another."""
+    found: list[int] = []
+    for span in sample.version_spans:
+        assert span.begin == len(found) < span.end
+        found += [span.policy_version] * (span.end - span.begin)
+    return found
 
 
 TestSampleMachine = SampleMachine.TestCase
@@ -435,3 +469,23 @@ def test_tokens_of_any_size_survive_the_journal(tokens: list[int]) -> None:
     fresh = make()
     restore(fresh, write.extensions)
     assert list(fresh.samples[0].tokens) == tokens[:-1]
+
+
+def test_chunks_of_an_earlier_release_are_of_the_version_that_was_asked_for() -> None:
+    batch = make()
+    batch.restore(0, sample_pb2.Sample(token_ids=[5, 6], logprobs=[-1.0, -2.0]), 1)
+    batch.current_version = 8
+    attempt = batch.assign(0, "i0", 1001.0)
+    batch.extend(0, attempt, [7, 8], [-3.0, -4.0], 1002.0)
+    (chunk,) = collect(batch, record_of(batch)).extensions
+    batch.finish(0, attempt, finished(STOP), 1003.0)
+    spans = [(0, 2, 7), (2, 4, 8)]
+    rest = final_sample(batch, batch.endings[0], begin=3).SerializeToString()
+    old = sample_pb2.Sample(token_ids=[5, 6], logprobs=[-1.0, -2.0]).SerializeToString()
+    delivered = joined(old + chunk.payload + rest)
+    assert list(delivered.token_ids) == [5, 6, 7, 8]
+    assert [(each.begin, each.end, each.policy_version) for each in delivered.version_spans] == spans
+    # And a gateway that reads the chunks alone goes on from both.
+    fresh = make()
+    fresh.restore(0, joined(old + chunk.payload), 2)
+    assert fresh.samples[0].versions == [(0, 7), (2, 8)]

@@ -144,7 +144,7 @@ def test_after_a_restart_the_delivered_log_probabilities_are_kept() -> None:
     (chunk,) = collect(batch, record_of(batch)).extensions
     fresh = make()
     stored = sample_pb2.Sample.FromString(chunk.payload)
-    fresh.restore(0, stored.token_ids, stored.logprobs, 1)
+    fresh.restore(0, stored, 1)
     attempt = fresh.assign(0, "i1", 1005.0)
     fresh.extend(0, attempt, [8], [-4.0], 1006.0)
     provenance = end(fresh, attempt)

@@ -306,6 +306,19 @@ def test_verified_logprobs_are_merged_with_their_tokens(events: asyncio.Abstract
     assert (list(delta.token_ids), list(delta.verified_logprobs)) == ([1, 2, 3, 4, 5], [-1, -2, -3])
 
 
+def test_tokens_of_two_versions_are_not_merged(events: asyncio.AbstractEventLoop) -> None:
+    box = ResponseOutbox(events)
+    for token, version in ((1, 7), (2, 7), (3, 8), (4, 8)):
+        for handle in (1, 2):
+            delta = pb.Delta(handle=handle, token_ids=[token], logprobs=[0.0], policy_version=version)
+            box.put(pb.WorkResponse(deltas=[delta]))
+    response = box.get_nowait()
+    assert isinstance(response, pb.WorkResponse)
+    found = [(each.handle, each.policy_version, list(each.token_ids)) for each in response.deltas]
+    assert sorted(found) == [(1, 7, [1, 2]), (1, 8, [3, 4]), (2, 7, [1, 2]), (2, 8, [3, 4])]
+    assert [each[1] for each in found if each[0] == 1] == [7, 8], "in their order"
+
+
 def test_the_end_of_the_stream_comes_after_everything(events: asyncio.AbstractEventLoop) -> None:
     box = ResponseOutbox(events)
     error = RuntimeError("gone")
