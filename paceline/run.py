@@ -156,7 +156,13 @@ class AsyncRun:
         pairs, which are written to the run's `WeightFolder`; the asynchronous client reads them in a thread of its
         own. An error leaves the version that was served.
         """
-        finished = await push(self.client, self.run_id, target, lambda version: self._folder(version, source))
+        finished = await push(
+            self.client,
+            self.run_id,
+            target,
+            lambda version: self._folder(version, source),
+            lambda published, folder: self._delta(published, folder, source),
+        )
         if self._weights is not None:
             await self.client.run_work(self._weights.prune)
         return finished
@@ -167,3 +173,8 @@ class AsyncRun:
         if self._weights is None:
             raise ValueError("to push tensors, open the run with weights=WeightFolder(...)")
         return self._weights.write(version, source)
+
+    def _delta(self, published: t.Versions, folder: Path, source: Source) -> Path | None:
+        if self._weights is None or isinstance(source, str | Path):
+            return None
+        return self._weights.write_delta(published, folder)

@@ -9,6 +9,7 @@ A version is published when every phase has succeeded; an error leaves the one b
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -16,10 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline import safetensors
+from paceline import delta, expansion, safetensors
 from paceline import types as t
 from paceline.calls import GatewayCalls
 from paceline.errors import PacelineError
+
+log = logging.getLogger("paceline")
+# A larger delta saves less than expanding it costs.
+_MOST_DELTA_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class WeightFolder:
     keep: int = 2
     shard_bytes: int = safetensors.SHARD_BYTES
     """Largest safetensors file of a version."""
+    deltas: bool = False
+    """Also write what changed since the published version, which instances that hold that one read instead."""
 
     def write(self, version: int, tensors: safetensors.Tensors) -> Path:
         """Write a version and return its absolute path.
@@ -68,10 +75,37 @@ class WeightFolder:
         safetensors.sync(root)
         return folder
 
+    def write_delta(self, published: t.Versions, folder: Path) -> Path | None:
+        """Write what changed from the published version to a version that `write` returned; return its path.
+
+        None: deltas are not asked for, the published version is not here, or a delta would not be worth it.
+        """
+        base = self.root.absolute() / f"v{published.policy_version:08d}"
+        if not self.deltas or not base.is_dir() or base == folder:
+            return None
+        place = folder.with_name(f"delta-{folder.name[1:]}")
+        unfinished = place.with_name(f".{place.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            if safetensors.index_checksum(base) != published.policy_checksum:
+                return None
+            written = delta.encode(base, published.policy_version, folder, unfinished)
+            if written.bytes > _MOST_DELTA_SHARE * sum(file.stat().st_size for file in folder.iterdir()):
+                return None
+            _remove(place)
+            unfinished.rename(place)
+        except (OSError, ValueError) as error:
+            log.warning("version goes without a delta: %s", error)
+            return None
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return place
+
     def prune(self) -> None:
         """Remove all but the newest folders."""
-        for folder in sorted(self.root.glob("v[0-9]*"))[: -self.keep]:
-            _remove(folder)
+        for kind in ("v[0-9]*", "delta-*"):
+            for folder in sorted(self.root.glob(kind))[: -self.keep]:
+                _remove(folder)
 
 
 def _remove(folder: Path) -> None:
@@ -84,15 +118,24 @@ def _remove(folder: Path) -> None:
 
 
 async def push(
-    client: GatewayCalls, run_id: str, target: t.WeightTarget, folder_of: Callable[[int], Path]
+    client: GatewayCalls,
+    run_id: str,
+    target: t.WeightTarget,
+    folder_of: Callable[[int], Path],
+    delta_of: Callable[[t.Versions, Path], Path | None] = lambda *_: None,
 ) -> t.UpdateFinished:
-    """Push the next version, whose files are in `folder_of(version)`. An error aborts the update."""
-    version = _version(await client.versions(), target) + 1
+    """Push the next version, whose files are in `folder_of(version)`. An error aborts the update.
+
+    `delta_of` returns the folder with what changed since the published version, if there is one.
+    """
+    published = await client.versions()
+    version = _version(published, target) + 1
     folder = await client.run_work(lambda: folder_of(version))
-    checksum = await client.run_work(lambda: safetensors.checksum(folder))
+    checksum = await client.run_work(lambda: expansion.checksum(folder))
+    changes = await client.run_work(lambda: delta_of(published, folder))
     started = await client.start_update(run_id, version, target)
     try:
-        await client.update_weights(started.update_id, folder, checksum)
+        await client.update_weights(started.update_id, folder, checksum, changes)
         return await _finish(client, started.update_id, version, target)
     except GeneratorExit:
         raise

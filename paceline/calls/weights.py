@@ -28,10 +28,13 @@ class WeightUpdateCalls(Caller):
         return convert.update_started(await self.call(Unary("Weight", "StartUpdate", request)))
 
     async def update_weights(
-        self, update_id: str, path: Path | str, checksum: str = ""
+        self, update_id: str, path: Path | str, checksum: str = "", delta: Path | None = None
     ) -> tuple[t.InstanceUpdate, ...]:
-        """Let every instance check and stage a folder (absolute path as the instances see it)."""
-        disk = weight_pb2.DiskWeights(path=str(path), checksum=checksum)
+        """Let every instance check and stage a folder (absolute path as the instances see it).
+
+        `delta` is a folder with what changed since the published version, for instances that hold that one.
+        """
+        disk = weight_pb2.DiskWeights(path=str(path), checksum=checksum, delta=str(delta or ""))
         request = weight_pb2.UpdateWeightsRequest(update_id=update_id, disk=disk)
         return convert.staged(
             await self.call(Unary("Weight", "UpdateWeights", request, slow=True, streams_request=True))

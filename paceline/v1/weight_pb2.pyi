@@ -64,12 +64,14 @@ class StartUpdateResponse(_message.Message):
     def __init__(self, update_id: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class DiskWeights(_message.Message):
-    __slots__ = ("path", "checksum")
+    __slots__ = ("path", "checksum", "delta")
     PATH_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     path: str
     checksum: str
-    def __init__(self, path: _Optional[str] = ..., checksum: _Optional[str] = ...) -> None: ...
+    delta: str
+    def __init__(self, path: _Optional[str] = ..., checksum: _Optional[str] = ..., delta: _Optional[str] = ...) -> None: ...
 
 class WeightChunk(_message.Message):
     __slots__ = ("tensor", "dtype", "shape", "offset", "data", "crc")

@@ -108,6 +108,8 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
             disk = request.disk
         disk = disk or weight_pb2.DiskWeights()
         check_weight_folder(disk.path, self._weights_root)
+        if disk.delta:
+            check_weight_folder(disk.delta, self._weights_root)
         return weight_pb2.UpdateWeightsResponse(instances=await term.updater.stage(update_id, disk))
 
     async def FinishUpdate(

@@ -22,6 +22,7 @@ from services.generation.loop.work_stream import WorkStream
 from services.generation.server.instance import GenerationInstance
 from services.generation.server.sample_intake import SampleIntake
 from services.generation.server.weight_updates import WeightUpdates
+from services.generation.weights.expansion import GivenWeights
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _log = structlog.get_logger(__name__)
@@ -104,9 +105,7 @@ class GenerationService(rpc.GenerationServiceServicer):
         if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
             raise Unimplemented("drafter weights", "a drafter is put in by LoadDraftModel")
         began = time.monotonic()
-        staged = await self._weights.stage(
-            request.policy_version, Path(request.disk.path), request.disk.checksum
-        )
+        staged = await self._weights.stage(request.policy_version, _given(request.disk))
         return pb.StageWeightsResponse(
             checksum=staged.checksum, stage_time=duration(time.monotonic() - began)
         )
@@ -129,3 +128,10 @@ class GenerationService(rpc.GenerationServiceServicer):
         """Forget staged weights."""
         self._weights.discard(request.policy_version)
         return pb.DiscardWeightsResponse()
+
+
+def _given(disk: weight_pb2.DiskWeights) -> GivenWeights:
+    """Return weights that are on disk; an empty path is one that check_weight_folder refuses."""
+    if not disk.delta:
+        return GivenWeights(Path(disk.path), disk.checksum)
+    return GivenWeights(Path(disk.path) if disk.path else None, disk.checksum, Path(disk.delta))

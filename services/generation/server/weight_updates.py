@@ -11,13 +11,13 @@ from pathlib import Path
 import structlog
 
 from services.contracts.errors import FailedPrecondition
-from services.contracts.weight_folder import check_weight_folder
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.pregeneration.pregenerator import Pregenerator
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.staging import StagedWeights, checksum_of, read_manifest, stage
+from services.generation.weights.expansion import GivenWeights, WeightReader
+from services.generation.weights.staging import StagedWeights, read_manifest
 
 _log = structlog.get_logger(__name__)
 
@@ -53,28 +53,21 @@ class WeightUpdates:
         """
         self.staged: StagedWeights | None = None
         self._loop = loop
-        self._manifest = read_manifest(Path(config.model))
-        self._root = config.weights_root
         self._adopted = AdoptedWeights(config.adopted_weights) if config.adopted_weights else None
+        manifest = read_manifest(Path(config.model))
+        self._reader = WeightReader(manifest, config.weights_root, self._adopted)
         self._end_unclaimed = end_unclaimed
         self._pregenerator = pregenerator
         self._metrics = metrics
         self._updating = asyncio.Lock()
 
-    async def stage(self, version: int, folder: Path, checksum: str) -> StagedWeights:
+    async def stage(self, version: int, given: GivenWeights) -> StagedWeights:
         """Read and check weights in a thread of their own; the engine steps on meanwhile."""
         async with self._updating:
             with self._metrics.weight_seconds.labels("stage").time():
-                self.staged = await asyncio.to_thread(self._read, version, folder, checksum)
+                self.staged = await asyncio.to_thread(self._reader.read, version, given)
         _log.info("weights_staged", version=version, checksum=self.staged.checksum)
         return self.staged
-
-    def _read(self, version: int, folder: Path, checksum: str) -> StagedWeights:
-        check_weight_folder(str(folder), self._root, follow_links=True)
-        if self._adopted is not None:
-            checksum = checksum or checksum_of(folder)
-            folder = self._adopted.adopt(folder, version, checksum)
-        return stage(folder, version, self._manifest, checksum)
 
     async def apply(self, version: int) -> AppliedWeights:
         """Serve the staged weights from the next step on. Background samples end, and are stored.

@@ -7,11 +7,12 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline import safetensors
+from paceline import expansion, safetensors
+from paceline.expansion import BaseWeights
 from services.contracts.errors import FailedPrecondition
 
 
@@ -34,19 +35,56 @@ class AdoptedWeights:
         Raises:
             FailedPrecondition: the weights cannot be taken over; the disk is full, for example.
         """
+        place = self.held(version, checksum)
+        files = [] if place else sorted(folder.glob("*.safetensors"))
+        if not files:
+            return place or folder
+        return self.make(version, checksum, lambda unfinished: _take(files, unfinished))
+
+    def held(self, version: int, checksum: str) -> Path | None:
+        """Return the folder here of the weights of a version, None if they are not here."""
+        place = self._place(version, checksum)
+        return place if place.is_dir() else None
+
+    def make(self, version: int, checksum: str, fill: Callable[[Path], object]) -> Path:
+        """Return the folder here of the weights of a version, which `fill` writes if they are not here.
+
+        Raises:
+            FailedPrecondition: they cannot be written; the disk is full, for example.
+            Exception: of `fill`; nothing is left of what it wrote.
+        """
         place = self._place(version, checksum)
         try:
             with self._locked():
                 if not place.is_dir():
-                    files = sorted(folder.glob("*.safetensors"))
-                    if not files:
-                        return folder
                     self.sweep()
-                    self._take(files, place)
+                    self._fill(place, fill)
         except OSError as error:
-            text = f"the weights in {folder} cannot be taken over to {self._root}: {error}"
+            text = f"version {version} of the weights cannot be taken over to {self._root}: {error}"
             raise FailedPrecondition("WEIGHTS_NOT_ADOPTED", text) from error
         return place
+
+    def links(self, folder: Path) -> bool:
+        """Return True if the weights of a folder take no space and no time here: they would be linked."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            one_disk = folder.stat().st_dev == self._root.stat().st_dev
+            return one_disk and _has_checksums(folder) and os.access(folder, os.R_OK)
+        except OSError:
+            return False
+
+    def versions(self) -> list[str]:
+        """Return what is here, as version and checksum; only what the SDK wrote is known by its checksum."""
+        return [
+            f"{int(place.name[1:9])} {_checksum_of(place) or 'without an index'}"
+            for place in sorted(self._root.glob("v*-*"))
+        ]
+
+    def give_up(self, place: Path, inode: int) -> None:
+        """Give up a folder that was found to be corrupt, unless another instance has made it anew meanwhile."""
+        with suppress(OSError), self._locked():
+            if place.stat().st_ino == inode:
+                _hide(place)
 
     def hide(self, version: int) -> None:
         """Give up the weights of a version that is not to be served; `prune` frees their space."""
@@ -54,12 +92,14 @@ class AdoptedWeights:
             _hide(place)
 
     def prune(self, version: int, checksum: str) -> None:
-        """Remove what is neither this version, nor the one before, nor a later one."""
+        """Remove what is neither this version, nor the one before, nor what these build on, nor a later one."""
         served = self._place(version, checksum)
         upto = [place for place in sorted(self._root.glob("v*-*")) if place.name[:9] <= served.name[:9]]
         before = [place for place in upto if place.name[:9] < served.name[:9]]
+        kept = {served, *before[-1:]}
+        kept |= {self._place(base.version, base.checksum) for base in map(_base_of, kept) if base}
         for place in upto:
-            if place not in (served, *before[-1:]):
+            if place not in kept:
                 _hide(place)
         self.sweep()
 
@@ -79,28 +119,45 @@ class AdoptedWeights:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _take(self, files: list[Path], place: Path) -> None:
+    def _fill(self, place: Path, fill: Callable[[Path], object]) -> None:
         unfinished = place.with_name(f".taking-{place.name}")
         shutil.rmtree(unfinished, ignore_errors=True)  # of an instance that died
         unfinished.mkdir()
-        index = files[0].parent / safetensors.INDEX
-        written_once = _has_checksums(index)
         try:
-            for file in files:
-                _take_file(file.resolve(), unfinished / file.name, link=written_once)
-            if index.is_file():
-                shutil.copyfile(index, unfinished / index.name)
+            fill(unfinished)
             unfinished.rename(place)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
 
-def _has_checksums(index: Path) -> bool:
+def _take(files: list[Path], target: Path) -> None:
+    index = files[0].parent / safetensors.INDEX
+    written_once = _has_checksums(index.parent)
+    for file in files:
+        _take_file(file.resolve(), target / file.name, link=written_once)
+    if index.is_file():
+        shutil.copyfile(index, target / index.name)
+
+
+def _has_checksums(folder: Path) -> bool:
+    return _checksum_of(folder) != ""
+
+
+def _checksum_of(folder: Path) -> str:
     try:
-        return safetensors.index_checksum(index.parent) != ""
-    except ValueError:
-        return False
+        return safetensors.index_checksum(folder)
+    except (OSError, ValueError):
+        return ""
+
+
+def _base_of(place: Path) -> BaseWeights | None:
+    """Return the weights that an adapter was merged with, which the next one will be merged with."""
+    try:
+        told = expansion.read(place)
+    except (OSError, ValueError):
+        return None
+    return told.base if told else None
 
 
 def _take_file(source: Path, target: Path, *, link: bool) -> None:

@@ -26,6 +26,7 @@ from services.generation.server.generation_service import GenerationService
 from services.generation.server.instance import GenerationInstance
 from services.generation.server.sample_intake import SampleIntake
 from services.generation.server.weight_updates import AppliedWeights, WeightUpdates
+from services.generation.weights.expansion import GivenWeights
 from services.platform.redis.connection import Keys
 from services.platform.redis.registry import InstanceRecord, Registration
 from tests.support.instances import item
@@ -150,7 +151,7 @@ async def test_a_work_stream_on_a_stopped_engine_is_refused_at_once(rig: Rig) ->
 
 
 async def test_weights_that_fail_in_the_engine_end_the_engine(rig: Rig, model: Path) -> None:
-    await rig.weights.stage(1, model, "")
+    await rig.weights.stage(1, GivenWeights(model))
     rig.engine.apply_fault = RuntimeError("half-loaded")
     with pytest.raises(RuntimeError, match="half-loaded"):
         await rig.weights.apply(1)
@@ -161,7 +162,7 @@ async def test_weights_that_fail_in_the_engine_end_the_engine(rig: Rig, model: P
 
 
 async def test_applied_weights_are_the_staged_ones_and_change_the_version(rig: Rig, model: Path) -> None:
-    staged = await rig.weights.stage(4, model, "")
+    staged = await rig.weights.stage(4, GivenWeights(model))
     assert await rig.weights.apply(4) == AppliedWeights(dropped_blocks=7)
     (applied,) = rig.engine.applied
     assert applied.keys() == staged.tensors.keys()
@@ -189,10 +190,10 @@ async def test_weights_outside_the_root_are_not_read(model: Path, root: Path) ->
     rig = Rig(model, weights_root=root)
     for folder in (model, root / "v1", root / "v2" / ".." / ".." / "model"):
         with pytest.raises(InvalidArgument) as refused:
-            await rig.weights.stage(1, folder, "")
+            await rig.weights.stage(1, GivenWeights(folder))
         assert str(root) in refused.value.message
     for folder in (root / "v2", model.parent / "link" / "v2"):
-        assert (await rig.weights.stage(1, folder, "")).version == 1
+        assert (await rig.weights.stage(1, GivenWeights(folder))).version == 1
     rig.loop.stop()
     rig.loop.join(WAIT)
 
@@ -201,15 +202,15 @@ async def test_an_instance_that_joins_finds_weights_whose_folder_is_gone(model: 
     weights = WeightFolder(model.parent / "weights", model)
     folder = weights.write(1, load_file(model / "model.safetensors"))
     first, second = (Rig(model, adopted_weights=model.parent / "adopted") for _ in range(2))
-    staged = await first.weights.stage(1, folder, safetensors.checksum(folder))
+    staged = await first.weights.stage(1, GivenWeights(folder, safetensors.checksum(folder)))
     shutil.rmtree(folder)
     await first.weights.apply(1)
-    await second.weights.stage(1, folder, staged.checksum)
+    await second.weights.stage(1, GivenWeights(folder, staged.checksum))
     await second.weights.apply(1)
     (applied,) = second.engine.applied
     assert applied.keys() == load_file(model / "model.safetensors").keys()
     with pytest.raises(InvalidArgument, match="is not a folder"):
-        await second.weights.stage(2, folder, staged.checksum)
+        await second.weights.stage(2, GivenWeights(folder, staged.checksum))
     for rig in (first, second):
         rig.loop.stop()
         rig.loop.join(WAIT)
@@ -218,11 +219,11 @@ async def test_an_instance_that_joins_finds_weights_whose_folder_is_gone(model: 
 async def test_adopted_weights_that_are_discarded_are_not_found_again(model: Path) -> None:
     rig, folder = Rig(model, adopted_weights=model.parent / "adopted"), model.parent / "given"
     shutil.copytree(model, folder)
-    staged = await rig.weights.stage(1, folder, "")
+    staged = await rig.weights.stage(1, GivenWeights(folder))
     shutil.rmtree(folder)
     rig.weights.discard(1)
     with pytest.raises(InvalidArgument, match="is not a folder"):
-        await rig.weights.stage(1, folder, staged.checksum)
+        await rig.weights.stage(1, GivenWeights(folder, staged.checksum))
     rig.loop.stop()
     rig.loop.join(WAIT)
 
@@ -231,7 +232,7 @@ async def test_nothing_is_applied_that_was_not_staged(rig: Rig, model: Path) -> 
     with pytest.raises(FailedPrecondition, match="version 1 is not staged") as caught:
         await rig.weights.apply(1)
     assert caught.value.reason == "NOT_STAGED"
-    await rig.weights.stage(1, model, "")
+    await rig.weights.stage(1, GivenWeights(model))
     rig.weights.discard(2)
     assert rig.weights.staged is not None
     rig.weights.discard(1)

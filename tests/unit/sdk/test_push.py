@@ -75,6 +75,22 @@ def test_the_checksum_of_the_folder_is_sent(folder: Path) -> None:
     assert client.requests["UpdateWeights"].disk.checksum == safetensors.checksum(folder)
 
 
+def test_what_changed_since_the_published_version_is_named_beside_the_folder(folder: Path) -> None:
+    asked: list[tuple[int, Path]] = []
+
+    def delta_of(published: t.Versions, written: Path) -> Path:
+        asked.append((published.policy_version, written))
+        return folder / "delta"
+
+    answers = {**ACCEPTED, "FinishUpdate": pb.FinishUpdateResponse(policy_version=5)}
+    transport = ScriptedTransport(answers)
+    policy = t.WeightTarget.POLICY
+    finish(push(GatewayCalls(transport), "run", policy, lambda version: folder, delta_of))
+    assert asked == [(4, folder)]
+    sent = transport.requests["UpdateWeights"].disk
+    assert (sent.path, sent.delta) == (str(folder), str(folder / "delta"))
+
+
 @pytest.mark.parametrize("error", [DataLossError(grpc.StatusCode.DATA_LOSS, "checksum"), KeyboardInterrupt()])
 def test_whatever_ends_the_update_aborts_it(folder: Path, error: BaseException) -> None:
     answers = {

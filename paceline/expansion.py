@@ -1,0 +1,125 @@
+"""Small folders that instances expand to a version of the weights, given another version that they hold.
+
+`expansion.json` says against which. A delta has what changed since then, and the index of the version that it leads
+to; an adapter has low-rank matrices in PEFT's layout, which are merged into its base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from paceline import safetensors
+
+MANIFEST = "expansion.json"
+"""File that makes a folder one that is to be expanded."""
+_FORMAT = 1
+_READ_BYTES = 1 << 20
+
+
+class ExpansionKind(StrEnum):
+    """Kind of a folder that is to be expanded."""
+
+    DELTA = "delta"
+    ADAPTER = "adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """A full version of the weights that others build on."""
+
+    version: int
+    checksum: str
+    """As of `safetensors.checksum`."""
+    path: str = ""
+    """Folder in which the trainer has it, or "", as for the model that the fleet started with."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """Size and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Content of `expansion.json`: what the folder is, against what it is expanded, and its other files."""
+
+    kind: ExpansionKind
+    base: BaseWeights
+    files: Mapping[str, StoredFile] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the files."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def describe(path: Path) -> StoredFile:
+    """Return size and SHA-256 of a file, which is read once."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+        return StoredFile(file.tell(), digest.hexdigest())
+
+
+def write(folder: Path, kind: ExpansionKind, base: BaseWeights, names: Iterable[str]) -> Expansion:
+    """Describe the named files of a folder, make them durable, and write the manifest, which comes last."""
+    for name in names:
+        safetensors.sync(folder / name)
+    expansion = Expansion(kind, base, {name: describe(folder / name) for name in names})
+    unfinished = folder / f"{MANIFEST}.unfinished"
+    with unfinished.open("x") as file:
+        json.dump({"format": _FORMAT, **asdict(expansion)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(folder / MANIFEST)
+    safetensors.sync(folder)
+    return expansion
+
+
+def read(folder: Path) -> Expansion | None:
+    """Return what a folder says of itself; None if it is not to be expanded.
+
+    ValueError: the manifest is corrupt, or of a later format.
+    """
+    try:
+        content = (folder / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        told: dict[str, Any] = json.loads(content)
+        if told["format"] != _FORMAT:
+            raise ValueError(f"its format is {told['format']!r}, this program knows {_FORMAT}")
+        base, files = BaseWeights(**told["base"]), told["files"].items()
+        if not (type(base.version) is int and isinstance(base.checksum, str) and isinstance(base.path, str)):
+            raise ValueError("its base is none")
+        stored = {str(name): StoredFile(int(file["bytes"]), str(file["sha256"])) for name, file in files}
+        if wrong := [name for name in stored if Path(name).name != name or name == MANIFEST]:
+            raise ValueError(f"{wrong[0]!r} is no file name")
+        return Expansion(ExpansionKind(told["kind"]), base, stored)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder / MANIFEST} is corrupt: {error!r}") from error
+
+
+def checksum(folder: Path) -> str:
+    """Return the checksum of the weights of a folder, whether or not they are to be expanded.
+
+    That of a delta is the checksum of the weights that it leads to: it has their index. An adapter's is
+    `adapter-sha256:<hex>` of its manifest, which has those of its files and of its base.
+
+    ValueError: the folder has no weights.
+    """
+    expansion = read(folder)
+    if expansion is not None and expansion.kind is ExpansionKind.ADAPTER:
+        return f"adapter-sha256:{describe(folder / MANIFEST).sha256}"
+    return safetensors.checksum(folder)

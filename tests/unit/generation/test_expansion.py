@@ -1,0 +1,210 @@
+"""How an instance comes by a version: by what it holds, by link, by delta, by copy."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline import delta, safetensors
+from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
+from services.generation.weights.adoption import AdoptedWeights
+from services.generation.weights.expansion import GivenWeights, WeightReader
+from services.generation.weights.staging import read_manifest
+from tests.support.disks import largest_file
+
+Made = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
+
+
+def tensors(version: int) -> Made:
+    """A model of which a tenth changes with every version."""
+    base = np.random.default_rng(0).standard_normal((4, 5000)).astype(np.float32)
+    for each in range(1, version + 1):
+        base[:, each::10] += np.float32(0.01)
+    return {f"layer.{i}": row for i, row in enumerate(base)}
+
+
+class Trainer:
+    """A trainer's folders: versions in two shards each, and deltas between them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def full(self, version: int) -> GivenWeights:
+        folder = self.root / f"v{version}"
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            safetensors.write(folder, tensors(version), 200_000)
+        return GivenWeights(folder, safetensors.checksum(folder))
+
+    def change(self, base: int, version: int, *, alone: bool = True) -> GivenWeights:
+        """A version with its delta; `alone`: without the folder of the version."""
+        old, new = self.full(base), self.full(version)
+        place = self.root / f"delta-{base}-{version}"
+        assert old.folder is not None
+        assert new.folder is not None
+        delta.encode(old.folder, base, new.folder, place)
+        return GivenWeights(None if alone else new.folder, new.checksum, place)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path / "trainer")
+
+
+@pytest.fixture
+def adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AdoptedWeights:
+    """A folder on another file system than the trainer's: nothing can be linked."""
+    monkeypatch.setattr(AdoptedWeights, "links", lambda *_: False)
+    monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError(18, "Invalid cross-device link")))
+    return AdoptedWeights(tmp_path / "adopted")
+
+
+@pytest.fixture
+def reader(trainer: Trainer, adopted: AdoptedWeights) -> WeightReader:
+    folder = trainer.full(0).folder
+    assert folder is not None
+    return WeightReader(read_manifest(folder), None, adopted)
+
+
+def place_of(adopted: AdoptedWeights, version: int, given: GivenWeights) -> Path:
+    place = adopted.held(version, given.checksum)
+    assert place is not None
+    return place
+
+
+def files(folder: Path | None) -> dict[str, bytes]:
+    assert folder is not None
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def spoil(folder: Path) -> None:
+    """Change the last byte of a file in place."""
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_version_after_version_comes_of_deltas(
+    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights
+) -> None:
+    reader.read(1, trainer.full(1))
+    for version in (2, 3, 4):
+        given = trainer.change(version - 1, version)
+        staged = reader.read(version, given)
+        adopted.prune(version, staged.checksum)
+        full = trainer.full(version)
+        assert staged.checksum == full.checksum
+        assert files(place_of(adopted, version, given)) == files(full.folder)
+
+
+def test_without_the_base_the_folder_is_read_and_without_a_folder_the_answer_says_what_is_there(
+    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights
+) -> None:
+    held = trainer.full(1)
+    reader.read(1, held)
+    with pytest.raises(FailedPrecondition) as caught:
+        reader.read(3, trainer.change(2, 3))
+    assert caught.value.reason == "BASE_NOT_HELD"
+    (info,) = [detail for detail in caught.value.details if hasattr(detail, "reason")]
+    assert info.metadata["held"] == f"1 {held.checksum}"
+    assert info.metadata["base"] == f"2 {trainer.full(2).checksum}"
+    given = trainer.change(1, 3)
+    other = GivenWeights(trainer.full(3).folder, given.checksum, trainer.root / "delta-2-3")
+    assert reader.read(3, other).checksum == given.checksum
+    with pytest.raises(FailedPrecondition, match="adopted_weights is not set"):
+        WeightReader(reader._manifest, None, None).read(3, given)
+
+
+def test_a_base_that_is_corrupt_gives_way_to_the_folder(
+    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights
+) -> None:
+    reader.read(1, first := trainer.full(1))
+    spoil(place_of(adopted, 1, first))
+    with pytest.raises(DataLoss, match="is corrupt"):
+        reader.read(2, trainer.change(1, 2))
+    assert adopted.held(2, trainer.full(2).checksum) is None, "nothing is left of it"
+    given = GivenWeights(trainer.full(2).folder, trainer.full(2).checksum, trainer.root / "delta-1-2")
+    assert reader.read(2, given).checksum == given.checksum
+    assert files(place_of(adopted, 2, given)) == files(given.folder)
+
+
+def test_a_delta_that_is_corrupt_or_gone_gives_way_to_the_folder(
+    trainer: Trainer, reader: WeightReader
+) -> None:
+    reader.read(1, trainer.full(1))
+    given = trainer.change(1, 2, alone=False)
+    assert given.delta is not None
+    file = next(given.delta.glob("*.delta"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DataLoss, match="cannot be expanded"):
+        reader.read(2, GivenWeights(None, given.checksum, given.delta))
+    assert reader.read(2, given).checksum == given.checksum
+    shutil.rmtree(given.delta)
+    third = trainer.full(3)
+    assert reader.read(3, GivenWeights(third.folder, third.checksum, given.delta)).version == 3
+    with pytest.raises(InvalidArgument, match="no folder with a delta"):
+        reader.read(4, GivenWeights(None, third.checksum, given.delta))
+
+
+def test_a_copy_that_was_corrupted_on_disk_is_made_anew(
+    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights
+) -> None:
+    given = trainer.full(1)
+    reader.read(1, given)
+    spoil(place_of(adopted, 1, given))
+    assert reader.read(1, given).checksum == given.checksum
+    assert files(place_of(adopted, 1, given)) == files(given.folder)
+
+
+def test_weights_that_were_corrupt_when_they_came_are_not_kept(
+    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights
+) -> None:
+    given = trainer.full(1)
+    assert given.folder is not None
+    spoil(given.folder)
+    with pytest.raises(DataLoss):
+        reader.read(1, given)
+    assert adopted.held(1, given.checksum) is None
+    spoil(given.folder)  # the bit turns back
+    assert reader.read(1, given).checksum == given.checksum
+
+
+def test_a_good_copy_is_not_given_up_for_a_bad_one_that_it_replaced(
+    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights
+) -> None:
+    given = trainer.full(1)
+    reader.read(1, given)
+    place = place_of(adopted, 1, given)
+    bad = place.stat().st_ino
+    shutil.move(place, place.with_name("bad"))
+    reader.read(1, given)
+    adopted.give_up(place, bad)
+    assert adopted.held(1, given.checksum) == place
+
+
+def test_what_can_be_linked_is_not_expanded(
+    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    reader.read(1, trainer.full(1))
+    given = trainer.change(1, 2, alone=False)
+    reader.read(2, given)
+    assert given.folder is not None
+    shards = sorted(given.folder.glob("*.safetensors"))
+    assert len(shards) == 2
+    assert all((place_of(adopted, 2, given) / shard.name).samefile(shard) for shard in shards)
+
+
+def test_a_disk_that_is_full_is_named_and_keeps_nothing(
+    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights, tmp_path: Path
+) -> None:
+    reader.read(1, trainer.full(1))
+    given = trainer.change(1, 2)
+    with largest_file(150_000), pytest.raises(FailedPrecondition, match="File too large") as caught:
+        reader.read(2, given)
+    assert caught.value.reason == "WEIGHTS_NOT_ADOPTED"
+    assert [path.name[:9] for path in (tmp_path / "adopted").iterdir() if path.is_dir()] == ["v00000001"]
+    assert reader.read(2, given).checksum == given.checksum
