@@ -172,6 +172,8 @@ class Outcome:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    # The policy version that sampled each token.
+    versions: list[int] = field(default_factory=list)
     finished: pb.Finished | None = None
     refused: pb.Refused | None = None
 
@@ -243,6 +245,7 @@ class Caller:
             assert len(delta.token_ids) == len(delta.logprobs) > 0
             outcome.tokens += delta.token_ids
             outcome.logprobs += delta.logprobs
+            outcome.versions += [delta.policy_version] * len(delta.token_ids)
         for finished in response.finished:
             outcome = self.of(finished.handle)
             assert not outcome.over, f"{finished.handle} ended twice"

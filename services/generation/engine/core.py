@@ -3,8 +3,7 @@
     engine = Engine(EngineOptions(model="/models/policy"))
     engine.add(EngineRequest("s-1", prompt, prefix=(), sampling=sampling, seed=seed))
     while engine.has_work:
-        for step in engine.step():
-            ...
+        for step in engine.step(): ...
 
 Not thread-safe: one thread builds and calls it. One engine per process, because vLLM keeps global state.
 """
@@ -217,11 +216,12 @@ class Engine:
 
     # -- weights ------------------------------------------------------------------------------------------
 
-    def apply_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def apply_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], *, preempt: bool = False) -> int:
         """Load weights in place, and drop all KV of the old ones; returns the number of blocks dropped.
 
         Args:
             tensors: (checkpoint name, tensor) pairs, complete and checked. A failed load leaves vLLM unusable.
+            preempt: running samples keep their tokens, and compute KV again with these weights.
 
         Raises:
             StaleKVError: KV of the old weights is still referenced.
@@ -231,15 +231,15 @@ class Engine:
         for drafts in self.model_drafts.values():
             drafts.forget()
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        self.forget_kv()
+        self.forget_kv(preempt=preempt)
         for drafts in self.model_drafts.values():
             drafts.begin()
         return cached
 
-    def forget_kv(self) -> None:
-        """Drop every KV block, and all reservations. StaleKVError if a sample still holds KV."""
+    def forget_kv(self, *, preempt: bool = False) -> None:
+        """Drop every KV block, and all reservations. StaleKVError if a sample holds KV, without `preempt`."""
         self.migration.withdraw_all()
-        if not self._core.reset_prefix_cache():
+        if not self._core.reset_prefix_cache(preempt):
             raise StaleKVError("vLLM refused to reset its prefix cache: KV blocks are still in use")
         pool = self._scheduler.kv_cache_manager.block_pool
         # vLLM's null block is never free.

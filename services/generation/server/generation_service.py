@@ -115,11 +115,13 @@ class GenerationService(rpc.GenerationServiceServicer):
     ) -> pb.ApplyWeightsResponse:
         """Put staged weights into the engine, between two steps."""
         began = time.monotonic()
-        applied = await self._weights.apply(request.policy_version)
+        goes_on = request.in_flight == weight_pb2.IN_FLIGHT_CONTINUE
+        applied = await self._weights.apply(request.policy_version, goes_on=goes_on)
         return pb.ApplyWeightsResponse(
             apply_time=duration(time.monotonic() - began),
             dropped_blocks=applied.dropped_blocks,
             halt_time=duration(applied.halt_seconds),
+            continued_samples=applied.continued,
         )
 
     async def DiscardWeights(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -19,15 +20,22 @@ from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
 from services.generation.weights.staging import StagedWeights, read_manifest
 
+if TYPE_CHECKING:
+    import torch
+
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedWeights:
-    """Cost of applying weights: KV blocks that were dropped, and seconds until pre-generation had stopped."""
+    """Cost of applying weights: KV blocks that were dropped, and seconds until pre-generation had stopped.
+
+    `continued`: samples that go on under them.
+    """
 
     dropped_blocks: int = 0
     halt_seconds: float = 0.0
+    continued: int = 0
 
 
 class WeightUpdates:
@@ -69,11 +77,14 @@ class WeightUpdates:
         _log.info("weights_staged", version=version, checksum=self.staged.checksum)
         return self.staged
 
-    async def apply(self, version: int) -> AppliedWeights:
+    async def apply(self, version: int, *, goes_on: bool = False) -> AppliedWeights:
         """Serve the staged weights from the next step on. Background samples end, and are stored.
 
+        With `goes_on` the others keep their tokens and go on under these weights; those that are being moved are
+        handed back.
+
         Raises:
-            FailedPrecondition: these weights are not staged, or samples of the old version are running.
+            FailedPrecondition: these weights are not staged, or samples are running and not to go on.
         """
         async with self._updating:
             if self._loop.policy_version == version:
@@ -86,15 +97,15 @@ class WeightUpdates:
                 )
             with self._metrics.weight_seconds.labels("apply").time():
                 halt_seconds = await self._halt()
-                dropped = await self._loop.execute(lambda: self._apply(staged))
+                dropped, continued = await self._loop.execute(lambda: self._apply(staged, goes_on))
             self.staged = None
             if self._adopted is not None:
                 await asyncio.to_thread(self._adopted.prune, version, staged.checksum)
             if self._pregenerator is not None:
                 # Uploaded since the halt: the instances of the coming step are to find them.
                 await self._pregenerator.stored()
-        _log.info("weights_applied", version=version, dropped_blocks=dropped)
-        return AppliedWeights(dropped, halt_seconds)
+        _log.info("weights_applied", version=version, dropped_blocks=dropped, continued=continued)
+        return AppliedWeights(dropped, halt_seconds, continued)
 
     def discard(self, version: int) -> None:
         """Forget staged weights of a version."""
@@ -113,26 +124,56 @@ class WeightUpdates:
             self._pregenerator.metrics.update_halt_seconds.observe(seconds)
         return seconds
 
-    def _apply(self, staged: StagedWeights) -> int:
-        """Apply weights in the engine thread; returns the KV blocks that were dropped."""
-        loop = self._loop
-        # Samples may have come since the halt.
-        loop.end_background()
-        self._end_unclaimed()
-        if running := loop.samples.real_count:
-            raise FailedPrecondition(
-                "SAMPLES_RUNNING",
-                f"{running} samples of version {loop.policy_version} are running",
-                running=str(running),
-            )
-        # Before the engine is touched, which does not survive a load that breaks off.
-        staged.tensors.check_unchanged()
-        try:
-            dropped: int = loop.ready.result().apply_weights(staged.tensors.items())
-        except Exception as error:
-            # Half-loaded weights or surviving KV: nothing that this engine says can be trusted any more.
-            loop.fail(error)
-            raise
-        loop.policy_version = staged.version
+    def _apply(self, staged: StagedWeights, goes_on: bool) -> tuple[int, int]:
+        """Apply weights in the engine thread; see `replace_weights`."""
+
+        def tensors() -> Iterable[tuple[str, torch.Tensor]]:
+            # Before the engine is touched, which does not survive a load that breaks off.
+            staged.tensors.check_unchanged()
+            return staged.tensors.items()
+
+        counts = replace_weights(self._loop, staged.version, tensors, self._end_unclaimed, goes_on=goes_on)
         self._metrics.policy_version.set(staged.version)
-        return dropped
+        return counts
+
+
+def replace_weights(
+    loop: EngineLoop,
+    version: int,
+    tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    end_unclaimed: Callable[[], None],
+    *,
+    goes_on: bool,
+) -> tuple[int, int]:
+    """Replace the weights between two steps; returns the KV blocks that were dropped, and the samples that go on.
+
+    Called in the engine thread. `tensors` returns the weights, or raises where they cannot be applied any more.
+
+    Raises:
+        FailedPrecondition: samples are running, and they are not to go on.
+    """
+    # Samples may have come since the halt.
+    loop.end_background()
+    end_unclaimed()
+    running = loop.samples.real_count
+    if running and not goes_on:
+        raise FailedPrecondition(
+            "SAMPLES_RUNNING",
+            f"{running} samples of version {loop.policy_version} are running",
+            running=str(running),
+        )
+    checked = tensors()
+    # Handed back: what is being read of their KV would be of neither version.
+    loop.abort_samples([loop.samples[key] for key in list(loop.watchers) if key in loop.samples])
+    # What was sampled under the old weights is sent as such.
+    loop.flush(everything=True)
+    try:
+        dropped: int = loop.ready.result().apply_weights(checked, preempt=goes_on)
+    except Exception as error:
+        # Half-loaded weights or surviving KV: nothing that this engine says can be trusted any more.
+        loop.fail(error)
+        raise
+    loop.policy_version = version
+    for sample in loop.samples.values():
+        sample.policy_version = version
+    return dropped, loop.samples.real_count

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import policy_pb2, policy_pb2_grpc
+from paceline.v1 import weight_pb2
 from tests.support.instances import CALL, Caller, InstanceProcess, Outcome, calling, generate, item, stub_of
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -121,9 +122,11 @@ class Policy:
         staged: pb.StageWeightsResponse = await self.stub.StageWeights(request, timeout=CALL)
         return staged
 
-    async def apply(self, version: int) -> pb.ApplyWeightsResponse:
+    async def apply(
+        self, version: int, in_flight: weight_pb2.InFlight = weight_pb2.IN_FLIGHT_REFUSE
+    ) -> pb.ApplyWeightsResponse:
         """Apply staged weights."""
-        request = pb.ApplyWeightsRequest(policy_version=version)
+        request = pb.ApplyWeightsRequest(policy_version=version, in_flight=in_flight)
         applied: pb.ApplyWeightsResponse = await self.stub.ApplyWeights(request, timeout=CALL)
         await self.look()
         return applied

@@ -109,8 +109,9 @@ class ScriptedEngine:
     def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
         self.drafts = {sample_id: list(tokens) for sample_id, tokens in drafts.items()}
 
-    def apply_weights(self, tensors: Iterable[tuple[str, Any]]) -> int:
+    def apply_weights(self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False) -> int:
         self.wake()
+        assert preempt or not self.requests, "samples hold KV of the old weights"
         self.applied.append(dict(tensors))
         if self.apply_fault is not None:
             raise self.apply_fault

@@ -25,6 +25,7 @@ from services.generation.loop.sample_table import SampleTable
 from services.generation.loop.work_stream import WorkStream
 from services.generation.pregeneration.stream import BackgroundReport, BackgroundStream, EngineAvailability
 from services.generation.server.weight_updates import WeightUpdates
+from services.generation.weights.expansion import GivenWeights
 from tests.support.models import tiny_model
 from tests.unit.generation.scripted import ScriptedEngine, held_up, sample_request, scripted_loop, settled
 from tests.unit.generation.test_service import unit_instance
@@ -520,7 +521,7 @@ async def test_weights_are_applied_while_background_samples_run(
     rig = instance_rig
     await rig.start(1, max_tokens=30)
     await rig.step(3)
-    await rig.weights.stage(1, tmp_path / "model", "")
+    await rig.weights.stage(1, GivenWeights(tmp_path / "model"))
     applied = await rig.weights.apply(1)
     assert applied.dropped_blocks == 7
     assert applied.halt_seconds > 0
@@ -531,7 +532,7 @@ async def test_weights_are_applied_while_background_samples_run(
 
 
 async def test_no_time_is_counted_when_nothing_had_to_end(instance_rig: InstanceRig, tmp_path: Path) -> None:
-    await instance_rig.weights.stage(1, tmp_path / "model", "")
+    await instance_rig.weights.stage(1, GivenWeights(tmp_path / "model"))
     assert (await instance_rig.weights.apply(1)).halt_seconds == 0
 
 
@@ -539,7 +540,7 @@ async def test_real_samples_still_stand_in_the_way_of_weights(
     instance_rig: InstanceRig, tmp_path: Path
 ) -> None:
     await instance_rig.start(9, real=True, max_tokens=3)
-    await instance_rig.weights.stage(1, tmp_path / "model", "")
+    await instance_rig.weights.stage(1, GivenWeights(tmp_path / "model"))
     with pytest.raises(FailedPrecondition, match="1 samples of version 0"):
         await instance_rig.weights.apply(1)
 
@@ -547,7 +548,7 @@ async def test_real_samples_still_stand_in_the_way_of_weights(
 async def test_weights_wake_the_engine(instance_rig: InstanceRig, tmp_path: Path) -> None:
     rig = instance_rig
     await rig.call(rig.loop.sleep)
-    await rig.weights.stage(1, tmp_path / "model", "")
+    await rig.weights.stage(1, GivenWeights(tmp_path / "model"))
     await rig.weights.apply(1)
     assert not rig.loop.asleep
 
@@ -580,13 +581,13 @@ async def test_weights_that_are_never_through_are_a_hung_engine(
     rig = instance_rig
     begun, over = threading.Event(), threading.Event()
 
-    def never_through(engine: WatchedEngine, tensors: Any) -> int:
+    def never_through(engine: WatchedEngine, tensors: Any, *, preempt: bool) -> int:
         begun.set()
         over.wait()
         return 0
 
     monkeypatch.setattr(WatchedEngine, "apply_weights", never_through)
-    await rig.weights.stage(1, tmp_path / "model", "")
+    await rig.weights.stage(1, GivenWeights(tmp_path / "model"))
     applying = asyncio.ensure_future(rig.weights.apply(1))
     try:
         assert await asyncio.to_thread(begun.wait, WAIT)

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2_grpc as generation_rpc
 from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
-from services.contracts.errors import FailedPrecondition, Unavailable
+from services.contracts.errors import Unavailable
 from services.contracts.sampling import ModelLimits
 from services.generation.config import GenerationConfig
 from services.generation.drafters.reference.drafter import ReferenceDrafter
@@ -41,6 +41,7 @@ from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.migration import Migration
 from services.generation.server.generation_service import GenerationService
 from services.generation.server.sample_intake import SampleIntake
+from services.generation.server.weight_updates import replace_weights
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import Speculation
 from tests.unit.generation.scripted import ScriptedEngine
@@ -88,11 +89,14 @@ class KvEngine(ScriptedEngine):
         known = self.migration.known
         return [state for state in super().decoding() if state.sample_id in known]
 
-    def apply_weights(self, tensors: Iterable[tuple[str, Any]]) -> int:
+    def apply_weights(self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False) -> int:
         self.migration.withdraw_all()
+        if preempt:
+            for sample_id in list(self.migration.known):
+                self.migration.preempt(sample_id)
         space = self.migration.space
         assert space.free_blocks == space.total_blocks, "blocks are still in use"
-        return super().apply_weights(tensors)
+        return super().apply_weights(tensors, preempt=preempt)
 
     @property
     def has_work(self) -> bool:
@@ -348,17 +352,12 @@ class ScriptedInstance:
     async def between_steps(self, act: Any) -> Any:
         return await asyncio.wrap_future(self.loop.call(act))
 
-    async def apply_weights(self, version: int) -> None:
+    async def apply_weights(self, version: int, *, goes_on: bool = False) -> None:
         """Apply weights as `WeightUpdates` does."""
-
-        def apply() -> None:
-            self.migration.arrivals.end_unclaimed()
-            if self.loop.samples.real_count:
-                raise FailedPrecondition("SAMPLES_RUNNING", "samples are running")
-            self.engine.apply_weights([])
-            self.loop.policy_version = version
-
-        await self.between_steps(apply)
+        end_unclaimed = self.migration.arrivals.end_unclaimed
+        await self.between_steps(
+            lambda: replace_weights(self.loop, version, lambda: (), end_unclaimed, goes_on=goes_on)
+        )
 
     def pass_deadlines(self) -> None:
         """Let the deadlines of the samples that have been reserved or not been claimed be over."""

@@ -309,6 +309,22 @@ async def test_new_weights_at_the_donor_are_refused_while_it_has_the_sample(
     await goes(movers)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+async def test_new_weights_at_the_donor_that_samples_go_on_under_end_the_move(
+    movers: Movers, relay: Relay, places: list[ScriptedInstance], stage: str
+) -> None:
+    relay.trouble = Trouble(**{stage: lambda: places[0].apply_weights(VERSION + 1, goes_on=True)})
+    assert await move(movers, relay) == ("FAILED", "ABORTED")
+    journey = (await movers.ended(1))[1]
+    assert (reason(journey), journey.place, journey.moves) == ("ABORTED", 0, 0)
+    async with asyncio.timeout(WAIT):
+        while len(places[1].loop.samples):  # noqa: ASYNC110 (the engine thread sets no event)
+            await asyncio.sleep(0.01)
+    journey.item.policy_version = VERSION + 1
+    await movers.resume(1, 0)
+    check((await hurry(movers, 1))[1], LONG)
+
+
 @pytest.mark.parametrize("stage", ["on_reserved", "on_commit"])
 async def test_a_receiver_that_drains_takes_nothing_more(
     movers: Movers, relay: Relay, places: list[ScriptedInstance], stage: str

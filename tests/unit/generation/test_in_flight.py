@@ -1,0 +1,157 @@
+"""New weights while samples run: they go on, and every token is reported as of the version that sampled it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import sample_pb2
+from services.contracts.errors import DataLoss, FailedPrecondition, Unavailable
+from services.generation.config import GenerationConfig
+from services.generation.server.weight_updates import WeightUpdates
+from services.generation.weights.expansion import GivenWeights
+from tests.support.models import tiny_model
+from tests.unit.generation.scripted import ScriptedEngine
+from tests.unit.generation.test_loop import WAIT, Caller, Rig
+
+Versioned = list[tuple[int, list[int]]]
+
+
+class UpdatedRig(Rig):
+    """A loop, and the updates of its weights. `unclaimed` counts how often unclaimed samples were ended."""
+
+    def __init__(self, model: Path, engine: ScriptedEngine) -> None:
+        super().__init__(engine)
+        self.loop.ready.result(WAIT)
+        self.model = model
+        self.unclaimed = 0
+        config = GenerationConfig(model=str(model), instance_id="unit", speculation="off")
+        self.weights = WeightUpdates(config, self.loop, self._end_unclaimed, None, self.metrics)
+
+    def _end_unclaimed(self) -> None:
+        self.unclaimed += 1
+
+    async def update(self, version: int, *, goes_on: bool = True) -> int:
+        """Stage and apply a version; returns the samples that go on."""
+        await self.weights.stage(version, GivenWeights(self.model))
+        return (await self.weights.apply(version, goes_on=goes_on)).continued
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[UpdatedRig]:
+    made = UpdatedRig(tiny_model(tmp_path / "model", num_hidden_layers=1), ScriptedEngine(seats=2))
+    yield made
+    made.loop.stop()
+    made.loop.join(WAIT)
+
+
+def versioned(caller: Caller, handle: int) -> Versioned:
+    """Return the tokens of a sample as its stream was told of them, by version."""
+    found: Versioned = []
+    for delta in (delta for told in caller.stream.told for delta in told.deltas if delta.handle == handle):
+        assert len(delta.token_ids) == len(delta.logprobs)
+        if found and found[-1][0] == delta.policy_version:
+            found[-1][1].extend(delta.token_ids)
+        else:
+            found.append((delta.policy_version, list(delta.token_ids)))
+    return found
+
+
+async def test_samples_go_on_and_their_tokens_are_of_the_version_that_sampled_them(rig: UpdatedRig) -> None:
+    caller = await rig.open()
+    for handle in (1, 2, 3):
+        await caller.start(handle, max_tokens=6)
+    await rig.step(2)
+    assert await rig.update(1) == 3
+    assert (len(rig.engine.applied), rig.unclaimed) == (1, 1)
+    await rig.step(10)
+    assert await rig.update(2) == 0
+    assert versioned(caller, 1) == versioned(caller, 2) == [(0, [0, 1]), (1, [2, 3, 4, 5])]
+    # The third waited for a seat.
+    assert versioned(caller, 3) == [(1, [0, 1, 2, 3, 4, 5])]
+    await caller.start(4, max_tokens=2)
+    await rig.step(2)
+    assert versioned(caller, 4) == [(2, [0, 1])]
+
+
+async def test_tokens_that_a_slow_caller_has_not_taken_keep_their_version(rig: UpdatedRig) -> None:
+    caller = await rig.open()
+    await caller.start(1, max_tokens=6)
+    await rig.step(2)
+    await rig.update(1)
+    await rig.step(4)
+    response = caller.stream.outbox.get_nowait()
+    assert isinstance(response, pb.WorkResponse)
+    found = [(delta.policy_version, list(delta.token_ids)) for delta in response.deltas]
+    assert found == [(0, [0, 1]), (1, [2, 3, 4, 5])]
+
+
+async def test_samples_that_are_not_to_go_on_keep_the_weights_they_have(rig: UpdatedRig) -> None:
+    caller = await rig.open()
+    await caller.start(1, max_tokens=4)
+    await rig.step(2)
+    with pytest.raises(FailedPrecondition, match="1 samples of version 0") as refused:
+        await rig.update(1, goes_on=False)
+    assert refused.value.reason == "SAMPLES_RUNNING"
+    assert (rig.engine.applied, rig.loop.policy_version) == ([], 0)
+    # They are still staged.
+    assert (await rig.weights.apply(1, goes_on=True)).continued == 1
+    await rig.step(2)
+    assert versioned(caller, 1) == [(0, [0, 1]), (1, [2, 3])]
+
+
+async def test_a_sample_that_is_being_moved_is_handed_back(rig: UpdatedRig) -> None:
+    caller, left = await rig.open(), list[bool]()
+    moving = await caller.start(1, max_tokens=6)
+    await caller.start(2, max_tokens=6)
+    await rig.step(2)
+    await rig.call(lambda: rig.loop.watchers.__setitem__(moving, left.append))
+    assert await rig.update(1) == 1
+    await caller.read()
+    assert left == [False], "the move learns that it is over"
+    assert caller.finished[1].finish_reason == sample_pb2.FINISH_REASON_ABORTED
+    assert caller.tokens[1] == [0, 1]
+    await rig.step(10)
+    assert versioned(caller, 2) == [(0, [0, 1]), (1, [2, 3, 4, 5])]
+
+
+async def test_weights_that_break_the_engine_lose_no_token_of_the_old_version(rig: UpdatedRig) -> None:
+    rig.engine.apply_fault = RuntimeError("half loaded")
+    caller = await rig.open()
+    await caller.start(1, max_tokens=6)
+    await rig.step(2)
+    with pytest.raises(RuntimeError, match="half loaded"):
+        await rig.update(1)
+    await asyncio.to_thread(rig.loop.join, WAIT)
+    await caller.read()
+    assert versioned(caller, 1) == [(0, [0, 1])]
+    assert isinstance(caller.end, Unavailable)
+
+
+async def test_weights_that_changed_since_they_were_checked_disturb_no_sample(rig: UpdatedRig) -> None:
+    caller = await rig.open()
+    await caller.start(1, max_tokens=4)
+    await rig.step(2)
+    await rig.weights.stage(1, GivenWeights(rig.model))
+    file = rig.model / "model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(DataLoss):
+        await rig.weights.apply(1, goes_on=True)
+    await rig.step(2)
+    assert versioned(caller, 1) == [(0, [0, 1, 2, 3])]
+    assert caller.stream.samples == {}
+
+
+async def test_background_samples_end(rig: UpdatedRig) -> None:
+    caller = await rig.open()
+    caller.stream.background = True
+    await caller.start(1, max_tokens=6)
+    await rig.step(2)
+    assert await rig.update(1) == 0
+    await caller.read()
+    assert (caller.tokens[1], 1 in caller.finished) == ([0, 1], True)
+    assert not rig.loop.samples
