@@ -3,6 +3,7 @@
 Needs grpcio, protobuf and numpy; imports neither torch nor vLLM.
 """
 
+from paceline.adapters import Adapter
 from paceline.aio import AsyncClient
 from paceline.channel import Tls
 from paceline.client import Client, Rollout, Run
@@ -65,6 +66,7 @@ from paceline.weights import WeightFolder
 
 __all__ = [
     "AbortedError",
+    "Adapter",
     "AlreadyExistsError",
     "AsyncClient",
     "AsyncRollout",

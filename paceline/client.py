@@ -158,6 +158,7 @@ class Run(Face[AsyncRun]):
     hint = blocking(AsyncRun.hint)
     report_rewards = blocking(AsyncRun.report_rewards)
     push_weights = blocking(AsyncRun.push_weights)
+    push_adapter = blocking(AsyncRun.push_adapter)
 
 
 class Rollout(Face[AsyncRollout]):

@@ -19,6 +19,8 @@ from paceline import safetensors
 
 MANIFEST = "expansion.json"
 """File that makes a folder one that is to be expanded."""
+ADAPTER_CHECKSUM = "adapter-sha256:"
+"""How the checksum of an adapter begins."""
 _FORMAT = 1
 _READ_BYTES = 1 << 20
 
@@ -111,6 +113,11 @@ def read(folder: Path) -> Expansion | None:
         raise ValueError(f"{folder / MANIFEST} is corrupt: {error!r}") from error
 
 
+def is_one(folder: Path) -> bool:
+    """Return True if a folder is to be expanded."""
+    return (folder / MANIFEST).is_file()
+
+
 def checksum(folder: Path) -> str:
     """Return the checksum of the weights of a folder, whether or not they are to be expanded.
 
@@ -121,5 +128,5 @@ def checksum(folder: Path) -> str:
     """
     expansion = read(folder)
     if expansion is not None and expansion.kind is ExpansionKind.ADAPTER:
-        return f"adapter-sha256:{describe(folder / MANIFEST).sha256}"
+        return f"{ADAPTER_CHECKSUM}{describe(folder / MANIFEST).sha256}"
     return safetensors.checksum(folder)

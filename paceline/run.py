@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from paceline import types as t
+from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
 from paceline.rollout import AsyncRollout
 from paceline.safetensors import Tensors
@@ -165,6 +166,26 @@ class AsyncRun:
         )
         if self._weights is not None:
             await self.client.run_work(self._weights.prune)
+        return finished
+
+    async def push_adapter(self, source: Adapter | Path | str) -> t.UpdateFinished:
+        """Send a LoRA adapter as the next version; instances merge it with the full version that it builds on.
+
+        That is the last full version that was pushed, or the model that the fleet started with: an adapter replaces
+        the one before. `source` is an `Adapter` or the folder of one in PEFT's layout. It is written to the run's
+        `WeightFolder`. An error leaves the version that was served.
+        """
+        weights = self._weights
+        if weights is None:
+            raise ValueError("to push adapters, open the run with weights=WeightFolder(...)")
+        published = await self.client.versions()
+        base = await self.client.run_work(lambda: weights.base_of(published))
+        given = Path(source) if isinstance(source, str) else source
+        policy = t.WeightTarget.POLICY
+        finished = await push(
+            self.client, self.run_id, policy, lambda version: weights.write_adapter(version, given, base)
+        )
+        await self.client.run_work(weights.prune)
         return finished
 
     def _folder(self, version: int, source: Source) -> Path:

@@ -17,10 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline import delta, expansion, safetensors
+from paceline import adapters, delta, expansion, safetensors
 from paceline import types as t
+from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
 from paceline.errors import PacelineError
+from paceline.expansion import BaseWeights
 
 log = logging.getLogger("paceline")
 # A larger delta saves less than expanding it costs.
@@ -101,9 +103,34 @@ class WeightFolder:
             shutil.rmtree(unfinished, ignore_errors=True)
         return place
 
+    def base_of(self, published: t.Versions) -> BaseWeights:
+        """Return the full version that the next adapter builds on (see `adapters.base_of`)."""
+        return adapters.base_of(published, self.root.absolute(), self.model)
+
+    def write_adapter(self, version: int, source: Adapter | Path, base: BaseWeights) -> Path:
+        """Write a LoRA adapter as a version and return its absolute path.
+
+        Raises:
+            ValueError: the source is no adapter.
+            OSError: the disk is full, for example.
+        """
+        root = self.root.absolute()
+        place = root / f"adapter-{version:08d}"
+        unfinished = root / f".{place.name}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        try:
+            adapters.write(unfinished, source, base)
+            _remove(place)
+            unfinished.rename(place)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        safetensors.sync(root)
+        return place
+
     def prune(self) -> None:
-        """Remove all but the newest folders."""
-        for kind in ("v[0-9]*", "delta-*"):
+        """Remove all but the newest folders of each kind."""
+        for kind in ("v[0-9]*", "delta-*", "adapter-*"):
             for folder in sorted(self.root.glob(kind))[: -self.keep]:
                 _remove(folder)
 

@@ -62,8 +62,8 @@ class WeightUpdates:
         self.staged: StagedWeights | None = None
         self._loop = loop
         self._adopted = AdoptedWeights(config.adopted_weights) if config.adopted_weights else None
-        manifest = read_manifest(Path(config.model))
-        self._reader = WeightReader(manifest, config.weights_root, self._adopted)
+        model = Path(config.model)
+        self._reader = WeightReader(model, read_manifest(model), config.weights_root, self._adopted)
         self._end_unclaimed = end_unclaimed
         self._pregenerator = pregenerator
         self._metrics = metrics

@@ -1,24 +1,28 @@
 """Read the weights of an update, however they are given, and keep them where instances may.
 
-A folder is linked or copied. A delta is expanded against its base to a full version, which passes the checks of
-`staging` as any other does. What is kept here and found to be corrupt is made anew.
+A folder is linked or copied. A delta is expanded against its base, and an adapter merged with its own: both become
+a full version, which passes the checks of `staging` as any other does. What is kept here and found to be corrupt is
+made anew.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
 
-from paceline import delta, expansion
+from paceline import delta, expansion, safetensors
 from paceline.errors import Violation
-from paceline.expansion import Expansion, ExpansionKind
+from paceline.expansion import BaseWeights, Expansion, ExpansionKind
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.contracts.weight_folder import check_weight_folder
 from services.generation.engine.types import TensorSpec
+from services.generation.weights.adapters import merged, read_adapter
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.staging import StagedWeights, checksum_of, stage
 
@@ -41,18 +45,26 @@ class WeightReader:
     """Reader of the weights of updates. Its calls take long; they come one at a time."""
 
     def __init__(
-        self, manifest: Mapping[str, TensorSpec], root: Path | None, adopted: AdoptedWeights | None
+        self,
+        model: Path,
+        manifest: Mapping[str, TensorSpec],
+        root: Path | None,
+        adopted: AdoptedWeights | None,
     ) -> None:
         """Read weights for one engine.
 
         Args:
+            model: folder that the instance started with.
             manifest: tensors of the model that is served.
             root: folder that weights must be in; None: any.
             adopted: where they are kept; without it they are read where they are, and nothing is expanded.
         """
+        self._model = model
         self._manifest = manifest
         self._root = root
         self._adopted = adopted
+        # The base that was checked last: the next adapter builds on it, too.
+        self._base: StagedWeights | None = None
 
     def read(self, version: int, given: GivenWeights) -> StagedWeights:
         """Stage the weights of a version.
@@ -65,7 +77,7 @@ class WeightReader:
         for folder in filter(None, (given.folder, given.delta)):
             check_weight_folder(str(folder), self._root, follow_links=True)
         if self._adopted is None:
-            if given.folder is None:
+            if given.folder is None or expansion.is_one(given.folder):
                 raise _base_not_held("adopted_weights is not set: this instance keeps no version", [])
             return stage(given.folder, version, self._manifest, given.checksum)
         if given.folder is not None and not given.checksum:
@@ -85,8 +97,13 @@ class WeightReader:
     ) -> StagedWeights:
         """Stage a folder; one that is kept here and corrupt is given up."""
         inode = place.stat().st_ino if place.is_dir() else 0
+        is_merged = given.checksum.startswith(expansion.ADAPTER_CHECKSUM)
         try:
-            return stage(place, version, self._manifest, given.checksum)
+            if is_merged:
+                # That of the adapter names these weights; their own is known to nobody else.
+                return replace(stage(place, version, self._manifest), checksum=given.checksum)
+            self._base = stage(place, version, self._manifest, given.checksum)
+            return self._base
         except DataLoss:
             if place != given.folder:
                 adopted.give_up(place, inode)
@@ -109,9 +126,13 @@ class WeightReader:
                 yield lambda: self._expand(adopted, base, version, given.checksum, change)
             elif folder is None:
                 raise _base_not_held(
-                    f"{change} builds on weights that are not here", adopted.versions(), told
+                    f"{change} builds on weights that are not here",
+                    adopted.versions(),
+                    told.base if told else None,
                 )
-        if folder is not None:
+        if folder is not None and given.checksum.startswith(expansion.ADAPTER_CHECKSUM):
+            yield lambda: self._merge(adopted, version, given.checksum, folder)
+        elif folder is not None:
             yield lambda: adopted.adopt(folder, version, given.checksum)
 
     def _expand(self, adopted: AdoptedWeights, base: Path, version: int, checksum: str, change: Path) -> Path:
@@ -122,6 +143,55 @@ class WeightReader:
                 raise DataLoss(f"{change} cannot be expanded: {error}") from error
 
         return adopted.make(version, checksum, fill)
+
+    def _merge(self, adopted: AdoptedWeights, version: int, checksum: str, folder: Path) -> Path:
+        told = _adapter_of(folder, checksum)
+        base = self._base_of(adopted, told.base)
+        shapes = {name: base.tensors.shape(name) for name in base.tensors}
+        plan, matrices = read_adapter(folder, shapes)
+
+        def fill(unfinished: Path) -> None:
+            safetensors.write(unfinished, merged(base.tensors, plan, matrices, _THREADS))
+            shutil.copyfile(folder / expansion.MANIFEST, unfinished / expansion.MANIFEST)
+
+        return adopted.make(version, checksum, fill)
+
+    def _base_of(self, adopted: AdoptedWeights, base: BaseWeights) -> StagedWeights:
+        """Return the full version that an adapter builds on, which is read and checked when it is first needed."""
+        if self._base is not None and self._base.checksum == base.checksum:
+            with suppress(DataLoss):
+                self._base.tensors.check_unchanged()
+                return self._base
+        place = adopted.held(base.version, base.checksum)
+        try:
+            if place is None and base.path:
+                check_weight_folder(base.path, self._root, follow_links=True)
+                place = adopted.adopt(Path(base.path), base.version, base.checksum)
+            # Without a path it is what the fleet started with.
+            self._base = stage(place or self._model, base.version, self._manifest, base.checksum)
+        except (InvalidArgument, DataLoss) as error:
+            if place is not None:
+                adopted.give_up(place, place.stat().st_ino if place.exists() else 0)
+            text = f"version {base.version}, which the adapter builds on, is not here: {error.message}"
+            raise _base_not_held(text, adopted.versions(), base) from error
+        return self._base
+
+
+def _adapter_of(folder: Path, checksum: str) -> Expansion:
+    """Return what an adapter says of itself, once its files are found to be as it says."""
+    try:
+        told = expansion.read(folder)
+        if told is None or told.kind is not ExpansionKind.ADAPTER:
+            text = f"{folder} is no folder with an adapter that this instance can read"
+            raise InvalidArgument([Violation("disk.path", text)])
+        if (found := expansion.checksum(folder)) != checksum:
+            raise DataLoss(f"checksum of {folder} is {found}, the sender computed {checksum}")
+        for name, file in told.files.items():
+            if expansion.describe(folder / name) != file:
+                raise DataLoss(f"{folder / name} is corrupt: its SHA-256 is not that of {expansion.MANIFEST}")
+    except (OSError, ValueError) as error:
+        raise DataLoss(f"{folder} is corrupt: {error}") from error
+    return told
 
 
 def _delta_of(change: Path, *, needed: bool) -> Expansion | None:
@@ -139,6 +209,6 @@ def _delta_of(change: Path, *, needed: bool) -> Expansion | None:
     return None
 
 
-def _base_not_held(text: str, held: Sequence[str], told: Expansion | None = None) -> FailedPrecondition:
-    wanted = f"{told.base.version} {told.base.checksum}" if told else ""
+def _base_not_held(text: str, held: Sequence[str], base: BaseWeights | None = None) -> FailedPrecondition:
+    wanted = f"{base.version} {base.checksum}" if base else ""
     return FailedPrecondition("BASE_NOT_HELD", text, base=wanted, held=", ".join(held))

@@ -87,6 +87,10 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         for shard in {shard.path: shard for shard in self._shards.values()}.values():
             os.close(shard.open())
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._shards[name].tensors[name].shape
+
     def __len__(self) -> int:
         return len(self._shards)
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from paceline.errors import Violation
-from paceline.safetensors import checksum as folder_checksum
+from paceline.expansion import checksum as folder_checksum
 from paceline.safetensors import index_checksum
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec

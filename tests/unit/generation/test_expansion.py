@@ -66,7 +66,7 @@ def adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AdoptedWeights:
 def reader(trainer: Trainer, adopted: AdoptedWeights) -> WeightReader:
     folder = trainer.full(0).folder
     assert folder is not None
-    return WeightReader(read_manifest(folder), None, adopted)
+    return WeightReader(folder, read_manifest(folder), None, adopted)
 
 
 def place_of(adopted: AdoptedWeights, version: int, given: GivenWeights) -> Path:
@@ -101,7 +101,7 @@ def test_version_after_version_comes_of_deltas(
 
 
 def test_without_the_base_the_folder_is_read_and_without_a_folder_the_answer_says_what_is_there(
-    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights
+    trainer: Trainer, reader: WeightReader, tmp_path: Path
 ) -> None:
     held = trainer.full(1)
     reader.read(1, held)
@@ -115,7 +115,7 @@ def test_without_the_base_the_folder_is_read_and_without_a_folder_the_answer_say
     other = GivenWeights(trainer.full(3).folder, given.checksum, trainer.root / "delta-2-3")
     assert reader.read(3, other).checksum == given.checksum
     with pytest.raises(FailedPrecondition, match="adopted_weights is not set"):
-        WeightReader(reader._manifest, None, None).read(3, given)
+        WeightReader(tmp_path, reader._manifest, None, None).read(3, given)
 
 
 def test_a_base_that_is_corrupt_gives_way_to_the_folder(
