@@ -5,13 +5,14 @@ and drafts of which 2, 15, 40 or 95 % of the tokens are wrong: a cell. In each, 
 a sweep of the device and nothing else, and are compared with plain decoding and with every fixed draft length,
 over the first 32 steps and over those after them; see `simulation`. Writes runs/bench/deciding.json.
 
-    python -m bench.deciding [--devices H100,B200] [--modes planner,toggle,solver]
+    python -m bench.deciding [--devices H100,B200] [--modes planner,toggle]
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 from bench.deciding.devices import DeviceTable, devices
@@ -46,15 +47,19 @@ def main() -> None:
     tables = sorted({row["device"] for row in rows})
     columns = ("device", "cells", *GOALS)
     by_device = [(name, [row for row in rows if row["device"] == name]) for name in tables]
+    modes = len(arguments.modes)
     show_rows(
         "deciding: the worst cell of each device",
         columns,
         [
-            [name, str(len(some)), *(format_value(figures_of(some).get(goal)) for goal in GOALS)]
+            [name, str(len(some) // modes), *(format_value(figures_of(some).get(goal)) for goal in GOALS)]
             for name, some in by_device
         ],
     )
-    goals = [(name, format_value(figures.get(name)), f">= {goal}") for name, goal in GOALS.items()]
+    goals = [
+        (name, format_value(value), f">= {GOALS[name]}" if name in GOALS else "")
+        for name, value in figures.items()
+    ]
     show_rows("deciding", ("figure", "value", "goal"), goals)
     write("deciding", {**figures, "cells": rows, "steps": [FIRST, LATER]})
 
@@ -90,7 +95,7 @@ def cells(
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the planner's figures with goals, and the worst of every other mode against plain decoding."""
+    """Return the planner's figures with goals, and of every other mode the worst cell and the middle one."""
     planned = [row for row in rows if row["mode"] == "planner"]
     figures = {}
     if planned:
@@ -101,7 +106,9 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             "worst_vs_plain": min(row["later_vs_plain"] for row in planned),
         }
     for mode in sorted({row["mode"] for row in rows} - {"planner"}):
-        figures[f"{mode}_worst_vs_plain"] = min(row["later_vs_plain"] for row in rows if row["mode"] == mode)
+        some = [row for row in rows if row["mode"] == mode]
+        figures[f"{mode}_worst_vs_plain"] = min(row["later_vs_plain"] for row in some)
+        figures[f"{mode}_vs_best_fixed_median"] = median(row["later_vs_best"] for row in some)
     return figures
 
 
@@ -112,7 +119,7 @@ def _names(text: str) -> list[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--devices", type=_names, default=[], help="parts of their names; all by default")
-    parser.add_argument("--modes", type=_names, default=["planner", "toggle"])
+    parser.add_argument("--modes", type=_names, default=["planner", "toggle", "solver", "adaptive"])
     return parser.parse_args()
 
 

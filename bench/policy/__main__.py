@@ -2,7 +2,8 @@
 
 Measures the engine as an instance does when it starts; then decodes batches whose drafts are the true responses
 with a share of wrong tokens: plainly, with the best fixed draft lengths, with 4 and 16 tokens when the toggle says
-so, as the solver's table has it, and as planned. The models are tinymath and a small random mixture of experts.
+so, at the adaptive length, as the solver's table has it, and as planned. The models are tinymath and a small random
+mixture of experts.
 
 One engine serves all cells of a model. A cell is a batch size and a share of wrong tokens. First the fixed lengths
 that cannot win are sifted out and the other modes run 32 steps, as an instance that is not new; then all modes take
@@ -24,7 +25,7 @@ from typing import Any
 from bench import w4
 from bench.intervals import MedianInterval
 from bench.policy.cells import MOST, BenchProgress, GivenCells, MeasuredModel, measure_model
-from bench.policy.figures import PLAIN, PLANNER, SOLVER, MeasuredCell, figures_of, verdict
+from bench.policy.figures import ADAPTIVE, PLAIN, PLANNER, SOLVER, MeasuredCell, figures_of, verdict
 from bench.random_model import make_random_experts
 from bench.report import Figures, format_value, show_rows, write
 
@@ -124,6 +125,7 @@ def _column(cell: MeasuredCell) -> dict[str, str]:
         "plain, tokens/s": format_value(cell.row()["plain_rate"]),
         "fixed, best": f"{best.split()[1]}: {_shown(cell.ratio(best, PLAIN))}",
         **{mode: _shown(ratio) for mode, ratio in cell.toggles.items()},
+        ADAPTIVE: _shown(cell.ratio(ADAPTIVE, PLAIN)),
         SOLVER: _shown(cell.ratio(SOLVER, PLAIN)),
         PLANNER: _shown(cell.ratio(PLANNER, PLAIN)),
         "planner, of best": _shown(cell.ratio(PLANNER, cell.best)),

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.policy.figures import FIXED, PLAIN, PLANNER, SOLVER, TOGGLE, MeasuredCell, promising, rotated
+from bench.policy.figures import (
+    ADAPTIVE,
+    FIXED,
+    PLAIN,
+    PLANNER,
+    SOLVER,
+    TOGGLE,
+    MeasuredCell,
+    promising,
+    rotated,
+)
 from bench.policy.rounds import (
     WINDOW,
     MeasuredRound,
@@ -148,6 +158,7 @@ class _Turns:
         steer = partial(steered, sweep, vocab=vocab, origin_of=self._origin)
         self._learners = {
             **{f"{TOGGLE} {cap}": steer("toggle", cap) for cap in _TOGGLED},
+            ADAPTIVE: steer("adaptive", WINDOW),
             SOLVER: steer("solver", WINDOW),
             PLANNER: steer("planner", WINDOW),
         }

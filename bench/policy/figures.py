@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.intervals import MedianInterval, median_interval
 
-PLAIN, SOLVER, PLANNER = "plain", "solver", "planner"
+PLAIN, ADAPTIVE, SOLVER, PLANNER = "plain", "adaptive", "solver", "planner"
 FIXED, TOGGLE = "fixed", "toggle"
 """What the names of fixed and of toggled lengths begin with."""
 
@@ -63,6 +63,7 @@ class MeasuredCell:
             "best_fixed_vs_plain": self.ratio(self.best_fixed, PLAIN),
             "planner_vs_plain": self.ratio(PLANNER, PLAIN),
             "planner_vs_best_fixed": self.ratio(PLANNER, self.best),
+            "adaptive_vs_plain": self.ratio(ADAPTIVE, PLAIN),
             "solver_vs_plain": self.ratio(SOLVER, PLAIN),
             "toggle_vs_plain": min(self.toggles.values(), key=lambda each: each.median),
         }

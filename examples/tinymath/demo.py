@@ -48,7 +48,7 @@ _TIME_COLUMNS = (
 _DRAFT_COLUMNS = ("step", "accepted", "block eff.", "cached", "reused", "drafter", "eagle3")
 LEARNER_OPTIONS = ("--batch-tokens=512", "--held-out-share=0.2", "--report-seconds=0.5")
 """Of the online learner: its steps are small here, so it takes several optimizer steps from each."""
-POLICIES = ("fixed", "solver", "toggle", "planner")
+POLICIES = ("fixed", "adaptive", "solver", "toggle", "planner")
 """Modes of speculation; see docs/policy.md."""
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 
-Mode = Literal["fixed", "solver", "toggle", "planner"]
+Mode = Literal["fixed", "adaptive", "solver", "toggle", "planner"]
 ScopeKind = Literal["fleet", "model", "pool", "run"]
 KINDS: tuple[ScopeKind, ...] = ("fleet", "model", "pool", "run")
 """Kinds of scope, widest first."""
@@ -35,7 +35,7 @@ class LadderKnobs(BaseModel):
     on: bool = False
     """True if the ladder moves the draft cap."""
     lengths: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16)
-    """Draft caps of the rungs, ascending."""
+    """Draft caps of the rungs, ascending; also the draft lengths of mode adaptive."""
     up: float = Field(default=0.94, gt=0, le=1)
     """Block efficiency, as a share of its ceiling, from which the draft cap rises."""
     down: float = Field(default=0.85, ge=0, lt=1)
@@ -77,8 +77,8 @@ class Knobs(BaseModel):
 
     mode: Mode = "planner"
     """fixed: the best proposal of each sample, up to draft_cap tokens. toggle: that, in the steps in which it pays.
-    solver: a draft length for each batch size, from a table. planner: as many tokens over the whole batch as
-        pay."""
+    adaptive: the length of the ladder that acceptance suggests. solver: a draft length for each batch size, from a
+    table. planner: as many tokens over the whole batch as pay."""
     speculation: bool = True
     """Kill switch: false means plain decoding."""
     draft_cap: int = Field(default=16, ge=1, le=MOST_DRAFTED)

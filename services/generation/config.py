@@ -73,10 +73,11 @@ class GenerationConfig(ServiceConfig):
     evacuation_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Time for a reallocator to move the samples away, once the instance is told to stop or to drain; what is left
     then is handed back. Where no reallocator is registered that is done at once."""
-    speculation: Literal["off", "fixed", "toggle", "solver", "planner"] = "planner"
+    speculation: Literal["off", "fixed", "adaptive", "toggle", "solver", "planner"] = "planner"
     """off: plain decoding, whatever the knobs say. fixed: verify the best proposal, up to draft_window
-    tokens. toggle: that, in the steps in which it pays by their predicted time. solver: drafts of the length that a
-    table has for the batch. planner: as many tokens, over the whole batch, as pay. Knobs can change the mode."""
+    tokens. toggle: that, in the steps in which it pays by their predicted time. adaptive: drafts of a length that
+    follows what is accepted. solver: drafts of the length that a table has for the batch. planner: as many tokens,
+    over the whole batch, as pay. Knobs can change the mode."""
     sweep_seconds: float = Field(default=2.0, ge=0, le=600, allow_inf_nan=False)
     """Time in which the instance measures its own step times before it serves; 0: it learns them as it serves."""
     calibration: Path | None = None

@@ -14,7 +14,7 @@ from services.policy.steps import StepEnd
 
 KNOBS, SPECULATION, DRAFT_CAP, TOGGLE = "knobs", "speculation", "draft_cap", "toggle"
 """Kinds of decision of this service."""
-DRAFTED = ("drafts", "fixed", "toggled_on", "table", "explored")
+DRAFTED = ("drafts", "fixed", "adaptive", "toggled_on", "table", "explored")
 """Reasons of engine steps that verified drafts."""
 WORDS = {
     "drafts": "drafts paid",
@@ -26,6 +26,7 @@ WORDS = {
     "no_proposals": "no drafter proposed a token",
     "no_samples": "there was nothing to decode",
     "fixed": "drafts of fixed length",
+    "adaptive": "drafts of the length that acceptance suggests",
     "toggled_on": "drafts of the given length paid",
     "toggled_off": "drafts of the given length would not have paid",
     "table": "the table has drafts for the batch",

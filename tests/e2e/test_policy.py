@@ -103,7 +103,7 @@ def test_the_kill_switch_stops_all_drafting_within_a_second_and_no_sample_change
     assert tokens(speculated(client, "kill", 2200)) == plain
 
 
-@pytest.mark.parametrize("mode", ["fixed", "solver", "toggle", "planner"])
+@pytest.mark.parametrize("mode", ["fixed", "adaptive", "solver", "toggle", "planner"])
 def test_every_mode_gives_the_same_samples_and_says_what_it_did(client: Client, mode: str) -> None:
     began = time.time()
     change(client, mode=mode)

@@ -21,6 +21,7 @@ from services.generation.speculation.active_knobs import ActiveKnobs, OriginOf, 
 from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.exploration import Exploration
+from services.generation.speculation.modes.adaptive import AdaptiveMode
 from services.generation.speculation.modes.decision import Mode, PlanDecision, PlanReason
 from services.generation.speculation.modes.fixed import FixedMode
 from services.generation.speculation.modes.planner import PlannerMode
@@ -181,6 +182,8 @@ class KnobDrivenPlanner(DraftPlanner):
             return FixedMode(*common, fixed)
         if knobs.mode == "toggle":
             return ToggleMode(*common, fixed, latch)
+        if knobs.mode == "adaptive":
+            return AdaptiveMode(*common, fixed, knobs.ladder.lengths)
         if knobs.mode == "solver":
             return SolverMode(*common, fixed)
         return PlannerMode(*common, knobs.draft_cap, latch)

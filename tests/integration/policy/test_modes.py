@@ -23,7 +23,7 @@ from tests.support.instances import CALL, InstanceProcess, Outcome, calling, gen
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 NAMESPACE = "policy-modes"
-MODES = ("fixed", "toggle", "solver", "planner")
+MODES = ("fixed", "adaptive", "toggle", "solver", "planner")
 SAMPLES, TOKENS = 12, 80
 
 

@@ -15,7 +15,8 @@ from bench.policy.cells import round_tokens
 from bench.policy.figures import MeasuredCell, figures_of, promising, rotated, verdict
 from bench.policy.rounds import requests_of, spoilt, with_drafts
 
-MODES = {"plain": 1.0, "fixed 4": 0.5, "fixed 8": 0.6, "toggle 4": 0.51, "toggle 16": 0.8, "solver": 0.7}
+MODES = {"plain": 1.0, "fixed 4": 0.5, "fixed 8": 0.6, "toggle 4": 0.51, "toggle 16": 0.8}
+MODES |= {"adaptive": 0.75, "solver": 0.7}
 
 
 def cell(changed: Mapping[str, float] = {}, **wrong: Sequence[float]) -> MeasuredCell:

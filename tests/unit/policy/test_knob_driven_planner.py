@@ -20,7 +20,7 @@ from services.generation.speculation.plan import StepShape
 from services.generation.speculation.speculation import Speculation
 from tests.support.step_times import KnownStepTime, settled
 
-MODES = ("fixed", "toggle", "solver", "planner")
+MODES = ("fixed", "adaptive", "toggle", "solver", "planner")
 
 
 def sample(name: str, room: int = 100) -> EngineSampleState:

@@ -14,7 +14,7 @@ from services.contracts.knobs import Knobs, KnobScope, changes, check, merged, r
 SETTINGS = st.fixed_dictionaries(
     {},
     optional={
-        "mode": st.sampled_from(["fixed", "solver", "toggle", "planner"]),
+        "mode": st.sampled_from(["fixed", "adaptive", "solver", "toggle", "planner"]),
         "speculation": st.booleans(),
         "draft_cap": st.integers(1, 128),
         "margin": st.floats(0, 10),

@@ -28,7 +28,7 @@ def promised(target: KnownStepTime, drafter: KnownStepTime | None, curve: list[f
     """Speedup of a configuration, written out."""
     seconds = float(target.seconds(row.batch, row.batch * (1 + row.n), row.batch * 100))
     if drafter is not None:
-        seconds += row.s * float(drafter.seconds(row.batch, row.batch, row.batch * 100))
+        seconds += row.n * float(drafter.seconds(row.batch, row.batch, row.batch * 100))
     expected = float(np.cumprod(curve[: row.n]).sum())
     return (1 + expected) * float(target.seconds(row.batch, row.batch, row.batch * 100)) / seconds
 
@@ -38,10 +38,8 @@ def promised(target: KnownStepTime, drafter: KnownStepTime | None, curve: list[f
 def test_no_configuration_promises_more(target: Any, drafter: Any, curve: list[float]) -> None:
     for row in solve(target, curve, 100.0, drafter=drafter, batches=(1, 8, 64)):
         assert row.speedup == pytest.approx(promised(target, drafter, curve, row))
-        assert row.s == (row.n if drafter is not None else 0)
         for n in range(1, len(curve) + 1):
-            other = Row(row.batch, n if drafter is not None else 0, n)
-            assert promised(target, drafter, curve, other) <= row.speedup * (1 + 1e-9)
+            assert promised(target, drafter, curve, Row(row.batch, n)) <= row.speedup * (1 + 1e-9)
         assert row.speedup >= 1, "never worse than plain by its own account"
 
 
@@ -63,7 +61,7 @@ def test_a_drafter_that_costs_as_much_as_the_target_never_pays() -> None:
     target: Any = KnownStepTime()
     assert not any(row.n for row in solve(target, [0.99] * 8, 100.0, drafter=target))
     cheap: Any = KnownStepTime(weights=2.5e-4)
-    assert solve(target, [0.97] * 8, 100.0, drafter=cheap)[0].s > 0
+    assert solve(target, [0.97] * 8, 100.0, drafter=cheap)[0].n > 0
 
 
 def _mode(**fields: Any) -> SolverMode:
@@ -85,8 +83,8 @@ def _decide(mode: SolverMode, n: int) -> int:
 def test_batches_take_the_length_of_the_next_larger_row_and_beyond_the_table_none() -> None:
     mode = _mode(row=5e-5)
     assert _decide(mode, 1) > 0
-    assert mode.table is not None
-    mode.table = [Row(4, 0, 8, 2.0), Row(16, 0, 2, 1.2)]
+    assert mode.table
+    mode.table = [Row(4, 8, 2.0), Row(16, 2, 1.2)]
     assert [_decide(mode, n) for n in (1, 4, 5, 16, 17)] == [8, 8, 2, 2, 0]
     assert mode.last.reason == PlanReason.TABLE_PLAIN
 

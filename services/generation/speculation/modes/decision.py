@@ -34,6 +34,7 @@ class PlanReason(StrEnum):
     EXPLORED_PLAIN = "explored_plain"
     """The step was done plainly to measure it."""
     FIXED = "fixed"
+    ADAPTIVE = "adaptive"
     TOGGLED_ON = "toggled_on"
     TOGGLED_OFF = "toggled_off"
     TABLE = "table"
