@@ -176,6 +176,12 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         "outcome",
         values=("published", "aborted", "failed", "abandoned"),
     )
+    in_flight_samples = counter(
+        "in_flight_samples_total",
+        "Samples that were unfinished when weights were applied: aborted; continued under the new version.",
+        "outcome",
+        values=("aborted", "continued"),
+    )
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)

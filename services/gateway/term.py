@@ -11,6 +11,7 @@ from services.drafts.client import DraftStores
 from services.gateway.batches.messages import BatchBuilder
 from services.gateway.config import GatewayConfig
 from services.gateway.connections.roster import Roster
+from services.gateway.connections.samples_in_flight import InFlightSamples
 from services.gateway.connections.updater import Updater
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.estimator import WorkEstimator
@@ -116,7 +117,8 @@ class LeadershipTerm:
         )
 
         self.roster = Roster(config, registry, self.fleet, book, self.events, self.placer, metrics)
-        self.updater = Updater(book, versions, self.fleet, self.roster, self.batches, self.placer, metrics)
+        in_flight = InFlightSamples(book, self.dispatcher, metrics)
+        self.updater = Updater(book, versions, self.fleet, self.roster, in_flight, metrics)
 
         hints = HintBook(config.max_hint_steps, config.max_hint_bytes)
         store = HintStore(redis, config.namespace, config.run_idle_seconds)

@@ -33,7 +33,7 @@ import grpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.times import duration
-from paceline.v1 import fleet_pb2, sample_pb2
+from paceline.v1 import fleet_pb2, sample_pb2, weight_pb2
 from services.contracts.errors import FailedPrecondition, ServiceError
 from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.server import GrpcServer
@@ -341,15 +341,20 @@ class FakeInstance(rpc.GenerationServiceServicer):
         await self.apply_gate.wait()
         if self.fail_apply is not None:
             raise self.fail_apply
-        if self.running():
+        goes_on = request.in_flight == weight_pb2.IN_FLIGHT_CONTINUE
+        if self.running() and not goes_on:
             raise FailedPrecondition("SAMPLES_RUNNING", f"{len(self.running())} samples are running")
         if self.staged is None or self.staged[0] != request.policy_version:
             raise FailedPrecondition("NOT_STAGED", f"version {request.policy_version} is not staged")
+        for stream in self.streams:
+            self._flush(stream)
         self.version, self.staged = request.policy_version, None
         self.applied.append(request.policy_version)
         assert self.registration is not None
         await self.registration.update(policy_version=self.version)
-        return pb.ApplyWeightsResponse(apply_time=duration(0.02), dropped_blocks=7)
+        return pb.ApplyWeightsResponse(
+            apply_time=duration(0.02), dropped_blocks=7, continued_samples=len(self.running())
+        )
 
     async def DiscardWeights(
         self, request: pb.DiscardWeightsRequest, context: grpc.aio.ServicerContext
@@ -486,6 +491,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
                 token_ids=sample.new_tokens,
                 logprobs=sample.new_logprobs,
                 verified_logprobs=sample.new_verified + self.surplus_verified,
+                policy_version=self.version,
             )
             sample.new_tokens, sample.new_logprobs, sample.new_verified = [], [], []
 

@@ -84,6 +84,8 @@ class RolloutBatch:
     # Samples with tokens that the journal does not have.
     unjournaled: set[int] = field(default_factory=set)
     ended: int = 0
+    # Its version is served no more, and its samples do not go on under a later one.
+    superseded: bool = False
     current_version: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -71,13 +71,13 @@ class Connection:
             stage_time=reply.stage_time,
         )
 
-    async def apply(self, version: int) -> weight_pb2.InstanceUpdate:
-        """Have an instance replace its weights by the staged ones, once it has no samples."""
+    async def apply(self, version: int, *, goes_on: bool = False) -> weight_pb2.InstanceUpdate:
+        """Have an instance replace its weights by the staged ones, once it has no samples, or while they go on."""
         settled = time.monotonic() + _SETTLE_SECONDS
         async with self.weights:
             while True:
                 try:
-                    reply = await self._apply(version)
+                    reply = await self._apply(version, goes_on=goes_on)
                     break
                 except grpc.aio.AioRpcError as error:
                     busy = error.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -114,9 +114,11 @@ class Connection:
             timeout=self.config.stage_timeout_seconds,
         )
 
-    async def _apply(self, version: int) -> pb.ApplyWeightsResponse:
+    async def _apply(self, version: int, *, goes_on: bool = False) -> pb.ApplyWeightsResponse:
+        in_flight = weight_pb2.IN_FLIGHT_CONTINUE if goes_on else weight_pb2.IN_FLIGHT_REFUSE
         return await self.stub.ApplyWeights(
-            pb.ApplyWeightsRequest(policy_version=version), timeout=self.config.apply_timeout_seconds
+            pb.ApplyWeightsRequest(policy_version=version, in_flight=in_flight),
+            timeout=self.config.apply_timeout_seconds,
         )
 
 

@@ -70,7 +70,7 @@ class Roster:
         ]
 
     def recycle(self, connection: Connection) -> None:
-        """Connect anew, so that the instance is brought to the published version. It must hold no work."""
+        """Connect anew, so that the instance is brought to the published version. Its samples go on elsewhere."""
         self._close(connection, "recycled")
         self._connect(connection.member)
 

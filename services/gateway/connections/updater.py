@@ -14,10 +14,9 @@ from paceline.v1 import weight_pb2 as pb
 from services.contracts.errors import DataLoss, FailedPrecondition, ServiceError, Unavailable
 from services.gateway.connections.connection import Connection, InstanceResult, on_all
 from services.gateway.connections.roster import Roster
-from services.gateway.dispatch.placer import Placer
-from services.gateway.dispatch.running_batch import ActiveBatches
+from services.gateway.connections.samples_in_flight import InFlightSamples
 from services.gateway.fleet.health import FleetHealth, MemberState
-from services.gateway.fleet.update_book import UpdateBook, UpdatePhase, WeightUpdate
+from services.gateway.fleet.update_book import InFlightTreatment, UpdateBook, UpdatePhase, WeightUpdate
 from services.gateway.journal.fenced_records import Fenced, VersionStore
 from services.gateway.metrics import GatewayMetrics
 from services.platform.backoff import ExponentialBackoff
@@ -38,6 +37,15 @@ _UNWELL = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedUpdate:
+    """Published update: its outcome on each instance, and what became of samples that were unfinished."""
+
+    instances: list[pb.InstanceUpdate] = field(default_factory=list)
+    aborted: int = 0
+    continued: int = 0
+
+
 @dataclass(eq=False)
 class Updater:
     """Coordinator of weight updates, one at a time.
@@ -49,13 +57,12 @@ class Updater:
     store: VersionStore
     fleet: FleetHealth
     roster: Roster
-    batches: ActiveBatches
-    placer: Placer
+    samples: InFlightSamples
     metrics: GatewayMetrics
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     # Instance id -> result of the last staging.
     _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
-    _last: list[pb.InstanceUpdate] = field(init=False, default_factory=list)
+    _last: FinishedUpdate = field(init=False, default_factory=FinishedUpdate)
     _tasks: set[asyncio.Task[object]] = field(init=False, default_factory=set)
 
     async def run(self) -> None:
@@ -110,12 +117,11 @@ class Updater:
         log.info("update_staged", update=update.update_id, version=update.version, path=disk.path)
         return [result.update for result in results]
 
-    async def finish(self, update_id: str) -> list[pb.InstanceUpdate]:
+    async def finish(
+        self, update_id: str, in_flight: InFlightTreatment = InFlightTreatment.REFUSE
+    ) -> FinishedUpdate:
         """Apply the weights and publish the version (phase 3). Answers again for the last update."""
-        published = self.book.published
-        if published is not None and published.update_id == update_id and self.book.active is None:
-            return self._last
-        return await self._to_the_end(self._finish(update_id))
+        return await self._to_the_end(self._finish(update_id, in_flight))
 
     async def abort(self, update_id: str) -> None:
         """Drop the update instead of finishing it."""
@@ -156,8 +162,11 @@ class Updater:
 
     # Applying ------------------------------------------------------------------------------------------
 
-    async def _finish(self, update_id: str) -> list[pb.InstanceUpdate]:
+    async def _finish(self, update_id: str, in_flight: InFlightTreatment) -> FinishedUpdate:
         async with self._lock:
+            published = self.book.published
+            if published is not None and published.update_id == update_id and self.book.active is None:
+                return self._last
             update = self.book.open_for(update_id, UpdatePhase.STAGED, UpdatePhase.APPLYING)
             if update.phase is UpdatePhase.APPLYING:
                 # An earlier attempt broke off past the point of no return.
@@ -167,37 +176,45 @@ class Updater:
             if not staged:
                 raise Unavailable("every instance that had staged the weights is gone; stage them again")
             # No await between this check and the phase that keeps new samples out.
-            self.book.applying(update_id, self.batches.unfinished, time.time())
-            # The bubble coordinator must learn that nothing is to be pre-generated now.
-            self.batches.progress.set()
-            try:
-                await self.store.save(self.book)
-            except (RedisError, Fenced):
-                update.phase = UpdatePhase.STAGED
-                raise
-            results = await self._apply_on(staged, update)
-            applied = [result.connection for result in results if result.error is None]
-            if not applied:
-                await self._forget("failed")
-                await self._reconcile()
-                raise FailedPrecondition(
-                    "NO_INSTANCE_APPLIED",
-                    f"no instance applied version {update.version}; {self.book.version} stays the published one",
-                    current=str(self.book.version),
-                    requested=str(update.version),
-                )
-            await self._publish()
-            for connection in applied:
-                self.roster.confirm(connection, update.version, updated=True)
+            self.book.applying(update_id, self.samples.unfinished, time.time(), in_flight)
+            with self.samples.held():
+                return await self._replace(update, staged)
+
+    async def _replace(self, update: WeightUpdate, staged: Sequence[Connection]) -> FinishedUpdate:
+        """Have these instances replace their weights, and publish the version; the phase is APPLYING."""
+        try:
+            await self.store.save(self.book)
+        except (RedisError, Fenced):
+            update.phase = UpdatePhase.STAGED
+            raise
+        counts = await self.samples.prepare(update.in_flight)
+        results = await self._apply_on(staged, update)
+        applied = [result.connection for result in results if result.error is None]
+        if not applied:
+            await self._forget("failed")
             await self._reconcile()
-            self._last = [result.update for result in results]
-            return self._last
+            raise FailedPrecondition(
+                "NO_INSTANCE_APPLIED",
+                f"no instance applied version {update.version}; {self.book.version} stays the published one",
+                current=str(self.book.version),
+                requested=str(update.version),
+            )
+        await self._publish()
+        for connection in applied:
+            self.roster.confirm(connection, update.version, updated=True)
+        self.samples.follow()
+        await self._reconcile()
+        self._last = FinishedUpdate([result.update for result in results], *counts)
+        return self._last
 
     async def _apply_on(
         self, connections: Sequence[Connection], update: WeightUpdate
     ) -> list[InstanceResult]:
         begin = time.perf_counter()
-        results = await on_all(connections, lambda each: each.apply(update.version), self.roster.pace)
+        goes_on = update.in_flight is InFlightTreatment.CONTINUE
+        results = await on_all(
+            connections, lambda each: each.apply(update.version, goes_on=goes_on), self.roster.pace
+        )
         self.metrics.update_seconds.labels("apply").observe(time.perf_counter() - begin)
         for result in results:
             connection = result.connection
@@ -226,7 +243,6 @@ class Updater:
             if stale and not connection.gone.is_set():
                 self.roster.recycle(connection)
         self.roster.notify(changed=True)
-        self.placer.pump_soon()
 
     async def _roll_forward(self) -> None:
         """Publish the version of a half applied update, which some instances may have already.
@@ -236,8 +252,10 @@ class Updater:
         update = self.book.active
         assert update is not None, "nothing to roll forward"
         log.warning("update_rolled_forward", update=update.update_id, version=update.version)
-        await self._publish()
-        await self._reconcile()
+        with self.samples.held():
+            await self._publish()
+            self.samples.follow()
+            await self._reconcile()
 
     # All phases ----------------------------------------------------------------------------------------
 
@@ -269,7 +287,7 @@ class Updater:
                 log.warning("version_not_saved", error=str(error), retry_in=delay)
                 await asyncio.sleep(delay)
 
-    async def _to_the_end(self, work: Awaitable[list[pb.InstanceUpdate]]) -> list[pb.InstanceUpdate]:
+    async def _to_the_end(self, work: Awaitable[FinishedUpdate]) -> FinishedUpdate:
         """Wait for the work, which goes on if the waiting is given up."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)

@@ -72,6 +72,16 @@ class Dispatcher:
         """End samples as ABORTED, now or when their instance has answered; the result is how many."""
         return self.turns.run(self._cancel(running, indexes, keep_partial))
 
+    def go_on(self, running: RunningBatch, version: int | None) -> None:
+        """Let the unfinished samples of a batch go on under another version; None: end them as ABORTED."""
+        batch = running.batch
+        if version is None:
+            batch.superseded = True
+            self.cancel(running, range(len(batch.samples)), keep_partial=True)
+        elif version != batch.current_version:
+            batch.current_version = version
+            self.turns.run(self._requeue(running))
+
     def drop(self, running: RunningBatch) -> None:
         """Forget a batch, and abort its samples on instances."""
         batch = running.batch
@@ -127,6 +137,8 @@ class Dispatcher:
             if running.dropped:
                 return
             self.settlement.reopen(running, index)
+            if running.batch.superseded:
+                running.batch.cancel(index, keep_partial=True)
             if running.batch.samples[index].cancelled:
                 self._abort(running, index)
             else:
@@ -135,6 +147,16 @@ class Dispatcher:
         # The deadline may have passed while they had ended.
         running.call_later(max(0.0, running.batch.deadline_at - time.time()), self._expire, running)
         self.settlement.save(running)
+        self.placer.pump_soon()
+
+    def _requeue(self, running: RunningBatch) -> Steps:
+        """Bring the waiting samples of a batch to the queue of its current version."""
+        for index in range(len(running.batch.samples)):
+            if running.dropped:
+                return
+            if self.placer.is_waiting(running, index):
+                self.placer.enqueue(running, index)
+            yield
         self.placer.pump_soon()
 
     def _enqueue(self, running: RunningBatch) -> Steps:

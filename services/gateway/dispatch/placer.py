@@ -30,6 +30,8 @@ class Placer:
     backlog: JournalBacklog
     affinity_slack: float
     turn_seconds: float = LONGEST_TURN
+    # Nothing is placed: weights are being applied, one instance after the other.
+    held: bool = field(init=False, default=False)
     links: dict[str, WorkLink] = field(init=False, default_factory=dict)
     _queue: WaitingQueue[SampleRef] = field(init=False, default_factory=WaitingQueue)
     _pool: InstancePool = field(init=False)
@@ -92,7 +94,7 @@ class Placer:
         Returns False if the instance cannot take it; then it waits for any.
         """
         link, ref = self.links.get(instance_id), (running, index)
-        if self.backlog.paused or link is None or ref not in self._queue or not self._is_open(link):
+        if self._is_stopped or link is None or ref not in self._queue or not self._is_open(link):
             return False
         if link.slots.room < 1 or link.slots.policy_version != running.batch.current_version:
             return False
@@ -120,7 +122,7 @@ class Placer:
     def _pump(self) -> None:
         """Place what fits; after `turn_seconds` let others have the event loop, and then go on."""
         self._pump_due = False
-        if self.backlog.paused:
+        if self._is_stopped:
             return
         if self._revision != self.fleet.revision:
             self._revision = self.fleet.revision
@@ -132,6 +134,10 @@ class Placer:
                 self.pump_soon()
                 break
         self.batches.progress.set()
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self.backlog.paused or self.held
 
     def _takes_samples(self, slots: InstanceSlots) -> bool:
         return self._is_open(self.links[slots.instance_id])

@@ -12,7 +12,7 @@ restarts goes forward.
 
 import enum
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from services.contracts.errors import FailedPrecondition, NotFound
@@ -24,8 +24,11 @@ class JsonRecord:
     __slots__ = ()
 
     def to_json(self: Any) -> str:
-        """Serialise all fields."""
-        return json.dumps(asdict(self))
+        """Serialise the fields that differ from their defaults: other releases may not have those."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps(
+            {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -41,6 +44,14 @@ class UpdatePhase(enum.StrEnum):
     APPLYING = "applying"
 
 
+class InFlightTreatment(enum.StrEnum):
+    """Treatment of the samples that are unfinished when weights are applied: the values of paceline.v1.InFlight."""
+
+    REFUSE = "refuse"
+    ABORT = "abort"
+    CONTINUE = "continue"
+
+
 @dataclass(slots=True)
 class WeightUpdate(JsonRecord):
     """Update that is not finished. `touched_at`: time of the last call of its trainer."""
@@ -52,19 +63,30 @@ class WeightUpdate(JsonRecord):
     touched_at: float
     path: str = ""
     checksum: str = ""
+    in_flight: InFlightTreatment = InFlightTreatment.REFUSE
 
     def __post_init__(self) -> None:
         self.phase = UpdatePhase(self.phase)
+        self.in_flight = InFlightTreatment(self.in_flight)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion(JsonRecord):
-    """Version that samples are generated with. Without a path it is the one that the fleet started with."""
+    """Version that samples are generated with. Without a path it is the one that the fleet started with.
+
+    Unfinished samples of the versions from `since` on go on under it; None: of no earlier one.
+    """
 
     version: int
     path: str = ""
     checksum: str = ""
     update_id: str = ""
+    since: int | None = None
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version whose unfinished samples go on under this one."""
+        return self.version if self.since is None else self.since
 
 
 @dataclass(eq=False)
@@ -91,6 +113,13 @@ class UpdateBook:
     def is_applying(self) -> bool:
         """Return True while instances are replacing their weights."""
         return self.active is not None and self.active.phase is UpdatePhase.APPLYING
+
+    def version_for(self, version: int) -> int | None:
+        """Return the version under which unfinished samples of a version go on; None: they cannot any more."""
+        published = self.published
+        if published is None or version > published.version:
+            return version
+        return published.version if version >= published.oldest else None
 
     def expired(self, now: float) -> WeightUpdate | None:
         """Return the update in progress, if its trainer has been silent for longer than the timeout."""
@@ -147,18 +176,27 @@ class UpdateBook:
         update.path, update.checksum = path, checksum
         return update
 
-    def applying(self, update_id: str, unfinished: int, now: float) -> WeightUpdate:
-        """Pass the point of no return; refused while samples of the old version are unfinished."""
+    def applying(
+        self,
+        update_id: str,
+        unfinished: int,
+        now: float,
+        in_flight: InFlightTreatment = InFlightTreatment.REFUSE,
+    ) -> WeightUpdate:
+        """Pass the point of no return; with REFUSE not while samples of the old version are unfinished."""
         update = self.open_for(update_id, UpdatePhase.STAGED)
-        if unfinished:
+        update.touched_at = now
+        if unfinished and in_flight is InFlightTreatment.REFUSE:
             raise FailedPrecondition(
                 "SAMPLES_UNFINISHED",
-                f"{unfinished} samples of version {self.version} are running or queued: "
-                "wait for them or cancel them first",
+                f"{unfinished} samples of version {self.version} are running or queued. The weights stay staged: "
+                "finish the update when they have ended, or with in_flight ABORT or CONTINUE",
                 unfinished=str(unfinished),
                 current=str(self.version),
+                update_id=update_id,
+                version=str(update.version),
             )
-        update.phase, update.touched_at = UpdatePhase.APPLYING, now
+        update.phase, update.in_flight = UpdatePhase.APPLYING, in_flight
         return update
 
     def publish(self) -> PublishedVersion:
@@ -166,7 +204,13 @@ class UpdateBook:
         update = self.active
         assert update is not None, "nothing to publish"
         assert update.phase is UpdatePhase.APPLYING, f"cannot publish from {update.phase}"
-        self.published = PublishedVersion(update.version, update.path, update.checksum, update.update_id)
+        since = None
+        if update.in_flight is InFlightTreatment.CONTINUE:
+            # Of a former gateway's update that goes forward, the version that the fleet started with is not known.
+            since = self.published.oldest if self.published else 0
+        self.published = PublishedVersion(
+            update.version, update.path, update.checksum, update.update_id, since
+        )
         self.active = None
         return self.published
 

@@ -82,7 +82,7 @@ class Delivery:
             lenience = await self.intake.leniences.choose(request.run_id, request.exactness)
             key = ("", f"generate-{next(self._numbers)}")
             batch = self.intake.builder.from_generate(request, key, version, time.time(), lenience)
-        running = self.intake.dispatcher.add(batch, private=True)
+        running = self.intake.begin(batch, private=True)
         try:
             async for response in _deltas(running):
                 yield response

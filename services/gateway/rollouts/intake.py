@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from services.contracts.errors import FailedPrecondition, Unavailable
 from services.contracts.sampling import ModelLimits
 from services.gateway.batches.messages import BatchBuilder
+from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.dispatch.dispatcher import Dispatcher
-from services.gateway.dispatch.running_batch import ActiveBatches
+from services.gateway.dispatch.estimator import Coverage
+from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
 from services.gateway.fleet.health import FleetHealth
 from services.gateway.fleet.update_book import UpdateBook
 from services.gateway.journal.fenced_records import Leniences
@@ -36,6 +38,14 @@ class RolloutIntake:
     def version(self) -> int:
         """The published policy version; 0 if there is none."""
         return self.book.version or 0
+
+    def begin(
+        self, batch: RolloutBatch, *, private: bool = False, events: int = 0, coverage: Coverage | None = None
+    ) -> RunningBatch:
+        """Begin or resume a batch (see `Dispatcher.add`), under the version that its samples go on with by now."""
+        running = self.dispatcher.add(batch, private=private, events=events, coverage=coverage)
+        self.dispatcher.go_on(running, self.book.version_for(batch.policy_version))
+        return running
 
     def check_version(self, version: int) -> None:
         """Check that samples of this policy version can be generated now.

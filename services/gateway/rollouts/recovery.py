@@ -138,7 +138,7 @@ class BatchRecovery:
         pause_collection(record.total)
         batch = await asyncio.to_thread(_rebuild, self.intake.builder, record, record.request, partials)
         self.hinting.resume(batch)
-        self.intake.dispatcher.add(batch, events=record.safe)
+        self.intake.begin(batch, events=record.safe)
         self.intake.dispatcher.reopen(record.key, [])
         log.info(
             "batch_resumed",

@@ -68,7 +68,7 @@ class Submissions:
                 )
             self.intake.records.add(record)
             self.hinting.begin(batch)
-            self.intake.dispatcher.add(batch, coverage=coverage)
+            self.intake.begin(batch, coverage=coverage)
         log.info("batch_accepted", batch=key, samples=total, version=request.policy_version)
         return pb.SubmitRolloutsResponse(batch_id=request.batch_id, samples=total)
 

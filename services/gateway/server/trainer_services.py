@@ -10,11 +10,18 @@ from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, weight_pb2, weight_pb2_grpc
 from services.contracts.errors import InvalidArgument, Unimplemented
 from services.contracts.weight_folder import check_weight_folder
+from services.gateway.fleet.update_book import InFlightTreatment
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.term import LeadershipTerm
 
 Context = grpc.aio.ServicerContext
 
+_TREATMENTS = {
+    weight_pb2.IN_FLIGHT_UNSPECIFIED: InFlightTreatment.REFUSE,
+    weight_pb2.IN_FLIGHT_REFUSE: InFlightTreatment.REFUSE,
+    weight_pb2.IN_FLIGHT_ABORT: InFlightTreatment.ABORT,
+    weight_pb2.IN_FLIGHT_CONTINUE: InFlightTreatment.CONTINUE,
+}
 _TRANSPORTS = {
     weight_pb2.WEIGHT_TRANSPORT_STREAM: "tensors in the call's stream are not there yet; use DISK",
     weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE: "a collective with the trainer is not there yet; use DISK",
@@ -115,13 +122,15 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
     async def FinishUpdate(
         self, request: weight_pb2.FinishUpdateRequest, context: Context
     ) -> weight_pb2.FinishUpdateResponse:
-        _check_in_flight(request.in_flight)
+        treatment = _treatment(request.in_flight)
         term = self._term()
-        instances = await term.updater.finish(request.update_id)
+        finished = await term.updater.finish(request.update_id, treatment)
         return weight_pb2.FinishUpdateResponse(
             policy_version=term.updater.book.version or 0,
             drafter_version=term.drafter_version.value,
-            instances=instances,
+            instances=finished.instances,
+            aborted_samples=finished.aborted,
+            continued_samples=finished.continued,
         )
 
     async def AbortUpdate(
@@ -154,14 +163,12 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
         )
 
 
-def _check_in_flight(in_flight: weight_pb2.InFlight) -> None:
-    if in_flight in (weight_pb2.IN_FLIGHT_ABORT, weight_pb2.IN_FLIGHT_CONTINUE):
-        name = weight_pb2.InFlight.Name(in_flight).removeprefix("IN_FLIGHT_")
-        reason = "weights are applied only while no sample is unfinished; use REFUSE"
-        raise Unimplemented("in_flight", f"in_flight: {name} is not served yet: {reason}")
-    if in_flight not in (weight_pb2.IN_FLIGHT_UNSPECIFIED, weight_pb2.IN_FLIGHT_REFUSE):
+def _treatment(in_flight: weight_pb2.InFlight) -> InFlightTreatment:
+    treatment = _TREATMENTS.get(in_flight)
+    if treatment is None:
         found = f"is {in_flight}; must be REFUSE, ABORT or CONTINUE"
         raise InvalidArgument([Violation("in_flight", found)])
+    return treatment
 
 
 def _check_start(request: weight_pb2.StartUpdateRequest) -> None:

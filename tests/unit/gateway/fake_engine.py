@@ -42,6 +42,7 @@ class FakeEngine:
         self.epoch = epoch
         self.checksum = checksum
         self.staged = 0
+        self.in_flight: list[int] = []
         self.calls: list[str] = []
         self.errors: dict[str, list[Exception]] = {}
         self.gates: dict[str, asyncio.Event] = {}
@@ -102,6 +103,7 @@ class FakeEngine:
     def ApplyWeights(self, request: pb.ApplyWeightsRequest) -> pb.ApplyWeightsResponse:
         assert self.staged == request.policy_version, "applied what was not staged"
         self.version, self.staged = self.staged, 0
+        self.in_flight.append(request.in_flight)
         return pb.ApplyWeightsResponse()
 
     def DiscardWeights(self, request: pb.DiscardWeightsRequest) -> pb.DiscardWeightsResponse:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from google.rpc import error_details_pb2
+from hypothesis import given
 
 from services.contracts.errors import FailedPrecondition, NotFound
-from services.gateway.fleet.update_book import PublishedVersion, UpdateBook, UpdatePhase, WeightUpdate
+from services.gateway.fleet.update_book import (
+    InFlightTreatment,
+    PublishedVersion,
+    UpdateBook,
+    UpdatePhase,
+    WeightUpdate,
+)
 
 
 def test_the_phases_follow_each_other() -> None:
@@ -92,3 +101,62 @@ def test_books_survive_being_written_down() -> None:
     assert WeightUpdate.from_json(update.to_json()) == update
     published = PublishedVersion(4, "/w", "sha256:x", "u")
     assert PublishedVersion.from_json(published.to_json().encode()) == published
+
+
+def test_samples_that_are_aborted_or_go_on_do_not_keep_the_old_version() -> None:
+    for treatment in (InFlightTreatment.ABORT, InFlightTreatment.CONTINUE):
+        book = UpdateBook(10.0, PublishedVersion(3))
+        book.start("u", "run", 4, 0.0)
+        book.staged("u", "/w", "", 1.0)
+        update = book.applying("u", 12, 2.0, treatment)
+        assert WeightUpdate.from_json(update.to_json()) == update
+
+
+def test_a_refusal_names_the_update_and_keeps_it_alive() -> None:
+    book = UpdateBook(10.0, PublishedVersion(3))
+    book.start("u", "run", 4, 0.0)
+    book.staged("u", "/w", "", 1.0)
+    with pytest.raises(FailedPrecondition) as error:
+        book.applying("u", 12, 9.0)
+    assert error.value.reason == "SAMPLES_UNFINISHED"
+    info = next(each for each in error.value.details if isinstance(each, error_details_pb2.ErrorInfo))
+    assert (info.metadata["update_id"], info.metadata["version"]) == ("u", "4")
+    assert book.expired(18.0) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from(InFlightTreatment)), max_size=6))
+def test_samples_go_on_through_updates_that_let_them_and_no_other(
+    updates: list[tuple[int, InFlightTreatment]],
+) -> None:
+    book = UpdateBook(10.0, PublishedVersion(3))
+    # The versions whose samples are still there.
+    alive = {3}
+    for number, (more, treatment) in enumerate(updates):
+        version = (book.version or 0) + more
+        book.start(f"u{number}", "run", version, 0.0)
+        book.staged(f"u{number}", "/w", "", 0.0)
+        book.applying(f"u{number}", 0, 0.0, treatment)
+        published = book.publish()
+        assert PublishedVersion.from_json(published.to_json()) == published
+        alive = {*alive, version} if treatment is InFlightTreatment.CONTINUE else {version}
+        for asked in range(3, version + 1):
+            # Between two that go on there may be versions that never were.
+            goes_on = min(alive) <= asked
+            assert book.version_for(asked) == (version if goes_on else None)
+        assert book.version_for(version + 1) == version + 1
+
+
+def test_every_sample_goes_on_where_the_version_before_is_not_known() -> None:
+    update = WeightUpdate("u", "run", 4, UpdatePhase.APPLYING, 1.5, "/w", "", InFlightTreatment.CONTINUE)
+    book = UpdateBook(10.0, None, update)
+    book.publish()
+    assert [book.version_for(version) for version in (0, 3, 4)] == [4, 4, 4]
+
+
+def test_records_have_nothing_that_an_earlier_release_does_not_know() -> None:
+    published = PublishedVersion(4, "/w", "sha256:x", "u")
+    assert "since" not in published.to_json()
+    update = WeightUpdate("u", "run", 4, UpdatePhase.STAGED, 1.5, "/w", "sha256:x")
+    assert "in_flight" not in update.to_json()
+    before = '{"version": 4, "path": "/w", "checksum": "", "update_id": ""}'
+    assert PublishedVersion.from_json(before) == PublishedVersion(4, "/w")

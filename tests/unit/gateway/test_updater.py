@@ -9,24 +9,47 @@ import grpc
 import pytest
 from redis.exceptions import ConnectionError as RedisDown
 
-from paceline.internal.v1 import generation_pb2_grpc
-from paceline.v1 import weight_pb2
+from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
+from paceline.v1 import sample_pb2, weight_pb2
 from services.contracts.errors import DataLoss, FailedPrecondition, NotFound, ServiceError, Unavailable
+from services.gateway.batches.messages import final_sample
 from services.gateway.config import GatewayConfig
 from services.gateway.connections import connection as connection_module
 from services.gateway.connections import updater as updater_module
 from services.gateway.connections.connection import Connection
+from services.gateway.connections.samples_in_flight import InFlightSamples
 from services.gateway.connections.updater import Updater
 from services.gateway.dispatch.turns import Pace
 from services.gateway.fleet.health import MemberState
-from services.gateway.fleet.update_book import PublishedVersion, UpdateBook, UpdatePhase, WeightUpdate
+from services.gateway.fleet.update_book import (
+    InFlightTreatment,
+    PublishedVersion,
+    UpdateBook,
+    UpdatePhase,
+    WeightUpdate,
+)
 from services.platform.notify import Notifier
 from services.platform.tasks import end
-from tests.unit.gateway.dispatch_parts import VERSION, DispatchParts, a_batch
+from tests.unit.gateway.dispatch_parts import (
+    VERSION,
+    DispatchParts,
+    RecordingLink,
+    a_batch,
+    finished,
+    tokens,
+    turn,
+)
 from tests.unit.gateway.fake_engine import FakeEngine, rpc_error
 
 DISK = weight_pb2.DiskWeights(path="/weights/8")
 NEW = VERSION + 1
+
+
+def versioned(handle: int, version: int, *values: int) -> generation_pb2.WorkResponse:
+    """Return a message with new tokens of a sample that this version sampled."""
+    response = tokens(handle, *values)
+    response.deltas[0].policy_version = version
+    return response
 
 
 class RecordingStore:
@@ -77,21 +100,14 @@ class RecordingRoster:
 class Updating:
     """An updater with the instances named."""
 
-    def __init__(self, *instance_ids: str) -> None:
+    def __init__(self, *instance_ids: str, active: WeightUpdate | None = None) -> None:
         self.parts = DispatchParts()
         self.store, self.roster = RecordingStore(), RecordingRoster()
-        self.book = UpdateBook(60.0, PublishedVersion(VERSION))
+        self.book = UpdateBook(60.0, PublishedVersion(VERSION), active)
         store: Any = self.store
         roster: Any = self.roster
-        self.updater = Updater(
-            self.book,
-            store,
-            self.parts.fleet,
-            roster,
-            self.parts.batches,
-            self.parts.placer,
-            self.parts.metrics,
-        )
+        samples = InFlightSamples(self.book, self.parts.dispatcher, self.parts.metrics)
+        self.updater = Updater(self.book, store, self.parts.fleet, roster, samples, self.parts.metrics)
         self.engines: dict[str, FakeEngine] = {}
         for instance_id in instance_ids:
             self.parts.join(instance_id)
@@ -112,6 +128,13 @@ class Updating:
         await self.updater.stage(update_id, DISK)
         return update_id
 
+    async def serves_new(self, link: RecordingLink) -> None:
+        """Let an instance serve the new version."""
+        self.parts.fleet.confirm(link.instance_id, 1, NEW, 0.0, updated=True)
+        link.slots.policy_version = NEW
+        self.parts.placer.pump_soon()
+        await turn()
+
     def versions(self) -> list[int]:
         return [engine.version for engine in self.engines.values()]
 
@@ -122,7 +145,7 @@ class Updating:
 async def test_an_update_is_staged_applied_and_published_everywhere() -> None:
     updating = Updating("a", "b")
     update_id = await updating.staged()
-    results = await updating.updater.finish(update_id)
+    results = (await updating.updater.finish(update_id)).instances
     assert [(each.instance_id, each.applied, each.policy_version) for each in results] == [
         ("a", True, NEW),
         ("b", True, NEW),
@@ -139,7 +162,7 @@ async def test_an_update_is_staged_applied_and_published_everywhere() -> None:
         (NEW, ""),
     ]
     assert updating.outcome("published") == 1
-    assert await updating.updater.finish(update_id) == results
+    assert (await updating.updater.finish(update_id)).instances == results
     assert updating.engines["a"].calls == ["StageWeights", "ApplyWeights"]
 
 
@@ -147,7 +170,7 @@ async def test_an_instance_that_fails_to_apply_is_quarantined_and_the_others_ser
     updating = Updating("a", "b")
     update_id = await updating.staged()
     updating.engines["a"].errors["ApplyWeights"] = [rpc_error(grpc.StatusCode.INTERNAL, "out of memory")]
-    failed, applied = await updating.updater.finish(update_id)
+    failed, applied = (await updating.updater.finish(update_id)).instances
     assert (failed.applied, failed.error) == (False, "INTERNAL: out of memory")
     assert (applied.applied, updating.book.version) == (True, NEW)
     assert updating.roster.quarantined == {"a": f"did not apply {NEW}: out of memory"}
@@ -191,7 +214,7 @@ async def test_an_unwell_instance_does_not_hold_up_staging_and_is_not_applied_to
     updating.engines["a"].errors["StageWeights"] = [rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "slow disk")]
     results = await updating.updater.stage(update_id, DISK)
     assert [each.error for each in results] == ["DEADLINE_EXCEEDED: slow disk", ""]
-    (applied,) = await updating.updater.finish(update_id)
+    (applied,) = (await updating.updater.finish(update_id)).instances
     assert (applied.instance_id, updating.versions()) == ("b", [VERSION, NEW])
     assert updating.engines["a"].calls == ["StageWeights"]
     assert updating.roster.recycled == ["a"]
@@ -209,7 +232,7 @@ async def test_a_connection_lost_while_it_stages_ends_its_part_at_once() -> None
     async with asyncio.timeout(10):
         results = await staging
     assert [each.error for each in results] == ["UNAVAILABLE: a was lost: heartbeat gone", ""]
-    (applied,) = await updating.updater.finish(update_id)
+    (applied,) = (await updating.updater.finish(update_id)).instances
     assert applied.instance_id == "b"
 
 
@@ -245,6 +268,96 @@ async def test_unfinished_samples_keep_the_old_version() -> None:
         await updating.updater.finish(update_id)
     await updating.updater.finish(update_id)
     assert updating.versions() == [NEW]
+
+
+async def test_samples_go_on_under_the_new_version_wherever_they_are() -> None:
+    updating = Updating("a")
+    link, other = updating.parts.link("b", room=1), updating.parts.link("c", room=0)
+    update_id = await updating.staged()
+    running = updating.parts.dispatcher.add(a_batch(3))
+    await turn()
+    (item,) = link.items
+    updating.parts.events.responded(link, versioned(item.handle, VERSION, 5, 6))
+    gate = updating.engines["a"].gates["ApplyWeights"] = asyncio.Event()
+    finishing = asyncio.create_task(updating.updater.finish(update_id, InFlightTreatment.CONTINUE))
+    await updating.engines["a"].called("ApplyWeights")
+    # One instance applies: nothing is placed, and tokens are of the version that the instance says.
+    link.slots.room = 8
+    updating.parts.placer.pump_soon()
+    await turn()
+    assert len(link.items) == 1
+    updating.parts.events.responded(link, versioned(item.handle, NEW, 7, 8))
+    updating.parts.events.responded(link, versioned(item.handle, NEW, 9))
+    gate.set()
+    finished_update = await finishing
+    assert (finished_update.continued, finished_update.aborted) == (3, 0)
+    assert updating.engines["a"].in_flight == [weight_pb2.IN_FLIGHT_CONTINUE]
+    assert updating.book.published == PublishedVersion(NEW, "/weights/8", "sum", update_id, VERSION)
+    batch = running.batch
+    assert [each.versions for each in batch.samples if each.tokens] == [[(0, VERSION), (2, NEW)]]
+    # What waits is for instances with the new version, and so is what is lost.
+    await turn()
+    assert len(link.items) == 1, "it has the old version"
+    await updating.serves_new(link)
+    assert [each.policy_version for each in link.items] == [VERSION, NEW, NEW]
+    updating.parts.events.link_lost(link, "gone")
+    other.slots.room = 8
+    await updating.serves_new(other)
+    assert sorted(list(each.prefix_token_ids) for each in other.items) == [[], [], [5, 6, 7, 8]]
+    assert {each.policy_version for each in other.items} == {NEW}
+    assert updating.parts.metric("in_flight_samples_total", outcome="continued") == 3
+
+
+async def test_samples_that_are_aborted_end_with_the_tokens_they_have() -> None:
+    updating = Updating("a")
+    link = updating.parts.link("b", room=1)
+    update_id = await updating.staged()
+    running = updating.parts.dispatcher.add(a_batch(3))
+    await turn()
+    (item,) = link.items
+    updating.parts.events.responded(link, versioned(item.handle, VERSION, 5, 6))
+    finished_update = await updating.updater.finish(update_id, InFlightTreatment.ABORT)
+    assert (finished_update.continued, finished_update.aborted) == (0, 3)
+    assert link.aborted == [item.handle], "the instance is asked to end its own"
+    updating.parts.events.responded(link, versioned(item.handle, VERSION, 7))
+    updating.parts.events.responded(link, finished(item.handle, sample_pb2.FINISH_REASON_ABORTED))
+    assert updating.parts.batches.unfinished == 0
+    endings = running.batch.endings
+    assert {each.status for each in endings} == {sample_pb2.SAMPLE_STATUS_ABORTED}
+    found = [final_sample(running.batch, each) for each in endings]
+    assert sorted(list(each.token_ids) for each in found) == [[], [], [5, 6, 7]]
+    assert (updating.book.version, updating.engines["a"].in_flight) == (NEW, [weight_pb2.IN_FLIGHT_REFUSE])
+
+
+async def test_samples_go_on_under_the_old_version_if_nobody_applied() -> None:
+    updating = Updating("a")
+    link = updating.parts.link("b")
+    update_id = await updating.staged()
+    updating.engines["a"].errors["ApplyWeights"] = [rpc_error(grpc.StatusCode.INTERNAL, "broken")]
+    running = updating.parts.dispatcher.add(a_batch(2))
+    with pytest.raises(FailedPrecondition, match="no instance applied"):
+        await updating.updater.finish(update_id, InFlightTreatment.CONTINUE)
+    await turn()
+    assert running.batch.current_version == VERSION
+    assert [each.policy_version for each in link.items] == [VERSION] * 2
+
+
+async def test_a_half_applied_update_takes_its_samples_along() -> None:
+    for treatment, going_on in ((InFlightTreatment.CONTINUE, 2), (InFlightTreatment.ABORT, 0)):
+        left = WeightUpdate("u", "run", NEW, UpdatePhase.APPLYING, 0.0, "/weights/8", "sum", treatment)
+        updating = Updating("a", active=left)
+        link = updating.parts.link("b")
+        running = updating.parts.dispatcher.add(a_batch(2))
+        await turn()
+        assert link.items == [], "an instance may have either version"
+        changed = updating.roster.changed.next_change()
+        task = asyncio.create_task(updating.updater.run())
+        async with asyncio.timeout(10):
+            await changed.wait()
+        await updating.serves_new(link)
+        await end([task])
+        assert [each.policy_version for each in link.items] == [NEW] * going_on
+        assert running.batch.unfinished == going_on
 
 
 async def test_an_update_is_applied_only_once_that_is_on_record() -> None:
@@ -295,7 +408,7 @@ async def test_an_instance_that_is_still_ending_samples_is_told_again(
     update_id = await updating.staged()
     busy = rpc_error(grpc.StatusCode.FAILED_PRECONDITION, "1 sample is running")
     updating.engines["a"].errors["ApplyWeights"] = [busy, busy]
-    (applied,) = await updating.updater.finish(update_id)
+    (applied,) = (await updating.updater.finish(update_id)).instances
     assert (applied.applied, updating.engines["a"].calls.count("ApplyWeights")) == (True, 3)
 
 
