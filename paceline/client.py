@@ -159,6 +159,7 @@ class Run(Face[AsyncRun]):
     report_rewards = blocking(AsyncRun.report_rewards)
     push_weights = blocking(AsyncRun.push_weights)
     push_adapter = blocking(AsyncRun.push_adapter)
+    finish_push = blocking(AsyncRun.finish_push)
 
 
 class Rollout(Face[AsyncRollout]):

@@ -12,17 +12,18 @@ A trainer that was restarted requests the same batches and gets the samples that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
 from paceline import types as t
 from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
+from paceline.errors import FailedPreconditionError
 from paceline.rollout import AsyncRollout
 from paceline.safetensors import Tensors
 from paceline.split import first_part
-from paceline.weights import WeightFolder, push
+from paceline.weights import WeightFolder, finish, keeps_staged, push
 
 # Rollouts of earlier steps that are still read; of more, the newest.
 _KEPT_ROLLOUTS = 8
@@ -45,6 +46,8 @@ class AsyncRun:
         self._weights = weights
         self._numbers: dict[tuple[int, int], int] = {}
         """Batches so far of each step and policy version."""
+        self._refused: tuple[str, int, t.WeightTarget] | None = None
+        """Update, version and target of a push whose weights are staged, and wait for unfinished samples."""
         self._rollouts: list[AsyncRollout] = []
         """Rollouts that are not acknowledged, of the newest step and of earlier ones that are still read."""
 
@@ -149,31 +152,71 @@ class AsyncRun:
         )
 
     async def push_weights(
-        self, source: Source, target: t.WeightTarget = t.WeightTarget.POLICY
+        self,
+        source: Source,
+        target: t.WeightTarget = t.WeightTarget.POLICY,
+        *,
+        in_flight: t.InFlight = t.InFlight.REFUSE,
     ) -> t.UpdateFinished:
         """Send weights as the next version. When this returns, the fleet serves them.
+
+        `in_flight` says what becomes of samples, of any run, that are unfinished then. With REFUSE they keep the
+        version that they have: FailedPreconditionError, reason SAMPLES_UNFINISHED. `finish_push` applies the
+        weights later without sending them again.
 
         `source` is a folder in Hugging Face layout, or tensors (numpy or torch), by name or as an iterator of
         pairs, which are written to the run's `WeightFolder`; the asynchronous client reads them in a thread of its
         own. An error leaves the version that was served.
         """
-        finished = await push(
-            self.client,
-            self.run_id,
+        return await self._push(
             target,
+            in_flight,
             lambda version: self._folder(version, source),
             lambda published, folder: self._delta(published, folder, source),
         )
-        if self._weights is not None:
-            await self.client.run_work(self._weights.prune)
+
+    async def finish_push(self, *, in_flight: t.InFlight = t.InFlight.REFUSE) -> t.UpdateFinished:
+        """Apply the weights of the last push, which was refused because samples were unfinished.
+
+        They are staged until the gateway has not heard of them for its `update_timeout_seconds`; then, and where
+        another push came first, `NotFoundError`. ValueError: no push of this object was refused.
+        """
+        if self._refused is None:
+            raise ValueError("there is no push that was refused because samples were unfinished")
+        finished = await finish(self.client, *self._refused, in_flight)
+        await self._pushed()
         return finished
 
-    async def push_adapter(self, source: Adapter | Path | str) -> t.UpdateFinished:
+    async def _push(
+        self,
+        target: t.WeightTarget,
+        in_flight: t.InFlight,
+        folder_of: Callable[[int], Path],
+        delta_of: Callable[[t.Versions, Path], Path | None] = lambda *_: None,
+    ) -> t.UpdateFinished:
+        self._refused = None
+        try:
+            finished = await push(self.client, self.run_id, target, folder_of, delta_of, in_flight)
+        except FailedPreconditionError as error:
+            if keeps_staged(error):
+                self._refused = (error.metadata["update_id"], int(error.metadata["version"]), target)
+            raise
+        await self._pushed()
+        return finished
+
+    async def _pushed(self) -> None:
+        self._refused = None
+        if self._weights is not None:
+            await self.client.run_work(self._weights.prune)
+
+    async def push_adapter(
+        self, source: Adapter | Path | str, *, in_flight: t.InFlight = t.InFlight.REFUSE
+    ) -> t.UpdateFinished:
         """Send a LoRA adapter as the next version; instances merge it with the full version that it builds on.
 
         That is the last full version that was pushed, or the model that the fleet started with: an adapter replaces
         the one before. `source` is an `Adapter` or the folder of one in PEFT's layout. It is written to the run's
-        `WeightFolder`. An error leaves the version that was served.
+        `WeightFolder`. An error leaves the version that was served. `in_flight`: as in `push_weights`.
         """
         weights = self._weights
         if weights is None:
@@ -182,11 +225,9 @@ class AsyncRun:
         base = await self.client.run_work(lambda: weights.base_of(published))
         given = Path(source) if isinstance(source, str) else source
         policy = t.WeightTarget.POLICY
-        finished = await push(
-            self.client, self.run_id, policy, lambda version: weights.write_adapter(version, given, base)
+        return await self._push(
+            policy, in_flight, lambda version: weights.write_adapter(version, given, base)
         )
-        await self.client.run_work(weights.prune)
-        return finished
 
     def _folder(self, version: int, source: Source) -> Path:
         if isinstance(source, str | Path):

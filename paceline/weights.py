@@ -21,7 +21,7 @@ from paceline import adapters, delta, expansion, safetensors
 from paceline import types as t
 from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
-from paceline.errors import PacelineError
+from paceline.errors import FailedPreconditionError, PacelineError
 from paceline.expansion import BaseWeights
 
 log = logging.getLogger("paceline")
@@ -150,10 +150,12 @@ async def push(
     target: t.WeightTarget,
     folder_of: Callable[[int], Path],
     delta_of: Callable[[t.Versions, Path], Path | None] = lambda *_: None,
+    in_flight: t.InFlight = t.InFlight.REFUSE,
 ) -> t.UpdateFinished:
     """Push the next version, whose files are in `folder_of(version)`. An error aborts the update.
 
-    `delta_of` returns the folder with what changed since the published version, if there is one.
+    Not so an error for which `keeps_staged` is True: `finish` can go on with that update. `delta_of` returns the
+    folder with what changed since the published version, if there is one.
     """
     published = await client.versions()
     version = _version(published, target) + 1
@@ -163,22 +165,29 @@ async def push(
     started = await client.start_update(run_id, version, target)
     try:
         await client.update_weights(started.update_id, folder, checksum, changes)
-        return await _finish(client, started.update_id, version, target)
+        return await finish(client, started.update_id, version, target, in_flight)
     except GeneratorExit:
         raise
-    except BaseException:
+    except BaseException as raised:
+        if keeps_staged(raised):
+            raise
         # The error that led here is the one to report.
         with suppress(PacelineError):
             await client.abort_update(started.update_id)
         raise
 
 
-async def _finish(
-    client: GatewayCalls, update_id: str, version: int, target: t.WeightTarget
+def keeps_staged(error: BaseException) -> bool:
+    """Return True if an update was refused because samples are unfinished, and its weights stay staged."""
+    return isinstance(error, FailedPreconditionError) and error.reason == "SAMPLES_UNFINISHED"
+
+
+async def finish(
+    client: GatewayCalls, update_id: str, version: int, target: t.WeightTarget, in_flight: t.InFlight
 ) -> t.UpdateFinished:
     """Finish an update. If the answer was lost, the published version decides whether it failed."""
     try:
-        return await client.finish_update(update_id)
+        return await client.finish_update(update_id, in_flight)
     except PacelineError:
         published = await client.versions()
         if _version(published, target) != version:

@@ -40,9 +40,13 @@ class WeightUpdateCalls(Caller):
             await self.call(Unary("Weight", "UpdateWeights", request, slow=True, streams_request=True))
         )
 
-    async def finish_update(self, update_id: str) -> t.UpdateFinished:
+    async def finish_update(
+        self, update_id: str, in_flight: t.InFlight = t.InFlight.REFUSE
+    ) -> t.UpdateFinished:
         """Apply the staged weights between two engine steps and publish the version."""
-        request = weight_pb2.FinishUpdateRequest(update_id=update_id)
+        request = weight_pb2.FinishUpdateRequest(
+            update_id=update_id, in_flight=convert.in_flight_to_proto(in_flight)
+        )
         return convert.update_finished(await self.call(Unary("Weight", "FinishUpdate", request, slow=True)))
 
     async def abort_update(self, update_id: str) -> int:

@@ -16,6 +16,7 @@ from paceline.convert.rollouts import (
     submitted,
 )
 from paceline.convert.weights import (
+    in_flight_to_proto,
     instance_update,
     instance_updates,
     staged,
@@ -34,6 +35,7 @@ __all__ = [
     "generate_event",
     "group_to_proto",
     "hint_to_proto",
+    "in_flight_to_proto",
     "instance",
     "instance_update",
     "instance_updates",

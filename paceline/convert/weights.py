@@ -10,11 +10,18 @@ from paceline.times import seconds_of
 from paceline.v1 import weight_pb2
 
 _TARGET = EnumPair(t.WeightTarget, weight_pb2.WeightTarget, "WEIGHT_TARGET")
+_IN_FLIGHT = EnumPair(t.InFlight, weight_pb2.InFlight, "IN_FLIGHT")
 
 
 def target_to_proto(target: t.WeightTarget) -> weight_pb2.WeightTarget:
     """Return the number of a target."""
     number: weight_pb2.WeightTarget = _TARGET.number(target)
+    return number
+
+
+def in_flight_to_proto(treatment: t.InFlight) -> weight_pb2.InFlight:
+    """Return the number of a treatment of samples in flight."""
+    number: weight_pb2.InFlight = _IN_FLIGHT.number(treatment)
     return number
 
 
@@ -49,7 +56,13 @@ def staged(answer: weight_pb2.UpdateWeightsResponse) -> tuple[t.InstanceUpdate, 
 
 def update_finished(answer: weight_pb2.FinishUpdateResponse) -> t.UpdateFinished:
     """Return a published update."""
-    return t.UpdateFinished(answer.policy_version, answer.drafter_version, instance_updates(answer.instances))
+    return t.UpdateFinished(
+        answer.policy_version,
+        answer.drafter_version,
+        instance_updates(answer.instances),
+        answer.aborted_samples,
+        answer.continued_samples,
+    )
 
 
 def versions(answer: weight_pb2.GetVersionsResponse) -> t.Versions:

@@ -39,7 +39,14 @@ from paceline.types.samples import (
     TokenDelta,
     VersionSpan,
 )
-from paceline.types.weights import InstanceUpdate, UpdateFinished, UpdateStarted, Versions, WeightTarget
+from paceline.types.weights import (
+    InFlight,
+    InstanceUpdate,
+    UpdateFinished,
+    UpdateStarted,
+    Versions,
+    WeightTarget,
+)
 
 __all__ = [
     "Batch",
@@ -51,6 +58,7 @@ __all__ = [
     "ExactnessLevel",
     "FinishReason",
     "Group",
+    "InFlight",
     "Instance",
     "InstanceLoad",
     "InstanceSpan",

@@ -13,6 +13,17 @@ class WeightTarget(StrEnum):
     DRAFTER = "drafter"
 
 
+class InFlight(StrEnum):
+    """Treatment of samples, of any run, that are unfinished when weights are applied."""
+
+    REFUSE = "refuse"
+    """The weights are not applied (reason SAMPLES_UNFINISHED), and stay staged."""
+    ABORT = "abort"
+    """They end as ABORTED, with the tokens that they have."""
+    CONTINUE = "continue"
+    """They keep their tokens and go on under the new version; `Sample.version_spans` has both."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceUpdate:
     """Outcome of a weight update on one instance."""
@@ -46,6 +57,9 @@ class UpdateFinished:
     policy_version: int
     drafter_version: int
     instances: tuple[InstanceUpdate, ...]
+    aborted_samples: int = 0
+    continued_samples: int = 0
+    """Samples that were unfinished, and ended or went on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 
 from paceline import safetensors
 from paceline import types as t
 from paceline.blocking import finish
 from paceline.calls import GatewayCalls
-from paceline.errors import CancelledError, DataLossError, InternalError
+from paceline.errors import CancelledError, DataLossError, FailedPreconditionError, InternalError
+from paceline.run import AsyncRun
 from paceline.v1 import weight_pb2 as pb
 from paceline.weights import push
 from tests.unit.sdk.scripted_transport import ScriptedTransport
@@ -101,6 +103,51 @@ def test_whatever_ends_the_update_aborts_it(folder: Path, error: BaseException) 
     client, result = pushed(answers, lambda version: folder)
     assert client.made[-1] == "AbortUpdate"
     assert result is error, "the first error is the one to report"
+
+
+def refusal() -> FailedPreconditionError:
+    info = error_details_pb2.ErrorInfo(
+        reason="SAMPLES_UNFINISHED", metadata={"update_id": "u1", "version": "5", "unfinished": "12"}
+    )
+    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, "12 samples", [info])
+
+
+def test_weights_that_samples_keep_waiting_stay_staged_and_are_finished_later(folder: Path) -> None:
+    transport = ScriptedTransport(
+        {
+            **ACCEPTED,
+            "FinishUpdate": [
+                refusal(),
+                refusal(),
+                pb.FinishUpdateResponse(policy_version=5, continued_samples=3),
+            ],
+        }
+    )
+    run = AsyncRun(GatewayCalls(transport), "run", 7, None)
+    with pytest.raises(ValueError, match="no push that was refused"):
+        finish(run.finish_push())
+    for attempt in (run.push_weights(folder), run.finish_push()):
+        with pytest.raises(FailedPreconditionError) as refused:
+            finish(attempt)
+        assert refused.value.metadata["unfinished"] == "12"
+    assert "AbortUpdate" not in transport.made
+    assert transport.requests["FinishUpdate"].in_flight == pb.IN_FLIGHT_REFUSE
+    done = finish(run.finish_push(in_flight=t.InFlight.CONTINUE))
+    assert done == t.UpdateFinished(5, 0, (), 0, 3)
+    assert transport.requests["FinishUpdate"] == pb.FinishUpdateRequest(
+        update_id="u1", in_flight=pb.IN_FLIGHT_CONTINUE
+    )
+    assert transport.made.count("UpdateWeights") == 1, "they are sent once"
+    with pytest.raises(ValueError, match="no push that was refused"):
+        finish(run.finish_push())
+
+
+@pytest.mark.parametrize("in_flight", list(t.InFlight))
+def test_the_treatment_of_samples_in_flight_is_sent(folder: Path, in_flight: t.InFlight) -> None:
+    transport = ScriptedTransport({**ACCEPTED, "FinishUpdate": pb.FinishUpdateResponse(policy_version=5)})
+    finish(AsyncRun(GatewayCalls(transport), "run", 7, None).push_weights(folder, in_flight=in_flight))
+    sent = pb.InFlight.Name(transport.requests["FinishUpdate"].in_flight)
+    assert sent == f"IN_FLIGHT_{in_flight.name}"
 
 
 def test_a_lost_answer_is_judged_by_what_is_published(folder: Path) -> None:
