@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.lora_merge import add_product
 from paceline.errors import Violation
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.weights.shards import MappedTensors, open_shards
@@ -145,6 +144,9 @@ def _merge(
     tensor: torch.Tensor, b: Floats, a: Floats, scale: float, pool: ThreadPoolExecutor
 ) -> torch.Tensor:
     """Return a tensor with the product added, made in blocks of rows."""
+    # Imports numba, which vLLM must come before.
+    from kernels.lora_merge import add_product
+
     result = torch.empty_like(tensor)
     rows = max(1, _BLOCK_BYTES // max(1, 4 * tensor.shape[1]))
 
