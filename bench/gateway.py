@@ -22,8 +22,9 @@ import paceline
 from bench.report import Figures, cores, show, write
 from services.contracts.seeds import sample_seed
 from services.local.config import PlatformConfig
-from services.local.pinning import cpu_environment, cpu_list
+from services.local.pinning import cpu_environment
 from services.local.platform import Platform
+from services.platform.cores import cpu_list
 
 _GOAL = 1.08
 _RUN_SEED = 7

@@ -54,6 +54,7 @@ from services.generation.speculation.knob_driven_planner import KnobDrivenPlanne
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.selection import selection
 from services.generation.speculation.speculation import Speculation
+from services.platform.cores import bind_ranks
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.registry import InstanceRecord, Registration, Registry
@@ -150,9 +151,10 @@ def build_engine(
     config: GenerationConfig, metrics: EngineMetrics, origin_of: OriginOf
 ) -> tuple[Any, SampleDrafts]:
     """Build the engine and the drafts of its samples; called in the thread that steps it."""
-    # Read by vLLM's CPU platform when the worker starts.
-    if config.threads_bind is not None:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.threads_bind
+    # Read by vLLM's CPU platform when the workers start.
+    binding = bind_ranks(config.threads_bind, config.tensor_parallel_size)
+    if binding is not None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding
     from services.generation.engine.core import Engine
     from services.generation.engine.warmup import warm_up
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.local.config import PlatformConfig
+from services.platform.cores import cpu_list, share_cores
 
 # Runs before the real program: threads that it starts inherit the cores.
 _PIN = """
@@ -15,19 +16,6 @@ import os, sys
 os.sched_setaffinity(0, {int(core) for core in sys.argv[1].split(",")})
 os.execv(sys.argv[2], sys.argv[2:])
 """
-
-
-def share_cores(cores: Sequence[int], instances: int, index: int) -> tuple[int, ...]:
-    """Return the cores of one of `instances`: equal shares, which overlap only if there are too few cores."""
-    each = len(cores) // instances
-    if each == 0:
-        return (cores[index % len(cores)],)
-    return tuple(cores[index * each : (index + 1) * each])
-
-
-def cpu_list(cores: Sequence[int]) -> str:
-    """Return a list of cores in the notation of taskset and vLLM: 0,1,2."""
-    return ",".join(map(str, cores))
 
 
 def pinned(command: Sequence[str], cores: Sequence[int]) -> list[str]:

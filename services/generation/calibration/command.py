@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.platform.cores import bind_ranks
 from services.platform.heap import keep_freed_memory
 from services.step_time.machine import on_cpu
 from services.step_time.prior import MeasuredStep
@@ -48,8 +49,9 @@ def _measure(
     if not (model / "config.json").is_file():
         # Said before the engine is built, which takes much longer.
         raise ValueError("it has no config.json")
-    if threads_bind is not None:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = threads_bind
+    binding = bind_ranks(threads_bind, size)
+    if binding is not None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding
     from services.generation.engine.core import Engine
     from services.generation.engine.sweep import measure_steps
     from services.generation.engine.types import EngineOptions

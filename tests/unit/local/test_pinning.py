@@ -3,20 +3,8 @@
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from services.local import pinning
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_shares_are_equal_and_overlap_only_when_cores_are_few(cores: int, instances: int) -> None:
-    shares = [pinning.share_cores(range(cores), instances, index) for index in range(instances)]
-    assert len({len(share) for share in shares}) == 1
-    assert shares[0]
-    if cores >= instances:
-        used = [core for share in shares for core in share]
-        assert len(used) == len(set(used))
 
 
 def test_an_instance_has_as_many_threads_as_cores() -> None:
