@@ -30,6 +30,7 @@ from tests.support.engine_process import EngineProcess
 # Generous: machines that run tests are shared.
 _START_SECONDS = 300
 _RUN_SECONDS = 300
+_serials = count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +105,12 @@ def _serve(pipe: Connection[Any, Any], options: EngineOptions) -> None:
 
     engine = Engine(options)
     pipe.send((engine.limits.vocab_size, engine.row_capacity))
-    for serial in count(1):
+    while True:
         order = pipe.recv()
         if isinstance(order, Census):
-            pipe.send(take_census(engine, order, serial, options.max_num_seqs))
+            pipe.send(take_census(engine, order, next(_serials), options.max_num_seqs))
         else:
-            pipe.send(_Run(engine, order, serial).outcome())
+            pipe.send(run_scenario(engine, order))
 
 
 def _served(engine: Any, scenario: Scenario) -> SampleDrafts:
@@ -137,6 +138,11 @@ def _count_scheduled(scheduler: Any, found: Outcome) -> None:
         return output
 
     scheduler.schedule = counted
+
+
+def run_scenario(engine: Any, scenario: Scenario) -> Outcome:
+    """Run a scenario in an engine of this process."""
+    return _Run(engine, scenario, next(_serials)).outcome()
 
 
 class _Run:
@@ -173,7 +179,7 @@ class _Run:
         found.preemptions = sum(self._preempted.values())
         assert not self._reuse, "a sample is followed after its end"
         assert not engine._requests.cached_logprobs
-        assert engine._core.collective_rpc(_followed_samples) == [0]
+        assert not any(engine._core.collective_rpc(_followed_samples))
         return found
 
     def _add(self, request: EngineRequest) -> None:

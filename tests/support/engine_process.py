@@ -30,13 +30,17 @@ class Failure:
 class EngineProcess:
     """The parent's side. A context manager: the process ends with it."""
 
-    def __init__(self, serve: Callable[..., None], *args: Any, core: int | None = None) -> None:
+    def __init__(
+        self, serve: Callable[..., None], *args: Any, core: int | None = None, ranks: int = 1
+    ) -> None:
         """Have a process call `serve(pipe, *args)`, a function of a module.
 
-        `core` is the one that it uses; by default the last.
+        `core` is the one that it uses; by default the last. With more than one rank each has a core of its own.
         """
-        core = max(os.sched_getaffinity(0)) if core is None else core
-        own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core), "HF_HUB_OFFLINE": "1"}
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[-1] if core is None else core
+        binding = str(core) if ranks == 1 else "|".join(map(str, cores[:ranks]))
+        own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": binding, "HF_HUB_OFFLINE": "1"}
         self.pipe, theirs = Pipe()
         command = [sys.executable, "-m", "tests.support.engine_process"]
         with os.fdopen(os.dup(2), "wb") as log:

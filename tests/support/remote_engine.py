@@ -27,7 +27,7 @@ class RemoteEngine(EngineProcess):
     """The parent's side. A context manager: the process ends with it."""
 
     def __init__(self, options: EngineOptions) -> None:
-        super().__init__(_serve, options)
+        super().__init__(_serve, options, ranks=options.tensor_parallel_size)
         try:
             self.answer(_START_SECONDS)
         except BaseException:
