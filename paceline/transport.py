@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -33,16 +33,16 @@ class Unary:
 class Stream(Generic[R_co]):
     """Call with many answers. Making it again continues it.
 
-    `request()` returns the request that continues from here; `read` returns the event of an answer, or None for one
-    that was read before; `complete()` returns False if a stream that ended without an error was cut short;
-    `whole()` returns True if no event can be missing, however the stream ended. The service begins a stream that
-    `begins_at_once` with an answer, whether or not there is an event.
+    `request()` returns the request that continues from here; `read` returns the events of an answer that were not
+    read before, and counts each as read when it is taken; `complete()` returns False if a stream that ended without
+    an error was cut short; `whole()` returns True if no event can be missing, however the stream ended. The service
+    begins a stream that `begins_at_once` with an answer, whether or not there is an event.
     """
 
     service: str
     method: str
     request: Callable[[], Message]
-    read: Callable[[Any], R_co | None]
+    read: Callable[[Any], Iterable[R_co]]
     complete: Callable[[], bool] = lambda: True
     whole: Callable[[], bool] = lambda: False
     begins_at_once: bool = False

@@ -2,7 +2,7 @@
 
 For each fleet size a gateway and a Redis of their own serve one step of so many samples an instance. Every
 instance is a gRPC server with a registration in Redis and an engine that is a clock: it decodes each sample at
---speed tokens a second and reports as --reporting says, at most every 512 tokens or 5 seconds, or every 50 ms. The
+--speed tokens a second and reports as --reporting says, in checkpoints as a real one, or every 50 ms. The
 trainer checks every sample. Processor seconds count from the first submission to the last sample. Writes
 runs/bench/fleet.json after each fleet size; `longest_turns` has what ran in the gateway's longest turns.
 

@@ -1,17 +1,20 @@
 """Simulated generation instances: real gRPC servers and registrations, an engine that is a clock.
 
 They keep the protocol of real ones as far as an undisturbed run needs it: handshake, items with prefixes, aborts,
-deltas, finished samples and load. All instances of a process share one clock and one client of Redis, so that a
-sample costs work only when it is reported.
+deltas, finished samples and load. When and what a stream reports is decided by the code of real instances
+(`services/generation/loop/reporting.py`). All instances of a process share one clock and one client of Redis, so
+that a sample costs work only when it is reported.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import math
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, cycle
 from typing import Any
 
 import grpc
@@ -19,105 +22,137 @@ import grpc
 from bench.fleet.workload import MAX_TOKENS, PROMPT_TOKENS, VOCABULARY, Reporting, SimulatedPolicy
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
-from paceline.times import duration
+from paceline.times import duration, seconds_of
 from paceline.v1 import fleet_pb2, sample_pb2
+from services.generation.loop.reporting import ReportingStream
 from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.registry import INSTANCES, InstanceRecord, Registration
 
-_TICK = 0.02
+# Seconds from one look at the clock to the next, and the number of looks from one flush of a stream to the next:
+# streams are flushed every 50 ms, as those of real instances, and not all at once.
+_TICK = 0.01
+_PHASES = 5
 MAX_RUNNING = 128
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class _WorkStream:
-    """Samples of one work stream, and the responses that it has yet to send."""
-
-    def __init__(self) -> None:
-        self.samples: dict[int, _SimulatedSample] = {}
-        self.outbox: asyncio.Queue[pb.WorkResponse] = asyncio.Queue()
+Stream = ReportingStream["SimulatedSample"]
 
 
 @dataclass(slots=True, eq=False)
-class _SimulatedSample:
+class SimulatedSample:
     """A sample that decodes since `begun` (loop time); `reported` of its `length` tokens were sent."""
 
     handle: int
     seed: int
-    stream: _WorkStream
+    clock: EngineClock
     begun: float
     prefix: int
     reported: int
     length: int
+    streamed: bool = False
+    quota: int = sys.maxsize
+    report_at: float = math.inf
 
-    def tokens(self, now: float, speed: float) -> int:
+    def tokens(self) -> int:
         """Return how many response tokens there are by now."""
-        return min(self.length, self.prefix + int((now - self.begun) * speed + 1e-6))
+        made = int((self.clock.now - self.begun) * self.clock.reporting.speed + 1e-6)
+        return min(self.length, self.prefix + made)
+
+    def take_delta(self) -> pb.Delta | None:
+        """Return the tokens since the last call, or None when there are none."""
+        begin, self.reported = self.reported, self.tokens()
+        if begin == self.reported:
+            return None
+        tokens, logprobs = self.clock.policy.slice(self.seed, begin, self.reported)
+        return pb.Delta(handle=self.handle, token_ids=tokens, logprobs=logprobs)
 
 
 class EngineClock:
-    """Engines of all instances of a process: reports what is due, in one message for each instance and tick."""
+    """Engines of all instances of a process. What they report, and when, is decided by the code of real ones."""
 
     def __init__(self, policy: SimulatedPolicy, reporting: Reporting) -> None:
         self.policy = policy
         self.reporting = reporting
         self.ended = 0
-        self._due: list[tuple[float, int, _SimulatedSample]] = []
+        self.now = asyncio.get_running_loop().time()
+        self._due: list[tuple[float, int, SimulatedSample, Stream]] = []
         self._order = count()
+        self._phases: list[set[Stream]] = [set() for _ in range(_PHASES)]
 
-    def begin(self, stream: _WorkStream, item: pb.WorkItem) -> None:
+    def open(self) -> Stream:
+        """Return a new stream, which is flushed until it is closed."""
+        stream = Stream(asyncio.get_running_loop(), self.reporting.rules)
+        min(self._phases, key=len).add(stream)
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        """Forget a stream and its samples."""
+        stream.samples.clear()
+        for phase in self._phases:
+            phase.discard(stream)
+
+    def begin(self, stream: Stream, item: pb.WorkItem) -> None:
         """Begin a sample, or go on with one."""
-        now, prefix = asyncio.get_running_loop().time(), len(item.prefix_token_ids)
+        self.now, prefix = asyncio.get_running_loop().time(), len(item.prefix_token_ids)
         length = max(prefix, min(self.policy.length(item.seed), item.sampling.max_tokens or MAX_TOKENS))
-        sample = _SimulatedSample(item.handle, item.seed, stream, now, prefix, prefix, length)
-        stream.samples[item.handle] = sample
-        self._schedule(sample, now)
+        sample = SimulatedSample(
+            item.handle, item.seed, self, self.now, prefix, prefix, length, item.streamed
+        )
+        stream.add(sample, self.now)
+        self._schedule(sample, stream)
+
+    def abort(self, stream: Stream, handle: int) -> None:
+        """End a sample as it is."""
+        sample = stream.samples.get(handle)
+        if sample is not None:
+            self._end(sample, stream, sample_pb2.FINISH_REASON_ABORTED)
+            self._flush(stream)
 
     async def run(self) -> None:
         """Report until cancelled."""
         loop = asyncio.get_running_loop()
-        while True:
-            now, responses = loop.time(), dict[_WorkStream, pb.WorkResponse]()
-            while self._due and self._due[0][0] <= now:
-                _, _, sample = heapq.heappop(self._due)
-                if sample.stream.samples.get(sample.handle) is sample:
-                    self._report(sample, now, responses.setdefault(sample.stream, pb.WorkResponse()))
-            for stream, response in responses.items():
-                response.load.running = len(stream.samples)
-                stream.outbox.put_nowait(response)
+        for phase in cycle(self._phases):
+            self.now = loop.time()
+            while self._due and self._due[0][0] <= self.now:
+                _, _, sample, stream = heapq.heappop(self._due)
+                if stream.samples.get(sample.handle) is sample:
+                    self._advance(sample, stream)
+            for stream in phase:
+                self._flush(stream)
             await asyncio.sleep(_TICK)
 
-    def end(
-        self, sample: _SimulatedSample, response: pb.WorkResponse, reason: sample_pb2.FinishReason
-    ) -> None:
-        """Add the end of a sample to a response."""
-        del sample.stream.samples[sample.handle]
+    def _advance(self, sample: SimulatedSample, stream: Stream) -> None:
+        known = sample.tokens()
+        if known == sample.length:
+            cut = known == MAX_TOKENS
+            reason = sample_pb2.FINISH_REASON_LENGTH if cut else sample_pb2.FINISH_REASON_STOP
+            self._end(sample, stream, reason)
+            return
+        if known - sample.reported >= sample.quota:
+            stream.reached(sample)
+        self._schedule(sample, stream)
+
+    def _end(self, sample: SimulatedSample, stream: Stream, reason: sample_pb2.FinishReason) -> None:
         self.ended += 1
-        steps = sample.length - sample.prefix
-        response.finished.add(
+        steps = sample.tokens() - sample.prefix
+        finished = pb.Finished(
             handle=sample.handle,
             finish_reason=reason,
             decode_steps=steps,
             generation_time=duration(steps / self.reporting.speed),
         )
+        stream.finish(sample, finished)
 
-    def _report(self, sample: _SimulatedSample, now: float, response: pb.WorkResponse) -> None:
-        known = sample.tokens(now, self.reporting.speed)
-        if known > sample.reported:
-            tokens, logprobs = self.policy.slice(sample.seed, sample.reported, known)
-            response.deltas.add(handle=sample.handle, token_ids=tokens, logprobs=logprobs)
-            sample.reported = known
-        if known < sample.length:
-            self._schedule(sample, now)
-            return
-        cut = known == MAX_TOKENS
-        reason = sample_pb2.FINISH_REASON_LENGTH if cut else sample_pb2.FINISH_REASON_STOP
-        self.end(sample, response, reason)
+    def _flush(self, stream: Stream) -> None:
+        load = fleet_pb2.InstanceLoad(running=len(stream.samples))
+        stream.flush(load, 0, self.now, everything=self.reporting.everything)
 
-    def _schedule(self, sample: _SimulatedSample, now: float) -> None:
-        known = sample.tokens(now, self.reporting.speed)
-        due = self.reporting.due(now, known - sample.reported, sample.length - known)
-        heapq.heappush(self._due, (due, next(self._order), sample))
+    def _schedule(self, sample: SimulatedSample, stream: Stream) -> None:
+        """Look at a sample again when it ends or has as many tokens as make it due, in a tick at the earliest."""
+        known = sample.tokens()
+        wanted = min(sample.length - known, max(0, sample.reported + sample.quota - known))
+        due = max(wanted / self.reporting.speed, _TICK)
+        heapq.heappush(self._due, (self.now + due, next(self._order), sample, stream))
 
 
 class ReplayingInstance(rpc.GenerationServiceServicer):
@@ -127,7 +162,7 @@ class ReplayingInstance(rpc.GenerationServiceServicer):
         self._instance_id = instance_id
         self._clock = clock
         self._server = GrpcServer(config, service="generation")
-        self._streams: set[_WorkStream] = set()
+        self._streams: set[Stream] = set()
         self.registration: Registration
         rpc.add_GenerationServiceServicer_to_server(self, self._server.server)
 
@@ -153,15 +188,15 @@ class ReplayingInstance(rpc.GenerationServiceServicer):
         self, request_iterator: AsyncIterator[pb.WorkRequest], context: Context
     ) -> AsyncIterator[pb.WorkResponse]:
         """Take items and send what the clock reports."""
-        stream = _WorkStream()
+        stream = self._clock.open()
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, request_iterator))
         try:
-            while True:
-                yield await stream.outbox.get()
+            while isinstance(event := await stream.outbox.get(), pb.WorkResponse):
+                yield event
         finally:
             reader.cancel()
-            stream.samples.clear()
+            self._clock.close(stream)
             self._streams.discard(stream)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
@@ -179,13 +214,11 @@ class ReplayingInstance(rpc.GenerationServiceServicer):
             )
         )
 
-    async def _read(self, stream: _WorkStream, requests: AsyncIterator[pb.WorkRequest]) -> None:
+    async def _read(self, stream: Stream, requests: AsyncIterator[pb.WorkRequest]) -> None:
         async for request in requests:
+            if request.HasField("report_interval"):
+                stream.report_every(seconds_of(request.report_interval))
             for item in request.start:
                 self._clock.begin(stream, item)
-            response = pb.WorkResponse()
             for handle in request.abort:
-                if handle in stream.samples:
-                    self._clock.end(stream.samples[handle], response, sample_pb2.FINISH_REASON_ABORTED)
-            if response.finished:
-                stream.outbox.put_nowait(response)
+                self._clock.abort(stream, handle)

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from bench.fleet.workload import GROUP, MAX_TOKENS, PROMPT_TOKENS, SimulatedPolicy
+from paceline.calls.reading import MOST_SAMPLES
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, sample_pb2
 
@@ -65,13 +66,14 @@ class FleetTrainer:
         names = (request.run_id, request.batch_id)
         wanted = {(group.prompt_id, slot) for group in request.groups for slot in range(group.samples)}
         cursor = unacknowledged = 0
-        whole = pb.StreamRolloutsRequest(run_id=names[0], batch_id=names[1])
+        whole = pb.StreamRolloutsRequest(run_id=names[0], batch_id=names[1], most_samples=MOST_SAMPLES)
         async for event in self._stub.StreamRollouts(whole):
             if not event.HasField("sample"):
                 continue
-            self._take(event.sample, wanted)
-            cursor, unacknowledged = event.cursor, unacknowledged + 1
-            if unacknowledged == _ACK_EVERY:
+            for sample in (*(each.sample for each in event.earlier), event.sample):
+                self._take(sample, wanted)
+            cursor, unacknowledged = event.cursor, unacknowledged + 1 + len(event.earlier)
+            if unacknowledged >= _ACK_EVERY:
                 await self._acknowledge(names, cursor)
                 unacknowledged = 0
         self._result.wrong += len(wanted)

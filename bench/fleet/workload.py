@@ -8,9 +8,11 @@ same responses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from services.generation.loop.checkpoints import CheckpointRules
 
 VOCABULARY = 150_000
 MAX_TOKENS = 2048
@@ -56,27 +58,20 @@ class SimulatedPolicy:
 class Reporting:
     """Pace at which a simulated instance decodes and reports, in seconds of the run.
 
-    Every running sample gets `speed` tokens a second. A delta is sent after `tokens` new ones or `seconds`.
+    Every running sample gets `speed` tokens a second. With `everything` each flush reports all new tokens.
     """
 
     speed: float
-    tokens: int
-    seconds: float
+    rules: CheckpointRules
+    everything: bool = False
 
     @classmethod
     def checkpoints(cls, speed: float, compression: float) -> Reporting:
-        """Return the platform's default: 512 tokens or 5 seconds. Time runs `compression` times as fast."""
-        return cls(speed * compression, 512, 5.0 / compression)
+        """Return the platform's default. Time runs `compression` times as fast."""
+        rules = CheckpointRules()
+        return cls(speed * compression, replace(rules, seconds=rules.seconds / compression))
 
     @classmethod
     def stream(cls, speed: float, compression: float) -> Reporting:
         """Return a token stream: what there is, every 50 ms."""
-        return cls(speed * compression, 1 << 30, 0.05 / compression)
-
-    def due(self, now: float, unreported: int, remaining: int) -> float:
-        """Return when to report next, `unreported` tokens after the last report and `remaining` before the end."""
-        return min(
-            now + self.seconds,
-            now + max(0, self.tokens - unreported) / self.speed,
-            now + remaining / self.speed,
-        )
+        return replace(cls.checkpoints(speed, compression), everything=True)

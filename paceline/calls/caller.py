@@ -66,8 +66,7 @@ class Caller:
                 async for answer in attempt:
                     backoff.progress()
                     silent = False
-                    event = stream.read(answer)
-                    if event is not None:
+                    for event in stream.read(answer):
                         seen = True
                         yield event
                 if stream.complete():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline import convert
@@ -92,13 +92,12 @@ class FleetView:
             "Fleet", "WatchFleet", fleet_pb2.WatchFleetRequest, self.take, lambda: False, begins_at_once=True
         )
 
-    def take(self, answer: fleet_pb2.WatchFleetResponse) -> tuple[t.Instance, ...] | None:
-        """Return the state; None if it is the one that was read last."""
+    def take(self, answer: fleet_pb2.WatchFleetResponse) -> Iterator[tuple[t.Instance, ...]]:
+        """Yield the state, unless it is the one that was read last."""
         state = convert.instances(answer)
-        if state == self._last:
-            return None
-        self._last = state
-        return state
+        if state != self._last:
+            self._last = state
+            yield state
 
 
 @dataclass(slots=True)
@@ -120,12 +119,12 @@ class DecisionPlace:
             request.since.FromNanoseconds(int(self.since * 1e9))
         return request
 
-    def take(self, answer: fleet_pb2.WatchDecisionsResponse) -> t.Decision | None:
-        """Return the decision; None when it was read before."""
+    def take(self, answer: fleet_pb2.WatchDecisionsResponse) -> Iterator[t.Decision]:
+        """Yield the decision, unless it was read before."""
         decision = convert.decision(answer)
         if decision in self._seen:
-            return None
+            return
         if self.since is None or decision.time > self.since:
             self.since, self._seen = decision.time, []
         self._seen.append(decision)
-        return decision
+        yield decision

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from paceline import convert, errors
 from paceline import types as t
 from paceline.transport import Stream
-from paceline.v1 import rollout_pb2
+from paceline.v1 import rollout_pb2, sample_pb2
 
 MOST_RENEWALS = 3
 """Submissions of a batch in a row that bring no sample before it counts as lost."""
 MOST_AGAIN = 16
 """Ids that are tried for a batch that was acknowledged by trainers before this one."""
+MOST_SAMPLES = 64
+"""Samples that one answer of a stream may have."""
 ACKNOWLEDGED = "CURSOR_ACKNOWLEDGED"
 """Reason of the gateway's refusal to read from before what was acknowledged."""
 
@@ -56,21 +58,25 @@ class BatchPlace:
         """Return the request for the events after the last one read."""
         self.asked = self.cursor
         return rollout_pb2.StreamRolloutsRequest(
-            run_id=self.run_id, batch_id=self.batch_id, cursor=self.cursor
+            run_id=self.run_id, batch_id=self.batch_id, cursor=self.cursor, most_samples=MOST_SAMPLES
         )
 
-    def read(self, answer: rollout_pb2.StreamRolloutsResponse) -> t.SampleEvent | None:
-        """Return the event; None if it was read before, or is of an unknown kind."""
-        if answer.cursor <= self.cursor:
-            return None
-        self.cursor, self.total = answer.cursor, answer.total
-        self._missing = answer.total - answer.finished
+    def read(self, answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleEvent]:
+        """Yield the samples that were not read before. The place follows those that were taken."""
+        for each in answer.earlier:
+            yield from self._read(answer, each.cursor, each.sample)
         # Events of a later protocol are passed over.
-        if answer.WhichOneof("event") != "sample" or not self._take(
-            answer.sample.prompt_id, answer.sample.slot
-        ):
-            return None
-        return convert.sample_event(answer)
+        yield from self._read(answer, answer.cursor, answer.sample if answer.HasField("sample") else None)
+
+    def _read(
+        self, answer: rollout_pb2.StreamRolloutsResponse, cursor: int, sample: sample_pb2.Sample | None
+    ) -> Iterator[t.SampleEvent]:
+        if cursor <= self.cursor:
+            return
+        self.cursor, self.total = cursor, answer.total
+        self._missing = answer.total - answer.finished
+        if sample is not None and self._take(sample.prompt_id, sample.slot):
+            yield t.SampleEvent(cursor, convert.sample(sample), answer.finished, answer.total)
 
     def complete(self) -> bool:
         """Return True if no sample is known to be missing."""

@@ -81,7 +81,7 @@ class RolloutCalls(Caller):
         """Generate one sample: iterate over deltas, then the whole sample. Leaving the iteration cancels it."""
         message = convert.sample_request_to_proto(request)
         return self.events(
-            Stream("Rollout", "Generate", lambda: message, convert.generate_event, resumable=False)
+            Stream("Rollout", "Generate", lambda: message, convert.generate_events, resumable=False)
         )
 
     async def cancel(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from paceline import types as t
@@ -163,14 +165,10 @@ def sample(message: sample_pb2.Sample) -> t.Sample:
     )
 
 
-def sample_event(answer: rollout_pb2.StreamRolloutsResponse) -> t.SampleEvent:
-    """Return one event of a batch's stream."""
-    return t.SampleEvent(answer.cursor, sample(answer.sample), answer.finished, answer.total)
-
-
-def generate_event(answer: rollout_pb2.GenerateResponse) -> t.TokenDelta | t.Sample:
-    """Return a delta, or the whole sample at the end."""
+def generate_events(answer: rollout_pb2.GenerateResponse) -> Iterator[t.TokenDelta | t.Sample]:
+    """Yield a delta, or the whole sample at the end."""
     if answer.WhichOneof("event") == "sample":
-        return sample(answer.sample)
-    delta = answer.delta
-    return t.TokenDelta(np.array(delta.token_ids, np.int64), np.array(delta.logprobs, np.float32))
+        yield sample(answer.sample)
+    else:
+        delta = answer.delta
+        yield t.TokenDelta(np.array(delta.token_ids, np.int64), np.array(delta.logprobs, np.float32))

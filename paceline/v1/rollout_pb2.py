@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from paceline.v1 import sample_pb2 as paceline_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/rollout.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18paceline/v1/sample.proto\"\x9f\x01\n\x05Group\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0f\n\x07samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParamsH\x00\x88\x01\x01\x12\x17\n\x0f\x65xpected_tokens\x18\x05 \x01(\rB\x0b\n\t_sampling\"\xbe\x02\n\x15SubmitRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12\"\n\x06groups\x18\x05 \x03(\x0b\x32\x12.paceline.v1.Group\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x07 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\x08 \x01(\x06\x12+\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0e\n\x06weight\x18\x0b \x01(\r\"V\n\x16SubmitRolloutsResponse\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\r\x12\x19\n\x11\x61lready_submitted\x18\x03 \x01(\x08\"I\n\x15StreamRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\"F\n\x12\x41\x63kRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\"&\n\x13\x41\x63kRolloutsResponse\x12\x0f\n\x07trimmed\x18\x01 \x01(\r\"y\n\x16StreamRolloutsResponse\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12%\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.SampleH\x00\x12\x10\n\x08\x66inished\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\rB\x07\n\x05\x65vent\"\xa0\x02\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x1b\n\x0epolicy_version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x07 \x03(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\t \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\n \x01(\x06\x42\x11\n\x0f_policy_version\"1\n\nTokenDelta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"l\n\x10GenerateResponse\x12(\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x17.paceline.v1.TokenDeltaH\x00\x12%\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.SampleH\x00\x42\x07\n\x05\x65vent\"x\n\x15\x43\x61ncelRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\'\n\x07samples\x18\x03 \x03(\x0b\x32\x16.paceline.v1.SampleKey\x12\x14\n\x0ckeep_partial\x18\x04 \x01(\x08\",\n\tSampleKey\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\"+\n\x16\x43\x61ncelRolloutsResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"\xdc\x01\n\x14HintNextBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\"\n\x06groups\x18\x04 \x03(\x0b\x32\x12.paceline.v1.Group\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x06 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\x07 \x01(\x06\"(\n\x15HintNextBatchResponse\x12\x0f\n\x07samples\x18\x01 \x01(\r\"9\n\x06Reward\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x0e\n\x06reward\x18\x03 \x01(\x01\"\xa4\x01\n\x14ReportRewardsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12$\n\x07rewards\x18\x03 \x03(\x0b\x32\x13.paceline.v1.Reward\x12\x0f\n\x02kl\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rclip_fraction\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x05\n\x03_klB\x10\n\x0e_clip_fraction\"(\n\x15ReportRewardsResponse\x12\x0f\n\x07matched\x18\x01 \x01(\r2\xf0\x04\n\x0eRolloutService\x12Y\n\x0eSubmitRollouts\x12\".paceline.v1.SubmitRolloutsRequest\x1a#.paceline.v1.SubmitRolloutsResponse\x12[\n\x0eStreamRollouts\x12\".paceline.v1.StreamRolloutsRequest\x1a#.paceline.v1.StreamRolloutsResponse0\x01\x12P\n\x0b\x41\x63kRollouts\x12\x1f.paceline.v1.AckRolloutsRequest\x1a .paceline.v1.AckRolloutsResponse\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12Y\n\x0e\x43\x61ncelRollouts\x12\".paceline.v1.CancelRolloutsRequest\x1a#.paceline.v1.CancelRolloutsResponse\x12V\n\rHintNextBatch\x12!.paceline.v1.HintNextBatchRequest\x1a\".paceline.v1.HintNextBatchResponse\x12V\n\rReportRewards\x12!.paceline.v1.ReportRewardsRequest\x1a\".paceline.v1.ReportRewardsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/rollout.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18paceline/v1/sample.proto\"\x9f\x01\n\x05Group\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0f\n\x07samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParamsH\x00\x88\x01\x01\x12\x17\n\x0f\x65xpected_tokens\x18\x05 \x01(\rB\x0b\n\t_sampling\"\xbe\x02\n\x15SubmitRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12\"\n\x06groups\x18\x05 \x03(\x0b\x32\x12.paceline.v1.Group\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x07 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\x08 \x01(\x06\x12+\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0e\n\x06weight\x18\x0b \x01(\r\"V\n\x16SubmitRolloutsResponse\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\r\x12\x19\n\x11\x61lready_submitted\x18\x03 \x01(\x08\"_\n\x15StreamRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\x12\x14\n\x0cmost_samples\x18\x04 \x01(\r\"F\n\x12\x41\x63kRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\"&\n\x13\x41\x63kRolloutsResponse\x12\x0f\n\x07trimmed\x18\x01 \x01(\r\"\xa7\x01\n\x16StreamRolloutsResponse\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12%\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.SampleH\x00\x12\x10\n\x08\x66inished\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\r\x12,\n\x07\x65\x61rlier\x18\x05 \x03(\x0b\x32\x1b.paceline.v1.FinishedSampleB\x07\n\x05\x65vent\"E\n\x0e\x46inishedSample\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12#\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.Sample\"\xa0\x02\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x1b\n\x0epolicy_version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x07 \x03(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\t \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\n \x01(\x06\x42\x11\n\x0f_policy_version\"1\n\nTokenDelta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"l\n\x10GenerateResponse\x12(\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x17.paceline.v1.TokenDeltaH\x00\x12%\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.SampleH\x00\x42\x07\n\x05\x65vent\"x\n\x15\x43\x61ncelRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\'\n\x07samples\x18\x03 \x03(\x0b\x32\x16.paceline.v1.SampleKey\x12\x14\n\x0ckeep_partial\x18\x04 \x01(\x08\",\n\tSampleKey\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\"+\n\x16\x43\x61ncelRolloutsResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"\xdc\x01\n\x14HintNextBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\"\n\x06groups\x18\x04 \x03(\x0b\x32\x12.paceline.v1.Group\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x06 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\x07 \x01(\x06\"(\n\x15HintNextBatchResponse\x12\x0f\n\x07samples\x18\x01 \x01(\r\"9\n\x06Reward\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x0e\n\x06reward\x18\x03 \x01(\x01\"\xa4\x01\n\x14ReportRewardsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12$\n\x07rewards\x18\x03 \x03(\x0b\x32\x13.paceline.v1.Reward\x12\x0f\n\x02kl\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rclip_fraction\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x05\n\x03_klB\x10\n\x0e_clip_fraction\"(\n\x15ReportRewardsResponse\x12\x0f\n\x07matched\x18\x01 \x01(\r2\xf0\x04\n\x0eRolloutService\x12Y\n\x0eSubmitRollouts\x12\".paceline.v1.SubmitRolloutsRequest\x1a#.paceline.v1.SubmitRolloutsResponse\x12[\n\x0eStreamRollouts\x12\".paceline.v1.StreamRolloutsRequest\x1a#.paceline.v1.StreamRolloutsResponse0\x01\x12P\n\x0b\x41\x63kRollouts\x12\x1f.paceline.v1.AckRolloutsRequest\x1a .paceline.v1.AckRolloutsResponse\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12Y\n\x0e\x43\x61ncelRollouts\x12\".paceline.v1.CancelRolloutsRequest\x1a#.paceline.v1.CancelRolloutsResponse\x12V\n\rHintNextBatch\x12!.paceline.v1.HintNextBatchRequest\x1a\".paceline.v1.HintNextBatchResponse\x12V\n\rReportRewards\x12!.paceline.v1.ReportRewardsRequest\x1a\".paceline.v1.ReportRewardsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,35 +40,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMITROLLOUTSRESPONSE']._serialized_start=583
   _globals['_SUBMITROLLOUTSRESPONSE']._serialized_end=669
   _globals['_STREAMROLLOUTSREQUEST']._serialized_start=671
-  _globals['_STREAMROLLOUTSREQUEST']._serialized_end=744
-  _globals['_ACKROLLOUTSREQUEST']._serialized_start=746
-  _globals['_ACKROLLOUTSREQUEST']._serialized_end=816
-  _globals['_ACKROLLOUTSRESPONSE']._serialized_start=818
-  _globals['_ACKROLLOUTSRESPONSE']._serialized_end=856
-  _globals['_STREAMROLLOUTSRESPONSE']._serialized_start=858
-  _globals['_STREAMROLLOUTSRESPONSE']._serialized_end=979
-  _globals['_GENERATEREQUEST']._serialized_start=982
-  _globals['_GENERATEREQUEST']._serialized_end=1270
-  _globals['_TOKENDELTA']._serialized_start=1272
-  _globals['_TOKENDELTA']._serialized_end=1321
-  _globals['_GENERATERESPONSE']._serialized_start=1323
-  _globals['_GENERATERESPONSE']._serialized_end=1431
-  _globals['_CANCELROLLOUTSREQUEST']._serialized_start=1433
-  _globals['_CANCELROLLOUTSREQUEST']._serialized_end=1553
-  _globals['_SAMPLEKEY']._serialized_start=1555
-  _globals['_SAMPLEKEY']._serialized_end=1599
-  _globals['_CANCELROLLOUTSRESPONSE']._serialized_start=1601
-  _globals['_CANCELROLLOUTSRESPONSE']._serialized_end=1644
-  _globals['_HINTNEXTBATCHREQUEST']._serialized_start=1647
-  _globals['_HINTNEXTBATCHREQUEST']._serialized_end=1867
-  _globals['_HINTNEXTBATCHRESPONSE']._serialized_start=1869
-  _globals['_HINTNEXTBATCHRESPONSE']._serialized_end=1909
-  _globals['_REWARD']._serialized_start=1911
-  _globals['_REWARD']._serialized_end=1968
-  _globals['_REPORTREWARDSREQUEST']._serialized_start=1971
-  _globals['_REPORTREWARDSREQUEST']._serialized_end=2135
-  _globals['_REPORTREWARDSRESPONSE']._serialized_start=2137
-  _globals['_REPORTREWARDSRESPONSE']._serialized_end=2177
-  _globals['_ROLLOUTSERVICE']._serialized_start=2180
-  _globals['_ROLLOUTSERVICE']._serialized_end=2804
+  _globals['_STREAMROLLOUTSREQUEST']._serialized_end=766
+  _globals['_ACKROLLOUTSREQUEST']._serialized_start=768
+  _globals['_ACKROLLOUTSREQUEST']._serialized_end=838
+  _globals['_ACKROLLOUTSRESPONSE']._serialized_start=840
+  _globals['_ACKROLLOUTSRESPONSE']._serialized_end=878
+  _globals['_STREAMROLLOUTSRESPONSE']._serialized_start=881
+  _globals['_STREAMROLLOUTSRESPONSE']._serialized_end=1048
+  _globals['_FINISHEDSAMPLE']._serialized_start=1050
+  _globals['_FINISHEDSAMPLE']._serialized_end=1119
+  _globals['_GENERATEREQUEST']._serialized_start=1122
+  _globals['_GENERATEREQUEST']._serialized_end=1410
+  _globals['_TOKENDELTA']._serialized_start=1412
+  _globals['_TOKENDELTA']._serialized_end=1461
+  _globals['_GENERATERESPONSE']._serialized_start=1463
+  _globals['_GENERATERESPONSE']._serialized_end=1571
+  _globals['_CANCELROLLOUTSREQUEST']._serialized_start=1573
+  _globals['_CANCELROLLOUTSREQUEST']._serialized_end=1693
+  _globals['_SAMPLEKEY']._serialized_start=1695
+  _globals['_SAMPLEKEY']._serialized_end=1739
+  _globals['_CANCELROLLOUTSRESPONSE']._serialized_start=1741
+  _globals['_CANCELROLLOUTSRESPONSE']._serialized_end=1784
+  _globals['_HINTNEXTBATCHREQUEST']._serialized_start=1787
+  _globals['_HINTNEXTBATCHREQUEST']._serialized_end=2007
+  _globals['_HINTNEXTBATCHRESPONSE']._serialized_start=2009
+  _globals['_HINTNEXTBATCHRESPONSE']._serialized_end=2049
+  _globals['_REWARD']._serialized_start=2051
+  _globals['_REWARD']._serialized_end=2108
+  _globals['_REPORTREWARDSREQUEST']._serialized_start=2111
+  _globals['_REPORTREWARDSREQUEST']._serialized_end=2275
+  _globals['_REPORTREWARDSRESPONSE']._serialized_start=2277
+  _globals['_REPORTREWARDSRESPONSE']._serialized_end=2317
+  _globals['_ROLLOUTSERVICE']._serialized_start=2320
+  _globals['_ROLLOUTSERVICE']._serialized_end=2944
 # @@protoc_insertion_point(module_scope)

@@ -61,14 +61,16 @@ class SubmitRolloutsResponse(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ..., samples: _Optional[int] = ..., already_submitted: bool = ...) -> None: ...
 
 class StreamRolloutsRequest(_message.Message):
-    __slots__ = ("run_id", "batch_id", "cursor")
+    __slots__ = ("run_id", "batch_id", "cursor", "most_samples")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
+    MOST_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     batch_id: str
     cursor: int
-    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., cursor: _Optional[int] = ...) -> None: ...
+    most_samples: int
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., cursor: _Optional[int] = ..., most_samples: _Optional[int] = ...) -> None: ...
 
 class AckRolloutsRequest(_message.Message):
     __slots__ = ("run_id", "batch_id", "cursor")
@@ -87,16 +89,26 @@ class AckRolloutsResponse(_message.Message):
     def __init__(self, trimmed: _Optional[int] = ...) -> None: ...
 
 class StreamRolloutsResponse(_message.Message):
-    __slots__ = ("cursor", "sample", "finished", "total")
+    __slots__ = ("cursor", "sample", "finished", "total", "earlier")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_FIELD_NUMBER: _ClassVar[int]
     cursor: int
     sample: _sample_pb2.Sample
     finished: int
     total: int
-    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+    earlier: _containers.RepeatedCompositeFieldContainer[FinishedSample]
+    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[FinishedSample, _Mapping]]] = ...) -> None: ...
+
+class FinishedSample(_message.Message):
+    __slots__ = ("cursor", "sample")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    sample: _sample_pb2.Sample
+    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("run_id", "prompt_id", "slot", "step", "policy_version", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "run_seed")

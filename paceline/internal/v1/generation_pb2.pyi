@@ -45,14 +45,16 @@ class WorkItem(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., reference_token_ids: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ..., run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., trace_parent: _Optional[str] = ..., streamed: bool = ...) -> None: ...
 
 class WorkRequest(_message.Message):
-    __slots__ = ("start", "abort", "claim")
+    __slots__ = ("start", "abort", "claim", "report_interval")
     START_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
+    REPORT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     start: _containers.RepeatedCompositeFieldContainer[WorkItem]
     abort: _containers.RepeatedScalarFieldContainer[int]
     claim: _containers.RepeatedCompositeFieldContainer[Claim]
-    def __init__(self, start: _Optional[_Iterable[_Union[WorkItem, _Mapping]]] = ..., abort: _Optional[_Iterable[int]] = ..., claim: _Optional[_Iterable[_Union[Claim, _Mapping]]] = ...) -> None: ...
+    report_interval: _duration_pb2.Duration
+    def __init__(self, start: _Optional[_Iterable[_Union[WorkItem, _Mapping]]] = ..., abort: _Optional[_Iterable[int]] = ..., claim: _Optional[_Iterable[_Union[Claim, _Mapping]]] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Claim(_message.Message):
     __slots__ = ("handle", "migration_id")

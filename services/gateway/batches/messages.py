@@ -1,8 +1,9 @@
 """Messages of batches: requests of trainers in, work items and finished samples out. Pure."""
 
-import math
 from dataclasses import dataclass
 from itertools import accumulate
+
+import numpy as np
 
 from paceline.internal.v1 import generation_pb2
 from paceline.times import duration, seconds_of, timestamp
@@ -147,18 +148,21 @@ def work_item(
     return item
 
 
-def final_sample(batch: RolloutBatch, ending: SampleEnding, begin: int = 0) -> sample_pb2.Sample:
-    """Return the sample as the trainer gets it, without its tokens before `begin`, and with all version spans.
+def final_sample(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sample:
+    """Return the sample as the trainer gets it; for a Generate with a prefix, without the prefix."""
+    state, result = batch.samples[ending.index], sample_fields(batch, ending)
+    # Of all iterables lists are taken over in the least time.
+    result.token_ids.extend(state.tokens.tolist())
+    result.logprobs.extend(state.logprobs.tolist())
+    return result
 
-    For a Generate with a prefix, it is without the prefix.
-    """
+
+def sample_fields(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sample:
+    """Return the sample as the trainer gets it, without its tokens and log-probabilities."""
     state = batch.samples[ending.index]
     result = sample_pb2.Sample(
         prompt_id=batch.groups[state.group].prompt_id,
         slot=state.slot,
-        # Of all iterables lists are taken over in the least time.
-        token_ids=state.tokens[begin:].tolist(),
-        logprobs=state.logprobs[begin:].tolist(),
         finish_reason=ending.finish_reason,
         status=ending.status,
         seed=state.seed,
@@ -199,7 +203,7 @@ def _fill(
 
 
 def _nonfinite(state: GatewaySample) -> list[int]:
-    # A sum of float32 values cannot overflow a double, so one pass in C clears the usual case.
-    if math.isfinite(sum(state.logprobs)):
+    if not state.logprobs:
         return []
-    return [at for at, logprob in enumerate(state.logprobs) if not math.isfinite(logprob)]
+    finite = np.isfinite(np.frombuffer(state.logprobs, np.float32))
+    return [] if finite.all() else np.flatnonzero(~finite).tolist()

@@ -16,7 +16,7 @@ from services.gateway.dispatch.instance_events import InstanceEvents
 from services.gateway.dispatch.placement import InstanceSlots
 from services.gateway.dispatch.placer import Placer
 from services.gateway.dispatch.turns import Pace
-from services.gateway.dispatch.work_link import WorkLink
+from services.gateway.dispatch.work_link import WorkLink, message_interval
 from services.gateway.fleet.health import FleetHealth, FleetMember, InstanceLoss, MemberState
 from services.gateway.fleet.update_book import PublishedVersion, UpdateBook
 from services.gateway.metrics import GatewayMetrics
@@ -164,6 +164,7 @@ class Roster:
             self.events.responded,
             self.pace,
             self.placer.backlog,
+            lambda: message_interval(len(self.placer.links)),
         )
         connection = Connection(self.config, member, channel, stub, link)
         self.connections[member.instance_id] = connection

@@ -113,7 +113,8 @@ class Dispatcher:
             log.info("batch_finished", batch=key, samples=running.events)
             self.drop(running)
             self.batches.finished.put_nowait(key)
-        running.changed.notify()
+        else:
+            running.notify_soon(self.batches.delivery_interval)
 
     def reopen(self, key: BatchKey, indexes: list[int]) -> None:
         """Generate samples that had ended again, from their seeds, because the journal has lost them."""

@@ -1,6 +1,7 @@
 """Batches in work: the state of each, and what the process keeps with it."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,11 @@ from services.gateway.metrics import GatewayMetrics
 from services.platform.notify import Notifier
 from services.platform.observability import tracing
 from services.platform.observability.span import NO_SPAN, TraceSpan
+
+# Events a second to the readers of all batches, where these have samples of several seconds, and the bounds of the
+# seconds between two events to the same.
+_DELIVERIES = 200.0
+_LEAST_INTERVAL, _MOST_INTERVAL = 0.02, 0.5
 
 
 class WorkLeft:
@@ -71,6 +77,9 @@ class RunningBatch:
     # Finished samples in the journal: those that may be delivered.
     events: int = 0
     changed: Notifier = field(default_factory=Notifier)
+    # Loop time at which readers were last woken by `notify_soon`, and whether they are to be.
+    _notified_at: float = -math.inf
+    _notify_due: bool = False
     timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
     _timer_numbers: Iterator[int] = field(default_factory=count)
     # Sample index -> its link and its handle there.
@@ -107,6 +116,19 @@ class RunningBatch:
     def _fire(self, number: int, do: Callable[..., object], args: tuple[Any, ...]) -> None:
         del self.timers[number]
         do(*args)
+
+    def notify_soon(self, interval: float) -> None:
+        """Wake the readers, at once or as soon as the last time is `interval` seconds ago."""
+        wait = self._notified_at + interval - asyncio.get_running_loop().time()
+        if wait <= 0.0:
+            self._notify()
+        elif not self._notify_due:
+            self._notify_due = True
+            self.call_later(wait, self._notify)
+
+    def _notify(self) -> None:
+        self._notify_due, self._notified_at = False, asyncio.get_running_loop().time()
+        self.changed.notify()
 
     def stop_timers(self) -> None:
         """Cancel the deadline and all other timers."""
@@ -154,6 +176,14 @@ class ActiveBatches:
         self._accepted.pop(running.batch.key, None)
         self.held -= len(running.batch.samples)
         self._show()
+
+    @property
+    def delivery_interval(self) -> float:
+        """Least seconds between two events to the reader of a batch: all together get so many a second.
+
+        Far below the time that a sample takes, so that nobody waits for a sample because of it.
+        """
+        return min(max(len(self._accepted) / _DELIVERIES, _LEAST_INTERVAL), _MOST_INTERVAL)
 
     def of(self, attempt: Attempt) -> RunningBatch | None:
         """Return the batch of an attempt, if it is still in work."""

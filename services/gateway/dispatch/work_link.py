@@ -1,6 +1,7 @@
 """Gateway's end of the work stream to one instance: items and aborts out, tokens in."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -8,6 +9,7 @@ from typing import Any
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc
+from paceline.times import duration
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import EventEffect, GatewaySample
 from services.gateway.dispatch.placement import InstanceSlots
@@ -19,8 +21,19 @@ from services.platform.observability.span import NO_SPAN, TraceSpan
 # Tokens and items in one message: far below the size limit of messages.
 _MOST_TOKENS = 1_000_000
 _MOST_ITEMS = 1024
+# Messages a second that all instances together send and get, where they can be merged, and the longest time that
+# samples and ends wait to be: a message costs as much as all the rest that is done for a sample.
+_MESSAGES = 1000.0
+_LONGEST_INTERVAL = 1.0
+# Share by which the interval has to change for an instance to be told.
+_WORTH_TELLING = 0.2
 # Events of a message that are processed at once: an instance with hundreds of samples may hand over all of them.
 _MOST_EVENTS = 64
+
+
+def message_interval(instances: int) -> float:
+    """Return the least seconds between two messages on the stream to one of so many instances, each way."""
+    return min(instances / _MESSAGES, _LONGEST_INTERVAL)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +70,10 @@ class WorkLink:
     """Work stream to one instance. `slots` counts the samples that the instance has and can still take.
 
     `give`, `claim` and `abort` only queue; all that is queued when the stream can take it goes out in one
-    message. `responded` is called with every message in order, or with the parts of a long one, and no more are
-    taken while the backlog is paused. `run` ends when the stream does: with grpc.aio.AioRpcError, or returning when
-    the instance ended it without an error.
+    message. Samples wait for `interval()` seconds after the last one, except where the instance has none or a
+    caller reads along, and the instance is told to merge its reports likewise. `responded` is called with every
+    message in order, or with the parts of a long one, and no more are taken while the backlog is paused. `run` ends
+    when the stream does: with grpc.aio.AioRpcError, or returning when the instance ended it without an error.
     """
 
     def __init__(
@@ -72,6 +86,7 @@ class WorkLink:
         responded: Callable[["WorkLink", pb.WorkResponse], None],
         pace: Pace,
         backlog: JournalBacklog,
+        interval: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.instance_id = instance_id
         self.epoch = epoch
@@ -84,6 +99,11 @@ class WorkLink:
         self._responded = responded
         self._pace = pace
         self._backlog = backlog
+        self._interval = interval
+        # The interval that the instance was told, and the loop time of the last message to it.
+        self._told = 0.0
+        self._sent_at = -math.inf
+        self._waking: asyncio.TimerHandle | None = None
         self._handles = count(1)
         self._starts: list[pb.WorkItem] = []
         self._claims: list[pb.Claim] = []
@@ -97,9 +117,14 @@ class WorkLink:
 
     def give(self, attempt: Attempt, item: pb.WorkItem) -> None:
         """Send an item. Its slot must have been taken by the placement."""
+        idle = not self.held
         self.held[item.handle] = attempt
         self._starts.append(item)
-        self._wake.set()
+        if idle or item.streamed:
+            self._wake.set()
+        elif self._waking is None and not self._wake.is_set():
+            loop = asyncio.get_running_loop()
+            self._waking = loop.call_at(self._sent_at + self._interval(), self._wake.set)
 
     def claim(self, attempt: Attempt, handle: int) -> None:
         """Claim a sample that was moved to the instance, and take a slot for it."""
@@ -150,6 +175,10 @@ class WorkLink:
             if self._over:
                 return
             self._wake.clear()
+            self._sent_at = asyncio.get_running_loop().time()
+            if self._waking is not None:
+                self._waking.cancel()
+                self._waking = None
             for request in self._drain():
                 yield request
 
@@ -161,6 +190,10 @@ class WorkLink:
             # Before the aborts, which may be of these.
             yield pb.WorkRequest(claim=claims)
         request, tokens = pb.WorkRequest(), 0
+        interval = self._interval()
+        if starts and abs(interval - self._told) > _WORTH_TELLING * self._told:
+            self._told = interval
+            request.report_interval.CopyFrom(duration(interval))
         for item in starts:
             request.start.append(item)
             tokens += len(item.prompt_token_ids) + len(item.prefix_token_ids)

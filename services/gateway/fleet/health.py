@@ -44,11 +44,12 @@ class FleetRules:
     """Time limits of health, in seconds.
 
     `silence`: a stream that brought something more recently proves life; while samples run, an instance sends
-    something every second. `retry_first` doubles with every loss up to `retry_most`; a member that served for
-    `steady` starts again at the first. Dead members are shown for `remember`.
+    something every second, or every two seconds to a gateway with many instances. `retry_first` doubles with every
+    loss up to `retry_most`; a member that served for `steady` starts again at the first. Dead members are shown for
+    `remember`.
     """
 
-    silence: float = 2.0
+    silence: float = 3.0
     retry_first: float = 0.5
     retry_most: float = 30.0
     steady: float = 30.0

@@ -40,6 +40,8 @@ _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTE
 _REPEAT = 1.0
 # Changes come in bursts: those within so many seconds of each other are reported together.
 _DEBOUNCE = 0.005
+# As many more for each batch, which a report looks at, and the most of that.
+_FOR_A_BATCH, _MOST_FOR_BATCHES = 0.0001, 0.1
 
 
 class CoordinatorRefusal(Exception):
@@ -181,7 +183,7 @@ class BubbleLink:
         while True:
             progress.clear()
             await self._report_all()
-            await asyncio.sleep(_DEBOUNCE)
+            await asyncio.sleep(_DEBOUNCE + min(_FOR_A_BATCH * len(self.batches.by_key), _MOST_FOR_BATCHES))
             try:
                 async with asyncio.timeout(_REPEAT):
                     await progress.wait()

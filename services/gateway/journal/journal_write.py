@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from services.contracts.gateway_keys import BatchKey
-from services.gateway.batches.messages import final_sample
+from services.gateway.batches.messages import sample_fields
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import SampleEnding, SamplePhase
 from services.gateway.journal.batch_record import BatchRecord
@@ -141,9 +141,9 @@ def _write_again(batch: RolloutBatch, index: int, begin: int = 0, number: int = 
 def _serialised(batch: RolloutBatch, ending: SampleEnding) -> tuple[bytes, Head]:
     """Return a sample that has ended, in which what the journal has comes first."""
     state = batch.samples[ending.index]
-    if not state.chunks:
-        return final_sample(batch, ending).SerializeToString(), WHOLE
-    begin = state.journaled
+    begin = state.journaled if state.chunks else 0
     chunks = pack(state.tokens[:begin], state.logprobs[:begin], state.version_spans(0, begin))
-    rest = final_sample(batch, ending, begin).SerializeToString()
-    return chunks + rest, Head(state.chunks, begin, len(chunks))
+    rest = (
+        pack(state.tokens[begin:], state.logprobs[begin:]) + sample_fields(batch, ending).SerializeToString()
+    )
+    return chunks + rest, Head(state.chunks, begin, len(chunks)) if begin else WHOLE

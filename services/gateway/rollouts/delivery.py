@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from paceline.errors import Violation
+from paceline.internal.v1.rollout_event_pb2 import SerializedEvent
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -14,14 +15,16 @@ from services.gateway.batches.admission import check_generate
 from services.gateway.batches.messages import final_sample
 from services.gateway.dispatch.running_batch import RunningBatch
 from services.gateway.journal.batch_record import BatchRecord
-from services.gateway.journal.sample_chunks import join_spans
+from services.gateway.journal.sample_chunks import whole
 from services.gateway.rollouts.intake import RolloutIntake
 from services.gateway.rollouts.recovery import BatchRecovery
 
 # Levels whose tokens depend on drafts or on cached rollouts.
 _DRAFTED = (sample_pb2.EXACTNESS_LEVEL_LENIENT, sample_pb2.EXACTNESS_LEVEL_REJECTION)
-# Events read from the journal at a time.
-_CHUNK = 16
+# Samples read from the journal at a time, and the most in one event.
+_CHUNK = 64
+# Bytes above which an event gets no more samples: far below the size limit of messages.
+MOST_BYTES = 1 << 20
 
 
 @dataclass(eq=False)
@@ -32,34 +35,37 @@ class Delivery:
     recovery: BatchRecovery
     _numbers: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
 
-    async def stream(self, key: BatchKey, cursor: int) -> AsyncIterator[pb.StreamRolloutsResponse]:
-        """Yield the finished samples after `cursor`, as they come, until all have been sent.
+    async def stream(self, request: pb.StreamRolloutsRequest) -> AsyncIterator[SerializedEvent]:
+        """Yield the finished samples after the request's cursor, as they come, until all have been sent.
 
-        Where there is none yet, first an event without one: the caller knows that its batch is worked on.
+        Those that are there at once share events, if the caller takes several. Where there is none yet, first an
+        event without one: the caller knows that its batch is worked on.
         """
+        key, cursor, most = (request.run_id, request.batch_id), request.cursor, max(1, request.most_samples)
         answered = False
         while True:
             record = await self.recovery.known(key, cursor)
             _check_cursor(record, cursor)
+            # Before the look at the record: what comes while events are sent is not waited for.
+            running = self.intake.batches.by_key.get(key)
+            changed = None if running is None else running.changed.next_change()
             chunk = record.after(cursor, _CHUNK)
-            lost = False
-            for (at, _), payload in zip(chunk, await self._payloads(record, chunk), strict=True):
-                if payload is None:
-                    lost = True
-                    break
-                cursor = at
-                yield _event(record, cursor, payload)
-                answered = True
-            if lost:
+            payloads = await self._payloads(record, chunk)
+            for event in events_of(record, chunk, payloads, most):
+                yield event
+                cursor, answered = event.cursor, True
+            if None in payloads:
                 await self.recovery.restore(record)
-            elif not chunk:
-                if record.is_complete:
+            elif record.is_complete:
+                if not chunk:
                     return
-                if answered:
-                    await self._await_event(record, cursor)
-                else:
-                    yield _event(record, cursor)
-                    answered = True
+            elif not answered:
+                yield _event(record, cursor)
+                answered = True
+            elif len(chunk) < _CHUNK:
+                if changed is None:
+                    raise Unavailable(f"batch {'/'.join(key)} is not being worked on here; come again")
+                await changed.wait()
 
     async def acknowledge(self, key: BatchKey, cursor: int) -> int:
         """Let go of the samples up to `cursor`; return how many were still kept."""
@@ -99,20 +105,34 @@ class Delivery:
             found.update(zip(missing, read, strict=True))
         return [found[index] for _, index in chunk]
 
-    async def _await_event(self, record: BatchRecord, cursor: int) -> None:
-        """Return when there may be events after `cursor`."""
-        running = self.intake.batches.by_key.get(record.key)
-        if running is None:
-            raise Unavailable(f"batch {'/'.join(record.key)} is not being worked on here; come again")
-        if not record.after(cursor, 1) and not record.is_complete:
-            await running.changed.wait()
+
+def _event(record: BatchRecord, cursor: int) -> SerializedEvent:
+    return SerializedEvent(cursor=cursor, finished=record.finished, total=record.total)
 
 
-def _event(record: BatchRecord, cursor: int, payload: bytes | None = None) -> pb.StreamRolloutsResponse:
-    event = pb.StreamRolloutsResponse(cursor=cursor, finished=record.finished, total=record.total)
-    if payload is not None:
-        event.sample.MergeFromString(payload)
-        join_spans(event.sample)
+def events_of(
+    record: BatchRecord, chunk: list[tuple[int, int]], payloads: list[bytes | None], most: int
+) -> Iterator[SerializedEvent]:
+    """Yield events with the samples of a chunk, up to the first that is not there, at most so many in each."""
+    samples, nbytes = list[tuple[int, bytes]](), 0
+    for (cursor, _), payload in zip(chunk, payloads, strict=True):
+        if payload is None:
+            break
+        if samples and (len(samples) == most or nbytes + len(payload) > MOST_BYTES):
+            yield _filled(record, samples)
+            samples, nbytes = [], 0
+        samples.append((cursor, payload))
+        nbytes += len(payload)
+    if samples:
+        yield _filled(record, samples)
+
+
+def _filled(record: BatchRecord, samples: list[tuple[int, bytes]]) -> SerializedEvent:
+    *earlier, (last, payload) = samples
+    event = _event(record, last)
+    event.sample = whole(payload)
+    for cursor, before in earlier:
+        event.earlier.add(cursor=cursor, sample=whole(before))
     return event
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import grpc
 
 from paceline.errors import Violation
+from paceline.internal.v1.rollout_event_pb2 import SerializedEvent
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, weight_pb2, weight_pb2_grpc
 from services.contracts.errors import InvalidArgument, Unimplemented
@@ -45,10 +46,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def StreamRollouts(
         self, request: pb.StreamRolloutsRequest, context: Context
-    ) -> AsyncIterator[pb.StreamRolloutsResponse]:
+    ) -> AsyncIterator[SerializedEvent]:
+        # gRPC serialises any message.
         with self._metrics.streams.track_inprogress():
-            key = (request.run_id, request.batch_id)
-            async for response in self._term().delivery.stream(key, request.cursor):
+            async for response in self._term().delivery.stream(request):
                 yield response
 
     async def AckRollouts(self, request: pb.AckRolloutsRequest, context: Context) -> pb.AckRolloutsResponse:

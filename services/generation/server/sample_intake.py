@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.times import seconds_of
 from paceline.v1 import sample_pb2
 from services.contracts.errors import ServiceError
 from services.generation.loop.engine_loop import EngineLoop
@@ -68,6 +69,9 @@ class SampleIntake:
         items = [(item, self._fetch(item)) for item in request.start]
         aborts = list(request.abort)
         claims = list(request.claim)
+        if request.HasField("report_interval"):
+            interval = seconds_of(request.report_interval)
+            self._loop.call(lambda: stream.report_every(interval))
         self._loop.call(lambda: self._take(stream, items, aborts, claims))
         waiting: dict[Fetch, list[pb.WorkItem]] = {}
         for item, fetch in items:

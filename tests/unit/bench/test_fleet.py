@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import statistics
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.fleet.simulated_instance import EngineClock
 from bench.fleet.workload import MAX_TOKENS, Reporting, SimulatedPolicy
+from paceline.internal.v1 import generation_pb2 as pb
+from services.generation.loop.checkpoints import CheckpointRules
 
 POLICY = SimulatedPolicy.create()
 
@@ -32,11 +37,31 @@ def test_a_response_is_the_same_in_however_many_parts_it_is_read(seed: int, cuts
     assert len(tokens) == len(logprobs) == length
 
 
-def test_a_checkpoint_is_due_after_its_tokens_its_seconds_or_at_the_end() -> None:
-    quick, slow = Reporting.checkpoints(1024, 1), Reporting.checkpoints(50, 1)
-    assert quick.due(10.0, unreported=0, remaining=2000) == 10.5
-    assert quick.due(10.0, unreported=256, remaining=2000) == 10.25
-    assert slow.due(10.0, unreported=0, remaining=2000) == 15.0
-    assert slow.due(10.0, unreported=0, remaining=50) == 11.0
-    assert Reporting.checkpoints(50, 10).due(10.0, 0, 2000) == 10.5
-    assert Reporting.stream(50, 1).due(10.0, 0, 2000) == 10.05
+def test_time_may_run_faster() -> None:
+    usual, quick = Reporting.checkpoints(50, 1), Reporting.checkpoints(50, 10)
+    assert (usual.speed, usual.rules) == (50, CheckpointRules())
+    assert (quick.speed, quick.rules.seconds) == (500, CheckpointRules().seconds / 10)
+    assert Reporting.stream(50, 1) == replace(usual, everything=True)
+
+
+async def test_simulated_engines_report_every_token_once_and_every_end() -> None:
+    clock = EngineClock(POLICY, Reporting.checkpoints(20_000.0, 1.0))
+    stream = clock.open()
+    stream.report_every(0.02)
+    seeds = {handle: handle << 20 | handle for handle in range(20)}
+    for handle, seed in seeds.items():
+        clock.begin(stream, pb.WorkItem(handle=handle, seed=seed))
+    tokens: dict[int, list[int]] = {handle: [] for handle in seeds}
+    ended = list[int]()
+    async with asyncio.timeout(60):
+        running = asyncio.create_task(clock.run())
+        while len(ended) < len(seeds):
+            response = await stream.outbox.get()
+            assert isinstance(response, pb.WorkResponse)
+            for delta in response.deltas:
+                assert delta.handle not in ended
+                tokens[delta.handle].extend(delta.token_ids)
+            ended.extend(finished.handle for finished in response.finished)
+        running.cancel()
+    assert sorted(ended) == list(seeds)
+    assert tokens == {handle: POLICY.slice(seed, 0, POLICY.length(seed))[0] for handle, seed in seeds.items()}

@@ -12,6 +12,7 @@ from hypothesis import given
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.times import seconds_of
 from services.contracts.errors import ResourceExhausted
 from services.gateway.dispatch.placement import InstanceSlots
 from services.gateway.dispatch.turns import Pace
@@ -122,3 +123,55 @@ async def test_an_instance_is_not_listened_to_in_a_pause() -> None:
     backlog.clear()
     assert [(await heard.get()).deltas[0].token_ids for _ in range(2)] == [[6], [7]]
     await end([task])
+
+
+async def test_samples_for_a_busy_instance_go_out_together_and_others_at_once() -> None:
+    backlog, _ = make()
+    sent = asyncio.Queue[pb.WorkRequest]()
+
+    class Taking(ScriptedCall):
+        def Work(self, requests: AsyncIterator[pb.WorkRequest]) -> Taking:
+            self.taking = asyncio.create_task(self.take(requests))
+            return self
+
+        async def take(self, requests: AsyncIterator[pb.WorkRequest]) -> None:
+            async for request in requests:
+                sent.put_nowait(request)
+
+    stub: Any = Taking()
+    slots, interval = InstanceSlots("a", VERSION, 8, 0.0), [0.5]
+    link = WorkLink(
+        "a",
+        1,
+        slots,
+        ExponentialBackoff(1, 1),
+        stub,
+        lambda *_: None,
+        Pace(60.0),
+        backlog,
+        lambda: interval[0],
+    )
+    task = asyncio.create_task(link.run())
+    attempt: Any = None
+    async with asyncio.timeout(60):
+        link.give(attempt, pb.WorkItem(handle=1))
+        first = await sent.get()
+        assert [item.handle for item in first.start] == [1]
+        assert seconds_of(first.report_interval) == 0.5
+        for handle in (2, 3):
+            link.give(attempt, pb.WorkItem(handle=handle))
+        second = await sent.get()
+        assert [item.handle for item in second.start] == [2, 3]
+        assert not second.HasField("report_interval")
+        # From now on it would be very long.
+        interval[0] = 1e6
+        link.give(attempt, pb.WorkItem(handle=4))
+        await turn()
+        assert sent.empty()
+        link.give(attempt, pb.WorkItem(handle=5, streamed=True))
+        assert [item.handle for item in (await sent.get()).start] == [4, 5]
+        link.give(attempt, pb.WorkItem(handle=6))
+        link.abort(6)
+        last = await sent.get()
+        assert ([item.handle for item in last.start], list(last.abort)) == ([6], [6])
+    await end([task, stub.taking])

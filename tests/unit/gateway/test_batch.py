@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from paceline.internal.v1 import generation_pb2
 from paceline.times import duration, seconds_of
 from paceline.v1 import sample_pb2
-from services.gateway.batches.messages import final_sample, work_item
+from services.gateway.batches.messages import final_sample, sample_fields, work_item
 from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
 from services.gateway.batches.sample import EventEffect, GatewaySample, SamplePhase
 from services.gateway.journal.journal_write import collect, has_more, settle, undo
@@ -295,11 +296,15 @@ def test_restored_samples_go_on_from_the_journal() -> None:
     assert list(final_sample(fresh, fresh.endings[0]).token_ids) == [5, 6, 7, 8]
 
 
+def chunk_of(tokens: list[int], logprobs: list[float]) -> bytes:
+    return pack(array("I", tokens), array("f", logprobs))
+
+
 @pytest.mark.parametrize(
-    "spoilt", [pack([1, 2], [0.0]), pack([1], [0.0]), pack([1, 2], [0.0, 0.0])[:-1], b"?"]
+    "spoilt", [chunk_of([1, 2], [0.0]), chunk_of([1], [0.0]), chunk_of([1, 2], [0.0, 0.0])[:-1], b"?"]
 )
 def test_chunks_that_are_not_what_their_head_promises_are_of_no_use(spoilt: bytes) -> None:
-    assert PartialSample(0, Head(1, 2), pack([1, 2], [0.0, 0.0])).parse() is not None
+    assert PartialSample(0, Head(1, 2), chunk_of([1, 2], [0.0, 0.0])).parse() is not None
     assert PartialSample(0, Head(1, 2), spoilt).parse() is None
 
 
@@ -480,7 +485,7 @@ def test_chunks_of_an_earlier_release_are_of_the_version_that_was_asked_for() ->
     (chunk,) = collect(batch, record_of(batch)).extensions
     batch.finish(0, attempt, finished(STOP), 1003.0)
     spans = [(0, 2, 7), (2, 4, 8)]
-    rest = final_sample(batch, batch.endings[0], begin=3).SerializeToString()
+    rest = chunk_of([8], [-4.0]) + sample_fields(batch, batch.endings[0]).SerializeToString()
     old = sample_pb2.Sample(token_ids=[5, 6], logprobs=[-1.0, -2.0]).SerializeToString()
     delivered = joined(old + chunk.payload + rest)
     assert list(delivered.token_ids) == [5, 6, 7, 8]

@@ -54,8 +54,8 @@ def test_a_missing_heartbeat_and_a_silent_stream_are_a_loss() -> None:
 def test_a_stream_that_still_speaks_outweighs_a_missing_record() -> None:
     fleet = serving()
     fleet.heard("a", 1, 3.5)
-    assert fleet.observe({}, 5.4) == []
-    assert fleet.observe({}, 5.6) == [InstanceLoss("a", 1, "heartbeat gone")]
+    assert fleet.observe({}, 6.4) == []
+    assert fleet.observe({}, 6.6) == [InstanceLoss("a", 1, "heartbeat gone")]
 
 
 def test_a_new_epoch_ends_the_old_one_and_starts_stale() -> None:

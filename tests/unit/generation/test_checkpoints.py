@@ -149,6 +149,55 @@ def test_an_end_is_sent_at_once_with_the_last_tokens(events: asyncio.AbstractEve
     assert work.told[1][-1] == "finished"
 
 
+def test_a_caller_with_many_streams_gets_ends_together(events: asyncio.AbstractEventLoop) -> None:
+    work = Work(events)
+    work.stream.report_every(0.5)
+    for handle in range(40):
+        work.start(handle)
+    sent = []
+    for handle in range(39):
+        work.step()
+        work.end(handle)
+        work.flush()
+        sent += [(work.now, len(response.finished)) for response in work.responses()]
+    assert all(0.4999 < later - before < 0.61 for (before, _), (later, _) in pairwise(sent))
+    assert sum(ended for _, ended in sent) + 5 >= 39
+    # Nothing else runs, so nobody else could end soon.
+    work.step(seconds=0.01)
+    work.end(39)
+    work.flush()
+    assert len(work.responses()) == 1
+    assert work.told == work.made
+
+
+@pytest.mark.parametrize("what", ["cancelled", "moved", "refused", "streamed"])
+def test_what_somebody_waits_for_is_not_held_back(events: asyncio.AbstractEventLoop, what: str) -> None:
+    work = Work(events)
+    work.stream.report_every(1.0)
+    sample = work.start(1, streamed=what == "streamed")
+    work.start(2)
+    work.step(seconds=0.01)
+    if what == "cancelled":
+        work.stream.finish(sample, sample.finished(None, work.now))
+    elif what == "moved":
+        work.move(1)
+    elif what == "refused":
+        work.refuse(3)
+    else:
+        work.end(1)
+    work.flush()
+    assert len(work.responses()) == 1
+
+
+def test_silence_grows_with_the_interval_within_bounds(events: asyncio.AbstractEventLoop) -> None:
+    stream = Work(events).stream
+    silences = []
+    for interval in (0.0, 0.1, 0.4, 1.0, 1e9):
+        stream.report_every(interval)
+        silences.append(stream._silence)
+    assert silences == [1.0, 1.0, 1.6, 2.0, 2.0]
+
+
 def test_the_load_comes_every_second_while_samples_run_and_not_otherwise(
     events: asyncio.AbstractEventLoop,
 ) -> None:
@@ -224,13 +273,14 @@ OPERATIONS = st.one_of(
 
 
 @settings(max_examples=150)
-@given(st.lists(OPERATIONS, max_size=80), st.sampled_from([1, 60, 400, 1 << 20]))
+@given(st.lists(OPERATIONS, max_size=80), st.sampled_from([1, 60, 400, 1 << 20]), st.sampled_from([0, 0.5]))
 def test_whatever_happens_every_token_is_told_once_and_before_the_end(
-    operations: list[tuple[str, int]], most_bytes: int
+    operations: list[tuple[str, int]], most_bytes: int, interval: float
 ) -> None:
     """A handle may be used again once its end has been read."""
     events = asyncio.new_event_loop()
     work = Work(events, CheckpointRules(tokens=12, seconds=1.0))
+    work.stream.report_every(interval)
     before, outbox.MOST_BYTES = outbox.MOST_BYTES, most_bytes
     try:
         for name, value in operations:
@@ -257,7 +307,7 @@ def _do(work: Work, name: str, value: int) -> None:
     elif name in ("flush", "everything"):
         sent_at = work.stream._sent_at
         work.flush(everything=name == "everything")
-        if work.now - sent_at >= 0.2:
+        if work.now - sent_at >= work.stream._silence:
             assert all(len(each.tokens) < 12 for each in work.stream.samples.values())
     elif name == "read":
         work.read()

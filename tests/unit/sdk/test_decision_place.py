@@ -21,12 +21,11 @@ def test_it_begins_with_what_is_to_come_unless_a_time_is_given() -> None:
 def test_after_a_cut_each_decision_is_read_once() -> None:
     place = DecisionPlace("", None)
     first, second, third = answer(5.0, "a"), answer(5.0, "b"), answer(5.0, "c")
-    assert [place.take(each).reason for each in (first, second)] == ["a", "b"]  # type: ignore[union-attr]
+    assert [taken.reason for each in (first, second) for taken in place.take(each)] == ["a", "b"]
     assert place.request().since.ToNanoseconds() == 5_000_000_000
     # The next stream begins with all decisions of that moment.
-    assert [place.take(each) is None for each in (first, second, third)] == [True, True, False]
-    later = place.take(answer(6.0, "a"))
-    assert later is not None
+    assert [taken.reason for each in (first, second, third) for taken in place.take(each)] == ["c"]
+    (later,) = place.take(answer(6.0, "a"))
     assert (later.time, later.run_id) == (6.0, "r")
     assert place.request().since.ToNanoseconds() == 6_000_000_000
 

@@ -1,0 +1,36 @@
+from paceline.v1 import sample_pb2 as _sample_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SerializedEvent(_message.Message):
+    __slots__ = ("cursor", "sample", "finished", "total", "earlier")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    sample: bytes
+    finished: int
+    total: int
+    earlier: _containers.RepeatedCompositeFieldContainer[SerializedSample]
+    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[bytes] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[SerializedSample, _Mapping]]] = ...) -> None: ...
+
+class SerializedSample(_message.Message):
+    __slots__ = ("cursor", "sample")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    sample: bytes
+    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[bytes] = ...) -> None: ...
+
+class SerializedSpans(_message.Message):
+    __slots__ = ("version_spans",)
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    version_spans: _containers.RepeatedCompositeFieldContainer[_sample_pb2.VersionSpan]
+    def __init__(self, version_spans: _Optional[_Iterable[_Union[_sample_pb2.VersionSpan, _Mapping]]] = ...) -> None: ...

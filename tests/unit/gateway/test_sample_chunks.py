@@ -1,0 +1,52 @@
+"""Encoding of tokens and log-probabilities: what protobuf reads is what was given."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.v1 import sample_pb2
+from services.gateway.journal.sample_chunks import join_spans, pack, whole
+
+TOKENS = st.one_of(st.integers(0, 200_000), st.integers(0, 2**32 - 1))
+LOGPROBS = st.floats(width=32, allow_nan=False)
+
+
+@given(st.lists(st.tuples(TOKENS, LOGPROBS), max_size=300), st.integers(0, 300))
+def test_pieces_in_a_row_are_one_message(pairs: list[tuple[int, float]], cut: int) -> None:
+    tokens = array("I", [token for token, _ in pairs])
+    logprobs = array("f", [logprob for _, logprob in pairs])
+    rest = sample_pb2.Sample(prompt_id="p", slot=3).SerializeToString()
+    payload = pack(tokens[:cut], logprobs[:cut]) + pack(tokens[cut:], logprobs[cut:]) + rest
+    assert sample_pb2.Sample.FromString(payload) == sample_pb2.Sample(
+        prompt_id="p", slot=3, token_ids=tokens, logprobs=logprobs
+    )
+
+
+def test_usual_tokens_take_three_bytes_and_their_log_probabilities_four() -> None:
+    assert len(pack(array("I", [149_999] * 100), array("f", [-0.5] * 100))) == 700 + 2 * 3
+
+
+VERSIONS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), max_size=5)
+
+
+@given(VERSIONS, VERSIONS, st.booleans())
+def test_only_the_spans_of_a_serialised_sample_are_joined(
+    first: list[tuple[int, int]], rest: list[tuple[int, int]], chunked: bool
+) -> None:
+    sample = sample_pb2.Sample(prompt_id="p", token_ids=[7] * 300, logprobs=[-0.5] * 300, seed=5, error="e")
+    sample.provenance.queue_time.nanos = 9
+    at = 0
+    for length, version in (*first, *rest):
+        sample.version_spans.add(begin=at, end=at + length, policy_version=version)
+        at += length
+    head = (
+        sample_pb2.Sample(version_spans=sample.version_spans[: len(first)])
+        if chunked
+        else sample_pb2.Sample()
+    )
+    joined = sample_pb2.Sample.FromString(whole(head.SerializeToString() + sample.SerializeToString()))
+    join_spans(sample)
+    assert joined == sample
