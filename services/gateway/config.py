@@ -55,6 +55,10 @@ class GatewayConfig(LeaderConfig):
     max_result_bytes: int = Field(256 * 1024 * 1024, ge=0)
     """Memory for finished samples until they are acknowledged, to be written again if Redis loses them. Of more,
     the oldest are dropped: if Redis loses those, they are generated again."""
+    max_token_bytes: int = Field(2 * 1024 * 1024 * 1024, ge=1)
+    """Memory for the tokens of samples that have not ended, 8 bytes each. Above it SubmitRollouts and Generate
+    answer RESOURCE_EXHAUSTED; samples that were accepted go on. The default is 8,192 samples of 32,768 tokens, and
+    half of the memory that the chart gives a gateway."""
     max_unwritten_bytes: int = Field(1024 * 1024 * 1024, ge=1)
     """Memory for finished samples that Redis does not take. Above it instances get no more samples and are not
     listened to, until half of it is written. The default is 4,096 samples of 32,768 tokens, and a quarter of the

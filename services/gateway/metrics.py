@@ -80,6 +80,9 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     unwritten = gauge(
         "unwritten_ratio", "Bytes of finished samples that Redis has not taken, over max_unwritten_bytes."
     )
+    unfinished_tokens = gauge(
+        "unfinished_tokens_ratio", "Bytes of the tokens of unfinished samples, over max_token_bytes."
+    )
     paused = gauge("paused", "1 while these are too many: instances get no samples and are not listened to.")
     redis_memory = gauge("redis_memory_ratio", "Used memory of Redis over its maxmemory; 0: it has no limit.")
 

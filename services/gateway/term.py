@@ -87,7 +87,7 @@ class LeadershipTerm:
         self.feed = LearnerFeed(config, redis, registry, metrics) if config.learner_feed else None
         self.drafter_version = PublishedDrafterVersion(redis, config.namespace)
 
-        self.batches = ActiveBatches(metrics, config.max_queued_samples)
+        self.batches = ActiveBatches(metrics, config.max_queued_samples, config.max_token_bytes)
         self.estimator = WorkEstimator(config.draft_cost)
         self.placer = Placer(
             self.batches, self.estimator, self.fleet, metrics, self._backlog, config.affinity_slack

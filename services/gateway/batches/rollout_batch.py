@@ -77,9 +77,10 @@ class RolloutBatch:
     # Batches of higher priority are placed first; within one, runs share by weight.
     priority: int = 0
     weight: int = 1
-    # Samples that have ended, in order, until the journal takes them.
+    # Tokens of the samples that have not ended.
+    held_tokens: int = 0
+    # Samples that have ended, in order, until the journal takes them, and their tokens.
     endings: list[SampleEnding] = field(default_factory=list)
-    # Their tokens.
     ended_tokens: int = 0
     # Samples with tokens that the journal does not have.
     unjournaled: set[int] = field(default_factory=set)
@@ -143,6 +144,7 @@ class RolloutBatch:
         if verified and lenient and len(sample.verified) == len(sample.tokens):
             sample.verified.extend(verified)
         sample.append(tokens, logprobs, self.current_version if version is None else version)
+        self.held_tokens += len(tokens)
         span = sample.spans[-1]
         span.end_token, span.end = len(sample.tokens), now
         sample.first_step_at = sample.first_step_at or now
@@ -150,11 +152,7 @@ class RolloutBatch:
         return True
 
     def finish(self, index: int, attempt: int, report: generation_pb2.Finished, now: float) -> EventEffect:
-        """Record the end that the instance reports.
-
-        An end that nobody asked for and that is neither a stop nor a length is a hand-over: the sample waits
-        for another instance.
-        """
+        """Record the end that the instance reports: a hand-over if it is no stop, no length and not asked for."""
         sample = self.samples[index]
         if not sample.is_running(attempt):
             return EventEffect.IGNORED
@@ -217,6 +215,7 @@ class RolloutBatch:
         if sample.phase is SamplePhase.ENDED:
             return EventEffect.IGNORED
         if not sample.keep_partial:
+            self.held_tokens -= len(sample.tokens)
             sample.forget_tokens()
             sample.spans = []
         reason = sample_pb2.FINISH_REASON_ABORTED
@@ -230,6 +229,7 @@ class RolloutBatch:
         for begin, version in spans if spans and not spans[0][0] else [(0, self.policy_version), *spans]:
             sample.stamp(begin, version)
         sample.append(journaled.token_ids, journaled.logprobs, sample.versions[-1][1])
+        self.held_tokens += count
         sample.journaled, sample.chunks = count, chunks
         sample.resubmissions += 1
         # The journal does not know the instance, so the span names none.
@@ -273,6 +273,7 @@ class RolloutBatch:
         instance_id, sample.instance_id = sample.instance_id, ""
         sample.phase = SamplePhase.WAITING
         if gained:
+            self.held_tokens -= bool(sample.tokens)
             sample.drop_last_token()
         if sample.fruitless < self.max_attempts:
             return EventEffect.WAITING
@@ -293,6 +294,7 @@ class RolloutBatch:
         sample.phase = SamplePhase.ENDED
         self.unjournaled.discard(sample.index)
         self.endings.append(SampleEnding(sample.index, reason, status, now, error))
+        self.held_tokens -= len(sample.tokens)
         self.ended_tokens += len(sample.tokens)
         self.ended += 1
         return EventEffect.ENDED

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,10 @@ from services.platform.observability.span import NO_SPAN, TraceSpan
 # seconds between two events to the same.
 _DELIVERIES = 200.0
 _LEAST_INTERVAL, _MOST_INTERVAL = 0.02, 0.5
+
+
+# Bytes of a token and its log-probability, and seconds for which their count holds.
+_TOKEN_BYTES, _COUNT_SECONDS = 8, 0.1
 
 
 class WorkLeft:
@@ -144,10 +150,11 @@ SampleRef = tuple[RunningBatch, int]
 class ActiveBatches:
     """All batches in work, by key, and the signals of their progress.
 
-    At most `max_samples` samples may be unfinished.
+    At most `max_samples` samples may be unfinished, and no more are taken while the tokens of those that are have
+    more than `max_token_bytes`.
     """
 
-    def __init__(self, metrics: GatewayMetrics, max_samples: int) -> None:
+    def __init__(self, metrics: GatewayMetrics, max_samples: int, max_token_bytes: int = sys.maxsize) -> None:
         self.by_key: dict[BatchKey, RunningBatch] = {}
         # Samples that have not ended, including those that are about to be accepted.
         self.unfinished = 0
@@ -161,6 +168,10 @@ class ActiveBatches:
         self._accepted: dict[BatchKey, float] = {}
         self._metrics = metrics
         self._max_samples = max_samples
+        self._max_token_bytes = max_token_bytes
+        # Bytes of these tokens, and the time of that count.
+        self._token_bytes, self._counted_at = 0, -math.inf
+        metrics.unfinished_tokens.set_function(lambda: self.token_bytes() / max_token_bytes)
 
     def add(self, running: RunningBatch) -> None:
         """Add a batch."""
@@ -194,8 +205,7 @@ class ActiveBatches:
     def reserve(self, samples: int) -> Iterator[None]:
         """Count samples as unfinished while they are being recorded.
 
-        Neither the bound of the queue nor a weight update may overlook them. ResourceExhausted beyond the
-        bound.
+        Neither the bound of the queue nor a weight update may overlook them. ResourceExhausted beyond a bound.
         """
         if self.unfinished + samples > self._max_samples:
             raise ResourceExhausted(
@@ -204,11 +214,27 @@ class ActiveBatches:
                 f"{self._max_samples}",
                 retry_after=None if samples > self._max_samples else 5.0,
             )
+        if self.token_bytes() > self._max_token_bytes:
+            raise ResourceExhausted(
+                "unfinished_tokens",
+                f"the tokens of {self.unfinished} unfinished samples have {self._token_bytes} bytes; more samples "
+                f"are accepted below {self._max_token_bytes}",
+                retry_after=5.0,
+            )
         self.unfinished += samples
         try:
             yield
         finally:
             self.unfinished -= samples
+
+    def token_bytes(self) -> int:
+        """Return the bytes that the tokens of unfinished samples have, counted within the last 0.1 s."""
+        now = time.monotonic()
+        if now - self._counted_at > _COUNT_SECONDS:
+            # By batch: there may be thousands, of Generate calls.
+            held = sum(running.batch.held_tokens for running in self.by_key.values())
+            self._token_bytes, self._counted_at = _TOKEN_BYTES * held, now
+        return self._token_bytes
 
     def _show(self) -> None:
         self._metrics.batches.set(len(self.by_key))

@@ -213,6 +213,29 @@ async def test_more_samples_than_the_bound_are_refused_with_the_resource(cluster
     check_samples(again, await gateway.trainer.collect(again))
 
 
+async def test_no_samples_are_accepted_while_those_in_work_have_too_many_tokens(cluster: Cluster) -> None:
+    gateway = await cluster.gateway(max_token_bytes=8)
+    fake = await cluster.instance("i0")
+    fake.hold_at = 3
+    await cluster.serving(gateway, 1)
+    request = make_batch(ignore_eos=True)
+    await gateway.trainer.submit(request)
+    await until(lambda: gateway.metric("unfinished_tokens_ratio") > 1, "the tokens are counted")
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await gateway.trainer.submit(make_batch())
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    found = details(error.value)
+    assert found["QuotaFailure"].violations[0].subject == "unfinished_tokens"
+    assert "RetryInfo" in found
+    # What was accepted ends, and makes room.
+    fake.hold_at = None
+    check_samples(request, await gateway.trainer.collect(request))
+    await until(lambda: gateway.metric("unfinished_tokens_ratio") == 0, "the tokens are freed")
+    again = make_batch()
+    await gateway.trainer.submit(again)
+    check_samples(again, await gateway.trainer.collect(again))
+
+
 async def expect_violations(call: Any, code: str = "INVALID_ARGUMENT") -> set[str]:
     """Return the fields that the call is refused for."""
     with pytest.raises(grpc.aio.AioRpcError) as error:

@@ -433,6 +433,11 @@ class SampleMachine(RuleBasedStateMachine):
         assert len(self.sample.logprobs) == len(tokens)
 
     @invariant()
+    def tokens_of_unfinished_samples_are_counted(self) -> None:
+        running = self.sample.phase is not SamplePhase.ENDED
+        assert self.batch.held_tokens == (len(self.sample.tokens) if running else 0)
+
+    @invariant()
     def spans_tell_who_sampled_each_token(self) -> None:
         sample = sample_pb2.Sample(version_spans=self.sample.version_spans())
         assert versions_of(sample) == [-logprob for logprob in self.sample.logprobs]
