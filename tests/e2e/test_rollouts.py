@@ -214,6 +214,34 @@ def test_pushed_weights_change_the_tokens_and_the_version(
     assert tokens(back) == tokens(before), "nothing of the other weights may remain"
 
 
+def test_an_adapter_is_a_version_and_so_is_what_has_changed(
+    client: Client, model: Path, tmp_path: Path
+) -> None:
+    state: dict[str, Any] = load_file(model / "model.safetensors")
+    weights = WeightFolder(tmp_path / "weights", model, deltas=True)
+    run = client.run("adapter", seed=4, weights=weights)
+    run.push_weights(state)
+    before = tokens(list(run.rollout(0, groups(), SAMPLING)))
+    name = next(name for name in state if name.endswith("layers.0.self_attn.q_proj.weight"))
+    b, a = (
+        np.full((len(state[name]), 1), 0.5, np.float32),
+        np.full((1, state[name].shape[1]), 0.5, np.float32),
+    )
+    stem = f"base_model.model.{name.removesuffix('.weight')}"
+    adapter = paceline.Adapter(
+        {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}, {"r": 1, "lora_alpha": 1}
+    )
+    version = run.push_adapter(adapter).policy_version
+    served = tokens(list(client.run("adapted", seed=4).rollout(0, groups(), SAMPLING)))
+    assert served != before
+    assert run.push_weights(state).policy_version == version + 1
+    # 0.25, of which sums and products are exact.
+    run.push_weights(state | {name: state[name] + 0.25})
+    assert (tmp_path / "weights" / f"delta-{version + 2:08d}").is_dir()
+    assert tokens(list(client.run("merged", seed=4).rollout(0, groups(), SAMPLING))) == served
+    run.push_weights(state)
+
+
 def _push(client: Client, folder: WeightFolder, state: dict[str, Any], checksum: str | None) -> None:
     """Pushes weights, under another checksum than theirs when one is given."""
     if checksum is None:

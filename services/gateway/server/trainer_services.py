@@ -117,7 +117,7 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
         disk = disk or weight_pb2.DiskWeights()
         check_weight_folder(disk.path, self._weights_root)
         if disk.delta:
-            check_weight_folder(disk.delta, self._weights_root)
+            check_weight_folder(disk.delta, self._weights_root, field="disk.delta")
         return weight_pb2.UpdateWeightsResponse(instances=await term.updater.stage(update_id, disk))
 
     async def FinishUpdate(

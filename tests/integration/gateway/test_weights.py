@@ -36,8 +36,9 @@ async def start(trainer: Trainer, version: int = 1, **fields: Any) -> weight_pb2
     return await trainer.weights.StartUpdate(request, timeout=CALL)
 
 
-async def stage(trainer: Trainer, update_id: str, path: str = "/weights/1") -> Any:
-    request = weight_pb2.UpdateWeightsRequest(update_id=update_id, disk=weight_pb2.DiskWeights(path=path))
+async def stage(trainer: Trainer, update_id: str, path: str = "/weights/1", delta: str = "") -> Any:
+    disk = weight_pb2.DiskWeights(path=path, delta=delta)
+    request = weight_pb2.UpdateWeightsRequest(update_id=update_id, disk=disk)
     return await trainer.weights.UpdateWeights(iter([request]), timeout=CALL)
 
 
@@ -368,7 +369,11 @@ async def test_a_path_that_is_relative_or_leads_out_of_the_root_is_refused(clust
         (violation,) = details(error)["BadRequest"].field_violations
         assert violation.field == "disk.path"
         assert ("weights_root, '/weights'" in violation.description) == path.startswith("/")
-    await stage(gateway.trainer, update_id, "/weights/run/v1")
+    for delta in ("delta", "/weights/../etc"):
+        outside = stage(gateway.trainer, update_id, "/weights/run/v1", delta)
+        (violation,) = details(await refused(outside, "INVALID_ARGUMENT"))["BadRequest"].field_violations
+        assert violation.field == "disk.delta"
+    await stage(gateway.trainer, update_id, "/weights/run/v1", "/weights/run/delta-1")
 
 
 async def test_pause_and_resume_lose_nothing(cluster: Cluster) -> None:
