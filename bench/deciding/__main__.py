@@ -71,7 +71,7 @@ def cells(
     sweep = swept(device, max(SAMPLES))
     for n in samples:
         for context in CONTEXTS:
-            if n * context > device.kv_tokens or (not device.padded and context > _LONGEST_ON_CPU):
+            if n * context > device.kv_tokens or (not device.graphs and context > _LONGEST_ON_CPU):
                 continue
             for wrong in WRONG:
                 cell = Cell(device, n, context, wrong)

@@ -53,14 +53,14 @@ class DeviceTable:
     """Milliseconds for a row and a token before it, at most hidden behind reading the context."""
     attending: float = 0.0
     """Milliseconds for a draft token and a token before it, of which nothing is hidden."""
-    padded: bool = True
-    """False: times between two numbers of rows lie between theirs."""
+    graphs: tuple[int, ...] = ()
+    """Numbers of rows for which graphs are captured. Without any, times between two numbers lie between theirs."""
     slowed: DeviceTable | None = None
     """What it becomes in mid-run."""
 
     def seconds(self, samples: int, rows: int, context: float) -> float:
         """Return the time of a step."""
-        if self.padded:
+        if self.graphs:
             place = min(int(np.searchsorted(self.rows, rows)), len(self.rows) - 1)
             found = float(self.milliseconds[place])
         else:
@@ -147,6 +147,7 @@ def decoding_table(
         np.maximum.accumulate(1e3 * seconds),
         per_sample=0.004 * slow,
         per_context=1e3 * model.kv_bytes / (chip.bandwidth * devices),
+        graphs=_GRAPHS,
         attended=1e3 * 4 * model.layers * model.heads * model.head_dim / (0.5 * compute),
     )
 
@@ -155,14 +156,7 @@ def _cpu() -> DeviceTable:
     rows = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, _LARGEST], np.float64)
     # Milliseconds: the step, and each row's products and passes through Python.
     return DeviceTable(
-        "CPU tinymath",
-        1 << 20,
-        rows,
-        2.4 + 0.0195 * rows,
-        per_sample=0.042,
-        per_context=8e-5,
-        attending=7e-5,
-        padded=False,
+        "CPU tinymath", 1 << 20, rows, 2.4 + 0.0195 * rows, per_sample=0.042, per_context=8e-5, attending=7e-5
     )
 
 

@@ -87,11 +87,11 @@ def fixed_rates(cell: Cell, length: int) -> Rates:
 def swept(device: DeviceTable, max_samples: int) -> list[MeasuredStep]:
     """Return the steps that a sweep of the device measures before its time is over."""
     random, found, left = Random(0), list[MeasuredStep](), SWEEP_SECONDS
-    for batch in swept_batches(max_samples, 16384, 1 << 16):
-        for length in batch.drafts:
+    for batch in swept_batches(max_samples, 16384, 1 << 16, device.graphs):
+        for rows in batch.rows:
             if left <= 0:
                 return found
-            rows, context = batch.samples * (1 + length), batch.samples * batch.prompt
+            context = batch.samples * batch.prompt
             seconds = device.seconds(batch.samples, rows, context)
             left -= 2 * seconds
             measured = seconds * random.lognormvariate(0, _NOISE)
@@ -115,7 +115,9 @@ class SimulatedBatch:
 
     def __post_init__(self) -> None:
         knobs = Knobs(mode=self.mode, draft_cap=WINDOW, margin=_MARGIN)
-        self.planner = KnobDrivenPlanner(knobs, StepTimeEstimator(self.sweep), lambda _: None)
+        self.planner = KnobDrivenPlanner(
+            knobs, StepTimeEstimator(self.sweep), lambda _: None, graphs=self.cell.device.graphs
+        )
         self._random = np.random.default_rng(self.cell.samples + self.cell.context)
 
     def rates(self, steps: int = FIRST + LATER) -> Rates:

@@ -189,7 +189,9 @@ def _speculation(
     knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
     fixed = FixedLengthPlanner(config.draft_window, config.draft_floor, config.survival_floor)
     step_time = StepTimeEstimator(_swept(config, engine))
-    planner = KnobDrivenPlanner(knobs, step_time, origin_of, fixed=fixed, metrics=metrics.planner)
+    planner = KnobDrivenPlanner(
+        *(knobs, step_time, origin_of), fixed=fixed, metrics=metrics.planner, graphs=engine.graph_sizes
+    )
     drafters: list[TokenDrafter] = [makers[name]() for name in config.drafters]
     drafters += [
         DraftModelDrafter(

@@ -8,6 +8,7 @@ steps come first, so that a slow engine, which ends the sweep early, has measure
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,43 +18,48 @@ SHORT_CONTEXT = 64
 """Longest mean context of a sample, in tokens, that counts as short."""
 PROMPT, LONG_PROMPT = 8, 1024
 """Prompt tokens of most steps and of those of the long context."""
-# Draft tokens a sample for a lone sample, and rows a sample for larger batches.
-_ALONE = (0, 1, 2, 3, 5, 8, 12, 16)
-_TOGETHER = (2, 4, 8, 16)
+# Rows a sample: of a lone one, of one with a long context, of larger batches.
+_ALONE, _LONG, _TOGETHER = (2, 3, 4, 6, 9, 13, 17), (9,), (2, 4, 8, 16)
 _SMALL = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SweptBatch:
-    """Batch to measure: samples with prompts of this length, and the draft tokens of a sample in each step."""
+    """Batch to measure: samples with prompts of this length, and the verified tokens of each step, rising."""
 
     samples: int
     prompt: int
-    drafts: Sequence[int]
+    rows: Sequence[int]
 
 
-def swept_batches(max_samples: int, max_rows: int, max_length: int) -> list[SweptBatch]:
+def swept_batches(
+    max_samples: int, max_rows: int, max_length: int, graphs: Sequence[int] = ()
+) -> list[SweptBatch]:
     """Return the batches to measure, the most telling first, within the limits of an engine.
 
     Args:
         max_samples: largest batch.
         max_rows: most verified tokens of a step.
         max_length: longest sample, in tokens.
+        graphs: numbers of verified tokens for which the engine has graphs, rising. Steps between two of them are
+            measured at the larger; the largest is measured, and the step beyond it, in which times jump.
     """
     largest = min(max_samples, max_rows)
     powers = [1 << k for k in range(largest.bit_length()) if 1 << k < largest]
     middle = [each for each in powers if each >= _SMALL]
-    verified = {1: _ALONE, largest: _drafts(largest)} | {n: _drafts(n) for n in middle[:1] + middle[2:3]}
-    long = SweptBatch(1, min(LONG_PROMPT, max_length // 2), (0, 8))
+    verified = {largest, *middle[:1], *middle[2:3]}
     order = [1, largest, *sorted({*powers, *verified} - {1, largest}, key=lambda n: (n not in verified, n))]
-    batches = [SweptBatch(n, PROMPT, verified.get(n, (0,))) for n in order]
-    batches.insert(2, long)
-    return [
-        SweptBatch(each.samples, each.prompt, fitting)
-        for each in batches
-        if (fitting := [k for k in each.drafts if each.samples * (1 + k) <= max_rows])
-    ]
+    widths = {1: _ALONE} | dict.fromkeys(verified - {1}, _TOGETHER)
+    batches = [SweptBatch(n, PROMPT, _rows(n, widths.get(n, ()), max_rows, graphs)) for n in order]
+    long = SweptBatch(1, min(LONG_PROMPT, max_length // 2), _rows(1, _LONG, max_rows, graphs))
+    return [*batches[:2], long, *batches[2:]]
 
 
-def _drafts(samples: int) -> tuple[int, ...]:
-    return (0, *(each - 1 for each in _TOGETHER))
+def _rows(samples: int, each: Sequence[int], most: int, graphs: Sequence[int]) -> list[int]:
+    """Return the rows of steps, of `samples` alone and with so many rows of each sample."""
+    wanted = {samples * k for k in each}
+    if graphs:
+        wanted = {graphs[bisect_left(graphs, rows)] if rows <= graphs[-1] else rows for rows in wanted}
+        if wanted and samples <= graphs[-1] <= max(wanted):
+            wanted |= {graphs[-1], graphs[-1] + 1}
+    return sorted(rows for rows in {samples, *wanted} if samples <= rows <= most)

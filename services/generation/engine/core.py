@@ -89,6 +89,8 @@ class Engine:
         self._swaps: dict[str, Mapping[str, torch.Tensor]] = {}
         self.asleep = False
         self.max_running: int = self._scheduler.max_num_running_reqs
+        # Numbers of tokens of a step for which there are CUDA graphs, rising.
+        self.graph_sizes: Sequence[int] = config.compilation_config.cudagraph_capture_sizes or ()
         self.device = current_platform.device_name
         # The name of the device itself, such as NVIDIA H100 80GB HBM3.
         self.hardware = machine_name() if current_platform.is_cpu() else current_platform.get_device_name()

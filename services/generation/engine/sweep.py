@@ -48,7 +48,9 @@ def measure_steps(
     """
     timer, random, found = _Timer(clock, seconds), Random(0), list[MeasuredStep]()
     capacity = engine.kv_capacity
-    for batch in swept_batches(engine.max_running, engine.row_capacity, engine.limits.max_model_len):
+    most, longest = engine.row_capacity, engine.limits.max_model_len
+    batches = swept_batches(engine.max_running, most, longest, engine.graph_sizes)
+    for batch in batches:
         if batch.samples * 2 * batch.prompt <= capacity and timer.left > 0:
             found += _measure(engine, batch, timer, random)
     engine.forget_kv()
@@ -60,8 +62,8 @@ def _measure(engine: Engine, batch: SweptBatch, timer: _Timer, random: Random) -
     names = [f"sweep-{batch.samples}-{batch.prompt}-{i}" for i in range(batch.samples)]
     try:
         _admit(engine, names, min(batch.prompt, engine.limits.max_model_len - 1), random)
-        for width in batch.drafts:
-            taken = [_step(engine, width, timer, random) for _ in range(_UNTIMED_STEPS + _STEPS)]
+        for rows in batch.rows:
+            taken = [_step(engine, rows, timer, random) for _ in range(_UNTIMED_STEPS + _STEPS)]
             full = [
                 each for each in taken[_UNTIMED_STEPS:] if each is not None and each.samples == batch.samples
             ]
@@ -88,18 +90,23 @@ def _admit(engine: Engine, names: list[str], length: int, random: Random) -> Non
             break
 
 
-def _step(engine: Engine, width: int, timer: _Timer, random: Random) -> MeasuredStep | None:
-    """Run a step with drafts of `width` tokens; None where there is no room for them, or nothing to decode."""
+def _step(engine: Engine, rows: int, timer: _Timer, random: Random) -> MeasuredStep | None:
+    """Run a step that verifies so many tokens; None where there is no room for them, or nothing to decode."""
     states, vocab = engine.decoding(), engine.limits.vocab_size
-    if not states or min(state.room for state in states) < width:
+    if not 0 < len(states) <= rows:
         return None
-    if width:
-        drafts = {each.sample_id: [random.randrange(vocab) for _ in range(width)] for each in states}
-        engine.put_drafts(drafts)
+    width, longer = divmod(rows - len(states), len(states))
+    if min(state.room for state in states) < width + (longer > 0):
+        return None
+    drafts = {
+        each.sample_id: [random.randrange(vocab) for _ in range(width + (i < longer))]
+        for i, each in enumerate(states)
+        if width or i < longer
+    }
+    engine.put_drafts(drafts)
     context = sum(len(state.prompt) + len(state.response) for state in states)
     began = timer.clock()
     engine.step()
     seconds = timer.clock() - began
     timer.left -= seconds
-    rows = len(states) * (1 + width)
     return MeasuredStep(samples=len(states), rows=rows, context=context, seconds=max(seconds, 1e-9))

@@ -3,7 +3,8 @@
 Kernels are specialised for the number of rows of a step: CPU matrix products are compiled for each new size,
 which takes as long as some steps of a small model, and only a limited number of them is cached; a GPU computes
 whole tiles and replays graphs captured for some sizes. So plans use a grid of sizes: the best size, or a few
-less. A coarser grid costs more than it saves, because every size left out is a token not verified.
+less. A coarser grid costs more than it saves, because every size left out is a token not verified. Where an engine
+has graphs, their sizes take the place of the grid up to the largest of them: steps of other sizes are padded.
 """
 
 from __future__ import annotations
@@ -29,22 +30,35 @@ _GRID = np.concatenate(
 )
 
 
+@lru_cache(maxsize=8)
+def _sizes(graphs: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return the sizes of steps: those of graphs, and the grid beyond the largest."""
+    beyond = np.searchsorted(_GRID, max(graphs, default=0), side="right")
+    return np.concatenate((np.array(graphs, np.int64), _GRID[beyond:]))
+
+
 def sizes_up_to(limit: int) -> list[int]:
     """Return the numbers of verified tokens in the grid, up to `limit`, rising."""
     return _GRID[: np.searchsorted(_GRID, limit, side="right")].tolist()
 
 
 @lru_cache(maxsize=1024)
-def draft_token_counts(num_samples: int, limit: int) -> NDArray[np.int64]:
+def draft_token_counts(num_samples: int, limit: int, graphs: tuple[int, ...] = ()) -> NDArray[np.int64]:
     """Return the numbers of draft tokens that a step may verify, from 0 to at most `limit`, rising.
 
-    With these, `num_samples` plus the draft tokens is a size of the grid; if no number above 0 is, `limit`
-    itself is returned. The array is cached and read-only.
+    With these, `num_samples` plus the draft tokens is the size of a graph, or above the largest a size of the grid.
+    If no number above 0 is, or a graph would be left between, `limit` itself is also returned. The array is cached
+    and read-only.
+
+    Args:
+        num_samples: of the step.
+        limit: most draft tokens.
+        graphs: numbers of verified tokens for which the engine has graphs, rising.
     """
-    first, last = np.searchsorted(_GRID, (num_samples, num_samples + limit), side="right")
-    counts = _GRID[first:last] - num_samples
-    if not len(counts) and limit > 0:
-        counts = np.array([limit])
-    counts = np.concatenate(([0], counts))
+    sizes = _sizes(graphs)
+    first, last = np.searchsorted(sizes, (num_samples, num_samples + limit), side="right")
+    counts = np.concatenate(([0], sizes[first:last] - num_samples))
+    if counts[-1] < limit and (len(counts) == 1 or num_samples + limit < max(graphs, default=0)):
+        counts = np.append(counts, limit)
     counts.flags.writeable = False
     return counts

@@ -56,8 +56,12 @@ class KnobDrivenPlanner(DraftPlanner):
         metrics: PlannerMetrics | None = None,
         clock: Callable[[], float] = time.time,
         exploration: Exploration | None = None,
+        graphs: Sequence[int] = (),
     ) -> None:
-        """Begin with the instance's own configuration, `base`; `fixed` has the floors of drafts of fixed length."""
+        """Begin with the instance's own configuration, `base`; `fixed` has the floors of drafts of fixed length.
+
+        The planner prefers steps of as many verified tokens as the engine has `graphs` for, rising.
+        """
         self.account = SpeculationAccount()
         self.active = ActiveKnobs(base, origin_of)
         self.window = base.draft_cap
@@ -65,6 +69,7 @@ class KnobDrivenPlanner(DraftPlanner):
         """Estimator that decisions are based on."""
         self._origin_of = origin_of
         self._fixed = fixed or FixedLengthPlanner(1)
+        self._graphs = tuple(graphs)
         self._metrics = metrics
         self._clock = clock
         self._modes: dict[Knobs, Mode] = {}
@@ -186,4 +191,4 @@ class KnobDrivenPlanner(DraftPlanner):
             return AdaptiveMode(*common, fixed, knobs.ladder.lengths)
         if knobs.mode == "solver":
             return SolverMode(*common, fixed)
-        return PlannerMode(*common, knobs.draft_cap, latch)
+        return PlannerMode(*common, knobs.draft_cap, latch, self._graphs)

@@ -60,6 +60,7 @@ class ScriptedEngine:
     released: set[str] = field(default_factory=set)
     asleep: bool = False
     row_capacity: int = 1 << 20
+    graph_sizes: Sequence[int] = ()
     prompt_rows: int = 0
     dtype: str = "float32"
     model_drafts: dict[str, Any] = field(default_factory=dict)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -218,6 +220,35 @@ def test_no_mode_that_predicts_drafts_against_its_own_prediction(
             rows = count + sum(len(draft.tokens) for draft in drafts.values())
             plain, drafted = (float(step_time.seconds(count, each, 10 * count)) for each in (count, rows))
             assert (count + expected) / drafted >= count / plain * (1 - 1e-6)
+
+
+@given(
+    st.lists(st.integers(1, 80), min_size=1, max_size=12, unique=True).map(sorted).map(tuple),
+    st.lists(st.lists(st.floats(0, 1), max_size=8), min_size=1, max_size=12),
+    st.integers(1, 8),
+    st.integers(0, 2),
+)
+def test_where_there_are_graphs_steps_have_their_sizes_or_all_tokens_there_are(
+    graphs: tuple[int, ...], acceptance: list[list[float]], cap: int, late: int
+) -> None:
+    swept = KnownStepTime(row=5e-5)
+    plan = KnobDrivenPlanner(Knobs(draft_cap=cap), swept.estimator(), origin_of, graphs=graphs)
+    samples = [sample(f"r/1/{n}") for n in range(len(acceptance))]
+    made = {"reference": Proposals.of([proposal(*each) for each in acceptance])}
+    proposed = sum(int((np.cumprod(each[:cap]) > 0).sum()) for each in acceptance)
+    due, known = deque[tuple[StepShape, list[int]]](), plan.step_time.seconds(1, 1, 10)
+    for _ in range(12):
+        tokens = [len(each) for each in plan.choose(samples, made).tokens.values()]
+        rows = len(samples) + sum(tokens)
+        assert rows in graphs or rows > graphs[-1] or not tokens or sum(tokens) == proposed
+        # Some steps later than the next decision.
+        due.append((StepShape(len(samples), rows, 10 * len(samples)), tokens))
+        if len(due) > late:
+            shape, drafted = due.popleft()
+            plan.stepped(shape, 2.0 * float(swept.seconds(shape.requests, shape.rows, shape.context)))
+            for each in drafted:
+                plan.verified("reference", each, each // 2)
+    assert plan.step_time.seconds(1, 1, 10) > known, "what came late was learned"
 
 
 class Guesser:

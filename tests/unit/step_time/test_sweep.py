@@ -23,10 +23,28 @@ def test_a_sweep_keeps_to_the_limits_and_begins_with_one_sample_and_the_largest_
     most: int, rows: int, length: int
 ) -> None:
     batches = swept_batches(most, rows, length)
-    assert all(each.samples * (1 + max(each.drafts)) <= rows for each in batches)
-    assert all(0 in each.drafts and each.samples <= most for each in batches)
+    assert all(max(each.rows) <= rows and list(each.rows) == sorted(set(each.rows)) for each in batches)
+    assert all(each.rows[0] == each.samples <= most for each in batches)
     assert batches[0].samples == 1
     assert any(each.samples == min(most, rows) for each in batches[:2])
+
+
+@given(
+    st.integers(1, 2048),
+    st.integers(1, 1 << 16),
+    st.lists(st.integers(1, 1024), min_size=1, max_size=40, unique=True).map(sorted),
+)
+def test_where_there_are_graphs_their_sizes_are_measured_and_the_step_beyond_the_largest(
+    most: int, rows: int, graphs: list[int]
+) -> None:
+    found = [
+        (batch.samples, each) for batch in swept_batches(most, rows, 4096, graphs) for each in batch.rows
+    ]
+    verifying = {each for samples, each in found if each > samples}
+    assert {each for each in verifying if each <= graphs[-1]} <= set(graphs)
+    largest = min(most, rows)
+    if largest <= graphs[-1] < min(rows, 2 * largest):
+        assert graphs[-1] + 1 in verifying
 
 
 @dataclass(slots=True)
@@ -85,6 +103,14 @@ def test_a_sweep_measures_what_steps_take_and_leaves_an_empty_engine() -> None:
     assert estimator.seconds(16, 64, 320) == pytest.approx(
         float(engine.machine.seconds(16, 64, 320)), rel=0.1
     )
+
+
+def test_samples_share_the_tokens_of_a_graph_that_is_no_multiple_of_them() -> None:
+    engine = _engine(graph_sizes=(1, 2, 4, 24, 40, 72, 100))
+    found = measure_steps(engine, 100.0, engine.clock)
+    assert {step.rows for step in found if step.rows > step.samples} == {2, 4, 24, 40, 72, 100, 101, 128} | {
+        samples * width for samples in (32,) for width in (8, 16)
+    }
 
 
 def test_a_slow_engine_is_measured_for_no_longer_than_there_is_time() -> None:

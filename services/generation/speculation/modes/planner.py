@@ -47,6 +47,8 @@ class PlannerMode(Mode):
 
     window: int = 16
     latch: Latch | None = None
+    graphs: tuple[int, ...] = ()
+    """Numbers of verified tokens for which the engine has graphs, rising."""
     price: float = 0.0
     """Of a draft token, in accepted tokens: the time of the last ones in the step before, at its rate."""
 
@@ -61,7 +63,7 @@ class PlannerMode(Mode):
             return PlanDecision(PlanReason.NO_PROPOSALS), Drafts()
         n, context = len(samples), context_of(samples)
         survival = survivals([proposals[name] for name in names], rooms(samples), self.window)
-        counts = draft_token_counts(n, max(0, min(survival[0].size, rows - n)))
+        counts = draft_token_counts(n, max(0, min(survival[0].size, rows - n)), self.graphs)
         seconds = self.step_time.predict(n, n + counts, context)
         plain = float(seconds[0])
         found = search(survival, counts, seconds, self.price)
