@@ -84,9 +84,9 @@ def fixed_rates(cell: Cell, length: int) -> Rates:
     return Rates(tokens / cell.seconds(rows), tokens / cell.seconds(rows, step=FIRST))
 
 
-def swept(device: DeviceTable, max_samples: int) -> list[MeasuredStep]:
+def swept(device: DeviceTable, max_samples: int, seed: int = 0) -> list[MeasuredStep]:
     """Return the steps that a sweep of the device measures before its time is over."""
-    random, found, left = Random(0), list[MeasuredStep](), SWEEP_SECONDS
+    random, found, left = Random(seed), list[MeasuredStep](), SWEEP_SECONDS
     for batch in swept_batches(max_samples, 16384, 1 << 16, device.graphs):
         for rows in batch.rows:
             if left <= 0:
@@ -108,6 +108,7 @@ class SimulatedBatch:
     sweep: Sequence[MeasuredStep]
     late: int = 0
     """Steps by which measurements and outcomes come later than the next decision."""
+    seed: int = 0
     planner: KnobDrivenPlanner = field(init=False)
     lengths: list[float] = field(init=False, default_factory=list)
     """Mean draft length of each step."""
@@ -118,7 +119,7 @@ class SimulatedBatch:
         self.planner = KnobDrivenPlanner(
             knobs, StepTimeEstimator(self.sweep), lambda _: None, graphs=self.cell.device.graphs
         )
-        self._random = np.random.default_rng(self.cell.samples + self.cell.context)
+        self._random = np.random.default_rng(self.cell.samples + self.cell.context + (self.seed << 32))
 
     def rates(self, steps: int = FIRST + LATER) -> Rates:
         """Decode so many steps, and return the rates of the first ones and of the later ones."""

@@ -10,8 +10,8 @@ from the prior of the sweep (see `prior`). The deviation of a step from its prio
 
 Each has a variance. So a cell that is measured often is predicted as measured, its neighbours are drawn along, and
 without measurements the prior remains. Predictions never fall with the verified tokens. Measurements lose weight
-with age; several in a row that surprise on the same side are a change of the machine, and what came before them is
-almost forgotten. They may arrive late and in any order.
+with age; three outliers in a row, or a dozen smaller surprises, on the same side are a change of the machine, and
+what came before them is almost forgotten. They may arrive late and in any order.
 
 The engine waits for predictions, so they are compiled. numba is imported at first use, which must be after vLLM was
 imported.
@@ -38,6 +38,8 @@ _CELLS, _MAX_CELLS = (4, 2, 1), 32
 _AVERAGED = 8
 # Ratio to the prediction at which a measurement is clipped; so many in a row on one side are not.
 _OUTLIER_RATIO, _OUTLIERS_IN_A_ROW = 1.5, 3
+# Ratio beyond which a measurement is a surprise; so many in a row on one side are a change of the machine.
+_SURPRISE_RATIO, _SURPRISES_IN_A_ROW = 1.02, 12
 # Age, in measurements, that a change of the machine adds to what came before it.
 _OUTDATED = 4096
 
@@ -58,8 +60,8 @@ class StepTimeEstimator:
         self._prior = StepTimePrior.of(short)
         self._known = bool(short)
         self._observed = 0
-        # Outliers in a row: positive if steps took longer, negative if shorter.
-        self._outliers = 0
+        # Surprises in a row: positive if steps took longer, negative if shorter. And outliers among the last.
+        self._run = self._outliers = 0
         # Row of each cell in the table, the least recently measured first.
         self._places: dict[tuple[int, int, int], int] = {}
         self._table = np.zeros((_MAX_CELLS, 9))
@@ -134,16 +136,16 @@ class StepTimeEstimator:
     def _clipped(self, seconds: float, predicted: float) -> float:
         """Return measured seconds of a shape that was measured before, clipped where they are an outlier."""
         ratio = seconds / predicted
-        if 1 / _OUTLIER_RATIO <= ratio <= _OUTLIER_RATIO:
-            self._outliers = 0
-            return seconds
         side = 1 if ratio > 1 else -1
-        self._outliers = self._outliers + side if self._outliers * side > 0 else side
-        if abs(self._outliers) < _OUTLIERS_IN_A_ROW:
-            return predicted * _OUTLIER_RATIO**side
+        surprise, outlier = (not 1 / each <= ratio <= each for each in (_SURPRISE_RATIO, _OUTLIER_RATIO))
+        self._run = (self._run if self._run * side > 0 else 0) + side if surprise else 0
+        self._outliers = (self._outliers if abs(self._run) > 1 else 0) + 1 if outlier else 0
+        if self._outliers < _OUTLIERS_IN_A_ROW and abs(self._run) < _SURPRISES_IN_A_ROW:
+            return predicted * _OUTLIER_RATIO**side if outlier else seconds
         # Cells count anew, and as old.
         self._table[:, 4] = 0
         self._table[:, 5] -= _OUTDATED
+        self._run = 0
         return seconds
 
 

@@ -5,7 +5,8 @@ that would prove it wrong; if it underestimates it, it never sees a plain step t
 number of draft tokens it never sees another. So other ways are done now and then: soon at first, more seldom
 later, and the more seldom the further apart their predicted rates are, so that the predicted cost of exploration
 stays a small share. The first drafts in a batch of a new size wait until a plain step was done: nothing tells what
-drafts are worth before that.
+drafts are worth before that. And where none were verified after two plain steps, some are once, whatever is
+predicted of them: what the sweep says of long contexts may be off by any factor, because its own are short.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 # Steps until the first exploration and between later ones, for rates within this share of each other.
 _FIRST_INTERVAL, _MAX_INTERVAL = 8, 64
 _CLOSE = 0.1
+# Plain steps after which the first drafts in a batch of a new size are explored.
+_UNTRIED = 2
 # Predicted speedups between which plain and drafted steps are explored: beyond them nothing is in doubt.
 _MIN_SPEEDUP, _MAX_SPEEDUP = 0.85, 1.3
 _NEVER = 1 << 30
@@ -29,6 +32,7 @@ class _Count:
     interval: int
     plain: int = _NEVER
     drafted: int = 0
+    tried: bool = False
     fewer: int = 0
     fewer_interval: int = _FIRST_INTERVAL
 
@@ -51,6 +55,8 @@ class Exploration:
         """
         count = self._count(num_samples)
         since = count.plain if drafted else count.drafted
+        if not drafted and not count.tried:
+            return since >= _UNTRIED
         if since < _NEVER:
             doubtful = _MIN_SPEEDUP <= speedup <= _MAX_SPEEDUP
             if not doubtful or since < count.interval * max(1.0, abs(speedup - 1) / _CLOSE):
@@ -72,6 +78,7 @@ class Exploration:
         count.plain = min(count.plain + 1, _NEVER) if drafted else 0
         count.drafted = 0 if drafted else count.drafted + 1
         count.fewer += drafted
+        count.tried |= drafted
 
     def _count(self, num_samples: int) -> _Count:
         octave = num_samples.bit_length()

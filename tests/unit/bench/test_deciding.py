@@ -33,3 +33,16 @@ def test_the_tables_rise(name: str) -> None:
     times = [device.seconds(8, rows, 8192) for rows in range(8, 4096, 8)]
     assert times == sorted(times)
     assert device.seconds(64, 64, 64 * 4096) > device.seconds(64, 64, 64 * 1024)
+
+
+def test_steps_that_became_a_tenth_slower_do_not_hide_among_neighbours_that_were_measured_before() -> None:
+    cell = Cell(DEVICES["8B H100, clock halved"], 16, 4096, 0.4)
+    found = SimulatedBatch(cell, "planner", swept(cell.device, 512)).rates()
+    assert found.later >= 0.96 * max(fixed_rates(cell, length).later for length in (2, 4, 8))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_noise_in_the_sweep_keeps_no_long_context_from_drafting(seed: int) -> None:
+    cell = Cell(DEVICES["70B 8xH100"], 16, 65536, 0.02)
+    found = SimulatedBatch(cell, "planner", swept(cell.device, 512, seed), seed=seed).rates()
+    assert found.later >= 0.95 * fixed_rates(cell, 16).later

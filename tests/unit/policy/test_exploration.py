@@ -25,6 +25,16 @@ def test_the_first_drafts_wait_for_a_plain_step() -> None:
     assert trial.should_explore(4 * SAMPLES, 9.0, drafted=True), "in each octave"
 
 
+@pytest.mark.parametrize("speedup", [0.01, 0.5, 0.99])
+def test_drafts_of_which_nothing_was_measured_are_tried_once_whatever_is_predicted(speedup: float) -> None:
+    trial, tried = Exploration(), []
+    for _ in range(5):
+        other = trial.should_explore(SAMPLES, speedup, drafted=False)
+        trial.record_step(SAMPLES, drafted=other)
+        tried.append(other)
+    assert tried == [False, False, True, False, False]
+
+
 def test_now_and_then_fewer_tokens_are_tried_more_seldom_later() -> None:
     trial, tried = begun(), []
     for _ in range(MANY):

@@ -334,4 +334,4 @@ def test_verification_that_is_priced_wrong_is_found_out(mode: str, factor: float
             plan.verified("reference", 1, i % 2)
         drafted.append(rows > 1)
     late = sum(drafted[200:]) / 200
-    assert late > 0.9 if pays else late < 0.1
+    assert late > 0.9 if pays else late < 0.1, late
