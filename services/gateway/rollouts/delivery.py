@@ -14,6 +14,7 @@ from services.contracts.gateway_keys import BatchKey
 from services.gateway.batches.admission import check_generate
 from services.gateway.batches.messages import final_sample
 from services.gateway.dispatch.running_batch import RunningBatch
+from services.gateway.dispatch.turns import Pace
 from services.gateway.journal.batch_record import BatchRecord
 from services.gateway.journal.sample_chunks import whole
 from services.gateway.rollouts.intake import RolloutIntake
@@ -33,6 +34,7 @@ class Delivery:
 
     intake: RolloutIntake
     recovery: BatchRecovery
+    _pace: Pace = field(init=False, default_factory=Pace)
     _numbers: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
 
     async def stream(self, request: pb.StreamRolloutsRequest) -> AsyncIterator[SerializedEvent]:
@@ -51,9 +53,12 @@ class Delivery:
             changed = None if running is None else running.changed.next_change()
             chunk = record.after(cursor, _CHUNK)
             payloads = await self._payloads(record, chunk)
+            # Many streams may have an event in the same turn of the loop.
+            await self._pace.wait()
             for event in events_of(record, chunk, payloads, most):
                 yield event
                 cursor, answered = event.cursor, True
+                await self._pace.wait()
             if None in payloads:
                 await self.recovery.restore(record)
             elif record.is_complete:
