@@ -24,7 +24,6 @@ WORDS = {
     "explored": "exploration: drafts that were predicted not to pay were measured",
     "explored_plain": "exploration: a plain step was measured",
     "no_proposals": "no drafter proposed a token",
-    "no_samples": "there was nothing to decode",
     "fixed": "drafts of fixed length",
     "adaptive": "drafts of the length that acceptance suggests",
     "toggled_on": "drafts of the given length paid",

@@ -159,8 +159,6 @@ class KnobDrivenPlanner(DraftPlanner):
         return self.active.of_step(samples)
 
     def _record(self, decision: PlanDecision, knobs: Knobs, requests: int) -> None:
-        if decision.reason == PlanReason.NO_SAMPLES:
-            return
         self._exploration.record_step(requests, drafted=decision.tokens > 0)
         self.account.planned(decision, knobs.mode)
         if decision.reason in (PlanReason.TOGGLED_ON, PlanReason.TOGGLED_OFF):

@@ -220,7 +220,7 @@ def test_a_draft_that_cannot_be_kept_is_not_verified(
 def test_an_empty_batch_and_one_without_proposals_decode_plainly() -> None:
     planner = plan()
     assert planner.choose([], batched({"a": []})) == {}
-    assert planner.last.reason == PlanReason.NO_SAMPLES
+    assert planner.last.reason == PlanReason.NO_PROPOSALS
     assert planner.choose([sample(0)], batched({"a": [None]})) == {}
     assert planner.last.reason == PlanReason.NO_PROPOSALS
     assert planner.choose([sample(0)], batched({})) == {}

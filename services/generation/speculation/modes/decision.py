@@ -20,7 +20,6 @@ from services.step_time.estimator import StepTimeEstimator
 class PlanReason(StrEnum):
     """Reason of a decision, as metrics and reports have it."""
 
-    NO_SAMPLES = "no_samples"
     NO_PROPOSALS = "no_proposals"
     BACKOFF = "backoff"
     """Drafting is skipped (see `backoff`)."""
@@ -77,7 +76,7 @@ class Mode:
     """Least gain over plain decoding, as a share."""
     exploration: Exploration = field(default_factory=Exploration)
     """Whoever runs the steps records them."""
-    last: PlanDecision = field(init=False, default=PlanDecision(PlanReason.NO_SAMPLES))
+    last: PlanDecision = field(init=False, default=PlanDecision(PlanReason.NO_PROPOSALS))
 
     def choose(
         self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int = UNBOUNDED

@@ -56,8 +56,6 @@ class PlannerMode(Mode):
         self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int
     ) -> tuple[PlanDecision, Drafts]:
         """Return the decision about the next step, and its drafts."""
-        if not samples:
-            return PlanDecision(PlanReason.NO_SAMPLES), Drafts()
         names = [name for name, made in proposals.items() if _has_tokens(made.acceptance)]
         if not names:
             return PlanDecision(PlanReason.NO_PROPOSALS), Drafts()

@@ -28,11 +28,6 @@ class Latch:
     # Batch size in which the margin was reached; 0: it is required.
     _closed: int = 0
 
-    @property
-    def closed(self) -> bool:
-        """True while the margin is not required."""
-        return self._closed > 0
-
     def passes(self, samples: int, speedup: float) -> bool:
         """Return True if a step of `samples` samples should verify drafts of this predicted speedup."""
         if samples > self._closed:
