@@ -157,3 +157,64 @@ def test_a_paused_fleet_goes_on_where_it_was(client: Client) -> None:
     assert states == {paceline.InstanceState.PAUSED}
     client.resume()
     assert by_key(step.rest()) == by_key(undisturbed(client, seed=5))
+
+
+def spans_of(sample: paceline.Sample) -> list[tuple[int, int, int]]:
+    return [(span.begin, span.end, span.policy_version) for span in sample.version_spans]
+
+
+def went_on(
+    platform: Platform, client: Client, run: paceline.Run, new: dict[str, Any], old: dict[str, Any]
+) -> list[paceline.Sample]:
+    """Return a step that went on under new weights, and one of whose instances was killed then."""
+    for attempt in range(5):
+        step = Step(client, f"went-on-{attempt}", seed=6)
+        finished = run.push_weights(new, in_flight=paceline.InFlight.CONTINUE)
+        platform.kill("instance-0")
+        samples = step.rest()
+        both = [sample for sample in samples if len(sample.version_spans) == 2]
+        if any(sample.provenance.resubmissions for sample in both):
+            assert finished.continued_samples >= len(both)
+            return samples
+        platform.restart("instance-0")
+        run.push_weights(old)
+    pytest.fail("each step was over before the weights were there")
+
+
+def test_samples_go_on_under_new_weights_and_a_killed_instance_costs_none(
+    platform: Platform, client: Client, model: Path, tmp_path: Path
+) -> None:
+    old: dict[str, Any] = load_file(model / "model.safetensors")
+    new = {name: tensor * 1.5 for name, tensor in old.items()}
+    run = client.run("updates", seed=6, weights=WeightFolder(tmp_path / "weights", model))
+    run.push_weights(old)
+    samples = went_on(platform, client, run, new, old)
+    version = client.versions().policy_version
+    prompts = {group.prompt_id: group.prompt_token_ids for group in groups()}
+    checked = [sample for sample in samples if len(sample.version_spans) == 2][:2]
+    for sample in checked:
+        cut = sample.version_spans[0].end
+        assert spans_of(sample) == [(0, cut, version - 1), (cut, 900, version)]
+        request = paceline.SampleRequest(
+            "reference",
+            sample.prompt_id,
+            prompts[sample.prompt_id],
+            slot=sample.slot,
+            prefix_token_ids=sample.token_ids[:cut],
+            sampling=LONG,
+            run_seed=6,
+        )
+        *_, reference = client.generate(request)
+        assert isinstance(reference, paceline.Sample)
+        assert reference.token_ids.tolist() == sample.token_ids[cut:].tolist()
+    # Back to the old weights, and what is unfinished then ends.
+    step = Step(client, "aborted", seed=7)
+    aborted = run.push_weights(old, in_flight=paceline.InFlight.ABORT).aborted_samples
+    partial = [sample for sample in step.rest() if sample.status is paceline.SampleStatus.ABORTED]
+    assert len(partial) == aborted
+    assert all(spans_of(sample) in ([], [(0, len(sample.token_ids), version)]) for sample in partial)
+    expected = by_key(undisturbed(client, seed=6))
+    for sample in samples:
+        end = sample.version_spans[0].end if sample.version_spans[0].policy_version < version else 0
+        assert sample.token_ids[:end].tolist() == expected[sample.key][:end]
+    assert Counter(sample.key for sample in samples) == Counter(expected.keys())

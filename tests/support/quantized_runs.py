@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -49,6 +49,8 @@ class Rolled:
     written: int = 0
     # By sample, proposals before the drafter got other weights.
     before_swap: dict[str, int] = field(default_factory=dict)
+    # By sample, tokens before the policy got other weights.
+    before_renewal: dict[str, int] = field(default_factory=dict)
     # Tokens that the drafter read beside those that it drafted, in each step.
     caught_up: list[int] = field(default_factory=list)
 
@@ -65,7 +67,8 @@ class Rolling:
     `depth`: tokens that `drafter` drafts for each sample in each step; 0: none. Where `truth` is given, the drafts
     are thrown away, and random beginnings of the true tokens are verified in their place. `watch` compares the KV
     before and after each proposal. Request i arrives before step `arrivals[i]`. Nothing is drafted from the first
-    of the `paused` steps up to the second. Before a step, `swap` gives the drafter other weights.
+    of the `paused` steps up to the second. Before a step, `swap` gives the drafter other weights, and `renew` the
+    policy, under which the samples go on.
     """
 
     depth: int = 0
@@ -76,6 +79,7 @@ class Rolling:
     drafter: str = QUANTIZED
     paused: tuple[int, int] = (0, 0)
     swap: tuple[int, Mapping[str, torch.Tensor]] | None = None
+    renew: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
 
 def roll(engine: Any, requests: Sequence[EngineRequest], how: Rolling = Rolling()) -> Rolled:
@@ -93,6 +97,9 @@ def roll(engine: Any, requests: Sequence[EngineRequest], how: Rolling = Rolling(
         if how.swap is not None and how.swap[0] == found.steps:
             engine.swap_drafter(how.drafter, how.swap[1])
             found.before_swap = {key: len(made) for key, made in found.proposals.items()}
+        if how.renew is not None and how.renew[0] == found.steps:
+            _renew(engine, how.renew[1])
+            found.before_renewal = {key: len(tokens) for key, tokens in found.tokens.items()}
         pausing = how.paused[0] <= found.steps < how.paused[1]
         drafts = _propose(engine, how, prefix, found) if how.depth and not pausing else {}
         if how.truth is not None:
@@ -226,6 +233,29 @@ def update(engine: Any, tensors: dict[str, torch.Tensor]) -> tuple[bool, bool, i
         engine.model_drafts[QUANTIZED].build(0.0)
         slices += 1
     return at_once, engine.model_drafts[QUANTIZED].ready, slices, engine.model_drafts[QUANTIZED].building
+
+
+def _renew(engine: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Apply weights while samples run, and prepare the draft models for them."""
+    engine.apply_weights(tensors.items(), preempt=True)
+    for drafts in engine.model_drafts.values():
+        while drafts.building:
+            drafts.build(1.0)
+
+
+def go_on(engine: Any, requests: Sequence[EngineRequest], found: Rolled) -> tuple[Rolled, Rolled]:
+    """Generate plainly, from the tokens of before, what `found` got after other weights; return both."""
+    cuts = {each.sample_id: found.before_renewal.get(each.sample_id, 0) for each in requests}
+    left = [each for each in requests if cuts[each.sample_id] < len(found.tokens[each.sample_id])]
+    begun = [
+        replace(each, prefix=tuple(found.tokens[each.sample_id][: cuts[each.sample_id]])) for each in left
+    ]
+    rest = Rolled(
+        {each.sample_id: found.tokens[each.sample_id][cuts[each.sample_id] :] for each in left},
+        {each.sample_id: found.logprobs[each.sample_id][cuts[each.sample_id] :] for each in left},
+        {each.sample_id: found.finishes[each.sample_id] for each in left},
+    )
+    return roll(engine, begun), rest
 
 
 def apply_only(engine: Any, tensors: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from tests.integration.eagle3.conftest import DRAFTING, LENGTH, Bench, same, wis
 from tests.support import eagle3_runs
 from tests.support.eagle3 import DraftOracle, head_shape, random_head, save_head
 from tests.support.models import tiny_model, tiny_weights
-from tests.support.quantized_runs import Rolled, roll
+from tests.support.quantized_runs import Rolled, go_on, roll
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -72,6 +72,24 @@ def test_the_head_drafts_for_new_weights_of_the_policy(bench: Bench, tmp_path: P
     again = bench.engine.run(roll, requests, DRAFTING)
     same(again, before)
     bench.check(requests, again)
+
+
+def test_samples_go_on_under_new_weights_of_the_policy(bench: Bench) -> None:
+    config = json.loads((bench.model / "config.json").read_text())
+    requests = wishes()
+    before = bench.engine.run(roll, requests, DRAFTING)
+    try:
+        found = bench.engine.run(roll, requests, replace(DRAFTING, renew=(9, tiny_weights(config, 7))))
+        plain, rest = bench.engine.run(go_on, requests, found)
+    finally:
+        bench.engine.run(eagle3_runs.apply, load_file(bench.model / "model.safetensors"))
+    same(rest, plain)
+    cuts = found.before_renewal
+    assert [found.tokens[key][:cut] for key, cut in cuts.items()] == [
+        before.tokens[key][:cut] for key, cut in cuts.items()
+    ]
+    assert found.tokens != before.tokens
+    same(bench.engine.run(roll, requests, DRAFTING), before)
 
 
 def test_a_head_for_another_model_is_refused(bench: Bench) -> None:

@@ -134,6 +134,29 @@ def test_new_weights_have_a_new_quantized_copy_and_the_old_one_is_never_asked(qu
     assert again.acceptance > 0.25
 
 
+def test_samples_go_on_under_new_weights_with_drafts_of_the_new_copy(quantized: Bench) -> None:
+    config = json.loads((quantized.model / "config.json").read_text())
+    requests = _requests(count=16, lengths=(20, 130))
+    before = quantized.engine.run(roll, requests, DRAFTING)
+    new = tiny_weights(config, 7)
+    arrivals = tuple(range(0, 32, 2))
+    try:
+        found = quantized.engine.run(roll, requests, replace(DRAFTING, renew=(9, new), arrivals=arrivals))
+        plain, rest = quantized.engine.run(quantized_runs.go_on, requests, found)
+    finally:
+        quantized.engine.run(quantized_runs.update, load_file(quantized.model / "model.safetensors"))
+    cuts = found.before_renewal
+    assert any(cuts.values())
+    # Some had not come yet.
+    assert len(cuts) < len(requests)
+    for sample_id, cut in cuts.items():
+        assert found.tokens[sample_id][:cut] == before.tokens[sample_id][:cut]
+        assert found.logprobs[sample_id][:cut] == pytest.approx(before.logprobs[sample_id][:cut], abs=2e-5)
+    _same(rest, plain)
+    assert found.acceptance > 0.25
+    _same(quantized.engine.run(roll, requests, DRAFTING), before)
+
+
 def test_a_draft_ends_at_a_stop_token_and_at_the_length_limits(quantized: Bench) -> None:
     free = _requests(replace(T1, ignore_eos=True), lengths=(120, 160))
     whole = quantized.engine.run(roll, free)
