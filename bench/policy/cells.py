@@ -55,7 +55,7 @@ _LENGTHS = (1, 2, 4, 8, 12, 16)
 # Lengths that the toggle is tried with.
 _TOGGLED = (4, 16)
 # Processor seconds of a plain round, within these numbers of tokens a sample.
-_ROUND_SECONDS, _TOKENS = 0.3, (40, 96)
+_ROUND_SECONDS, _TOKENS = 0.25, (40, 80)
 # Rounds in which the fixed lengths are sifted, and those that stay.
 _SIFTED, _CONTENDERS = 3, 2
 # Steps after which a mode should know its machine.

@@ -40,8 +40,8 @@ _AVERAGED = 8
 _OUTLIER_RATIO, _OUTLIERS_IN_A_ROW = 1.5, 3
 # Ratio beyond which a measurement is a surprise; so many in a row on one side are a change of the machine.
 _SURPRISE_RATIO, _SURPRISES_IN_A_ROW = 1.02, 12
-# Age, in measurements, that a change of the machine adds to what came before it.
-_OUTDATED = 4096
+# Age, in measurements, that a change of the machine adds to what came before it, by outliers and by surprises.
+_OUTDATED, _DRIFTED = 4096, 512
 
 
 @cache
@@ -144,7 +144,7 @@ class StepTimeEstimator:
             return predicted * _OUTLIER_RATIO**side if outlier else seconds
         # Cells count anew, and as old.
         self._table[:, 4] = 0
-        self._table[:, 5] -= _OUTDATED
+        self._table[:, 5] -= _OUTDATED if outlier else _DRIFTED
         self._run = 0
         return seconds
 

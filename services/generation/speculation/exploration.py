@@ -5,7 +5,7 @@ that would prove it wrong; if it underestimates it, it never sees a plain step t
 number of draft tokens it never sees another. So other ways are done now and then: soon at first, more seldom
 later, and the more seldom the further apart their predicted rates are, so that the predicted cost of exploration
 stays a small share. The first drafts in a batch of a new size wait until a plain step was done: nothing tells what
-drafts are worth before that. And where none were verified after two plain steps, some are once, whatever is
+drafts are worth before that. And where none were verified after eight plain steps, some are once, whatever is
 predicted of them: what the sweep says of long contexts may be off by any factor, because its own are short.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 _FIRST_INTERVAL, _MAX_INTERVAL = 8, 64
 _CLOSE = 0.1
 # Plain steps after which the first drafts in a batch of a new size are explored.
-_UNTRIED = 2
+_UNTRIED = 8
 # Predicted speedups between which plain and drafted steps are explored: beyond them nothing is in doubt.
 _MIN_SPEEDUP, _MAX_SPEEDUP = 0.85, 1.3
 _NEVER = 1 << 30

@@ -124,4 +124,4 @@ def test_so_many_tokens_of_a_draft_are_wrong() -> None:
 
 
 def test_a_slow_engine_gets_shorter_rounds() -> None:
-    assert [round_tokens(seconds) for seconds in (1e-4, 4e-3, 5e-3, 1.0)] == [96, 72, 64, 40]
+    assert [round_tokens(seconds) for seconds in (1e-4, 4e-3, 5e-3, 1.0)] == [80, 64, 48, 40]
