@@ -1,9 +1,10 @@
 """Plan the sweep with which an engine measures its own step times when it starts. Pure.
 
 Two seconds are enough to learn how steps grow with rows and samples: small and large batches, plainly and with
-drafts, at the numbers of rows between which times may jump. Contexts are short, because prefilling long ones would
-take longer than all else; one sample with a longer prompt says what verification costs by context. The most telling
-steps come first, so that a slow engine, which ends the sweep early, has measured those.
+drafts, at the numbers of rows between which times may jump. Contexts are short, because prefilling long ones
+would take longer than all else. One sample with a longer prompt says what verification costs by context: the
+longer it is, the less the noise of its steps counts where contexts are longer still. The most telling steps come
+first, so that a slow engine, which ends the sweep early, has measured those.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SWEEP_SECONDS = 2.0
 """Time of a sweep, without prefill."""
 SHORT_CONTEXT = 64
 """Longest mean context of a sample, in tokens, that counts as short."""
-PROMPT, LONG_PROMPT = 8, 1024
+PROMPT, LONG_PROMPT = 8, 4096
 """Prompt tokens of most steps and of those of the long context."""
 # Rows a sample: of a lone one, of one with a long context, of larger batches.
 _ALONE, _LONG, _TOGETHER = (2, 3, 4, 6, 9, 13, 17), (9,), (2, 4, 8, 16)

@@ -68,7 +68,8 @@ def test_a_shape_that_is_measured_is_predicted_as_measured(
     seconds = 1.3 * float(truth.seconds(samples, kind * samples, context))
     for _ in range(8):
         estimator.observe(samples, kind * samples, context, seconds)
-    assert estimator.seconds(samples, kind * samples, context) == pytest.approx(seconds, rel=0.03)
+    # What the sweep measured at a context nearby, and 30 % below, still counts a little.
+    assert estimator.seconds(samples, kind * samples, context) == pytest.approx(seconds, rel=0.04)
 
 
 def test_one_plain_step_tells_what_a_context_costs_all_draft_lengths() -> None:
