@@ -49,7 +49,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Where a tensor is."""
+    """Place of a tensor in its file, in bytes."""
 
     file: int
     """Descriptor; -1: it is not read."""

@@ -35,11 +35,11 @@ _TICK = 0.01
 _PHASES = 5
 MAX_RUNNING = 128
 Context = grpc.aio.ServicerContext[Any, Any]
-Stream = ReportingStream["SimulatedSample"]
+Stream = ReportingStream["ClockedSample"]
 
 
 @dataclass(slots=True, eq=False)
-class SimulatedSample:
+class ClockedSample:
     """A sample that decodes since `begun` (loop time); `reported` of its `length` tokens were sent."""
 
     handle: int
@@ -75,7 +75,7 @@ class EngineClock:
         self.reporting = reporting
         self.ended = 0
         self.now = asyncio.get_running_loop().time()
-        self._due: list[tuple[float, int, SimulatedSample, Stream]] = []
+        self._due: list[tuple[float, int, ClockedSample, Stream]] = []
         self._order = count()
         self._phases: list[set[Stream]] = [set() for _ in range(_PHASES)]
 
@@ -95,9 +95,7 @@ class EngineClock:
         """Begin a sample, or go on with one."""
         self.now, prefix = asyncio.get_running_loop().time(), len(item.prefix_token_ids)
         length = max(prefix, min(self.policy.length(item.seed), item.sampling.max_tokens or MAX_TOKENS))
-        sample = SimulatedSample(
-            item.handle, item.seed, self, self.now, prefix, prefix, length, item.streamed
-        )
+        sample = ClockedSample(item.handle, item.seed, self, self.now, prefix, prefix, length, item.streamed)
         stream.add(sample, self.now)
         self._schedule(sample, stream)
 
@@ -121,7 +119,7 @@ class EngineClock:
                 self._flush(stream)
             await asyncio.sleep(_TICK)
 
-    def _advance(self, sample: SimulatedSample, stream: Stream) -> None:
+    def _advance(self, sample: ClockedSample, stream: Stream) -> None:
         known = sample.tokens()
         if known == sample.length:
             cut = known == MAX_TOKENS
@@ -132,7 +130,7 @@ class EngineClock:
             stream.reached(sample)
         self._schedule(sample, stream)
 
-    def _end(self, sample: SimulatedSample, stream: Stream, reason: sample_pb2.FinishReason) -> None:
+    def _end(self, sample: ClockedSample, stream: Stream, reason: sample_pb2.FinishReason) -> None:
         self.ended += 1
         steps = sample.tokens() - sample.prefix
         finished = pb.Finished(
@@ -147,7 +145,7 @@ class EngineClock:
         load = fleet_pb2.InstanceLoad(running=len(stream.samples))
         stream.flush(load, 0, self.now, everything=self.reporting.everything)
 
-    def _schedule(self, sample: SimulatedSample, stream: Stream) -> None:
+    def _schedule(self, sample: ClockedSample, stream: Stream) -> None:
         """Look at a sample again when it ends or has as many tokens as make it due, in a tick at the earliest."""
         known = sample.tokens()
         wanted = min(sample.length - known, max(0, sample.reported + sample.quota - known))

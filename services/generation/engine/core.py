@@ -3,7 +3,7 @@
     engine = Engine(EngineOptions(model="/models/policy"))
     engine.add(EngineRequest("s-1", prompt, prefix=(), sampling=sampling, seed=seed))
     while engine.has_work:
-        for step in engine.step(): ...
+        steps = engine.step()
 
 Not thread-safe: one thread builds and calls it. One engine per process, because vLLM keeps global state.
 """
@@ -243,8 +243,7 @@ class Engine:
         self.migration.withdraw_all()
         if not self._core.reset_prefix_cache(preempt):
             raise StaleKVError("vLLM refused to reset its prefix cache: KV blocks are still in use")
-        pool = self._scheduler.kv_cache_manager.block_pool
-        # vLLM's null block is never free.
+        pool = self._scheduler.kv_cache_manager.block_pool  # vLLM's null block in it is never free.
         if self._cached_blocks() or pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
             raise StaleKVError("KV blocks survived the reset")
 

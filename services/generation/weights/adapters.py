@@ -53,7 +53,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """Which matrices are added to which tensors: for each its B and its A."""
+    """Matrices of an adapter by the tensor that their product is added to: B and A."""
 
     scale: float
     pairs: Mapping[str, tuple[str, str]]
