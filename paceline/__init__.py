@@ -63,6 +63,7 @@ from paceline.types import (
     VersionSpan,
     WeightTarget,
 )
+from paceline.weight_stream import WeightStream
 from paceline.weights import WeightFolder
 
 __all__ = [
@@ -124,5 +125,6 @@ __all__ = [
     "Versions",
     "Violation",
     "WeightFolder",
+    "WeightStream",
     "WeightTarget",
 ]

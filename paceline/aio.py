@@ -17,6 +17,7 @@ from paceline.channel import Tls
 from paceline.grpc_transport import AioTransport, ConnectionOptions
 from paceline.retry import RetryPolicy
 from paceline.run import AsyncRun
+from paceline.weight_stream import WeightStream
 from paceline.weights import WeightFolder
 
 
@@ -56,6 +57,8 @@ class AsyncClient(GatewayCalls):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def run(self, run_id: str, *, seed: int = 0, weights: WeightFolder | None = None) -> AsyncRun:
-        """Return a training job: its rollouts are seeded by `seed`, its weights are kept in `weights`."""
+    def run(
+        self, run_id: str, *, seed: int = 0, weights: WeightFolder | WeightStream | None = None
+    ) -> AsyncRun:
+        """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`."""
         return AsyncRun(self, run_id, seed, weights)

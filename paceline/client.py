@@ -22,6 +22,7 @@ from paceline.grpc_transport import BlockingTransport, ConnectionOptions
 from paceline.retry import RetryPolicy
 from paceline.rollout import AsyncRollout
 from paceline.run import AsyncRun
+from paceline.weight_stream import WeightStream
 from paceline.weights import WeightFolder
 
 
@@ -61,8 +62,8 @@ class Client(Face[GatewayCalls]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, run_id: str, *, seed: int = 0, weights: WeightFolder | None = None) -> Run:
-        """Return a training job: its rollouts are seeded by `seed`, its weights are kept in `weights`."""
+    def run(self, run_id: str, *, seed: int = 0, weights: WeightFolder | WeightStream | None = None) -> Run:
+        """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`."""
         return Run(self, AsyncRun(self._core, run_id, seed, weights))
 
     close = blocking(GatewayCalls.close)
@@ -79,6 +80,8 @@ class Client(Face[GatewayCalls]):
     # Weights
     start_update = blocking(GatewayCalls.start_update)
     update_weights = blocking(GatewayCalls.update_weights)
+    start_stream = blocking(GatewayCalls.start_stream)
+    update_streamed = blocking(GatewayCalls.update_streamed)
     finish_update = blocking(GatewayCalls.finish_update)
     abort_update = blocking(GatewayCalls.abort_update)
     versions = blocking(GatewayCalls.versions)

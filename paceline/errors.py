@@ -208,6 +208,9 @@ STREAM_SILENT = "STREAM_SILENT"
 BATCH_LOST = "BATCH_LOST"
 """Reason of the error of a batch whose samples are lost, and whose request this client does not have."""
 
+SOURCE_READ_ONCE = "SOURCE_READ_ONCE"
+"""Reason of the error of a push whose tensors came from an iterator, and would have to be read again."""
+
 
 def cut_short() -> UnavailableError:
     """Return the error of a stream that ended without one while samples were missing."""
@@ -232,3 +235,16 @@ def batch_lost(run_id: str, batch_id: str, cursor: int, cause: PacelineError) ->
         f"the gateway has lost samples of batch {run_id}/{batch_id} after cursor {cursor}: {cause.message}"
     )
     return DataLossError(grpc.StatusCode.DATA_LOSS, message, [info], cause.request_id)
+
+
+def source_read_once(detail: str) -> AbortedError:
+    """Return the error of a push that needs bytes of an iterator again."""
+    info = error_details_pb2.ErrorInfo(reason=SOURCE_READ_ONCE)
+    message = f"an instance died while weights were pushed, and an iterator cannot be read again: {detail}"
+    return AbortedError(grpc.StatusCode.ABORTED, message, [info])
+
+
+def stream_stalled(message: str) -> UnavailableError:
+    """Return the error of a push to an instance that says nothing."""
+    info = error_details_pb2.ErrorInfo(reason=STREAM_SILENT)
+    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])

@@ -89,6 +89,10 @@ class GrpcTransport(ABC, Generic[C]):
         connection = self._dialer.take()
         return _Attempt(self, connection, self._options.open(connection.stubs, stream, seconds))
 
+    def dial(self, address: str, tls: channel.Tls | None) -> grpc.Channel:
+        """Return a blocking channel to another address; None: with the TLS of this transport."""
+        return channel.open_channel(address, tls or self._options.tls)
+
     def failed(self, connection: DialedChannel[C], error: Any, silent: bool) -> None:
         """Dial anew if the gateway did not serve the call; `silent` if it has sent nothing."""
         lost = error.code() is grpc.StatusCode.UNAVAILABLE

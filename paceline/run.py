@@ -12,7 +12,7 @@ A trainer that was restarted requests the same batches and gets the samples that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -23,6 +23,7 @@ from paceline.errors import FailedPreconditionError
 from paceline.rollout import AsyncRollout
 from paceline.safetensors import Tensors
 from paceline.split import first_part
+from paceline.weight_stream import WeightStream, push_stream
 from paceline.weights import WeightFolder, finish, keeps_staged, push
 
 # Rollouts of earlier steps that are still read; of more, the newest.
@@ -39,7 +40,9 @@ class AsyncRun:
     samples that exist already.
     """
 
-    def __init__(self, client: GatewayCalls, run_id: str, seed: int, weights: WeightFolder | None) -> None:
+    def __init__(
+        self, client: GatewayCalls, run_id: str, seed: int, weights: WeightFolder | WeightStream | None
+    ) -> None:
         self.client = client
         self.run_id = run_id
         self._seed = seed
@@ -165,15 +168,21 @@ class AsyncRun:
         weights later without sending them again.
 
         `source` is a folder in Hugging Face layout, or tensors (numpy or torch), by name or as an iterator of
-        pairs, which are written to the run's `WeightFolder`; the asynchronous client reads them in a thread of its
-        own. An error leaves the version that was served.
+        pairs, which are written to the run's `WeightFolder` or go through its `WeightStream`; the asynchronous
+        client reads them in a thread of its own. An error leaves the version that was served.
         """
-        return await self._push(
+        if isinstance(self._weights, WeightStream) and not isinstance(source, str | Path):
+            pushing = push_stream(self.client, self.run_id, target, self._weights, source, in_flight)
+            return await self._push(target, pushing)
+        pushing = push(
+            self.client,
+            self.run_id,
             target,
-            in_flight,
             lambda version: self._folder(version, source),
             lambda published, folder: self._delta(published, folder, source),
+            in_flight,
         )
+        return await self._push(target, pushing)
 
     async def finish_push(self, *, in_flight: t.InFlight = t.InFlight.REFUSE) -> t.UpdateFinished:
         """Apply the weights of the last push, which was refused because samples were unfinished.
@@ -187,16 +196,11 @@ class AsyncRun:
         await self._pushed()
         return finished
 
-    async def _push(
-        self,
-        target: t.WeightTarget,
-        in_flight: t.InFlight,
-        folder_of: Callable[[int], Path],
-        delta_of: Callable[[t.Versions, Path], Path | None] = lambda *_: None,
-    ) -> t.UpdateFinished:
+    async def _push(self, target: t.WeightTarget, pushing: Awaitable[t.UpdateFinished]) -> t.UpdateFinished:
+        """Wait for a push; one that was refused because samples were unfinished can be finished later."""
         self._refused = None
         try:
-            finished = await push(self.client, self.run_id, target, folder_of, delta_of, in_flight)
+            finished = await pushing
         except FailedPreconditionError as error:
             if keeps_staged(error):
                 self._refused = (error.metadata["update_id"], int(error.metadata["version"]), target)
@@ -206,7 +210,7 @@ class AsyncRun:
 
     async def _pushed(self) -> None:
         self._refused = None
-        if self._weights is not None:
+        if isinstance(self._weights, WeightFolder):
             await self.client.run_work(self._weights.prune)
 
     async def push_adapter(
@@ -219,24 +223,29 @@ class AsyncRun:
         `WeightFolder`. An error leaves the version that was served. `in_flight`: as in `push_weights`.
         """
         weights = self._weights
-        if weights is None:
+        if not isinstance(weights, WeightFolder):
             raise ValueError("to push adapters, open the run with weights=WeightFolder(...)")
         published = await self.client.versions()
         base = await self.client.run_work(lambda: weights.base_of(published))
         given = Path(source) if isinstance(source, str) else source
         policy = t.WeightTarget.POLICY
-        return await self._push(
-            policy, in_flight, lambda version: weights.write_adapter(version, given, base)
+        pushing = push(
+            self.client,
+            self.run_id,
+            policy,
+            lambda version: weights.write_adapter(version, given, base),
+            in_flight=in_flight,
         )
+        return await self._push(policy, pushing)
 
     def _folder(self, version: int, source: Source) -> Path:
         if isinstance(source, str | Path):
             return Path(source).absolute()
-        if self._weights is None:
-            raise ValueError("to push tensors, open the run with weights=WeightFolder(...)")
+        if not isinstance(self._weights, WeightFolder):
+            raise ValueError("to push tensors, open the run with weights=WeightFolder(...) or WeightStream()")
         return self._weights.write(version, source)
 
     def _delta(self, published: t.Versions, folder: Path, source: Source) -> Path | None:
-        if self._weights is None or isinstance(source, str | Path):
+        if not isinstance(self._weights, WeightFolder) or isinstance(source, str | Path):
             return None
         return self._weights.write_delta(published, folder)

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from paceline.channel import Tls
 from paceline.errors import PacelineError
 
 R = TypeVar("R")
@@ -79,6 +80,9 @@ class Transport(Protocol):
 
     async def run_work(self, work: Callable[[], R]) -> R:
         """Run work of this machine."""
+
+    def dial(self, address: str, tls: Tls | None) -> grpc.Channel:
+        """Return a blocking channel to another address; None: with the TLS of this transport."""
 
     async def close(self) -> None:
         """End every call in progress and the connection."""

@@ -158,7 +158,7 @@ async def push(
     folder with what changed since the published version, if there is one.
     """
     published = await client.versions()
-    version = _version(published, target) + 1
+    version = next_version(published, target)
     folder = await client.run_work(lambda: folder_of(version))
     checksum = await client.run_work(lambda: expansion.checksum(folder))
     changes = await client.run_work(lambda: delta_of(published, folder))
@@ -193,6 +193,11 @@ async def finish(
         if _version(published, target) != version:
             raise
         return t.UpdateFinished(published.policy_version, published.drafter_version, published.instances)
+
+
+def next_version(versions: t.Versions, target: t.WeightTarget) -> int:
+    """Return the version that a push makes."""
+    return _version(versions, target) + 1
 
 
 def _version(versions: t.Versions, target: t.WeightTarget) -> int:

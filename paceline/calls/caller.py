@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from paceline import errors
+from paceline.channel import Tls
 from paceline.retry import Backoff, RetryPolicy
 from paceline.transport import Stream, Transport, Unary
 
@@ -34,6 +35,14 @@ class Caller:
     async def close(self) -> None:
         """End every call in progress and the connection."""
         await self._transport.close()
+
+    async def sleep(self, seconds: float) -> bool:
+        """Wait; return False if the client was closed meanwhile."""
+        return await self._transport.sleep(seconds)
+
+    def dial(self, address: str, tls: Tls | None = None) -> grpc.Channel:
+        """Return a blocking channel to an instance, with this client's TLS unless another is given."""
+        return self._transport.dial(address, tls)
 
     async def call(self, unary: Unary, *, queues: bool = True) -> Any:
         """Make a call, again while the gateway is unreachable; return the answer's message.

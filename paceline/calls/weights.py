@@ -40,6 +40,28 @@ class WeightUpdateCalls(Caller):
             await self.call(Unary("Weight", "UpdateWeights", request, slow=True, streams_request=True))
         )
 
+    async def start_stream(
+        self, run_id: str, version: int, target: t.WeightTarget = t.WeightTarget.POLICY
+    ) -> t.StreamStarted:
+        """Start an update whose weights are pushed to an instance, or name an instance that lives now."""
+        request = weight_pb2.StartUpdateRequest(
+            run_id=run_id,
+            policy_version=version if target is t.WeightTarget.POLICY else 0,
+            drafter_version=version if target is t.WeightTarget.DRAFTER else 0,
+            target=convert.target_to_proto(target),
+            transport=weight_pb2.WEIGHT_TRANSPORT_STREAM,
+        )
+        answer = await self.call(Unary("Weight", "StartUpdate", request))
+        return convert.stream_started(answer, version)
+
+    async def update_streamed(self, update_id: str, checksum: str) -> tuple[t.InstanceUpdate, ...]:
+        """Let every instance check and stage what was pushed."""
+        streamed = weight_pb2.StreamedWeights(checksum=checksum)
+        request = weight_pb2.UpdateWeightsRequest(update_id=update_id, streamed=streamed)
+        return convert.staged(
+            await self.call(Unary("Weight", "UpdateWeights", request, slow=True, streams_request=True))
+        )
+
     async def finish_update(
         self, update_id: str, in_flight: t.InFlight = t.InFlight.REFUSE
     ) -> t.UpdateFinished:

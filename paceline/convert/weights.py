@@ -49,6 +49,12 @@ def update_started(answer: weight_pb2.StartUpdateResponse) -> t.UpdateStarted:
     return t.UpdateStarted(answer.update_id, answer.policy_version)
 
 
+def stream_started(answer: weight_pb2.StartUpdateResponse, version: int) -> t.StreamStarted:
+    """Return a claimed update and the instance to push to."""
+    to = answer.stream
+    return t.StreamStarted(answer.update_id, version, to.instance_id, to.address, to.ticket)
+
+
 def staged(answer: weight_pb2.UpdateWeightsResponse) -> tuple[t.InstanceUpdate, ...]:
     """Return the outcome of staging on each instance."""
     return instance_updates(answer.instances)

@@ -42,6 +42,7 @@ from paceline.types.samples import (
 from paceline.types.weights import (
     InFlight,
     InstanceUpdate,
+    StreamStarted,
     UpdateFinished,
     UpdateStarted,
     Versions,
@@ -76,6 +77,7 @@ __all__ = [
     "SampleRequest",
     "SampleStatus",
     "SamplingParams",
+    "StreamStarted",
     "Submitted",
     "TokenDelta",
     "TokenIds",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -48,6 +48,19 @@ class UpdateStarted:
     update_id: str
     policy_version: int
     """Served until the update is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStarted:
+    """A claimed weight update, and the instance that its weights are pushed to."""
+
+    update_id: str
+    version: int
+    """The version that the weights will be."""
+    instance_id: str
+    address: str
+    ticket: str = field(repr=False)
+    """Bearer token of the push."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,45 +25,49 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/weight.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb1\x01\n\x12StartUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12)\n\x06target\x18\x03 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12/\n\ttransport\x18\x04 \x01(\x0e\x32\x1c.paceline.v1.WeightTransport\x12\x17\n\x0f\x64rafter_version\x18\x05 \x01(\x04\"@\n\x13StartUpdateResponse\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"<\n\x0b\x44iskWeights\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\t\"f\n\x0bWeightChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0b\n\x03\x63rc\x18\x06 \x01(\x07\"\x88\x01\n\x14UpdateWeightsRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12(\n\x04\x64isk\x18\x02 \x01(\x0b\x32\x18.paceline.v1.DiskWeightsH\x00\x12)\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.WeightChunkH\x00\x42\x08\n\x06source\"\xe5\x01\n\x0eInstanceUpdate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61pplied\x18\x02 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12-\n\nstage_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\napply_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64ropped_blocks\x18\x08 \x01(\x04\"G\n\x15UpdateWeightsResponse\x12.\n\tinstances\x18\x01 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate\"R\n\x13\x46inishUpdateRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12(\n\tin_flight\x18\x02 \x01(\x0e\x32\x15.paceline.v1.InFlight\"\xab\x01\n\x14\x46inishUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12.\n\tinstances\x18\x02 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate\x12\x17\n\x0f\x64rafter_version\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x62orted_samples\x18\x04 \x01(\r\x12\x19\n\x11\x63ontinued_samples\x18\x05 \x01(\r\"\'\n\x12\x41\x62ortUpdateRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\"-\n\x13\x41\x62ortUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x14\n\x12GetVersionsRequest\"\xb7\x01\n\x13GetVersionsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x17\n\x0f\x64rafter_version\x18\x02 \x01(\x04\x12\x13\n\x0bpolicy_path\x18\x03 \x01(\t\x12\x17\n\x0fpolicy_checksum\x18\x04 \x01(\t\x12\x11\n\tupdate_id\x18\x05 \x01(\t\x12.\n\tinstances\x18\x06 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate*b\n\x0cWeightTarget\x12\x1d\n\x19WEIGHT_TARGET_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHT_TARGET_POLICY\x10\x01\x12\x19\n\x15WEIGHT_TARGET_DRAFTER\x10\x02*\x8c\x01\n\x0fWeightTransport\x12 \n\x1cWEIGHT_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15WEIGHT_TRANSPORT_DISK\x10\x01\x12\x1b\n\x17WEIGHT_TRANSPORT_STREAM\x10\x02\x12\x1f\n\x1bWEIGHT_TRANSPORT_COLLECTIVE\x10\x03*h\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x14\n\x10IN_FLIGHT_REFUSE\x10\x01\x12\x13\n\x0fIN_FLIGHT_ABORT\x10\x02\x12\x16\n\x12IN_FLIGHT_CONTINUE\x10\x03\x32\xb4\x03\n\rWeightService\x12P\n\x0bStartUpdate\x12\x1f.paceline.v1.StartUpdateRequest\x1a .paceline.v1.StartUpdateResponse\x12X\n\rUpdateWeights\x12!.paceline.v1.UpdateWeightsRequest\x1a\".paceline.v1.UpdateWeightsResponse(\x01\x12S\n\x0c\x46inishUpdate\x12 .paceline.v1.FinishUpdateRequest\x1a!.paceline.v1.FinishUpdateResponse\x12P\n\x0b\x41\x62ortUpdate\x12\x1f.paceline.v1.AbortUpdateRequest\x1a .paceline.v1.AbortUpdateResponse\x12P\n\x0bGetVersions\x12\x1f.paceline.v1.GetVersionsRequest\x1a .paceline.v1.GetVersionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/weight.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb1\x01\n\x12StartUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12)\n\x06target\x18\x03 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12/\n\ttransport\x18\x04 \x01(\x0e\x32\x1c.paceline.v1.WeightTransport\x12\x17\n\x0f\x64rafter_version\x18\x05 \x01(\x04\"k\n\x13StartUpdateResponse\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12)\n\x06stream\x18\x03 \x01(\x0b\x32\x19.paceline.v1.StreamTarget\"D\n\x0cStreamTarget\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\t\"<\n\x0b\x44iskWeights\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\t\"#\n\x0fStreamedWeights\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\t\"f\n\x0bWeightChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0b\n\x03\x63rc\x18\x06 \x01(\x07\"\xba\x01\n\x14UpdateWeightsRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12(\n\x04\x64isk\x18\x02 \x01(\x0b\x32\x18.paceline.v1.DiskWeightsH\x00\x12)\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.WeightChunkH\x00\x12\x30\n\x08streamed\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.StreamedWeightsH\x00\x42\x08\n\x06source\"\xe5\x01\n\x0eInstanceUpdate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61pplied\x18\x02 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12-\n\nstage_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\napply_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64ropped_blocks\x18\x08 \x01(\x04\"G\n\x15UpdateWeightsResponse\x12.\n\tinstances\x18\x01 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate\"R\n\x13\x46inishUpdateRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12(\n\tin_flight\x18\x02 \x01(\x0e\x32\x15.paceline.v1.InFlight\"\xab\x01\n\x14\x46inishUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12.\n\tinstances\x18\x02 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate\x12\x17\n\x0f\x64rafter_version\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x62orted_samples\x18\x04 \x01(\r\x12\x19\n\x11\x63ontinued_samples\x18\x05 \x01(\r\"\'\n\x12\x41\x62ortUpdateRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\"-\n\x13\x41\x62ortUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x14\n\x12GetVersionsRequest\"\xb7\x01\n\x13GetVersionsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x17\n\x0f\x64rafter_version\x18\x02 \x01(\x04\x12\x13\n\x0bpolicy_path\x18\x03 \x01(\t\x12\x17\n\x0fpolicy_checksum\x18\x04 \x01(\t\x12\x11\n\tupdate_id\x18\x05 \x01(\t\x12.\n\tinstances\x18\x06 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate*b\n\x0cWeightTarget\x12\x1d\n\x19WEIGHT_TARGET_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHT_TARGET_POLICY\x10\x01\x12\x19\n\x15WEIGHT_TARGET_DRAFTER\x10\x02*\x8c\x01\n\x0fWeightTransport\x12 \n\x1cWEIGHT_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15WEIGHT_TRANSPORT_DISK\x10\x01\x12\x1b\n\x17WEIGHT_TRANSPORT_STREAM\x10\x02\x12\x1f\n\x1bWEIGHT_TRANSPORT_COLLECTIVE\x10\x03*h\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x14\n\x10IN_FLIGHT_REFUSE\x10\x01\x12\x13\n\x0fIN_FLIGHT_ABORT\x10\x02\x12\x16\n\x12IN_FLIGHT_CONTINUE\x10\x03\x32\xb4\x03\n\rWeightService\x12P\n\x0bStartUpdate\x12\x1f.paceline.v1.StartUpdateRequest\x1a .paceline.v1.StartUpdateResponse\x12X\n\rUpdateWeights\x12!.paceline.v1.UpdateWeightsRequest\x1a\".paceline.v1.UpdateWeightsResponse(\x01\x12S\n\x0c\x46inishUpdate\x12 .paceline.v1.FinishUpdateRequest\x1a!.paceline.v1.FinishUpdateResponse\x12P\n\x0b\x41\x62ortUpdate\x12\x1f.paceline.v1.AbortUpdateRequest\x1a .paceline.v1.AbortUpdateResponse\x12P\n\x0bGetVersions\x12\x1f.paceline.v1.GetVersionsRequest\x1a .paceline.v1.GetVersionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.weight_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTTARGET']._serialized_start=1483
-  _globals['_WEIGHTTARGET']._serialized_end=1581
-  _globals['_WEIGHTTRANSPORT']._serialized_start=1584
-  _globals['_WEIGHTTRANSPORT']._serialized_end=1724
-  _globals['_INFLIGHT']._serialized_start=1726
-  _globals['_INFLIGHT']._serialized_end=1830
+  _globals['_WEIGHTTARGET']._serialized_start=1683
+  _globals['_WEIGHTTARGET']._serialized_end=1781
+  _globals['_WEIGHTTRANSPORT']._serialized_start=1784
+  _globals['_WEIGHTTRANSPORT']._serialized_end=1924
+  _globals['_INFLIGHT']._serialized_start=1926
+  _globals['_INFLIGHT']._serialized_end=2030
   _globals['_STARTUPDATEREQUEST']._serialized_start=74
   _globals['_STARTUPDATEREQUEST']._serialized_end=251
   _globals['_STARTUPDATERESPONSE']._serialized_start=253
-  _globals['_STARTUPDATERESPONSE']._serialized_end=317
-  _globals['_DISKWEIGHTS']._serialized_start=319
-  _globals['_DISKWEIGHTS']._serialized_end=379
-  _globals['_WEIGHTCHUNK']._serialized_start=381
-  _globals['_WEIGHTCHUNK']._serialized_end=483
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=486
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=622
-  _globals['_INSTANCEUPDATE']._serialized_start=625
-  _globals['_INSTANCEUPDATE']._serialized_end=854
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=856
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=927
-  _globals['_FINISHUPDATEREQUEST']._serialized_start=929
-  _globals['_FINISHUPDATEREQUEST']._serialized_end=1011
-  _globals['_FINISHUPDATERESPONSE']._serialized_start=1014
-  _globals['_FINISHUPDATERESPONSE']._serialized_end=1185
-  _globals['_ABORTUPDATEREQUEST']._serialized_start=1187
-  _globals['_ABORTUPDATEREQUEST']._serialized_end=1226
-  _globals['_ABORTUPDATERESPONSE']._serialized_start=1228
-  _globals['_ABORTUPDATERESPONSE']._serialized_end=1273
-  _globals['_GETVERSIONSREQUEST']._serialized_start=1275
-  _globals['_GETVERSIONSREQUEST']._serialized_end=1295
-  _globals['_GETVERSIONSRESPONSE']._serialized_start=1298
-  _globals['_GETVERSIONSRESPONSE']._serialized_end=1481
-  _globals['_WEIGHTSERVICE']._serialized_start=1833
-  _globals['_WEIGHTSERVICE']._serialized_end=2269
+  _globals['_STARTUPDATERESPONSE']._serialized_end=360
+  _globals['_STREAMTARGET']._serialized_start=362
+  _globals['_STREAMTARGET']._serialized_end=430
+  _globals['_DISKWEIGHTS']._serialized_start=432
+  _globals['_DISKWEIGHTS']._serialized_end=492
+  _globals['_STREAMEDWEIGHTS']._serialized_start=494
+  _globals['_STREAMEDWEIGHTS']._serialized_end=529
+  _globals['_WEIGHTCHUNK']._serialized_start=531
+  _globals['_WEIGHTCHUNK']._serialized_end=633
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=636
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=822
+  _globals['_INSTANCEUPDATE']._serialized_start=825
+  _globals['_INSTANCEUPDATE']._serialized_end=1054
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1056
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1127
+  _globals['_FINISHUPDATEREQUEST']._serialized_start=1129
+  _globals['_FINISHUPDATEREQUEST']._serialized_end=1211
+  _globals['_FINISHUPDATERESPONSE']._serialized_start=1214
+  _globals['_FINISHUPDATERESPONSE']._serialized_end=1385
+  _globals['_ABORTUPDATEREQUEST']._serialized_start=1387
+  _globals['_ABORTUPDATEREQUEST']._serialized_end=1426
+  _globals['_ABORTUPDATERESPONSE']._serialized_start=1428
+  _globals['_ABORTUPDATERESPONSE']._serialized_end=1473
+  _globals['_GETVERSIONSREQUEST']._serialized_start=1475
+  _globals['_GETVERSIONSREQUEST']._serialized_end=1495
+  _globals['_GETVERSIONSRESPONSE']._serialized_start=1498
+  _globals['_GETVERSIONSRESPONSE']._serialized_end=1681
+  _globals['_WEIGHTSERVICE']._serialized_start=2033
+  _globals['_WEIGHTSERVICE']._serialized_end=2469
 # @@protoc_insertion_point(module_scope)

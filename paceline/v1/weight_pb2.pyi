@@ -56,12 +56,24 @@ class StartUpdateRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., target: _Optional[_Union[WeightTarget, str]] = ..., transport: _Optional[_Union[WeightTransport, str]] = ..., drafter_version: _Optional[int] = ...) -> None: ...
 
 class StartUpdateResponse(_message.Message):
-    __slots__ = ("update_id", "policy_version")
+    __slots__ = ("update_id", "policy_version", "stream")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     policy_version: int
-    def __init__(self, update_id: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    stream: StreamTarget
+    def __init__(self, update_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., stream: _Optional[_Union[StreamTarget, _Mapping]] = ...) -> None: ...
+
+class StreamTarget(_message.Message):
+    __slots__ = ("instance_id", "address", "ticket")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    address: str
+    ticket: str
+    def __init__(self, instance_id: _Optional[str] = ..., address: _Optional[str] = ..., ticket: _Optional[str] = ...) -> None: ...
 
 class DiskWeights(_message.Message):
     __slots__ = ("path", "checksum", "delta")
@@ -72,6 +84,12 @@ class DiskWeights(_message.Message):
     checksum: str
     delta: str
     def __init__(self, path: _Optional[str] = ..., checksum: _Optional[str] = ..., delta: _Optional[str] = ...) -> None: ...
+
+class StreamedWeights(_message.Message):
+    __slots__ = ("checksum",)
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    checksum: str
+    def __init__(self, checksum: _Optional[str] = ...) -> None: ...
 
 class WeightChunk(_message.Message):
     __slots__ = ("tensor", "dtype", "shape", "offset", "data", "crc")
@@ -90,14 +108,16 @@ class WeightChunk(_message.Message):
     def __init__(self, tensor: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., crc: _Optional[int] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("update_id", "disk", "chunk")
+    __slots__ = ("update_id", "disk", "chunk", "streamed")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     disk: DiskWeights
     chunk: WeightChunk
-    def __init__(self, update_id: _Optional[str] = ..., disk: _Optional[_Union[DiskWeights, _Mapping]] = ..., chunk: _Optional[_Union[WeightChunk, _Mapping]] = ...) -> None: ...
+    streamed: StreamedWeights
+    def __init__(self, update_id: _Optional[str] = ..., disk: _Optional[_Union[DiskWeights, _Mapping]] = ..., chunk: _Optional[_Union[WeightChunk, _Mapping]] = ..., streamed: _Optional[_Union[StreamedWeights, _Mapping]] = ...) -> None: ...
 
 class InstanceUpdate(_message.Message):
     __slots__ = ("instance_id", "applied", "policy_version", "checksum", "error", "stage_time", "apply_time", "dropped_blocks")

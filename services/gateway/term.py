@@ -71,7 +71,7 @@ class LeadershipTerm:
         self.fleet = FleetHealth()
         self.book = book
         if book.published is not None:
-            self.fleet.publish(book.published.version, recorded=bool(book.published.path), now=0.0)
+            self.fleet.publish(book.published.version, recorded=book.published.recorded, now=0.0)
 
         self.journal = Journal(
             redis, config.namespace, term, config.retention_seconds, config.acknowledged_seconds

@@ -19,6 +19,8 @@ from paceline.internal.v1 import drafter_pb2_grpc as drafter_rpc
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
 from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
+from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
+from paceline.v1 import weight_stream_pb2_grpc as stream_rpc
 from services.contracts.knobs import Knobs
 from services.drafts.client import DraftStores
 from services.generation.config import GenerationConfig
@@ -46,6 +48,7 @@ from services.generation.server.generation_service import GenerationService
 from services.generation.server.instance import GenerationInstance
 from services.generation.server.knob_service import KnobService
 from services.generation.server.sample_intake import SampleIntake
+from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.server.weight_updates import WeightUpdates
 from services.generation.speculation import acceptance
 from services.generation.speculation.active_knobs import OriginOf
@@ -54,6 +57,7 @@ from services.generation.speculation.knob_driven_planner import KnobDrivenPlanne
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.selection import selection
 from services.generation.speculation.speculation import Speculation
+from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.cores import bind_ranks
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import OUTAGES, Keys
@@ -108,7 +112,14 @@ async def build(
         pregenerator = Pregenerator(
             config, loop, instance.terms, registration, fetcher, coordinator, uploads, pregeneration_metrics
         )
-    weights = WeightUpdates(config, loop, migration.arrivals.end_unclaimed, pregenerator, metrics)
+    weights = WeightUpdates(
+        config,
+        loop,
+        migration.arrivals.end_unclaimed,
+        pregenerator,
+        metrics,
+        WeightStreamMetrics(metrics_registry),
+    )
     speculation = loop.drafts.speculation
     planner = None if speculation is None else speculation.plan
     drafters = {} if speculation is None else {each.name: each for each in speculation.drafters}
@@ -123,6 +134,8 @@ async def build(
     policy_rpc.add_KnobServiceServicer_to_server(knobs, server.server)
     drafter_rpc.add_DraftModelServiceServicer_to_server(draft_models, server.server)
     migration_rpc.add_MigrationServiceServicer_to_server(migration, server.server)
+    stream_rpc.add_WeightStreamServiceServicer_to_server(WeightStreamService(weights.streams), server.server)
+    peer_rpc.add_WeightPeerServiceServicer_to_server(WeightPeerService(weights.streams), server.server)
     return GenerationProcess(
         loop, instance, server, registration, knobs, draft_models, migration, stores, fetcher, pregenerator
     )

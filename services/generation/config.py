@@ -27,9 +27,16 @@ class GenerationConfig(ServiceConfig):
     weights_root: Path | None = None
     """Folder that the weights of an update must be in, symbolic links followed. Unset: they may be in any."""
     adopted_weights: Path | None = None
-    """Folder that the instances share and may write to, in which they keep the weights of an update, by hard link
-    or copy: a trainer may remove its folder once the update is published. Unset: it has to stay until it is
+    """Folder that the instance may write to, in which it keeps the weights of an update: those that are pushed to
+    it, and those of a trainer's folder by hard link or copy, so that the trainer may remove that once the update is
+    published. Instances may share it. Unset: nothing can be pushed to it, and a folder has to stay until it is
     superseded."""
+    weight_piece_bytes: int = Field(default=1024 * 1024, ge=1024, le=8 * 1024 * 1024)
+    """Bytes of pushed weights that are sent at a time to the next instance."""
+    weight_stall_seconds: float = Field(default=3.0, gt=0, allow_inf_nan=False)
+    """An instance that sends nothing of the weights that it has for so long is left for the next nearest."""
+    weight_idle_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
+    """Pushed weights of which nothing has come for so long are given up."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the model's own."""
     max_num_seqs: int = Field(default=128, ge=1)

@@ -66,6 +66,8 @@ class PlatformConfig:
     policy_options: tuple[str, ...] = ()
     reallocator_options: tuple[str, ...] = ()
     learner_options: tuple[str, ...] = ()
+    shared_weights: bool = True
+    """Let the instances keep weights in one folder; otherwise each has its own, as on hosts that share no disk."""
     environment: dict[str, str] = field(default_factory=dict)
     """More environment variables for every process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

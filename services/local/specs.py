@@ -70,10 +70,11 @@ class Specs:
         `environment` and `cores` give it its share of the machine; `head` is the EAGLE-3 head that it begins with.
         """
         name = f"instance-{index}"
+        adopted = self.config.adopted if self.config.shared_weights else self.config.adopted / name
         flags = [
             f"--model={self.config.model}",
             f"--instance-id={name}",
-            f"--adopted-weights={self.config.adopted.absolute()}",
+            f"--adopted-weights={adopted.absolute()}",
         ]
         if "VLLM_CPU_OMP_THREADS_BIND" in environment:
             flags.append(f"--threads-bind={environment['VLLM_CPU_OMP_THREADS_BIND']}")

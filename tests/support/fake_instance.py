@@ -32,6 +32,7 @@ import grpc
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
+from paceline.internal.v1.weight_peer_pb2 import PeerWeights
 from paceline.times import duration
 from paceline.v1 import fleet_pb2, sample_pb2, weight_pb2
 from services.contracts.errors import FailedPrecondition, ServiceError
@@ -169,6 +170,8 @@ class FakeInstance(rpc.GenerationServiceServicer):
         self.unclaimed: dict[str, _Stream] = {}
         self.claimed: list[str] = []
         self.staged: tuple[int, str] | None = None
+        # What it was told to have from a trainer or other instances.
+        self.peers: list[PeerWeights] = []
         self.paused = False
         self.draining = False
         self._unfrozen = asyncio.Event()
@@ -224,6 +227,12 @@ class FakeInstance(rpc.GenerationServiceServicer):
     def unfreeze(self) -> None:
         """Goes on as SIGCONT does."""
         self._unfrozen.set()
+
+    @property
+    def address(self) -> str:
+        """Where it is reached, once it has begun."""
+        assert self._server is not None
+        return self._server.address
 
     @property
     def state(self) -> str:
@@ -332,6 +341,8 @@ class FakeInstance(rpc.GenerationServiceServicer):
         await self.stage_gate.wait()
         if self.fail_stage is not None:
             raise self.fail_stage
+        if request.HasField("peers"):
+            self.peers.append(request.peers)
         self.staged = (request.policy_version, request.disk.path)
         return pb.StageWeightsResponse(checksum=f"sha256:{request.disk.path}", stage_time=duration(0.01))
 

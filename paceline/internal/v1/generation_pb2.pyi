@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from paceline.internal.v1 import weight_peer_pb2 as _weight_peer_pb2
 from paceline.v1 import fleet_pb2 as _fleet_pb2
 from paceline.v1 import sample_pb2 as _sample_pb2
 from paceline.v1 import weight_pb2 as _weight_pb2
@@ -183,14 +184,16 @@ class DrainEngineResponse(_message.Message):
     def __init__(self, handed_over: _Optional[int] = ...) -> None: ...
 
 class StageWeightsRequest(_message.Message):
-    __slots__ = ("policy_version", "target", "disk")
+    __slots__ = ("policy_version", "target", "disk", "peers")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     target: _weight_pb2.WeightTarget
     disk: _weight_pb2.DiskWeights
-    def __init__(self, policy_version: _Optional[int] = ..., target: _Optional[_Union[_weight_pb2.WeightTarget, str]] = ..., disk: _Optional[_Union[_weight_pb2.DiskWeights, _Mapping]] = ...) -> None: ...
+    peers: _weight_peer_pb2.PeerWeights
+    def __init__(self, policy_version: _Optional[int] = ..., target: _Optional[_Union[_weight_pb2.WeightTarget, str]] = ..., disk: _Optional[_Union[_weight_pb2.DiskWeights, _Mapping]] = ..., peers: _Optional[_Union[_weight_peer_pb2.PeerWeights, _Mapping]] = ...) -> None: ...
 
 class StageWeightsResponse(_message.Message):
     __slots__ = ("checksum", "stage_time")

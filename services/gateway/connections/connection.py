@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from paceline.internal.v1 import generation_pb2 as pb
-from paceline.internal.v1 import generation_pb2_grpc
+from paceline.internal.v1 import generation_pb2_grpc, weight_peer_pb2
 from paceline.v1 import weight_pb2
 from services.contracts.errors import ServiceError, Unavailable
 from services.gateway.config import GatewayConfig
@@ -24,6 +24,11 @@ Reply = TypeVar("Reply")
 
 # Seconds that an instance gets to end cancelled samples before it applies, and between calls.
 _SETTLE_SECONDS, _SETTLE_PAUSE = 5.0, 0.05
+# Longest that weights may come: 140 GB over 16 MB/s.
+_STREAM_SECONDS = 9000.0
+
+WeightSource = weight_pb2.DiskWeights | weight_peer_pb2.PeerWeights
+"""Weights that an instance is to stage: a folder, or what other instances or a trainer send it."""
 
 
 class ConnectionBroken(Exception):
@@ -59,10 +64,10 @@ class Connection:
     def epoch(self) -> int:
         return self.member.epoch
 
-    async def stage(self, version: int, disk: weight_pb2.DiskWeights) -> weight_pb2.InstanceUpdate:
+    async def stage(self, version: int, source: WeightSource) -> weight_pb2.InstanceUpdate:
         """Have an instance check the weights and read them into its memory."""
         async with self.weights:
-            reply = await self._stage(version, disk)
+            reply = await self._stage(version, source)
             self.staged_version = version
         return weight_pb2.InstanceUpdate(
             instance_id=self.instance_id,
@@ -92,11 +97,11 @@ class Connection:
             dropped_blocks=reply.dropped_blocks,
         )
 
-    async def load(self, version: int, disk: weight_pb2.DiskWeights) -> None:
+    async def load(self, version: int, source: WeightSource) -> None:
         """Have an instance stage and apply weights in one go."""
         async with self.weights:
             self.staged_version = 0
-            await self._stage(version, disk)
+            await self._stage(version, source)
             await self._apply(version)
 
     async def discard(self, version: int) -> weight_pb2.InstanceUpdate:
@@ -107,12 +112,14 @@ class Connection:
         )
         return weight_pb2.InstanceUpdate(instance_id=self.instance_id)
 
-    async def _stage(self, version: int, disk: weight_pb2.DiskWeights) -> pb.StageWeightsResponse:
-        target = weight_pb2.WEIGHT_TARGET_POLICY
-        return await self.stub.StageWeights(
-            pb.StageWeightsRequest(policy_version=version, target=target, disk=disk),
-            timeout=self.config.stage_timeout_seconds,
-        )
+    async def _stage(self, version: int, source: WeightSource) -> pb.StageWeightsResponse:
+        request = pb.StageWeightsRequest(policy_version=version, target=weight_pb2.WEIGHT_TARGET_POLICY)
+        if isinstance(source, weight_pb2.DiskWeights):
+            request.disk.CopyFrom(source)
+            return await self.stub.StageWeights(request, timeout=self.config.stage_timeout_seconds)
+        request.peers.CopyFrom(source)
+        # The instance itself gives up when nothing comes.
+        return await self.stub.StageWeights(request, timeout=_STREAM_SECONDS)
 
     async def _apply(self, version: int, *, goes_on: bool = False) -> pb.ApplyWeightsResponse:
         in_flight = weight_pb2.IN_FLIGHT_CONTINUE if goes_on else weight_pb2.IN_FLIGHT_REFUSE
@@ -151,7 +158,7 @@ class InstanceResult:
     error: ServiceError | None = None
 
 
-async def _attempt(connection: Connection, do: InstanceCall, pace: Pace) -> InstanceResult:
+async def attempt(connection: Connection, do: InstanceCall, pace: Pace) -> InstanceResult:
     """Let one instance do its part; an error, or the loss of the instance, is a result too."""
     await pace.wait()
     try:
@@ -172,7 +179,7 @@ async def on_all(connections: Sequence[Connection], do: InstanceCall, pace: Pace
     """Do the same on all instances at once, begun at this pace. Unavailable if there is none."""
     if not connections:
         raise Unavailable("no live instance", retry_after=2.0)
-    return await asyncio.gather(*(_attempt(connection, do, pace) for connection in connections))
+    return await asyncio.gather(*(attempt(connection, do, pace) for connection in connections))
 
 
 def received_error(error: grpc.aio.AioRpcError) -> ServiceError:

@@ -2,22 +2,24 @@
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 
 import grpc
 import structlog
 
-from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
+from paceline.internal.v1 import generation_pb2, generation_pb2_grpc, weight_peer_pb2
 from paceline.v1 import weight_pb2
 from services.gateway.config import GatewayConfig
-from services.gateway.connections.connection import Connection, ConnectionBroken
+from services.gateway.connections.connection import Connection, ConnectionBroken, WeightSource
 from services.gateway.dispatch.instance_events import InstanceEvents
 from services.gateway.dispatch.placement import InstanceSlots
 from services.gateway.dispatch.placer import Placer
 from services.gateway.dispatch.turns import Pace
 from services.gateway.dispatch.work_link import WorkLink, message_interval
 from services.gateway.fleet.health import FleetHealth, FleetMember, InstanceLoss, MemberState
+from services.gateway.fleet.stream_chain import MOST_PEERS
 from services.gateway.fleet.update_book import PublishedVersion, UpdateBook
 from services.gateway.metrics import GatewayMetrics
 from services.platform.backoff import ExponentialBackoff
@@ -226,7 +228,7 @@ class Roster:
         backoff = ExponentialBackoff(_LOAD_DELAY, _LONGEST_LOAD_DELAY)
         while connection.member.state is MemberState.STALE:
             published = self.book.published
-            if self.book.is_applying() or published is None or not published.path:
+            if self.book.is_applying() or published is None or not published.recorded:
                 await self.changed.wait()
                 await self.pace.wait()
                 continue
@@ -240,9 +242,23 @@ class Roster:
 
     async def _load(self, connection: Connection, published: PublishedVersion) -> None:
         log.info("loading_weights", instance=connection.instance_id, version=published.version)
-        disk = weight_pb2.DiskWeights(path=published.path, checksum=published.checksum)
-        await connection.load(published.version, disk)
+        await connection.load(published.version, self._source(connection, published))
         self.confirm(connection, published.version, updated=True)
+
+    def _source(self, connection: Connection, published: PublishedVersion) -> WeightSource:
+        """Return where an instance finds the published version."""
+        if not published.streamed:
+            return weight_pb2.DiskWeights(path=published.path, checksum=published.checksum)
+        peers = [
+            each.member.record.address
+            for each in self.live()
+            if each is not connection and each.member.version == published.version
+        ]
+        # Not the same ones for all that come at once.
+        random.shuffle(peers)
+        return weight_peer_pb2.PeerWeights(
+            update_id=published.update_id, peers=peers[:MOST_PEERS], checksum=published.checksum
+        )
 
     def _lost(self, loss: InstanceLoss) -> None:
         log.warning("instance_lost", instance=loss.instance_id, epoch=loss.epoch, reason=loss.reason)

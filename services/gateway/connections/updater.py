@@ -1,20 +1,23 @@
 """Weight updates on all instances, in the phases of `fleet.update_book`."""
 
 import asyncio
+import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
-import grpc
 import structlog
 from redis.exceptions import RedisError
 
+from paceline.errors import Violation
 from paceline.v1 import weight_pb2 as pb
-from services.contracts.errors import DataLoss, FailedPrecondition, ServiceError, Unavailable
+from services.contracts.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from services.gateway.connections.connection import Connection, InstanceResult, on_all
 from services.gateway.connections.roster import Roster
 from services.gateway.connections.samples_in_flight import InFlightSamples
+from services.gateway.connections.staging_verdict import judge
+from services.gateway.connections.stream_staging import StreamStaging
 from services.gateway.fleet.health import FleetHealth, MemberState
 from services.gateway.fleet.update_book import InFlightTreatment, UpdateBook, UpdatePhase, WeightUpdate
 from services.gateway.journal.fenced_records import Fenced, VersionStore
@@ -24,17 +27,6 @@ from services.platform.backoff import ExponentialBackoff
 log = structlog.get_logger(__name__)
 
 _SAVE_DELAY, _LONGEST_SAVE_DELAY = 0.1, 2.0
-# Codes by which an instance says that it is unwell itself, rather than that the weights are wrong.
-_UNWELL = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.ABORTED,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +56,8 @@ class Updater:
     _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
     _last: FinishedUpdate = field(init=False, default_factory=FinishedUpdate)
     _tasks: set[asyncio.Task[object]] = field(init=False, default_factory=set)
+    # Of the update whose weights are pushed now.
+    _streaming: StreamStaging | None = field(init=False, default=None)
 
     async def run(self) -> None:
         """Drop abandoned updates until cancelled.
@@ -81,14 +75,16 @@ class Updater:
         finally:
             for task in self._tasks:
                 task.cancel()
+            self._end_streaming()
 
-    async def start(self, run_id: str, version: int) -> WeightUpdate:
-        """Start an update (phase 1)."""
+    async def start(self, run_id: str, version: int, *, streamed: bool = False) -> WeightUpdate:
+        """Start an update (phase 1), whose weights are pushed to the instances if it is `streamed`."""
+        ticket = secrets.token_urlsafe(32) if streamed else ""
         async with self._lock:
             if self.book.version is None:
                 raise Unavailable("no instance has registered yet, so there is no current version")
             await self._drop_abandoned()
-            update = self.book.start(uuid.uuid4().hex, run_id, version, time.time())
+            update = self.book.start(uuid.uuid4().hex, run_id, version, time.time(), ticket)
             try:
                 await self.store.save(self.book)
             except RedisError:
@@ -97,24 +93,50 @@ class Updater:
         log.info("update_started", update=update.update_id, version=version)
         return update
 
-    async def stage(self, update_id: str, disk: pb.DiskWeights) -> list[pb.InstanceUpdate]:
-        """Have every live instance check and stage the weights (phase 2).
+    async def stream_target(self, update_id: str) -> pb.StreamTarget:
+        """Return the instance that the weights of an update are pushed to now. The others fetch them from it.
 
-        An instance that finds them wrong ends the attempt everywhere, with its error; one that does not
-        answer does not count.
+        ServiceError: none can take them.
         """
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            await self.roster.settled()
+            try:
+                return (await self._stream(update)).target()
+            except ServiceError:
+                # Whoever starts the update again finds other instances, or the same ones well.
+                self._end_streaming()
+                raise
+
+    async def stage(
+        self, update_id: str, source: pb.DiskWeights | pb.StreamedWeights
+    ) -> list[pb.InstanceUpdate]:
+        """Have every live instance check and stage the weights (phase 2), or wait until all have those pushed."""
+        async with self._lock:
+            update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
             begin = time.perf_counter()
-            results = await on_all(
-                self.roster.live(), lambda each: each.stage(update.version, disk), self.roster.pace
-            )
+            if isinstance(source, pb.StreamedWeights):
+                _check_transport(update, "streamed", bool(update.ticket))
+                results = await (await self._stream(update)).results()
+                # A call that comes again asks the instances again.
+                self._end_streaming()
+                path, announced = "", source.checksum
+            else:
+                _check_transport(update, "disk", not update.ticket)
+                await self.roster.settled()
+                path, announced = source.path, ""
+                results = await on_all(
+                    self.roster.live(), lambda each: each.stage(update.version, source), self.roster.pace
+                )
             self.metrics.update_seconds.labels("stage").observe(time.perf_counter() - begin)
-            checksum = await self._judge_staging(update, results)
-            self.book.staged(update_id, disk.path, checksum, time.time())
+            try:
+                self._staged, checksum = judge(results, streamed=bool(update.ticket), announced=announced)
+            except ServiceError as error:
+                if not isinstance(error, Unavailable):
+                    await self._discard(update.version)
+                raise
+            self.book.staged(update_id, path, checksum, time.time())
             await self.store.save(self.book)
-        log.info("update_staged", update=update.update_id, version=update.version, path=disk.path)
+        log.info("update_staged", update=update.update_id, version=update.version, path=path)
         return [result.update for result in results]
 
     async def finish(
@@ -129,30 +151,20 @@ class Updater:
             self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
             await self._forget("aborted")
 
-    # Staging -------------------------------------------------------------------------------------------
+    async def _stream(self, update: WeightUpdate) -> StreamStaging:
+        """Return the staging of pushed weights, which begins with the first call."""
+        if self._streaming is None or self._streaming.update_id != update.update_id:
+            self._end_streaming()
+            await self.roster.settled()
+            self._streaming = StreamStaging(update, self.roster.live(), self.roster.pace)
+        return self._streaming
 
-    async def _judge_staging(self, update: WeightUpdate, results: Sequence[InstanceResult]) -> str:
-        """Return the checksum of the staged weights, if enough instances could stage them and all agree."""
-        for result in results:
-            if result.error is not None and result.error.code not in _UNWELL:
-                await self._discard(update.version)
-                error, instance_id = result.error, result.connection.instance_id
-                raise ServiceError(f"{instance_id}: {error.message}", *error.details, code=error.code)
-        self._staged = {}
-        for result in results:
-            instance_id = result.connection.instance_id
-            if result.error is None:
-                self._staged[instance_id] = result.update
-            else:
-                # It serves the old version for as long as that is published, and is brought up after.
-                log.warning("not_staged", instance=instance_id, error=result.error.message)
-        if not self._staged:
-            raise Unavailable("no instance could stage the weights", retry_after=2.0)
-        checksums = {instance_id: staged.checksum for instance_id, staged in self._staged.items()}
-        if len(set(checksums.values())) > 1:
-            await self._discard(update.version)
-            raise DataLoss(f"instances read different weights from the same path: {checksums}")
-        return next(iter(checksums.values()))
+    def _end_streaming(self) -> None:
+        if self._streaming is not None:
+            self._streaming.end()
+            self._streaming = None
+
+    # Staging -------------------------------------------------------------------------------------------
 
     async def _discard(self, version: int) -> None:
         for result in await on_all(self.roster.live(), lambda each: each.discard(version), self.roster.pace):
@@ -260,6 +272,9 @@ class Updater:
     # All phases ----------------------------------------------------------------------------------------
 
     async def _drop_abandoned(self) -> None:
+        if self._streaming is not None and self._streaming.running and self.book.active is not None:
+            # Instances give up by themselves when nothing comes.
+            self.book.active.touched_at = time.time()
         update = self.book.expired(time.time())
         if update is not None:
             log.warning("update_abandoned", update=update.update_id, version=update.version)
@@ -268,6 +283,7 @@ class Updater:
     async def _forget(self, outcome: str) -> None:
         update = self.book.active
         assert update is not None, "nothing to forget"
+        self._end_streaming()
         self.book.drop()
         self.metrics.updates.labels(outcome).inc()
         log.info("update_dropped", update=update.update_id, version=update.version, outcome=outcome)
@@ -293,3 +309,9 @@ class Updater:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
+
+
+def _check_transport(update: WeightUpdate, field: str, right: bool) -> None:
+    if not right:
+        transport = "STREAM" if update.ticket else "DISK"
+        raise InvalidArgument([Violation(field, f"is set; the transport of this update is {transport}")])

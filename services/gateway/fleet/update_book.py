@@ -12,7 +12,7 @@ restarts goes forward.
 
 import enum
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from services.contracts.errors import FailedPrecondition, NotFound
@@ -54,7 +54,10 @@ class InFlightTreatment(enum.StrEnum):
 
 @dataclass(slots=True)
 class WeightUpdate(JsonRecord):
-    """Update that is not finished. `touched_at`: time of the last call of its trainer."""
+    """Update that is not finished. `touched_at`: time of the last call of its trainer.
+
+    With a `ticket` its weights are pushed to the instances; otherwise they are in a folder.
+    """
 
     update_id: str
     run_id: str
@@ -64,6 +67,7 @@ class WeightUpdate(JsonRecord):
     path: str = ""
     checksum: str = ""
     in_flight: InFlightTreatment = InFlightTreatment.REFUSE
+    ticket: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         self.phase = UpdatePhase(self.phase)
@@ -72,9 +76,11 @@ class WeightUpdate(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion(JsonRecord):
-    """Version that samples are generated with. Without a path it is the one that the fleet started with.
+    """Version that samples are generated with.
 
-    Unfinished samples of the versions from `since` on go on under it; None: of no earlier one.
+    Its weights are in the folder `path`, or with every instance that has it if it was `streamed`; otherwise it is
+    the version that the fleet started with. Unfinished samples of the versions from `since` on go on under it;
+    None: of no earlier one.
     """
 
     version: int
@@ -82,11 +88,17 @@ class PublishedVersion(JsonRecord):
     checksum: str = ""
     update_id: str = ""
     since: int | None = None
+    streamed: bool = False
 
     @property
     def oldest(self) -> int:
         """The oldest version whose unfinished samples go on under this one."""
         return self.version if self.since is None else self.since
+
+    @property
+    def recorded(self) -> bool:
+        """True if an instance that does not have the version can be given it."""
+        return self.streamed or bool(self.path)
 
 
 @dataclass(eq=False)
@@ -128,13 +140,14 @@ class UpdateBook:
             return None
         return update if now - update.touched_at > self.timeout else None
 
-    def start(self, update_id: str, run_id: str, version: int, now: float) -> WeightUpdate:
+    def start(self, update_id: str, run_id: str, version: int, now: float, ticket: str = "") -> WeightUpdate:
         """Start an update, or return the same one: the answer may have been lost, or its trainer restarted.
 
-        An expired one must have been dropped before.
+        An expired one must have been dropped before. One that is pushed has a `ticket`, and keeps its own.
         """
         if self.active is not None:
-            same = (self.active.run_id, self.active.version) == (run_id, version)
+            wanted = (run_id, version, bool(ticket))
+            same = (self.active.run_id, self.active.version, bool(self.active.ticket)) == wanted
             if same and not self.is_applying():
                 self.active.touched_at = now
                 return self.active
@@ -152,7 +165,7 @@ class UpdateBook:
                 current=str(self.version),
                 requested=str(version),
             )
-        self.active = WeightUpdate(update_id, run_id, version, UpdatePhase.STARTED, now)
+        self.active = WeightUpdate(update_id, run_id, version, UpdatePhase.STARTED, now, ticket=ticket)
         return self.active
 
     def open_for(self, update_id: str, *phases: UpdatePhase) -> WeightUpdate:
@@ -209,7 +222,7 @@ class UpdateBook:
             # Of a former gateway's update that goes forward, the version that the fleet started with is not known.
             since = self.published.oldest if self.published else 0
         self.published = PublishedVersion(
-            update.version, update.path, update.checksum, update.update_id, since
+            update.version, update.path, update.checksum, update.update_id, since, bool(update.ticket)
         )
         self.active = None
         return self.published

@@ -65,10 +65,9 @@ class VersionStore:
     async def save(self, book: UpdateBook) -> None:
         """Record the book. Fenced if another gateway has taken over.
 
-        The version that the fleet started with is not recorded: it has no path, and the instances themselves
-        report it.
+        The version that the fleet started with is not recorded: the instances themselves report it.
         """
-        recorded = book.published is not None and bool(book.published.path)
+        recorded = book.published is not None and book.published.recorded
         published = book.published.to_json() if book.published and recorded else ""
         update = book.active.to_json() if book.active else ""
         keys = (self._keys.lease, self._keys.published, self._keys.update)

@@ -23,9 +23,9 @@ _TREATMENTS = {
     weight_pb2.IN_FLIGHT_ABORT: InFlightTreatment.ABORT,
     weight_pb2.IN_FLIGHT_CONTINUE: InFlightTreatment.CONTINUE,
 }
+_SERVED = (weight_pb2.WEIGHT_TRANSPORT_DISK, weight_pb2.WEIGHT_TRANSPORT_STREAM)
 _TRANSPORTS = {
-    weight_pb2.WEIGHT_TRANSPORT_STREAM: "tensors in the call's stream are not there yet; use DISK",
-    weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE: "a collective with the trainer is not there yet; use DISK",
+    weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE: "a collective with the trainer is not there yet; use DISK or STREAM"
 }
 
 
@@ -98,27 +98,34 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
     ) -> weight_pb2.StartUpdateResponse:
         _check_start(request)
         updater = self._term().updater
-        update = await updater.start(request.run_id, request.policy_version)
+        streamed = request.transport == weight_pb2.WEIGHT_TRANSPORT_STREAM
+        update = await updater.start(request.run_id, request.policy_version, streamed=streamed)
         return weight_pb2.StartUpdateResponse(
-            update_id=update.update_id, policy_version=updater.book.version or 0
+            update_id=update.update_id,
+            policy_version=updater.book.version or 0,
+            stream=await updater.stream_target(update.update_id) if streamed else None,
         )
 
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[weight_pb2.UpdateWeightsRequest], context: Context
     ) -> weight_pb2.UpdateWeightsResponse:
-        term, update_id, disk = self._term(), "", None
+        term, update_id, named = self._term(), "", None
         async for request in request_iterator:
             update_id = update_id or request.update_id
             if request.WhichOneof("source") == "chunk":
-                raise InvalidArgument([Violation("chunk", "is set; the transport of this update is DISK")])
-            if disk is not None:
-                raise InvalidArgument([Violation("disk", "was sent twice; one message names the weights")])
-            disk = request.disk
-        disk = disk or weight_pb2.DiskWeights()
-        check_weight_folder(disk.path, self._weights_root)
-        if disk.delta:
-            check_weight_folder(disk.delta, self._weights_root, field="disk.delta")
-        return weight_pb2.UpdateWeightsResponse(instances=await term.updater.stage(update_id, disk))
+                raise InvalidArgument([Violation("chunk", "is set; weights are pushed to an instance")])
+            if named is not None:
+                raise InvalidArgument([Violation("source", "was sent twice; one message names the weights")])
+            named = request
+        if named is not None and named.WhichOneof("source") == "streamed":
+            staged = await term.updater.stage(update_id, named.streamed)
+        else:
+            disk = weight_pb2.DiskWeights() if named is None else named.disk
+            check_weight_folder(disk.path, self._weights_root)
+            if disk.delta:
+                check_weight_folder(disk.delta, self._weights_root, field="disk.delta")
+            staged = await term.updater.stage(update_id, disk)
+        return weight_pb2.UpdateWeightsResponse(instances=staged)
 
     async def FinishUpdate(
         self, request: weight_pb2.FinishUpdateRequest, context: Context
@@ -183,7 +190,7 @@ def _check_start(request: weight_pb2.StartUpdateRequest) -> None:
         violations.append(Violation("run_id", "is empty"))
     if request.target != weight_pb2.WEIGHT_TARGET_POLICY:
         violations.append(Violation("target", f"is {request.target}; must be POLICY or DRAFTER"))
-    if request.transport != weight_pb2.WEIGHT_TRANSPORT_DISK:
+    if request.transport not in _SERVED:
         violations.append(
             Violation("transport", f"is {request.transport}; must be DISK, STREAM or COLLECTIVE")
         )

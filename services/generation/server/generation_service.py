@@ -105,7 +105,10 @@ class GenerationService(rpc.GenerationServiceServicer):
         if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
             raise Unimplemented("drafter weights", "a drafter is put in by LoadDraftModel")
         began = time.monotonic()
-        staged = await self._weights.stage(request.policy_version, _given(request.disk))
+        if request.WhichOneof("source") == "peers":
+            staged = await self._weights.receive(request.policy_version, request.peers)
+        else:
+            staged = await self._weights.stage(request.policy_version, _given(request.disk))
         return pb.StageWeightsResponse(
             checksum=staged.checksum, stage_time=duration(time.monotonic() - began)
         )
@@ -128,7 +131,7 @@ class GenerationService(rpc.GenerationServiceServicer):
         self, request: pb.DiscardWeightsRequest, context: Context
     ) -> pb.DiscardWeightsResponse:
         """Forget staged weights."""
-        self._weights.discard(request.policy_version)
+        await self._weights.discard(request.policy_version)
         return pb.DiscardWeightsResponse()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from paceline.internal.v1.weight_peer_pb2 import PeerWeights
 from services.contracts.errors import FailedPrecondition
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
@@ -19,6 +20,9 @@ from services.generation.pregeneration.pregenerator import Pregenerator
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
 from services.generation.weights.staging import StagedWeights, read_manifest
+from services.generation.weights.stream.metrics import WeightStreamMetrics
+from services.generation.weights.stream.streams import WeightStreams
+from services.platform.grpc.channel import open_channel
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +52,7 @@ class WeightUpdates:
         end_unclaimed: Callable[[], None],
         pregenerator: Pregenerator | None,
         metrics: EngineMetrics,
+        stream_metrics: WeightStreamMetrics,
     ) -> None:
         """Update the weights of one engine.
 
@@ -58,12 +63,16 @@ class WeightUpdates:
                 thread.
             pregenerator: stores what was pre-generated before an update is done; None without pre-generation.
             metrics: of the instance.
+            stream_metrics: of weights that are received and served.
         """
         self.staged: StagedWeights | None = None
         self._loop = loop
         self._adopted = AdoptedWeights(config.adopted_weights) if config.adopted_weights else None
         model = Path(config.model)
         self._reader = WeightReader(model, read_manifest(model), config.weights_root, self._adopted)
+        self.streams = WeightStreams(
+            config, self._adopted, lambda address: open_channel(address, config), stream_metrics
+        )
         self._end_unclaimed = end_unclaimed
         self._pregenerator = pregenerator
         self._metrics = metrics
@@ -74,6 +83,17 @@ class WeightUpdates:
         async with self._updating:
             with self._metrics.weight_seconds.labels("stage").time():
                 self.staged = await asyncio.to_thread(self._reader.read, version, given)
+        _log.info("weights_staged", version=version, checksum=self.staged.checksum)
+        return self.staged
+
+    async def receive(self, version: int, order: PeerWeights) -> StagedWeights:
+        """Have weights come from a trainer or other instances, and check them; the engine steps on meanwhile."""
+        received = await self.streams.receive(version, order)
+        async with self._updating:
+            with self._metrics.weight_seconds.labels("stage").time():
+                self.staged = await asyncio.to_thread(
+                    self._reader.read_received, version, received.folder, received.checksum, received.contents
+                )
         _log.info("weights_staged", version=version, checksum=self.staged.checksum)
         return self.staged
 
@@ -107,8 +127,9 @@ class WeightUpdates:
         _log.info("weights_applied", version=version, dropped_blocks=dropped, continued=continued)
         return AppliedWeights(dropped, halt_seconds, continued)
 
-    def discard(self, version: int) -> None:
-        """Forget staged weights of a version."""
+    async def discard(self, version: int) -> None:
+        """Forget staged weights of a version, and give up what has not come yet."""
+        await self.streams.end(version)
         if self.staged is not None and self.staged.version == version:
             self.staged = None
         if self._adopted is not None and version != self._loop.policy_version:

@@ -86,6 +86,29 @@ class AdoptedWeights:
             if place.stat().st_ino == inode:
                 _hide(place)
 
+    def receiving(self, owner: str) -> Path:
+        """Return an empty folder for weights that an instance receives; what it left unfinished is removed."""
+        name = f".receiving-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
+        for left in self._root.glob(f"{name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        folder = self._root / f"{name}-{uuid.uuid4().hex}"
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            text = f"weights cannot be received in {self._root}: {error}"
+            raise FailedPrecondition("WEIGHTS_NOT_ADOPTED", text) from error
+        return folder
+
+    def keep(self, received: Path, version: int, checksum: str) -> Path:
+        """Return the folder here of weights that were received; those of another instance if it was faster."""
+        place = self._place(version, checksum)
+        with self._locked():
+            if not place.is_dir():
+                self.sweep()
+                received.rename(place)
+        shutil.rmtree(received, ignore_errors=True)
+        return place
+
     def hide(self, version: int) -> None:
         """Give up the weights of a version that is not to be served; `prune` frees their space."""
         for place in self._root.glob(f"v{version:08d}-*"):

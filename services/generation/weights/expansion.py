@@ -24,7 +24,7 @@ from services.contracts.weight_folder import check_weight_folder
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.adapters import merged, read_adapter
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.staging import StagedWeights, checksum_of, stage
+from services.generation.weights.staging import ShardContent, StagedWeights, checksum_of, stage
 
 _log = structlog.get_logger(__name__)
 # Beside the engine's and those of other instances.
@@ -91,6 +91,22 @@ class WeightReader:
                 failure = error
         assert failure is not None, "there is a way, or an error that says why there is none"
         raise failure
+
+    def read_received(
+        self, version: int, place: Path, checksum: str, read: Mapping[tuple[int, ...], ShardContent]
+    ) -> StagedWeights:
+        """Stage weights that came from a trainer or another instance and are kept here. Raises as `read`.
+
+        `read` has the contents of files that were read while the others came, by the files' stamps.
+        """
+        inode = place.stat().st_ino if place.is_dir() else 0
+        try:
+            self._base = stage(place, version, self._manifest, checksum, read)
+            return self._base
+        except (DataLoss, InvalidArgument):
+            if self._adopted is not None:
+                self._adopted.give_up(place, inode)
+            raise
 
     def _stage(
         self, adopted: AdoptedWeights, place: Path, version: int, given: GivenWeights

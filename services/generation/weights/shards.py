@@ -131,7 +131,7 @@ def open_shards(folder: Path, *, indexed: bool) -> list[Shard]:
         DataLoss: a file is missing, truncated or corrupt.
     """
     if not indexed:
-        return [_open_shard(file, "") for file in weight_files(folder)]
+        return [open_shard(file, "") for file in weight_files(folder)]
     told = json.loads((folder / INDEX).read_bytes())["metadata"]["shards"]
     try:
         checksums = {str(name): str(entry["sha256"]) for name, entry in sorted(told.items())}
@@ -144,7 +144,7 @@ def open_shards(folder: Path, *, indexed: bool) -> list[Shard]:
             )
         if not (folder / name).is_file():
             raise DataLoss(f"{folder / name} is missing; the index names it")
-    return [_open_shard(folder / name, checksum) for name, checksum in checksums.items()]
+    return [open_shard(folder / name, checksum) for name, checksum in checksums.items()]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -176,7 +176,8 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     return 8 + size, header
 
 
-def _open_shard(file: Path, sha256: str) -> Shard:
+def open_shard(file: Path, sha256: str) -> Shard:
+    """Read the header of a file. Raises as `open_shards`; `sha256` is what the index says of it."""
     start, header = read_header(file)
     try:
         entries = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
@@ -189,11 +190,7 @@ def _open_shard(file: Path, sha256: str) -> Shard:
             name: StoredTensor(dtype, shape, start + spans[name][0], _size(dtype, shape))
             for name, (dtype, shape) in sorted(entries.items(), key=lambda item: spans[item[0]])
         }
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            stamp = _stamp(descriptor)
-        finally:
-            os.close(descriptor)
+        stamp = _stamp_of(file)
         _check_spans([spans[name] for name in tensors], list(tensors.values()), stamp[-1] - start)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
@@ -213,6 +210,18 @@ def _check_spans(spans: list[tuple[int, ...]], tensors: list[StoredTensor], size
     wrong = [span for span, tensor in zip(spans, tensors, strict=True) if span[1] - span[0] != tensor.size]
     if holes or wrong or ends[-1] != size or any(after < before for before, after in pairwise(ends)):
         raise ValueError(f"its tensors do not fill the {size} bytes behind the header")
+
+
+def _stamp_of(file: Path) -> tuple[int, ...]:
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        # Removed or renamed since its header was read.
+        raise InvalidArgument([_unusable(f"{file} cannot be read: {error.strerror}")]) from error
+    try:
+        return _stamp(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _stamp(descriptor: int) -> tuple[int, ...]:

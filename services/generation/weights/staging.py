@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -58,6 +58,14 @@ class StagedWeights:
     tensors: MappedTensors
 
 
+@dataclass(frozen=True, slots=True)
+class ShardContent:
+    """Contents of a file as they were read: their SHA-256, and values that are not finite by tensor."""
+
+    sha256: str
+    nonfinite: Mapping[str, int]
+
+
 def read_manifest(folder: Path) -> dict[str, TensorSpec]:
     """Return names, shapes and dtypes of a model's tensors, from the headers of its safetensors alone.
 
@@ -78,7 +86,11 @@ def read_manifest(folder: Path) -> dict[str, TensorSpec]:
 
 
 def stage(
-    folder: Path, version: int, expected: Mapping[str, TensorSpec], checksum: str = ""
+    folder: Path,
+    version: int,
+    expected: Mapping[str, TensorSpec],
+    checksum: str = "",
+    read: Mapping[tuple[int, ...], ShardContent] | None = None,
 ) -> StagedWeights:
     """Read and check the weights of a policy version.
 
@@ -87,6 +99,7 @@ def stage(
         version: the policy version that they will be.
         expected: the manifest of the model that is served.
         checksum: what the sender computed, or "" when it did not.
+        read: contents of files that were read already, by the files' stamps.
 
     Raises:
         InvalidArgument: folder missing, or names, shapes, dtypes or values that cannot be served.
@@ -101,7 +114,7 @@ def stage(
     if violations := _compare(placed, expected):
         raise InvalidArgument(violations)
     whole = hashlib.sha256()
-    violations = [violation for shard in shards for violation in _check_content(shard, whole)]
+    violations = [violation for shard in shards for violation in _check_content(shard, whole, read or {})]
     computed = index or f"sha256:{whole.hexdigest()}"
     if checksum not in ("", computed):
         raise DataLoss(f"checksum of {folder} is {computed}, the sender computed {checksum}")
@@ -172,17 +185,38 @@ def _compare(placed: Mapping[str, Shard], expected: Mapping[str, TensorSpec]) ->
     return violations[:_MOST_VIOLATIONS]
 
 
-def _check_content(shard: Shard, whole: hashlib._Hash) -> Iterator[Violation]:
-    """Read a file once: yield tensors that are not finite, check its checksum, or else add it to `whole`.
+def _check_content(
+    shard: Shard, whole: hashlib._Hash, read: Mapping[tuple[int, ...], ShardContent]
+) -> list[Violation]:
+    """Return the tensors that are not finite; check the file's checksum, or else add it to `whole`.
 
     Raises:
         DataLoss: its checksum differs from the index's, or it changed since its header was read.
     """
-    digest = hashlib.sha256() if shard.sha256 else whole
+    if shard.sha256:
+        content = read.get(shard.stamp) or read_content(shard)
+        if content.sha256 != shard.sha256:
+            text = f"{shard.path} is corrupt: its SHA-256 is {content.sha256}"
+            raise DataLoss(f"{text}, the index says {shard.sha256}")
+    else:
+        content = read_content(shard, whole)
+    return [
+        _violation(name, f"has {bad} values that are NaN or infinite", shard)
+        for name, bad in content.nonfinite.items()
+    ]
+
+
+def read_content(shard: Shard, whole: hashlib._Hash | None = None) -> ShardContent:
+    """Read a file once. Its SHA-256 is of its tensors and then its header, as the index has it.
+
+    Without an index the file is added to `whole` as it is. DataLoss: it changed since its header was read.
+    """
+    digest = hashlib.sha256() if whole is None else whole
     buffer = memoryview(bytearray(max(_CHUNK_BYTES, shard.header_bytes)))
+    found: dict[str, int] = {}
     with os.fdopen(shard.open(), "rb", buffering=0) as file:
         header = bytes(_filled(file, buffer[: shard.header_bytes]))
-        if not shard.sha256:
+        if whole is not None:
             digest.update(header)
         for name, stored in shard.tensors.items():
             bad = 0
@@ -191,13 +225,10 @@ def _check_content(shard: Shard, whole: hashlib._Hash) -> Iterator[Violation]:
                 digest.update(chunk)
                 bad += _count_nonfinite(chunk, stored)
             if bad:
-                yield _violation(name, f"has {bad} values that are NaN or infinite", shard)
-    if shard.sha256:
-        # In the order in which they were written.
+                found[name] = bad
+    if whole is None:
         digest.update(header)
-        if digest.hexdigest() != shard.sha256:
-            text = f"{shard.path} is corrupt: its SHA-256 is {digest.hexdigest()}"
-            raise DataLoss(f"{text}, the index says {shard.sha256}")
+    return ShardContent(digest.hexdigest(), found)
 
 
 def _filled(file: FileIO, view: memoryview) -> memoryview:

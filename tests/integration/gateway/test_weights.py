@@ -329,12 +329,8 @@ async def test_an_update_cut_off_while_applying_is_finished_by_the_next_gateway(
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"target": weight_pb2.WEIGHT_TARGET_DRAFTER},
-        {"transport": weight_pb2.WEIGHT_TRANSPORT_STREAM},
-        {"transport": weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE},
-    ],
-    ids=["drafter", "stream", "collective"],
+    [{"target": weight_pb2.WEIGHT_TARGET_DRAFTER}, {"transport": weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE}],
+    ids=["drafter", "collective"],
 )
 async def test_other_targets_and_transports_are_not_there_yet(
     cluster: Cluster, fields: dict[str, Any]
@@ -344,6 +340,35 @@ async def test_other_targets_and_transports_are_not_there_yet(
     await cluster.serving(gateway, 1)
     error = await refused(start(gateway.trainer, **fields), "UNIMPLEMENTED")
     assert "not there yet" in (error.details() or "")
+
+
+async def test_a_version_that_was_pushed_to_the_instances_is_had_from_them(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fakes = [await cluster.instance(name) for name in ("i0", "i1")]
+    await cluster.serving(gateway, 2)
+    started = await start(gateway.trainer, transport=weight_pb2.WEIGHT_TRANSPORT_STREAM)
+    assert started.stream.instance_id in ("i0", "i1")
+    error = await refused(stage(gateway.trainer, started.update_id), "INVALID_ARGUMENT")
+    assert "STREAM" in (error.details() or "")
+    streamed = weight_pb2.StreamedWeights(checksum="sha256:")
+    request = weight_pb2.UpdateWeightsRequest(update_id=started.update_id, streamed=streamed)
+    await gateway.trainer.weights.UpdateWeights(iter([request]), timeout=CALL)
+    finished = await finish(gateway.trainer, started.update_id)
+    assert [each.applied for each in finished.instances] == [True, True]
+    (first, last) = sorted((fake.peers[-1] for fake in fakes), key=lambda peers: len(peers.peers))
+    assert (list(first.peers), first.has_successor) == ([], True)
+    assert (list(last.peers), last.has_successor) == ([started.stream.address], False)
+    assert first.ticket == last.ticket == started.stream.ticket
+    # The next leader knows where it is, too.
+    await gateway.kill()
+    successor = await cluster.gateway()
+    await cluster.serving(successor, 2)
+    late = await cluster.instance("late")
+    await cluster.serving(successor, 3)
+    assert (await versions(successor.trainer)).policy_version == 1
+    (source,) = late.peers
+    assert set(source.peers) == {fake.address for fake in fakes}
+    assert (source.ticket, source.checksum, source.update_id) == ("", "sha256:", started.update_id)
 
 
 async def test_an_unknown_treatment_of_samples_in_flight_is_refused(cluster: Cluster) -> None:

@@ -138,9 +138,11 @@ class DispatchParts:
         self._refusal_pause = refusal_pause
         self._records: dict[str, InstanceRecord] = {}
 
-    def join(self, instance_id: str) -> None:
+    def join(self, instance_id: str, address: str = "") -> None:
         """Let an instance serve, without a link."""
-        record = InstanceRecord("generation", instance_id, epoch=1, state="serving", policy_version=VERSION)
+        record = InstanceRecord(
+            "generation", instance_id, epoch=1, address=address, state="serving", policy_version=VERSION
+        )
         self._records[instance_id] = record
         self.fleet.observe(self._records, 0.0)
         assert self.fleet.confirm(instance_id, 1, VERSION, 0.0, updated=False)

@@ -44,6 +44,7 @@ class FakeEngine:
         self.staged = 0
         self.in_flight: list[int] = []
         self.calls: list[str] = []
+        self.requests: dict[str, Any] = {}
         self.errors: dict[str, list[Exception]] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.streams: list[FakeWorkCall] = []
@@ -64,6 +65,7 @@ class FakeEngine:
 
         async def call(request: Any, **_: Any) -> Any:
             self.calls.append(method)
+            self.requests[method] = request
             self._called.notify()
             if method in self.gates:
                 await self.gates[method].wait()

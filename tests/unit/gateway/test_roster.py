@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from paceline.internal.v1 import weight_peer_pb2
 from services.gateway.fleet.health import MemberState
 from services.gateway.fleet.update_book import PublishedVersion
 from services.platform.tasks import end
@@ -193,3 +194,16 @@ async def test_an_instance_is_not_given_up_while_it_is_not_listened_to(fleet: Fl
     fleet.parts.backlog.clear()
     await fleet.registry.show()
     assert fleet.state("a") is MemberState.DEAD
+
+
+async def test_an_instance_is_given_peers_where_the_version_was_pushed(fleet: Fleet) -> None:
+    fleet.book.published = PublishedVersion(VERSION, "", "sum", "u7", streamed=True)
+    current, late = fleet.engine("a"), fleet.engine("b", version=VERSION - 1)
+    await fleet.registry.show(current)
+    await current.called("GetStatus")
+    await fleet.registry.show(current, late)
+    await late.called("ApplyWeights")
+    assert late.version == VERSION
+    assert late.requests["StageWeights"].peers == weight_peer_pb2.PeerWeights(
+        update_id="u7", peers=["a"], checksum="sum"
+    )

@@ -214,14 +214,17 @@ def test_an_instance_without_the_base_takes_it_from_the_trainer_or_says_what_it_
     folder = fleet.weights.write(1, full)
     base = BaseWeights(1, safetensors.checksum(folder), str(folder))
     assert equal(fleet.readers[0].read(2, fleet.given(2, base)), expected(full, 1))
+    # As it is known where it came by stream: without a path.
+    streamed = fleet.base(base.checksum, 1)
+    assert equal(fleet.readers[1].read(3, fleet.given(3, streamed, seed=2)), expected(full, 2))
     lost = BaseWeights(1, "index-sha256:of another run", str(tmp_path / "gone"))
     for wrong in (lost, BaseWeights(0, "index-sha256:of another model")):
         with pytest.raises(FailedPrecondition) as caught:
-            fleet.readers[1].read(3, fleet.given(3, wrong))
+            fleet.readers[1].read(4, fleet.given(4, wrong))
         assert caught.value.reason == "BASE_NOT_HELD"
     alone = WeightReader(fleet.weights.model, {}, None, None)
     with pytest.raises(FailedPrecondition, match="adopted_weights is not set"):
-        alone.read(3, fleet.given(3, base))
+        alone.read(4, fleet.given(4, base))
 
 
 def test_an_adapter_that_is_corrupt_is_refused_and_a_merge_that_was_corrupted_is_made_anew(

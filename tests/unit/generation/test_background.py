@@ -26,6 +26,7 @@ from services.generation.loop.work_stream import WorkStream
 from services.generation.pregeneration.stream import BackgroundReport, BackgroundStream, EngineAvailability
 from services.generation.server.weight_updates import WeightUpdates
 from services.generation.weights.expansion import GivenWeights
+from services.generation.weights.stream.metrics import WeightStreamMetrics
 from tests.support.models import tiny_model
 from tests.unit.generation.scripted import ScriptedEngine, held_up, sample_request, scripted_loop, settled
 from tests.unit.generation.test_service import unit_instance
@@ -499,7 +500,12 @@ class InstanceRig(Rig):
         config = GenerationConfig(model=str(model), instance_id="unit", speculation="off")
         self.instance = unit_instance(config, self.loop, self.has_reallocator)
         self.weights = WeightUpdates(
-            config, self.loop, lambda: None, None, EngineMetrics(CollectorRegistry())
+            config,
+            self.loop,
+            lambda: None,
+            None,
+            EngineMetrics(CollectorRegistry()),
+            WeightStreamMetrics(CollectorRegistry()),
         )
 
     async def has_reallocator(self) -> bool:

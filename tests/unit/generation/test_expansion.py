@@ -118,6 +118,25 @@ def test_without_the_base_the_folder_is_read_and_without_a_folder_the_answer_say
         WeightReader(tmp_path, reader._manifest, None, None).read(3, given)
 
 
+def test_a_base_that_came_by_stream_is_as_good_as_any_other(
+    trainer: Trainer, adopted: AdoptedWeights
+) -> None:
+    started, pushed = trainer.full(0), trainer.full(1)
+    assert started.folder is not None
+    assert pushed.folder is not None
+    # What came by stream is in a folder that no trainer may name.
+    reader = WeightReader(started.folder, read_manifest(started.folder), trainer.root, adopted)
+    received = adopted.receiving("instance")
+    shutil.copytree(pushed.folder, received, dirs_exist_ok=True)
+    place = adopted.keep(received, 1, pushed.checksum)
+    assert reader.read_received(1, place, pushed.checksum, {}).checksum == pushed.checksum
+    with pytest.raises(InvalidArgument, match="must be in weights_root"):
+        reader.read(1, GivenWeights(place, pushed.checksum))
+    change = trainer.change(1, 2)
+    assert reader.read(2, change).checksum == change.checksum
+    assert files(place_of(adopted, 2, change)) == files(trainer.full(2).folder)
+
+
 def test_a_base_that_is_corrupt_gives_way_to_the_folder(
     trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights
 ) -> None:

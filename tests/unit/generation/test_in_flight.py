@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
@@ -14,6 +15,7 @@ from services.contracts.errors import DataLoss, FailedPrecondition, Unavailable
 from services.generation.config import GenerationConfig
 from services.generation.server.weight_updates import WeightUpdates
 from services.generation.weights.expansion import GivenWeights
+from services.generation.weights.stream.metrics import WeightStreamMetrics
 from tests.support.models import tiny_model
 from tests.unit.generation.scripted import ScriptedEngine
 from tests.unit.generation.test_loop import WAIT, Caller, Rig
@@ -30,7 +32,8 @@ class UpdatedRig(Rig):
         self.model = model
         self.unclaimed = 0
         config = GenerationConfig(model=str(model), instance_id="unit", speculation="off")
-        self.weights = WeightUpdates(config, self.loop, self._end_unclaimed, None, self.metrics)
+        streams = WeightStreamMetrics(CollectorRegistry())
+        self.weights = WeightUpdates(config, self.loop, self._end_unclaimed, None, self.metrics, streams)
 
     def _end_unclaimed(self) -> None:
         self.unclaimed += 1

@@ -27,6 +27,7 @@ from services.generation.server.instance import GenerationInstance
 from services.generation.server.sample_intake import SampleIntake
 from services.generation.server.weight_updates import AppliedWeights, WeightUpdates
 from services.generation.weights.expansion import GivenWeights
+from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.redis.connection import Keys
 from services.platform.redis.registry import InstanceRecord, Registration
 from tests.support.instances import item
@@ -63,7 +64,9 @@ class Rig:
         self.loop.start()
         self.loop.ready.result(WAIT)
         self.instance = unit_instance(config, self.loop, self.has_reallocator)
-        self.weights = WeightUpdates(config, self.loop, lambda: None, None, metrics)
+        self.weights = WeightUpdates(
+            config, self.loop, lambda: None, None, metrics, WeightStreamMetrics(CollectorRegistry())
+        )
         intake = SampleIntake(
             self.loop, self.instance.terms, None, lambda stream, claim: None, metrics.rollouts, 1.0
         )
@@ -221,7 +224,7 @@ async def test_adopted_weights_that_are_discarded_are_not_found_again(model: Pat
     shutil.copytree(model, folder)
     staged = await rig.weights.stage(1, GivenWeights(folder))
     shutil.rmtree(folder)
-    rig.weights.discard(1)
+    await rig.weights.discard(1)
     with pytest.raises(InvalidArgument, match="is not a folder"):
         await rig.weights.stage(1, GivenWeights(folder, staged.checksum))
     rig.loop.stop()
@@ -233,9 +236,9 @@ async def test_nothing_is_applied_that_was_not_staged(rig: Rig, model: Path) -> 
         await rig.weights.apply(1)
     assert caught.value.reason == "NOT_STAGED"
     await rig.weights.stage(1, GivenWeights(model))
-    rig.weights.discard(2)
+    await rig.weights.discard(2)
     assert rig.weights.staged is not None
-    rig.weights.discard(1)
+    await rig.weights.discard(1)
     assert rig.weights.staged is None
 
 

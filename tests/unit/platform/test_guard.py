@@ -11,9 +11,9 @@ import yaml
 from google.rpc import error_details_pb2
 
 from paceline.cli.app import run
-from paceline.internal.v1 import bubble_pb2, draft_pb2, generation_pb2
+from paceline.internal.v1 import bubble_pb2, draft_pb2, generation_pb2, weight_peer_pb2
 from paceline.tokens import TokenScope, hash_token, new_token
-from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2
+from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2, weight_stream_pb2
 from services.contracts.errors import PermissionDenied, ResourceExhausted, ServiceError, Unauthenticated
 from services.platform.config.settings import ServiceConfig
 from services.platform.config.sources import ConfigError
@@ -53,7 +53,7 @@ def test_every_public_method_can_be_allowed_to_a_caller(module: ModuleType) -> N
         assert TokenScope.METRICS not in scopes_for(method)
 
 
-@pytest.mark.parametrize("module", [generation_pb2, draft_pb2, bubble_pb2])
+@pytest.mark.parametrize("module", [generation_pb2, draft_pb2, bubble_pb2, weight_peer_pb2])
 def test_what_is_between_services_is_theirs_alone(module: ModuleType) -> None:
     assert {scopes_for(method) for method in methods(module)} == {frozenset({TokenScope.INTERNAL})}
 
@@ -83,6 +83,17 @@ def test_no_callers_token_opens_an_instance(scope: TokenScope) -> None:
     error = refusal(guard(grant("t", scope)), WORK, "t")
     assert isinstance(error, PermissionDenied)
     assert "the scope internal" in error.message
+
+
+def test_weights_are_pushed_with_a_ticket_that_only_their_servicer_knows() -> None:
+    guarded = guard(grant("t", TokenScope.ROLLOUTS), own="own")
+    (push,) = methods(weight_stream_pb2)
+    for token in ("a ticket", ""):
+        guarded.admit(push, f"Bearer {token}")
+    (fetch,) = methods(weight_peer_pb2)
+    for token in ("a ticket", "t"):
+        assert isinstance(refusal(guarded, fetch, token), Unauthenticated | PermissionDenied)
+    guarded.admit(fetch, "Bearer own")
 
 
 def test_the_services_token_may_do_everything_as_often_as_it_likes() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import grpc
+
+from paceline.channel import Tls
 from paceline.transport import Ended, Stream, StreamAttempt, Unary
 
 R = TypeVar("R")
@@ -71,6 +74,9 @@ class ScriptedTransport:
 
     async def run_work(self, work: Callable[[], R]) -> R:
         return work()
+
+    def dial(self, address: str, tls: Tls | None) -> grpc.Channel:
+        return grpc.insecure_channel(address)
 
     async def close(self) -> None:
         pass

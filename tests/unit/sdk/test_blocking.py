@@ -15,7 +15,7 @@ from paceline import AsyncRollout, AsyncRun, Client, Rollout, Run
 from paceline.blocking import Face, blocking, blocking_stream, finish, iterate
 from paceline.calls import GatewayCalls
 
-INTERNAL = ("call", "events", "run_work", "send_batch", "post_ack", "begin")
+INTERNAL = ("call", "events", "run_work", "send_batch", "post_ack", "begin", "dial", "sleep")
 """Methods of cores that only cores call."""
 
 

@@ -1,0 +1,113 @@
+"""Servicers of weights that are pushed by a trainer, and of those that go on from instance to instance."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from paceline.errors import Violation
+from paceline.internal.v1 import weight_peer_pb2 as peer_pb
+from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
+from paceline.v1 import weight_stream_pb2 as pb
+from paceline.v1 import weight_stream_pb2_grpc as rpc
+from services.contracts.errors import InvalidArgument
+from services.generation.weights.stream.followers import Follower
+from services.generation.weights.stream.metrics import INSTANCE, TRAINER
+from services.generation.weights.stream.reception import Reception, outgoing
+from services.generation.weights.stream.streams import WeightStreams
+from services.platform.security.guard import bearer_token
+from services.platform.tasks import end
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WeightStreamService(rpc.WeightStreamServiceServicer):
+    """Takes the bytes that a trainer pushes, for the update that its ticket is of."""
+
+    def __init__(self, streams: WeightStreams) -> None:
+        self._streams = streams
+
+    async def PushWeights(
+        self, request_iterator: AsyncIterator[pb.PushWeightsRequest], context: Context
+    ) -> AsyncIterator[pb.PushWeightsResponse]:
+        """Take bytes, and say how far they came."""
+        metadata = {key: value for key, value in context.invocation_metadata() or ()}
+        reception = self._streams.ticketed(bearer_token(str(metadata.get("authorization", ""))))
+        reader = asyncio.create_task(_take(reception, request_iterator))
+        told = None
+        try:
+            while True:
+                coming = asyncio.create_task(reception.changed.next_change().wait())
+                if over := reader.done():
+                    await reader
+                    reception.check()
+                state = (reception.stream.log.end, reception.confirmed)
+                if state != told:
+                    yield pb.PushWeightsResponse(received=state[0], confirmed=state[1])
+                    told = state
+                if over and state[0] == state[1]:
+                    coming.cancel()
+                    return
+                # What is confirmed may also change with time.
+                await asyncio.wait(
+                    {coming} if over else {coming, reader},
+                    timeout=self._streams.limits.stall_seconds / 4,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                coming.cancel()
+        finally:
+            await end([reader])
+
+
+async def _take(reception: Reception, requests: AsyncIterator[pb.PushWeightsRequest]) -> None:
+    async for request in requests:
+        await reception.take(request.piece, TRAINER)
+
+
+class WeightPeerService(peer_rpc.WeightPeerServiceServicer):
+    """Serves the weights that an instance has, and those that still come to it."""
+
+    def __init__(self, streams: WeightStreams) -> None:
+        self._streams = streams
+
+    async def FetchWeights(
+        self, request_iterator: AsyncIterator[peer_pb.FetchWeightsRequest], context: Context
+    ) -> AsyncIterator[peer_pb.FetchWeightsResponse]:
+        """Send bytes from a position on."""
+        requests = aiter(request_iterator)
+        first = await anext(requests)
+        stream, reception = await self._streams.wanted(first)
+        if first.position > stream.log.end and (reception is None or stream.whole):
+            raise InvalidArgument(
+                [Violation("position", f"is {first.position}; the end is {stream.log.end}")]
+            )
+        follower = None if reception is None else reception.followers.join(first.position, time.monotonic())
+        reader = asyncio.create_task(_acknowledge(reception, follower, requests))
+        sent = self._streams.metrics.sent.labels(INSTANCE)
+        try:
+            async for answer in outgoing(stream, first.position, reception, self._streams.limits):
+                sent.inc(len(answer.piece.data))
+                yield answer
+            # What the other side has got, it is still to say.
+            with suppress(TimeoutError, grpc.RpcError):
+                await asyncio.wait_for(asyncio.shield(reader), self._streams.limits.stall_seconds)
+        finally:
+            await end([reader])
+            if reception is not None and follower is not None:
+                reception.followers.leave(follower)
+
+
+async def _acknowledge(
+    reception: Reception | None,
+    follower: Follower | None,
+    requests: AsyncIterator[peer_pb.FetchWeightsRequest],
+) -> None:
+    async for request in requests:
+        if reception is not None and follower is not None:
+            reception.followers.acknowledge(follower, request.position, time.monotonic())
+            reception.changed.notify()

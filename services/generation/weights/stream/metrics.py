@@ -1,0 +1,25 @@
+"""Metrics of weights that an instance receives and serves."""
+
+from __future__ import annotations
+
+from services.platform.observability.metric_set import MetricSet, counter
+
+TRAINER, INSTANCE = "trainer", "instance"
+
+
+class WeightStreamMetrics(MetricSet, prefix="paceline_generation_weight_stream_"):
+    """Bytes of weights by the other side."""
+
+    received = counter(
+        "received_bytes_total",
+        "Bytes of weights that were received, by who sent them.",
+        "peer",
+        values=(TRAINER, INSTANCE),
+    )
+    sent = counter(
+        "sent_bytes_total",
+        "Bytes of weights that were sent, by who fetched them.",
+        "peer",
+        values=(INSTANCE,),
+    )
+    retries = counter("retries_total", "Transfers that broke off and were begun again at their position.")

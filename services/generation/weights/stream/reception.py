@@ -1,0 +1,288 @@
+"""One version's weights while an instance receives them, from a trainer that pushes or from its peers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import structlog
+
+from paceline.internal.v1 import weight_peer_pb2 as peer_pb
+from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
+from paceline.safetensors import unfinished_file
+from paceline.v1 import weight_stream_pb2 as pb
+from services.contracts.errors import DataLoss, ServiceError, Unavailable
+from services.generation.weights.shards import open_shard
+from services.generation.weights.staging import ShardContent, read_content
+from services.generation.weights.stream.followers import Followers
+from services.generation.weights.stream.metrics import INSTANCE, WeightStreamMetrics
+from services.generation.weights.stream.peer_order import PeerOrder
+from services.generation.weights.stream.stored_stream import StoredStream
+from services.platform.notify import Notifier
+from services.platform.tasks import end
+
+_log = structlog.get_logger(__name__)
+# Corrupt bytes in a row after which a disk or a network is given up, and not just one piece.
+_MOST_CORRUPT = 3
+# InvalidStateError: the call ended between reading and writing.
+_LOST = (
+    grpc.aio.AioRpcError,
+    asyncio.InvalidStateError,
+    grpc.aio.UsageError,
+    ServiceError,
+    TimeoutError,
+    ValueError,
+    OSError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """Bytes of a piece, and times in seconds."""
+
+    piece_bytes: int
+    stall_seconds: float
+    """A peer that has bytes and sends none for so long is left."""
+    idle_seconds: float
+    """Weights of which nothing has come for so long are given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Weights that are complete, and what was read of their files while they came."""
+
+    folder: Path
+    checksum: str
+    contents: dict[tuple[int, ...], ShardContent]
+
+
+class Reception:
+    """Weights of one update. Its methods run in the event loop; files are written and read in threads."""
+
+    def __init__(
+        self,
+        order: peer_pb.PeerWeights,
+        version: int,
+        folder: Path,
+        dial: Callable[[str], grpc.aio.Channel],
+        limits: StreamLimits,
+        metrics: WeightStreamMetrics,
+    ) -> None:
+        """Receive into an empty folder, which is removed when it fails. `dial` opens a channel to a peer."""
+        self.version = version
+        self.ticket = order.ticket
+        self.stream = StoredStream(folder)
+        self.changed = Notifier()
+        """Notifies of bytes that came, and of the end."""
+        self.followers = Followers(limits.stall_seconds, time.monotonic())
+        self.done: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
+        # Whether or not somebody waits for it.
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._dial, self._limits, self._metrics = dial, limits, metrics
+        self._writing = asyncio.Lock()
+        self._came_at = time.monotonic()
+        self._corrupt = 0
+        self._contents: dict[tuple[int, ...], ShardContent] = {}
+        self._read_files = 0
+        self.follow(order)
+        self._tasks = [
+            asyncio.create_task(work, name=f"weights-{order.update_id}")
+            for work in (self._fetching(), self._reading(), self._watching())
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+
+    def follow(self, order: peer_pb.PeerWeights) -> None:
+        """Fetch from these peers from now on."""
+        self._order = order
+        self._peers = PeerOrder(order.peers)
+
+    @property
+    def confirmed(self) -> int:
+        """Position before which the source need not keep bytes."""
+        return self.followers.confirmed(self.stream.log.end, self._order.has_successor, time.monotonic())
+
+    async def take(self, piece: pb.WeightPiece, peer: str) -> None:
+        """Put bytes at the end.
+
+        Raises:
+            DataLoss: they are corrupt; they can be sent again.
+            FailedPrecondition: bytes before them are missing.
+            ServiceError: the reception is over with this error; the disk is full, for example.
+        """
+        # What is being written is written to its end, and told, also if the caller goes away.
+        await asyncio.shield(asyncio.ensure_future(self._take(piece, peer)))
+
+    async def _take(self, piece: pb.WeightPiece, peer: str) -> None:
+        async with self._writing:
+            self.check()
+            before = self.stream.log.end
+            try:
+                await asyncio.to_thread(self.stream.put, piece)
+            except DataLoss as error:
+                self._corrupt += 1
+                if self._corrupt >= _MOST_CORRUPT:
+                    self.fail(error)
+                raise
+            except ServiceError as error:
+                if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or piece.position <= before:
+                    self.fail(error)
+                raise
+            self._corrupt = 0
+            self._came_at = time.monotonic()
+            self._metrics.received.labels(peer).inc(self.stream.log.end - before)
+        self.changed.notify()
+
+    def check(self) -> None:
+        """Raise the error with which the reception has ended, if it has."""
+        if self.done.done() and not self.stream.whole:
+            self.done.result()
+
+    @property
+    def failed(self) -> bool:
+        """True once it has ended without the weights."""
+        return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
+
+    def fail(self, error: ServiceError) -> None:
+        """End the reception with an error, unless all has come."""
+        if not self.done.done() and not self.stream.whole:
+            self.done.set_exception(error)
+            _log.warning("weights_not_received", version=self.version, error=error.message)
+            self.changed.notify()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """End the reception with a task of its own that failed: nobody is to wait for what will not come."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.done.done():
+            _log.error("weight_reception_failed", version=self.version, task=task.get_name(), exc_info=error)
+            text = f"version {self.version} of the weights could not be received: {error!r}"
+            self.done.set_exception(ServiceError(text, code=grpc.StatusCode.INTERNAL))
+            self.changed.notify()
+
+    async def close(self) -> None:
+        """End everything, and remove what is not whole."""
+        self.fail(Unavailable("the update was given up"))
+        await end(self._tasks)
+        async with self._writing:
+            if not self.stream.whole or not self.done.done():
+                await asyncio.to_thread(self.stream.remove)
+        self.done.cancel()
+        self.changed.notify()
+
+    # Reading what has come ------------------------------------------------------------------------------
+
+    async def _reading(self) -> None:
+        """Read each file once it is complete, while the next ones come."""
+        while not self.done.done():
+            whole = self.stream.whole
+            # The last files have other names once all is there; whoever stages them reads them then.
+            if not whole and self._read_files < self.stream.complete_files:
+                await asyncio.to_thread(self._read, self._read_files)
+                self._read_files += 1
+            elif whole:
+                folder, checksum = self.stream.folder, self.stream.checksum
+                self.done.set_result(Received(folder, checksum, self._contents))
+            else:
+                await self.changed.wait()
+
+    def _read(self, number: int) -> None:
+        try:
+            shard = open_shard(unfinished_file(self.stream.folder, number), "")
+            self._contents[shard.stamp] = read_content(shard)
+        except (ServiceError, OSError) as error:
+            # Renamed meanwhile, because all is there; or whoever stages it finds the same, and says so.
+            reason = error.message if isinstance(error, ServiceError) else str(error)
+            _log.info("weights_not_read", version=self.version, file=number, error=reason)
+
+    async def _watching(self) -> None:
+        """Give up when nothing comes any more."""
+        while not self.done.done():
+            silent = time.monotonic() - self._came_at
+            if silent > self._limits.idle_seconds:
+                text = f"no bytes of version {self.version} have come for {self._limits.idle_seconds:g} s"
+                self.fail(Unavailable(text))
+            await asyncio.wait({self.done}, timeout=min(1.0, self._limits.idle_seconds / 4))
+        if not self.stream.whole:
+            async with self._writing:
+                await asyncio.to_thread(self.stream.remove)
+
+    # Fetching -------------------------------------------------------------------------------------------
+
+    async def _fetching(self) -> None:
+        while not self.done.done() and not self.stream.whole:
+            peers, now = self._peers, time.monotonic()
+            address = peers.choose(now)
+            if address is None:
+                pause = peers.wait(now)
+                await asyncio.sleep(self._limits.stall_seconds if pause is None else max(0.01, pause))
+                continue
+            try:
+                await self._fetch(address, peers)
+            except _LOST as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                _log.info("weights_peer_left", peer=address, position=self.stream.log.end, reason=reason)
+                self._metrics.retries.inc()
+                peers.failed(address, time.monotonic())
+
+    async def _fetch(self, address: str, peers: PeerOrder) -> None:
+        """Fetch from a peer until all is there. TimeoutError: it has more, and sends nothing."""
+        async with self._dial(address) as channel:
+            call = peer_rpc.WeightPeerServiceStub(channel).FetchWeights()  # type: ignore[no-untyped-call]
+            try:
+                await call.write(self._request())
+                while not self.stream.whole and not self.done.done() and peers is self._peers:
+                    answer = await asyncio.wait_for(call.read(), self._limits.stall_seconds)
+                    if answer is grpc.aio.EOF:
+                        if (await call.code()) is grpc.StatusCode.OK:
+                            raise Unavailable(f"{address} ended before all was sent")
+                        # Raises what the peer said.
+                        await call
+                    if answer.HasField("piece"):
+                        await self.take(answer.piece, INSTANCE)
+                        peers.worked(address)
+                    await call.write(self._request())
+                if self.stream.whole:
+                    # The peer is to know, so that its source need not keep anything.
+                    await call.done_writing()
+                    await asyncio.wait_for(call.read(), self._limits.stall_seconds)
+            finally:
+                call.cancel()
+
+    def _request(self) -> peer_pb.FetchWeightsRequest:
+        return peer_pb.FetchWeightsRequest(
+            update_id=self._order.update_id,
+            policy_version=self.version,
+            checksum=self._order.checksum,
+            position=self.stream.log.end,
+        )
+
+
+async def outgoing(
+    stream: StoredStream, position: int, reception: Reception | None, limits: StreamLimits
+) -> AsyncIterator[peer_pb.FetchWeightsResponse]:
+    """Yield a stream from a position on, and signs of life while there is no more of it.
+
+    More of it comes to the `reception`, if there is one. Unavailable: no more will come, or the files were removed.
+    """
+    while True:
+        coming = None if reception is None else reception.changed.next_change()
+        if position < stream.log.end:
+            try:
+                piece = await asyncio.to_thread(stream.read, position, limits.piece_bytes)
+            except OSError as error:
+                raise Unavailable(f"the weights are not here any more: {error}") from error
+            position += len(piece.data)
+            yield peer_pb.FetchWeightsResponse(piece=piece, available=stream.log.end)
+        elif stream.whole or coming is None or reception is None:
+            return
+        elif reception.done.done():
+            raise Unavailable("the weights do not come any more")
+        else:
+            try:
+                await asyncio.wait_for(coming.wait(), limits.stall_seconds / 3)
+            except TimeoutError:
+                yield peer_pb.FetchWeightsResponse(available=stream.log.end)

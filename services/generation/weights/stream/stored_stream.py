@@ -1,0 +1,161 @@
+"""A version's stream in the files of a folder: bytes are put at its end and read at any position."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.piece_log import PieceLog, Segment
+from paceline.safetensors import INDEX, finish_folder, shard_name, unfinished_file
+from paceline.v1 import weight_stream_pb2 as pb
+from services.contracts.errors import DataLoss, FailedPrecondition, ResourceExhausted, ServiceError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# More files than a model has.
+_MOST_FILES = 1 << 16
+
+
+class StoredStream:
+    """Bytes of a version. One caller writes at a time, in a thread; any number read, each in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = PieceLog()
+        self.whole = False
+        self._index = bytearray()
+        """The index, or what there is of it: it is no file until the stream is whole."""
+        self._index_from = sys.maxsize
+        """Position at which it begins."""
+        self._files = 0
+        """Files that have begun."""
+        self._descriptor = -1
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> StoredStream:
+        """Return the stream of a folder that is whole. OSError or ValueError: it has no index with its files."""
+        found = cls(folder)
+        content = (folder / INDEX).read_bytes()
+        count = len(json.loads(content)["metadata"]["shards"])
+        for number in range(count):
+            with (folder / shard_name(number, count)).open("rb") as file:
+                header = 8 + int.from_bytes(file.read(8), "little")
+                size = os.fstat(file.fileno()).st_size
+            if size > header:
+                found.log.append(number, header, size - header)
+            found.log.append(number, 0, header)
+        found._index_from = found.log.end
+        found._index += content
+        found.log.append(count, 0, len(content))
+        found._files, found.whole = count, True
+        return found
+
+    @property
+    def complete_files(self) -> int:
+        """Number of files that nothing is put into any more."""
+        return self._files if self._index else max(0, self._files - 1)
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the weights (see `safetensors.checksum`), once they are whole."""
+        return f"index-sha256:{hashlib.sha256(self._index).hexdigest()}"
+
+    def put(self, piece: pb.WeightPiece) -> None:
+        """Put bytes at the end. Those that are there already are skipped.
+
+        Raises:
+            DataLoss: they are not the bytes that were sent.
+            FailedPrecondition: bytes before them are missing.
+            ResourceExhausted: the disk is full.
+        """
+        data = memoryview(piece.data)
+        if zlib.crc32(data) != piece.crc:
+            raise DataLoss(f"the bytes at position {piece.position} are corrupt")
+        known = self.log.end - piece.position
+        if known < 0:
+            text = f"bytes of position {piece.position} came where {self.log.end} is the next"
+            raise FailedPrecondition("NOT_NEXT", text, next=str(self.log.end))
+        if self.whole or known >= len(data):
+            return
+        data = data[known:]
+        if piece.index:
+            self._index_from = min(self._index_from, self.log.end)
+            self._index += data
+        else:
+            self._write(piece.file, piece.offset + known, data)
+        if piece.last:
+            self._finish()
+        # Only now, so that whoever reads the last bytes is told that they are.
+        self.log.append(piece.file, piece.offset + known, len(data))
+
+    def read(self, position: int, most: int) -> pb.WeightPiece:
+        """Return bytes from a position on, which is before the end. OSError: the folder was removed."""
+        segment = self.log.at(position, most)
+        data = self._content(segment)
+        return pb.WeightPiece(
+            position=position,
+            file=segment.file,
+            offset=segment.offset,
+            data=data,
+            crc=zlib.crc32(data),
+            index=position >= self._index_from,
+            last=self.whole and segment.end == self.log.end,
+        )
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        self._close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, file: int, offset: int, data: memoryview) -> None:
+        if file not in (self._files - 1, self._files) or self._index or file >= _MOST_FILES:
+            raise FailedPrecondition("NOT_NEXT", f"file {file} came where {self._files} is the next")
+        try:
+            if file == self._files:
+                self._close()
+                path = unfinished_file(self.folder, file)
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+                self._files = file + 1
+            while data:
+                written = os.pwrite(self._descriptor, data, offset)
+                data, offset = data[written:], offset + written
+        except OSError as error:
+            raise _refused(self.folder, error) from error
+
+    def _finish(self) -> None:
+        self._close()
+        try:
+            finish_folder(self.folder, self._files, bytes(self._index))
+        except OSError as error:
+            raise _refused(self.folder, error) from error
+        self.whole = True
+
+    def _content(self, segment: Segment) -> bytes:
+        if segment.position >= self._index_from:
+            return bytes(self._index[segment.offset : segment.offset + segment.size])
+        # The folder may be finished or moved meanwhile.
+        unfinished, named = unfinished_file(Path(), segment.file), shard_name(segment.file, self._files)
+        for name in (unfinished, named, named):
+            with suppress(FileNotFoundError), (self.folder / name).open("rb", buffering=0) as file:
+                data = os.pread(file.fileno(), segment.size, segment.offset)
+                if len(data) == segment.size:
+                    return data
+        raise FileNotFoundError(f"the weights in {self.folder} were removed")
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _refused(folder: Path, error: OSError) -> ServiceError:
+    text = f"weights cannot be written to {folder}: {error.strerror}"
+    if error.errno in _FULL:
+        return ResourceExhausted("disk", text)
+    return FailedPrecondition("WEIGHTS_NOT_ADOPTED", text)

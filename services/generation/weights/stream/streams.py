@@ -1,0 +1,111 @@
+"""All weights that an instance receives, and those that it serves to others."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from paceline.internal.v1 import weight_peer_pb2 as pb
+from services.contracts.errors import FailedPrecondition, NotFound, Unauthenticated
+from services.generation.config import GenerationConfig
+from services.generation.weights.adoption import AdoptedWeights
+from services.generation.weights.stream.metrics import WeightStreamMetrics
+from services.generation.weights.stream.reception import Received, Reception, StreamLimits
+from services.generation.weights.stream.stored_stream import StoredStream
+
+
+class WeightStreams:
+    """Receptions by update. Its methods run in the event loop."""
+
+    def __init__(
+        self,
+        config: GenerationConfig,
+        adopted: AdoptedWeights | None,
+        dial: Callable[[str], grpc.aio.Channel],
+        metrics: WeightStreamMetrics,
+    ) -> None:
+        """Receive into `adopted`; without it nothing can be received. `dial` opens a channel to a peer."""
+        self.limits = StreamLimits(
+            config.weight_piece_bytes, config.weight_stall_seconds, config.weight_idle_seconds
+        )
+        self.metrics = metrics
+        self._owner = config.instance_id
+        self._adopted = adopted
+        self._dial = dial
+        self._receptions: dict[str, Reception] = {}
+
+    async def receive(self, version: int, order: pb.PeerWeights) -> Received:
+        """Return the weights of a version once all have come. Called again, it goes on with what has.
+
+        Raises:
+            FailedPrecondition: this instance has no place for them.
+            ServiceError: they cannot be had.
+        """
+        if self._adopted is None:
+            text = "adopted_weights is not set: this instance has no folder for weights that are pushed to it"
+            raise FailedPrecondition("NO_ADOPTED_WEIGHTS", text)
+        if order.checksum and (found := self._adopted.held(version, order.checksum)):
+            return Received(found, order.checksum, {})
+        if not order.ticket and not order.peers:
+            raise FailedPrecondition("NO_PEER", f"no instance has version {version}, which was pushed")
+        reception = await self._reception(version, order, self._adopted)
+        # It goes on if this caller goes away.
+        received = await asyncio.shield(reception.done)
+        folder = await asyncio.to_thread(self._keep, reception, received, self._adopted)
+        return Received(folder, received.checksum, received.contents)
+
+    async def end(self, version: int) -> None:
+        """Give up what has not come yet of a version."""
+        for update_id, reception in list(self._receptions.items()):
+            if reception.version == version:
+                del self._receptions[update_id]
+                await reception.close()
+
+    async def close(self) -> None:
+        """Give up everything that has not come yet."""
+        while self._receptions:
+            await self._receptions.popitem()[1].close()
+
+    def ticketed(self, ticket: str) -> Reception:
+        """Return the reception that a ticket lets its bearer push to. Unauthenticated: there is none."""
+        found = None
+        for each in self._receptions.values():
+            if each.ticket and hmac.compare_digest(each.ticket.encode(), ticket.encode()):
+                found = each
+        if found is None:
+            raise Unauthenticated("the bearer token is no ticket of an update that is in progress here")
+        return found
+
+    async def wanted(self, request: pb.FetchWeightsRequest) -> tuple[StoredStream, Reception | None]:
+        """Return the stream that is asked for, and its reception while there is one. NotFound: neither."""
+        reception = self._receptions.get(request.update_id)
+        if reception is not None and (reception.stream.whole or not reception.done.done()):
+            return reception.stream, reception
+        folder = self._adopted and self._adopted.held(request.policy_version, request.checksum)
+        if folder:
+            try:
+                return await asyncio.to_thread(StoredStream.of_folder, folder), None
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                pass  # files of others, which have no stream
+        raise NotFound("weights", f"version {request.policy_version}")
+
+    async def _reception(self, version: int, order: pb.PeerWeights, adopted: AdoptedWeights) -> Reception:
+        found = self._receptions.get(order.update_id)
+        if found is not None and not found.failed:
+            found.follow(order)
+            return found
+        # One update is in progress at a time; whoever fetched from an earlier one finds its folder.
+        await self.close()
+        folder = await asyncio.to_thread(adopted.receiving, self._owner)
+        reception = Reception(order, version, folder, self._dial, self.limits, self.metrics)
+        self._receptions[order.update_id] = reception
+        return reception
+
+    def _keep(self, reception: Reception, received: Received, adopted: AdoptedWeights) -> Path:
+        place: Path = adopted.keep(received.folder, reception.version, received.checksum)
+        reception.stream.folder = place
+        return place
