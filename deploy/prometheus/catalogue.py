@@ -20,6 +20,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.pregeneration.metrics import PregenerationMetrics
+from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.config.watched import RELOADS
 from services.platform.observability.metrics import redis_errors, redis_up, rpc_metrics, show_build
 from services.policy.metrics import PolicyMetrics
@@ -43,7 +44,7 @@ Maker = Callable[[CollectorRegistry], object]
 SERVICES: dict[str, tuple[Maker, ...]] = {
     "Every service": (_every,),
     "Gateway": (GatewayMetrics,),
-    "Generation instance": (EngineMetrics, PregenerationMetrics, MigrationMetrics),
+    "Generation instance": (EngineMetrics, PregenerationMetrics, MigrationMetrics, WeightStreamMetrics),
     "Draft store": (lambda registry: DraftStoreMetrics(registry, DraftStore(1 << 20, 1), lambda: 0.0),),
     "Bubble coordinator": (BubbleMetrics,),
     "Reallocator": (ReallocatorMetrics,),

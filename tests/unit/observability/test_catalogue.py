@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from deploy.prometheus import catalogue
+from services.platform.observability.metric_set import MetricSet
 from tests.support.prometheus import ROOT
 
 METRICS = {metric.name: metric for service in catalogue.SERVICES for metric in catalogue.metrics(service)}
@@ -54,6 +55,24 @@ def test_no_metric_is_made_where_the_list_does_not_look(monkeypatch: pytest.Monk
         catalogue.metrics(service)
     # Made when it is imported, and registered by the list as it is.
     assert makers() - looked_at == {"services/platform/config/watched.py"}
+
+
+def test_no_set_of_metrics_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: set[str] = set()
+    make = MetricSet.__init__
+
+    def noting(self: MetricSet, *args: Any, **kwargs: Any) -> None:
+        made.add(type(self).__name__)
+        make(self, *args, **kwargs)
+
+    monkeypatch.setattr(MetricSet, "__init__", noting)
+    for service in catalogue.SERVICES:
+        catalogue.metrics(service)
+    declared = set[str]()
+    for path in (ROOT / "services").rglob("*metrics.py"):
+        declared |= set(re.findall(r"^class (\w+)\(\w+, prefix=", path.read_text(), re.MULTILINE))
+    assert len(declared) > 10
+    assert declared <= made
 
 
 @pytest.mark.parametrize("name", METRICS)
