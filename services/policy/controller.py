@@ -184,7 +184,7 @@ class KnobController:
         """
         knobs, before = check(setting), self.knobs.setting(scope)
         made = await self.knobs.set(scope, revision, knobs)
-        applied, pending = await self.links.applied(made, self._config.answer_seconds)
+        applied, pending = await self.links.applied(self.knobs.revision, self._config.answer_seconds)
         log.info("knobs_set", scope=scope.key, revision=made, knobs=knobs, pending=pending)
         self._explain(explain.knobs_set(scope, before.knobs, knobs, made, pending, time.time()))
         return made, applied, pending

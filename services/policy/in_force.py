@@ -24,6 +24,9 @@ class KnobsInForce:
     """Copy of the knob store that one term of leadership keeps, writes through and sends to instances.
 
     `changed` notifies of a new revision, `answered` of an instance that uses one or is gone.
+
+    A change always gets a revision above the latest, even where Redis gave it a lower one: `exceed` may have raised
+    the revision while the change was stored, and instances may have got that one without the change.
     """
 
     def __init__(self, store: KnobStore, records: KnobRecords, metrics: PolicyMetrics) -> None:
@@ -68,7 +71,7 @@ class KnobsInForce:
             await self._reload()
             raise
         self.records.settings[scope] = StoredSetting(made, knobs)
-        self._advance(made)
+        self._advance(max(made, self.revision + 1))
         return made
 
     async def climb(self, run_id: str, rung: Rung, moved: bool) -> None:
@@ -81,7 +84,7 @@ class KnobsInForce:
             oldest = next(each for each in rungs if each != run_id)
             del rungs[oldest]
             self._metrics.draft_cap.remove(oldest)
-        self._advance(revision)
+        self._advance(max(revision, self.revision + moved))
 
     async def exceed(self, revision: int) -> None:
         """Continue above a revision that an instance has and Redis has lost."""
