@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isnan
 from typing import Protocol, TypeVar
 
 import structlog
@@ -207,6 +208,8 @@ class Speculation:
         for sample_id, tokens in made.tokens.items():
             if not 0 < len(tokens) <= rooms.get(sample_id, 0) or made.origins[sample_id][0] not in proposals:
                 raise ValueError(f"{len(tokens)} draft tokens, room for {rooms.get(sample_id, 0)}")
+        if isnan(made.saved):
+            raise ValueError("drafts with a gain that is no number")
         if made.tokens and len(samples) + made.count > rows:
             raise ValueError(f"{made.count} draft tokens for {len(samples)} samples in {rows} rows")
         return made

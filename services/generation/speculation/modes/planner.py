@@ -64,6 +64,8 @@ class PlannerMode(Mode):
         counts = draft_token_counts(n, max(0, min(survival[0].size, rows - n)), self.graphs)
         seconds = self.step_time.predict(n, n + counts, context)
         plain = float(seconds[0])
+        if not plain > 0.0:
+            raise ValueError(f"a plain step of {n} samples is predicted to take {plain} s")
         found = search(survival, counts, seconds, self.price)
         self.price = found.best.rate * found.drafted.token_seconds
         most = self.exploration.fewer(n, found.best.tokens) if found.best.tokens else 0

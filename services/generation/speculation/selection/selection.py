@@ -105,8 +105,11 @@ def search(survival: Floats, counts: Ints, seconds: Floats, price: float = 0.0) 
 
     Counts rise from 0; `seconds` [c] are the times of steps with them. Counts with more tokens than there are do
     not count; if none above 0 is left, the number of all tokens takes their place. Each sample's drafter is the one
-    whose tokens' survival exceeds the price of a token most.
+    whose tokens' survival exceeds the price of a token most. ValueError unless each count has one time: compiled
+    code does not check its bounds.
     """
+    if seconds.shape != counts.shape:
+        raise ValueError(f"{seconds.size} step times for {counts.size} numbers of draft tokens")
     picks, buckets = np.empty(survival.shape[1], np.int64), np.empty((_compiled().BUCKETS, 2))
     best, drafted = _compiled().search(survival, counts, seconds, price, picks, buckets)
     return SelectedCount(picks, RatedCount(*best), RatedCount(*drafted), buckets)
