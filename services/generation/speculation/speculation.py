@@ -2,7 +2,7 @@
 
 Drafters are not trusted. A drafter that raises, answers for the wrong number of samples, or proposes tokens
 outside the vocabulary, more tokens than the window, or predictions that are no probabilities, is left out of that
-step; the fault is counted and logged once, and after `MAX_FAULTS` faulty steps the drafter is switched off. The
+step; the fault is counted and the first is logged, and after `MAX_FAULTS` the drafter is switched off. The
 planner is not trusted either: where it raises, or plans what the samples have no room for, the step decodes
 plainly, and the fault is counted for the drafter `planner` and logged once. No fault can reach a request.
 """
@@ -12,9 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from math import isnan
-from typing import Protocol, TypeVar
+from math import inf, isnan
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import structlog
 
@@ -34,6 +33,7 @@ from services.generation.speculation.selection.selection import flaw
 MAX_FAULTS = 3
 PLANNER = "planner"
 """Name under which faults of the planner are counted."""
+P = ParamSpec("P")
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
@@ -46,19 +46,31 @@ class VerificationMetrics(Protocol):
 
 
 @dataclass(slots=True)
-class _QueriedDrafter:
-    """A drafter and its faults."""
+class _Guard:
+    """Calls a drafter, or the planner, whose faults are counted, and switches it off after `most` of them."""
 
-    drafter: TokenDrafter
+    name: str
+    metrics: VerificationMetrics
+    kind: str = "drafter"
+    most: float = MAX_FAULTS
     faults: int = 0
     on: bool = True
-    # Faulty in the step being planned: a step counts once, however many samples were affected.
-    faulty: bool = False
-    # The drafter, if it is queried after the others.
-    sequential: SequentialDrafter | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.sequential = self.drafter if isinstance(self.drafter, SequentialDrafter) else None
+    def call(self, otherwise: T, function: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """Return what the function does, or `otherwise` if it fails or its owner is switched off."""
+        if not self.on:
+            return otherwise
+        try:
+            return function(*given, **named)
+        except Exception as error:
+            self.metrics.fault(self.name)
+            self.faults += 1
+            if self.faults == 1:
+                _log.warning(f"{self.kind}_fault", drafter=self.name, fault=repr(error))
+            if self.faults >= self.most:
+                self.on = False
+                _log.error("drafter_switched_off", drafter=self.name, faults=self.faults, last=repr(error))
+            return otherwise
 
 
 @dataclass(slots=True)
@@ -71,72 +83,65 @@ class Speculation:
     metrics: VerificationMetrics
     clock: Callable[[], float] = time.perf_counter
     """Seconds."""
-    _queried: list[_QueriedDrafter] = field(init=False)
-    _by_name: dict[str, _QueriedDrafter] = field(init=False)
+    _sequential: dict[str, SequentialDrafter] = field(init=False)
+    # Drafters that are queried after the others come last.
+    _guarded: dict[str, tuple[TokenDrafter, _Guard]] = field(init=False)
+    _planner: _Guard = field(init=False)
     _drafts: Drafts = field(init=False, default_factory=Drafts)
     _backoff: DraftBackoff = field(init=False, default_factory=DraftBackoff)
     # Drafting is skipped in the step being planned.
     _skipped: bool = field(init=False, default=False)
-    # The planner failed before.
-    _planner_failed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        queried = [_QueriedDrafter(drafter) for drafter in self.drafters]
-        # Sequential drafters come last.
-        self._queried = sorted(queried, key=lambda each: each.sequential is not None)
-        self._by_name = {each.drafter.name: each for each in self._queried}
+        self._planner = _Guard(PLANNER, self.metrics, PLANNER, inf)
+        self._sequential = {each.name: each for each in self.drafters if isinstance(each, SequentialDrafter)}
+        ordered = sorted(self.drafters, key=lambda each: each.name in self._sequential)
+        self._guarded = {each.name: (each, _Guard(each.name, self.metrics)) for each in ordered}
 
     def begin(self, context: DraftContext) -> None:
         """Register a sample that enters the engine."""
         if len(context.reference):
             self._backoff.draft_next()
-        for each in self._active():
-            self._guard(each, partial(each.drafter.begin, context))
+        for drafter, guard in self._guarded.values():
+            guard.call(None, drafter.begin, context)
 
     def carry(self, sample_id: str) -> dict[str, bytes]:
         """Return the drafters' state of a sample beyond its tokens, by drafter, for another engine."""
-        found: dict[str, bytes] = {}
-        for each in self._active():
-            drafter = each.drafter
-            if isinstance(drafter, MigratableDrafter):
-                state = self._guard(each, partial(drafter.carry, sample_id))
-                if state:
-                    found[drafter.name] = state
-        return found
+        found = {
+            name: guard.call(b"", drafter.carry, sample_id)
+            for name, (drafter, guard) in self._guarded.items()
+            if isinstance(drafter, MigratableDrafter)
+        }
+        return {name: state for name, state in found.items() if state}
 
     def add_rollouts(self, arrival: NewRollouts) -> None:
         """Pass new rollouts to the drafters."""
         self._backoff.reset()
-        for each in self._active():
-            self._guard(each, partial(each.drafter.add_rollouts, arrival))
+        for drafter, guard in self._guarded.values():
+            guard.call(None, drafter.add_rollouts, arrival)
 
     def idle_work(self) -> bool:
         """Do a slice of the drafters' deferred work while the engine idles; return True if there is more."""
-        return any([self._guard(each, each.drafter.idle_work) for each in self._active()])
+        return any([guard.call(False, drafter.idle_work) for drafter, guard in self._guarded.values()])
 
     def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
         """Release a sample that left the engine, with its response if known."""
         self._drafts.origins.pop(sample_id, None)
-        for each in self._active():
-            self._guard(each, partial(each.drafter.end, sample_id, response))
+        for drafter, guard in self._guarded.values():
+            guard.call(None, drafter.end, sample_id, response)
 
     def drafts(self, samples: Sequence[EngineSampleState], rows: int = UNBOUNDED) -> dict[str, list[int]]:
         """Return the tokens to verify in the next step, by sample id; see `DraftPlanner.choose`."""
+        self._drafts = Drafts()
         if not samples:
-            self._drafts = Drafts()
             return {}
         self._skipped = not self._backoff.should_draft(len(samples))
         if self._skipped:
-            self._planned(partial(self.plan.back_off, samples), None)
-            self._drafts = Drafts()
+            self._planner.call(None, self.plan.back_off, samples)
             return {}
         began = self.clock()
-        proposals: dict[str, Proposals] = {}
-        for each in self._active():
-            made = self._query(each, samples, proposals)
-            if made is not None:
-                proposals[each.drafter.name] = made
-        self._drafts = self._planned(partial(self._choose, samples, proposals, rows), Drafts())
+        made = self._proposals(samples)
+        self._drafts = self._planner.call(self._drafts, self._choose, samples, made, rows)
         saved = self._drafts.saved if self._drafts.tokens else 0.0
         self._backoff.record_drafted_step(len(samples), saved, self.clock() - began)
         return dict(self._drafts.tokens)
@@ -148,56 +153,28 @@ class Speculation:
 
         Steps that skip drafting are not measured: the others teach the step-time model enough.
         """
-        if self._skipped or not samples or not self._planned(lambda: self.plan.measures, False):
+        if self._skipped or not samples or not self._planner.call(False, lambda: self.plan.measures):
             return None
         rows = len(samples) + sum(map(len, drafts.values()))
         return StepShape(len(samples), rows, context_of(samples))
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Report the measured time of a step of this shape; it may come some steps late."""
-        self._planned(partial(self.plan.stepped, shape, seconds), None)
+        self._planner.call(None, self.plan.stepped, shape, seconds)
 
     def drafter_of(self, sample_id: str) -> str:
         """Return the origin, in results, of the tokens that the last step verified for a sample; "" for none."""
-        origin = self._drafts.origins.get(sample_id)
-        return "" if origin is None else origin[1]
+        return self._drafts.origins.get(sample_id, ("", ""))[1]
 
     def learn(self, step: SampleStep) -> None:
         """Report a sample's verification to the drafter that made its draft."""
-        origin = self._drafts.origins.get(step.sample_id)
-        if origin is None or not step.drafted:
+        if step.sample_id not in self._drafts.origins or not step.drafted:
             return
-        drafter, source = origin
+        name, source = self._drafts.origins[step.sample_id]
         self.metrics.verified(source, step.drafted, step.accepted)
-        # Not through `_planned`: this runs for every sample of every step.
-        try:
-            self.plan.verified(source, step.drafted, step.accepted)
-        except Exception as error:
-            self._planner_fault(repr(error))
-        each = self._by_name[drafter]
-        if not each.on:
-            return
-        try:
-            each.drafter.learn(step.sample_id, step.drafted, step.accepted)
-        except Exception as error:
-            self._fault(each, repr(error))
-
-    def _active(self) -> list[_QueriedDrafter]:
-        return [each for each in self._queried if each.on]
-
-    def _planned(self, call: Callable[[], T], otherwise: T) -> T:
-        """Return what the planner says, or `otherwise` if it fails."""
-        try:
-            return call()
-        except Exception as error:
-            self._planner_fault(repr(error))
-            return otherwise
-
-    def _planner_fault(self, what: str) -> None:
-        self.metrics.fault(PLANNER)
-        if not self._planner_failed:
-            _log.error("planner_fault", fault=what, consequence="its steps decode plainly")
-        self._planner_failed = True
+        self._planner.call(None, self.plan.verified, source, step.drafted, step.accepted)
+        drafter, guard = self._guarded[name]
+        guard.call(None, drafter.learn, step.sample_id, step.drafted, step.accepted)
 
     def _choose(
         self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int
@@ -214,74 +191,43 @@ class Speculation:
             raise ValueError(f"{made.count} draft tokens for {len(samples)} samples in {rows} rows")
         return made
 
-    def _query(
-        self, each: _QueriedDrafter, samples: Sequence[EngineSampleState], others: Mapping[str, Proposals]
-    ) -> Proposals | None:
-        each.faulty = False
-        try:
-            window = self.plan.window
-            wanted = self.plan.wants(each.drafter.name, samples)
-        except Exception as error:
-            self._planner_fault(repr(error))
-            return None
-        try:
-            made = self._propose(each, samples, window, wanted, others)
-            complaint = "" if made is None else _complaint(made, len(samples), window, self.vocab_size)
-        except Exception as error:
-            complaint = repr(error)
-        if complaint:
-            self._fault(each, complaint)
-            return None
-        return made
+    def _proposals(self, samples: Sequence[EngineSampleState]) -> dict[str, Proposals]:
+        """Return the proposals of the drafters that are wanted and have any, by name."""
+        found: dict[str, Proposals] = {}
+        for name, (drafter, guard) in self._guarded.items():
+            wanted = self._planner.call(False, self.plan.wants, name, samples)
+            if wanted is True or (wanted and any(wanted)):
+                made = guard.call(None, self._propose, drafter, samples, found)
+                if made is not None:
+                    found[name] = made if wanted is True else made.only(wanted)
+        return found
 
     def _propose(
-        self,
-        each: _QueriedDrafter,
-        samples: Sequence[EngineSampleState],
-        window: int,
-        wanted: Sequence[bool] | bool,
-        others: Mapping[str, Proposals],
+        self, drafter: TokenDrafter, samples: Sequence[EngineSampleState], others: Mapping[str, Proposals]
     ) -> Proposals | None:
-        if each.sequential is not None:
-            # It asks itself for which samples it is wanted, before it spends time on them.
-            return each.sequential.propose_after(samples, window, others)
-        if wanted is False or (wanted is not True and not any(wanted)):
-            return None
-        # Queried for all samples: which of them share a step must not change what a drafter learns of them.
-        made = each.drafter.propose(samples, window)
-        return made if wanted is True or type(made) is not Proposals else made.only(wanted)
-
-    def _guard(self, each: _QueriedDrafter, call: Callable[[], T]) -> T | None:
-        try:
-            return call()
-        except Exception as error:
-            self._fault(each, repr(error))
-            return None
-
-    def _fault(self, each: _QueriedDrafter, what: str) -> None:
-        self.metrics.fault(each.drafter.name)
-        if each.faulty:
-            return
-        each.faulty = True
-        each.faults += 1
-        if each.faults == 1:
-            _log.warning("drafter_fault", drafter=each.drafter.name, fault=what)
-        if each.faults >= MAX_FAULTS and each.on:
-            each.on = False
-            _log.error("drafter_switched_off", drafter=each.drafter.name, faults=each.faults, last=what)
+        """Return a drafter's proposals for all samples; ValueError where they are none."""
+        window = self.plan.window
+        # Which of them share a step must not change what a drafter learns of them.
+        after = self._sequential.get(drafter.name)
+        made = (
+            drafter.propose(samples, window)
+            if after is None
+            else after.propose_after(samples, window, others)
+        )
+        return made if made is None else _checked(made, len(samples), window, self.vocab_size)
 
 
-def _complaint(made: Proposals, samples: int, window: int, vocab_size: int) -> str:
-    """Return what is wrong with proposals, or ""."""
+def _checked(made: Any, samples: int, window: int, vocab_size: int) -> Proposals:
+    """Return proposals if nothing is wrong with them, else raise ValueError."""
     if type(made) is not Proposals:
-        return f"{type(made).__name__} instead of proposals"
+        raise ValueError(f"{type(made).__name__} instead of proposals")
     tokens, acceptance = made.tokens, made.acceptance
     if tokens.ndim != 2 or len(tokens) != samples or not 0 < tokens.shape[1] <= window:
-        return f"proposals of shape {tokens.shape} for {samples} samples of 1 to {window} tokens"
+        raise ValueError(f"proposals of shape {tokens.shape} for {samples} samples of 1 to {window} tokens")
     if acceptance.shape != tokens.shape:
-        return f"predictions of shape {acceptance.shape} for tokens of shape {tokens.shape}"
+        raise ValueError(f"predictions of shape {acceptance.shape} for tokens of shape {tokens.shape}")
     if wrong := flaw(made, vocab_size):
-        return wrong
+        raise ValueError(wrong)
     if len(made.sources) not in (0, samples) or set(map(type, made.sources)) - {str}:
-        return "sources that are no names"
-    return ""
+        raise ValueError("sources that are no names")
+    return made
