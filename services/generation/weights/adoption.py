@@ -80,11 +80,21 @@ class AdoptedWeights:
             for place in sorted(self._root.glob("v*-*"))
         ]
 
-    def give_up(self, place: Path, inode: int) -> None:
-        """Give up a folder that was found to be corrupt, unless another instance has made it anew meanwhile."""
-        with suppress(OSError), self._locked():
-            if place.stat().st_ino == inode:
-                _hide(place)
+    @contextmanager
+    def checking(self, place: Path, *faults: type[Exception]) -> Iterator[None]:
+        """Give a folder up if one of these errors shows that it is corrupt; the error goes on.
+
+        Not one that is the trainer's own, nor one that another instance has made anew meanwhile.
+        """
+        inode = place.stat().st_ino if place.is_dir() else 0
+        try:
+            yield
+        except faults:
+            if place.parent == self._root:
+                with suppress(OSError), self._locked():
+                    if place.stat().st_ino == inode:
+                        _hide(place)
+            raise
 
     def receiving(self, owner: str) -> Path:
         """Return an empty folder for weights that an instance receives; what it left unfinished is removed."""

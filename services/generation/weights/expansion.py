@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,31 +99,22 @@ class WeightReader:
 
         `read` has the contents of files that were read while the others came, by the files' stamps.
         """
-        inode = place.stat().st_ino if place.is_dir() else 0
-        try:
+        checking = self._adopted.checking(place, DataLoss, InvalidArgument) if self._adopted else nullcontext()
+        with checking:
             self._base = stage(place, version, self._manifest, checksum, read)
-            return self._base
-        except (DataLoss, InvalidArgument):
-            if self._adopted is not None:
-                self._adopted.give_up(place, inode)
-            raise
+        return self._base
 
     def _stage(
         self, adopted: AdoptedWeights, place: Path, version: int, given: GivenWeights
     ) -> StagedWeights:
         """Stage a folder; one that is kept here and corrupt is given up."""
-        inode = place.stat().st_ino if place.is_dir() else 0
         is_merged = given.checksum.startswith(expansion.ADAPTER_CHECKSUM)
-        try:
+        with adopted.checking(place, DataLoss):
             if is_merged:
                 # That of the adapter names these weights; their own is known to nobody else.
                 return replace(stage(place, version, self._manifest), checksum=given.checksum)
             self._base = stage(place, version, self._manifest, given.checksum)
-            return self._base
-        except DataLoss:
-            if place != given.folder:
-                adopted.give_up(place, inode)
-            raise
+        return self._base
 
     def _ways(
         self, adopted: AdoptedWeights, version: int, given: GivenWeights
@@ -184,10 +175,10 @@ class WeightReader:
                 check_weight_folder(base.path, self._root, follow_links=True)
                 place = adopted.adopt(Path(base.path), base.version, base.checksum)
             # Without a path it is what the fleet started with.
-            self._base = stage(place or self._model, base.version, self._manifest, base.checksum)
+            place = place or self._model
+            with adopted.checking(place, InvalidArgument, DataLoss):
+                self._base = stage(place, base.version, self._manifest, base.checksum)
         except (InvalidArgument, DataLoss) as error:
-            if place is not None:
-                adopted.give_up(place, place.stat().st_ino if place.exists() else 0)
             text = f"version {base.version}, which the adapter builds on, is not here: {error.message}"
             raise _base_not_held(text, adopted.versions(), base) from error
         return self._base

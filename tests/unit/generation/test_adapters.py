@@ -227,6 +227,20 @@ def test_an_instance_without_the_base_takes_it_from_the_trainer_or_says_what_it_
         alone.read(4, fleet.given(4, base))
 
 
+def test_a_folder_of_the_trainer_that_lost_its_weights_is_left_alone(fleet: Fleet) -> None:
+    folder = fleet.weights.write(1, model())
+    base = BaseWeights(1, safetensors.checksum(folder), str(folder))
+    weights = {path: path.read_bytes() for path in folder.iterdir()}
+    for path in weights:
+        path.unlink()
+    with pytest.raises(FailedPrecondition) as caught:
+        fleet.readers[0].read(2, fleet.given(2, base))
+    assert caught.value.reason == "BASE_NOT_HELD"
+    for path, content in weights.items():
+        path.write_bytes(content)
+    assert equal(fleet.readers[0].read(2, fleet.given(2, base)), expected(model(), 1))
+
+
 def test_an_adapter_that_is_corrupt_is_refused_and_a_merge_that_was_corrupted_is_made_anew(
     fleet: Fleet,
 ) -> None:

@@ -197,10 +197,14 @@ def test_a_good_copy_is_not_given_up_for_a_bad_one_that_it_replaced(
     given = trainer.full(1)
     reader.read(1, given)
     place = place_of(adopted, 1, given)
-    bad = place.stat().st_ino
-    shutil.move(place, place.with_name("bad"))
-    reader.read(1, given)
-    adopted.give_up(place, bad)
+
+    def find() -> None:
+        shutil.move(place, place.with_name("bad"))
+        reader.read(1, given)
+        raise DataLoss("it is corrupt")
+
+    with pytest.raises(DataLoss, match="it is corrupt"), adopted.checking(place, DataLoss):
+        find()
     assert adopted.held(1, given.checksum) == place
 
 
