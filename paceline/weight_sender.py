@@ -77,12 +77,12 @@ class WeightSender:
 
     def _drop(self, link: _Link, most: int) -> None:
         """Drop what is confirmed; wait until no more than `most` bytes are kept."""
-        self._window.confirm(link.confirmed())
-        self.reached = max(self.reached, link.received)
-        while self._window.bytes > most:
-            link.wait()
+        while True:
             self._window.confirm(link.confirmed())
             self.reached = max(self.reached, link.received)
+            if self._window.bytes <= most:
+                return
+            link.wait()
 
 
 class _Link:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +20,7 @@ from paceline.channel import Tls
 from paceline.errors import PacelineError, from_rpc, source_read_once, stream_stalled
 from paceline.send_window import SourceBehind, cut
 from paceline.weight_sender import SendStalled, WeightSender
-from paceline.weights import finish, keeps_staged, next_version
+from paceline.weights import aborting, finish, next_version
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 # Refusals that another attempt will not change.
@@ -66,19 +65,10 @@ async def push_stream(
     """
     version = next_version(await client.versions(), target)
     started = await client.start_stream(run_id, version, target)
-    try:
+    async with aborting(client, started.update_id):
         checksum = await _send(client, run_id, target, stream, tensors, started)
         await client.update_streamed(started.update_id, checksum)
         return await finish(client, started.update_id, version, target, in_flight)
-    except GeneratorExit:
-        raise
-    except BaseException as raised:
-        if keeps_staged(raised):
-            raise
-        # The error that led here is the one to report.
-        with suppress(PacelineError):
-            await client.abort_update(started.update_id)
-        raise
 
 
 async def _send(

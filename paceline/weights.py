@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,23 +58,12 @@ class WeightFolder:
             ValueError: tensors that cannot be written (see `safetensors.write`).
             OSError: the disk is full, for example.
         """
-        root = self.root.absolute()
-        folder = root / f"v{version:08d}"
-        for left in root.glob(f".{folder.name}.*"):  # by a trainer that died in the middle
-            shutil.rmtree(left, ignore_errors=True)
-        unfinished = root / f".{folder.name}.{os.getpid()}"
-        unfinished.mkdir(parents=True)
-        try:
+        folder = self.root.absolute() / f"v{version:08d}"
+        with _appearing(folder) as unfinished:
             for path in self.model.iterdir():
                 if path.is_file() and ".safetensors" not in path.name:
                     safetensors.sync(Path(shutil.copy2(path, unfinished / path.name)))
             safetensors.write(unfinished, tensors, self.shard_bytes)
-            _remove(folder)
-            unfinished.rename(folder)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        safetensors.sync(root)
         return folder
 
     def write_delta(self, published: t.Versions, folder: Path) -> Path | None:
@@ -114,18 +103,9 @@ class WeightFolder:
             ValueError: the source is no adapter.
             OSError: the disk is full, for example.
         """
-        root = self.root.absolute()
-        place = root / f"adapter-{version:08d}"
-        unfinished = root / f".{place.name}.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        try:
+        place = self.root.absolute() / f"adapter-{version:08d}"
+        with _appearing(place) as unfinished:
             adapters.write(unfinished, source, base)
-            _remove(place)
-            unfinished.rename(place)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        safetensors.sync(root)
         return place
 
     def prune(self) -> None:
@@ -133,6 +113,23 @@ class WeightFolder:
         for kind in ("v[0-9]*", "delta-*", "adapter-*"):
             for folder in sorted(self.root.glob(kind))[: -self.keep]:
                 _remove(folder)
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """Yield a hidden folder, which takes this place when the block ends and is removed when it raises."""
+    for left in folder.parent.glob(f".{folder.name}.*"):  # by a trainer that died in the middle
+        shutil.rmtree(left, ignore_errors=True)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        _remove(folder)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    safetensors.sync(folder.parent)
 
 
 def _remove(folder: Path) -> None:
@@ -163,17 +160,23 @@ async def push(
     checksum = await client.run_work(lambda: expansion.checksum(folder))
     changes = await client.run_work(lambda: delta_of(published, folder))
     started = await client.start_update(run_id, version, target)
-    try:
+    async with aborting(client, started.update_id):
         await client.update_weights(started.update_id, folder, checksum, changes)
         return await finish(client, started.update_id, version, target, in_flight)
+
+
+@asynccontextmanager
+async def aborting(client: GatewayCalls, update_id: str) -> AsyncIterator[None]:
+    """Abort the update where an error ends the block, unless it leaves the weights staged."""
+    try:
+        yield
     except GeneratorExit:
         raise
     except BaseException as raised:
-        if keeps_staged(raised):
-            raise
-        # The error that led here is the one to report.
-        with suppress(PacelineError):
-            await client.abort_update(started.update_id)
+        if not keeps_staged(raised):
+            # The error that led here is the one to report.
+            with suppress(PacelineError):
+                await client.abort_update(update_id)
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from paceline import convert
 from paceline import types as t
@@ -18,14 +19,9 @@ class WeightUpdateCalls(Caller):
         self, run_id: str, version: int, target: t.WeightTarget = t.WeightTarget.POLICY
     ) -> t.UpdateStarted:
         """Start the weight update to a version above the current one."""
-        request = weight_pb2.StartUpdateRequest(
-            run_id=run_id,
-            policy_version=version if target is t.WeightTarget.POLICY else 0,
-            drafter_version=version if target is t.WeightTarget.DRAFTER else 0,
-            target=convert.target_to_proto(target),
-            transport=weight_pb2.WEIGHT_TRANSPORT_DISK,
+        return convert.update_started(
+            await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_DISK)
         )
-        return convert.update_started(await self.call(Unary("Weight", "StartUpdate", request)))
 
     async def update_weights(
         self, update_id: str, path: Path | str, checksum: str = "", delta: Path | None = None
@@ -35,32 +31,19 @@ class WeightUpdateCalls(Caller):
         `delta` is a folder with what changed since the published version, for instances that hold that one.
         """
         disk = weight_pb2.DiskWeights(path=str(path), checksum=checksum, delta=str(delta or ""))
-        request = weight_pb2.UpdateWeightsRequest(update_id=update_id, disk=disk)
-        return convert.staged(
-            await self.call(Unary("Weight", "UpdateWeights", request, slow=True, streams_request=True))
-        )
+        return await self._stage(weight_pb2.UpdateWeightsRequest(update_id=update_id, disk=disk))
 
     async def start_stream(
         self, run_id: str, version: int, target: t.WeightTarget = t.WeightTarget.POLICY
     ) -> t.StreamStarted:
         """Start an update whose weights are pushed to an instance, or name an instance that lives now."""
-        request = weight_pb2.StartUpdateRequest(
-            run_id=run_id,
-            policy_version=version if target is t.WeightTarget.POLICY else 0,
-            drafter_version=version if target is t.WeightTarget.DRAFTER else 0,
-            target=convert.target_to_proto(target),
-            transport=weight_pb2.WEIGHT_TRANSPORT_STREAM,
-        )
-        answer = await self.call(Unary("Weight", "StartUpdate", request))
+        answer = await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_STREAM)
         return convert.stream_started(answer, version)
 
     async def update_streamed(self, update_id: str, checksum: str) -> tuple[t.InstanceUpdate, ...]:
         """Let every instance check and stage what was pushed."""
         streamed = weight_pb2.StreamedWeights(checksum=checksum)
-        request = weight_pb2.UpdateWeightsRequest(update_id=update_id, streamed=streamed)
-        return convert.staged(
-            await self.call(Unary("Weight", "UpdateWeights", request, slow=True, streams_request=True))
-        )
+        return await self._stage(weight_pb2.UpdateWeightsRequest(update_id=update_id, streamed=streamed))
 
     async def finish_update(
         self, update_id: str, in_flight: t.InFlight = t.InFlight.REFUSE
@@ -81,3 +64,19 @@ class WeightUpdateCalls(Caller):
         return convert.versions(
             await self.call(Unary("Weight", "GetVersions", weight_pb2.GetVersionsRequest()))
         )
+
+    async def _start(
+        self, run_id: str, version: int, target: t.WeightTarget, transport: weight_pb2.WeightTransport
+    ) -> Any:
+        request = weight_pb2.StartUpdateRequest(
+            run_id=run_id,
+            policy_version=version if target is t.WeightTarget.POLICY else 0,
+            drafter_version=version if target is t.WeightTarget.DRAFTER else 0,
+            target=convert.target_to_proto(target),
+            transport=transport,
+        )
+        return await self.call(Unary("Weight", "StartUpdate", request))
+
+    async def _stage(self, request: weight_pb2.UpdateWeightsRequest) -> tuple[t.InstanceUpdate, ...]:
+        staging = Unary("Weight", "UpdateWeights", request, slow=True, streams_request=True)
+        return convert.staged(await self.call(staging))
