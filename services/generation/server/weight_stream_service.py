@@ -16,7 +16,7 @@ from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.v1 import weight_stream_pb2 as pb
 from paceline.v1 import weight_stream_pb2_grpc as rpc
 from services.contracts.errors import InvalidArgument
-from services.generation.weights.stream.followers import Follower
+from services.generation.weights.stream.followers import StreamFollower
 from services.generation.weights.stream.metrics import INSTANCE, TRAINER
 from services.generation.weights.stream.reception import Reception, outgoing
 from services.generation.weights.stream.streams import WeightStreams
@@ -104,7 +104,7 @@ class WeightPeerService(peer_rpc.WeightPeerServiceServicer):
 
 async def _acknowledge(
     reception: Reception | None,
-    follower: Follower | None,
+    follower: StreamFollower | None,
     requests: AsyncIterator[peer_pb.FetchWeightsRequest],
 ) -> None:
     async for request in requests:

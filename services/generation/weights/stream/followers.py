@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(eq=False, slots=True)
-class Follower:
+class StreamFollower:
     """An instance that fetches: what it has, and when it last said so."""
 
     position: int
@@ -19,23 +19,23 @@ class Followers:
     def __init__(self, grace: float, now: float) -> None:
         """Without a word of theirs for `grace` seconds followers are not waited for."""
         self._grace = grace
-        self._followers: set[Follower] = set()
+        self._followers: set[StreamFollower] = set()
         self._seen_at = now
         self._confirmed = 0
 
-    def join(self, position: int, now: float) -> Follower:
+    def join(self, position: int, now: float) -> StreamFollower:
         """Add one that begins at this position."""
-        follower = Follower(position, now)
+        follower = StreamFollower(position, now)
         self._followers.add(follower)
         self._seen_at = now
         return follower
 
-    def acknowledge(self, follower: Follower, position: int, now: float) -> None:
+    def acknowledge(self, follower: StreamFollower, position: int, now: float) -> None:
         """Record what one has."""
         follower.position = max(follower.position, position)
         follower.seen_at = self._seen_at = now
 
-    def leave(self, follower: Follower) -> None:
+    def leave(self, follower: StreamFollower) -> None:
         """Remove one whose call has ended."""
         self._followers.discard(follower)
 
