@@ -203,7 +203,7 @@ def _speculation(
     fixed = FixedLengthPlanner(config.draft_window, config.draft_floor, config.survival_floor)
     step_time = StepTimeEstimator(_swept(config, engine))
     planner = KnobDrivenPlanner(
-        *(knobs, step_time, origin_of), fixed=fixed, metrics=metrics.planner, graphs=engine.graph_sizes
+        knobs, step_time, origin_of, fixed=fixed, metrics=metrics.planner, graphs=engine.graph_sizes
     )
     drafters: list[TokenDrafter] = [makers[name]() for name in config.drafters]
     drafters += [

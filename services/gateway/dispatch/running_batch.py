@@ -23,8 +23,6 @@ from services.platform.observability.span import NO_SPAN, TraceSpan
 # seconds between two events to the same.
 _DELIVERIES = 200.0
 _LEAST_INTERVAL, _MOST_INTERVAL = 0.02, 0.5
-
-
 # Bytes of a token and its log-probability, and seconds for which their count holds.
 _TOKEN_BYTES, _COUNT_SECONDS = 8, 0.1
 

@@ -25,10 +25,8 @@ class JsonRecord:
 
     def to_json(self: Any) -> str:
         """Serialise the fields that differ from their defaults: other releases may not have those."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return json.dumps(
-            {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
-        )
+        values = ((each, getattr(self, each.name)) for each in fields(self))
+        return json.dumps({each.name: value for each, value in values if value != each.default})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

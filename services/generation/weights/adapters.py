@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.adapters import CONFIG
 from paceline.errors import Violation
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.weights.shards import MappedTensors, open_shards
 
 Floats = npt.NDArray[np.float32]
 
-CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _BLOCK_BYTES = 4 << 20

@@ -99,7 +99,9 @@ class WeightReader:
 
         `read` has the contents of files that were read while the others came, by the files' stamps.
         """
-        checking = self._adopted.checking(place, DataLoss, InvalidArgument) if self._adopted else nullcontext()
+        checking = (
+            self._adopted.checking(place, DataLoss, InvalidArgument) if self._adopted else nullcontext()
+        )
         with checking:
             self._base = stage(place, version, self._manifest, checksum, read)
         return self._base
