@@ -14,10 +14,20 @@ import yaml
 from safetensors.torch import load_file
 
 import paceline
-from paceline import Client, Group, InstanceState, RetryPolicy, SamplingParams, Tls, WeightFolder
+from paceline import (
+    Client,
+    Group,
+    InstanceState,
+    RetryPolicy,
+    SamplingParams,
+    Tls,
+    WeightFolder,
+    WeightStream,
+)
 from paceline.channel import call_metadata, open_channel
-from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
+from paceline.internal.v1 import generation_pb2, generation_pb2_grpc, weight_peer_pb2, weight_peer_pb2_grpc
 from paceline.tokens import hash_token
+from paceline.v1 import weight_stream_pb2, weight_stream_pb2_grpc
 from services.local import Platform, PlatformConfig
 from tests.support.certificates import DAY, Authority
 from tests.support.zygote import launch
@@ -59,6 +69,7 @@ def secured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         instances=2,
         folder=folder / "platform",
         pin=False,  # the kernel shares the cores out among the workers
+        shared_weights=False,
         instance_options=("--dtype=float32", "--max-num-seqs=32", "--kv-cache-memory-bytes=268435456"),
         tls=shown(authority, "services"),
         token="the services' own",
@@ -83,6 +94,71 @@ def test_a_training_step_under_mutual_tls(secured: Secured, model: Path, tmp_pat
         version = client.versions().policy_version
         assert {sample.version_spans[-1].policy_version for sample in second} == {version}
         assert version > first[0].version_spans[-1].policy_version
+
+
+def address_of(secured: Secured, index: int) -> str:
+    ready = secured.platform.instances[index].ready
+    assert ready is not None
+    return ready.address
+
+
+def test_weights_are_pushed_and_passed_on_under_mutual_tls(
+    secured: Secured, model: Path, tmp_path: Path
+) -> None:
+    state = load_file(model / "model.safetensors")
+    new = {name: tensor * 1.3 for name, tensor in state.items()}
+    with secured.client() as client:
+
+        def sampled(run_id: str) -> dict[paceline.SampleKey, list[int]]:
+            samples = list(client.run(run_id, seed=3).rollout(0, groups(16), SAMPLING))
+            spans = [span for sample in samples for span in sample.provenance.instance_spans]
+            assert {span.instance_id for span in spans} == {"instance-0", "instance-1"}
+            return {sample.key: sample.token_ids.tolist() for sample in samples}
+
+        by_folder = client.run("by-folder", weights=WeightFolder(tmp_path / "weights", model))
+        by_folder.push_weights(new)
+        wanted = sampled("wanted")
+        by_folder.push_weights(state)
+        assert sampled("before") != wanted
+
+        finished = client.run("by-stream", weights=WeightStream(piece_bytes=16384)).push_weights(new)
+
+        assert [each.applied for each in finished.instances] == [True, True]
+        assert sampled("after") == wanted
+        place = f"v{finished.policy_version:08d}-*"
+        adopted = secured.platform.config.adopted
+        # The trainer has sent the bytes to one of them, and the other has fetched them from there.
+        assert [len(list((adopted / f"instance-{n}").glob(place))) for n in range(2)] == [1, 1]
+        assert client.versions().policy_path == ""
+
+
+def test_weights_of_a_trainer_without_a_certificate_are_not_taken(secured: Secured, model: Path) -> None:
+    state = load_file(model / "model.safetensors")
+    theirs = Authority(secured.authority.folder, "forger")
+    forged = Tls(secured.tls.ca_file, theirs.tls("x").cert_file, theirs.tls("x").key_file)
+    for tls in (Tls(secured.tls.ca_file), forged):
+        with secured.client() as client:
+            before = client.versions()
+            run = client.run("bare", weights=WeightStream(give_up_seconds=0.0, tls=tls))
+            with pytest.raises(paceline.UnavailableError):
+                run.push_weights(state)
+            assert client.versions().policy_version == before.policy_version
+            # What was refused is in nobody's way.
+            assert client.run("known", weights=WeightStream()).push_weights(state)
+
+
+def test_weights_go_to_bearers_of_the_right_tokens_only(secured: Secured) -> None:
+    """A trainer's token opens neither call of an instance, nor does a guessed ticket."""
+    for index, token in ((0, "trainer"), (1, "guessed"), (1, None)):
+        with open_channel(address_of(secured, index), secured.tls) as channel:
+            push = weight_stream_pb2_grpc.WeightStreamServiceStub(channel).PushWeights
+            fetch = weight_peer_pb2_grpc.WeightPeerServiceStub(channel).FetchWeights
+            for call, request in (
+                (push, weight_stream_pb2.PushWeightsRequest()),
+                (fetch, weight_peer_pb2.FetchWeightsRequest()),
+            ):
+                with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                    list(call(iter([request]), timeout=60, metadata=call_metadata(token)))
 
 
 def refused(secured: Secured, kind: type[paceline.PacelineError], **client: Any) -> paceline.PacelineError:
@@ -132,9 +208,7 @@ def test_a_trainer_cannot_drain_and_an_operator_cannot_sample(secured: Secured) 
 
 
 def test_an_instance_does_not_know_the_callers_tokens(secured: Secured) -> None:
-    ready = secured.platform.instances[0].ready
-    assert ready is not None
-    with open_channel(ready.address, secured.tls) as channel:
+    with open_channel(address_of(secured, 0), secured.tls) as channel:
         status = generation_pb2_grpc.GenerationServiceStub(channel).GetStatus
         request = generation_pb2.GetStatusRequest()
         with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
