@@ -1,0 +1,1 @@
+"""Benchmark of weights on their way from a trainer to its instances."""

@@ -1,0 +1,211 @@
+"""Weights from a trainer to its instances: seconds, bytes, memory, and pauses in decoding.
+
+    make bench NAME=weights
+
+Models of `--sizes` are made on the spot. A trainer in a process of its own pushes them through a real gateway to
+real instances, each with a folder of its own:
+
+- transfers: 1, 2 and 4 instances, by folder and by stream, over loopback, and by stream over links of a tenth of
+  loopback's rate. Their engine is a stand-in that holds the model and copies new weights into it.
+- engines: one instance of vLLM's engine that decodes while weights come (CONTINUE).
+- deltas: GRPO steps of tinymath, as in bench.weight_deltas.
+
+Files lie in `--folder`, by default in memory (/dev/shm) where that has room, so that what Paceline does is measured
+and not a disk. What they are compared with is measured in the same place, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench import weight_deltas
+from bench.report import console, format_value, show, show_table, write
+from bench.weights.fleet import Model, Pushes, engine_pushes, transfers
+from bench.weights.links import loopback_rate
+from bench.weights.memory import available_bytes
+from bench.weights.models import make_models, reference, weight_bytes
+from bench.weights.progress import Progress
+from bench.weights.summary import FOLDER, GOALS, STREAM, summary, verdicts
+
+LOGS = Path("runs/bench/weights")
+_IN_MEMORY = Path("/dev/shm")
+_PROBE_BYTES = 1 << 30
+_TOLD = ("engine", "transport", "links", "megabytes", "instances", "seconds", "vs_copy_and_check")
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, show and write."""
+    warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
+    given = arguments()
+    with _place(given) as place, Progress(_plan(given)) as progress:
+        measured = _measure(given, place, progress)
+    _show(measured)
+    figures = summary(measured["transfers"], measured["engines"], measured["deltas"])
+    reached = verdicts(figures, measured["engines"])
+    show("weights", figures)
+    console().print(f"goals reached: {reached}")
+    options = {name: str(value) for name, value in vars(given).items()}
+    write("weights", {**figures, "goals": GOALS, "goals_reached": reached, **measured, "options": options})
+
+
+def _plan(given: argparse.Namespace) -> list[tuple[str, float]]:
+    """Return the parts of a run and their seconds on two quiet cores."""
+    largest = max(given.sizes)
+    total = sum(given.sizes)
+    fleets = sum(given.fleets)
+    parts = [("models", 15 + total / 100)]
+    parts += [(f"{size} MB, loopback", 15 + size * fleets / 100) for size in given.sizes]
+    parts.append((f"{largest} MB, throttled links", 20 + largest / 20 * len(given.fleets)))
+    parts += [(f"{size} MB, vLLM", 45 + size / 20) for size in given.engine_sizes]
+    if given.delta_steps:
+        parts.append(("deltas", 90 + 15 * given.delta_steps))
+    return parts
+
+
+def _measure(given: argparse.Namespace, place: Path, progress: Progress) -> Row:
+    progress.begin("models")
+    sizes = sorted({*given.sizes, *given.engine_sizes})
+    models = {
+        size: Model(size, folder, reference(folder, place / "reference"))
+        for size, folder in make_models(place, sizes).items()
+    }
+    rate = loopback_rate(_PROBE_BYTES)
+    rows: list[Row] = []
+    for size in given.sizes:
+        progress.begin(f"{size} MB, loopback")
+        pushes = Pushes(sorted(given.fleets, reverse=True), (FOLDER, STREAM), given.rounds)
+        rows += _told(transfers(models[size], place / "platform", pushes, None))
+    largest = max(given.sizes)
+    progress.begin(f"{largest} MB, throttled links")
+    pushes = Pushes(sorted(given.fleets, reverse=True), (STREAM,), 1)
+    rows += _told(transfers(models[largest], place / "platform", pushes, rate / 10))
+    engines: list[Row] = []
+    for size in given.engine_sizes:
+        progress.begin(f"{size} MB, vLLM")
+        engines += _told(engine_pushes(models[size], place / "platform", (FOLDER, STREAM)))
+    deltas = None
+    if given.delta_steps:
+        progress.begin("deltas")
+        recorded = weight_deltas.record_steps(LOGS / "deltas", given.delta_steps)
+        deltas = weight_deltas.measure(recorded, place / "deltas", given.delta_megabytes)
+    return {
+        "transfers": rows,
+        "engines": engines,
+        "deltas": deltas,
+        "references": {
+            str(size): {
+                "model_bytes": weight_bytes(model.folder),
+                "copy_seconds": model.reference.copy,
+                "check_seconds": model.reference.check,
+                "memory_copy_seconds": model.reference.memory_copy,
+            }
+            for size, model in models.items()
+        },
+        "loopback_bytes_per_second": rate,
+        "files_in": str(place.parent),
+    }
+
+
+def _told(rows: Iterator[Row]) -> Iterator[Row]:
+    """Print what is measured at once: a run that breaks off has told the rest."""
+    for row in rows:
+        told = ", ".join(f"{name} {format_value(row[name])}" for name in _TOLD if name in row)
+        console().print(f"  {told}", highlight=False)
+        yield row
+
+
+@contextmanager
+def _place(given: argparse.Namespace) -> Iterator[Path]:
+    """Return a folder for the run's files, which are removed at its end; the logs stay."""
+    parent = given.folder or _roomy(_room_needed(given))
+    place: Path = (parent / "paceline-bench-weights").absolute()
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    try:
+        yield place
+    finally:
+        shutil.copytree(place / "platform" / "logs", LOGS / "logs", dirs_exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _room_needed(given: argparse.Namespace) -> float:
+    """Return the bytes of memory that a run takes with its files in memory."""
+    largest, fleet = max(given.sizes), max(given.fleets)
+    # Each instance holds its model in memory and up to three versions in files; so does the trainer. Beside them
+    # are the models.
+    return 1e6 * (
+        (1 + min(3, given.rounds + 1)) * largest * (fleet + 1) + sum(given.sizes) + 500 * (fleet + 2)
+    )
+
+
+def _roomy(needed: float) -> Path:
+    if _IN_MEMORY.is_dir() and min(available_bytes(), shutil.disk_usage(_IN_MEMORY).free) > needed:
+        return _IN_MEMORY
+    console().print(f"{_IN_MEMORY} has no room for {needed / 1e9:.1f} GB: files lie in {LOGS}")
+    return LOGS
+
+
+def _show(measured: Row) -> None:
+    columns = (
+        ("seconds", "seconds"),
+        ("/ (copy + check)", "vs_copy_and_check"),
+        ("copy s", "copy_seconds"),
+        ("check s", "check_seconds"),
+        ("stage s", "stage_seconds"),
+        ("apply s", "apply_seconds"),
+        ("trainer MB", "trainer_mb"),
+        ("trainer peak, models", "trainer_peak_memory_models"),
+        ("instance peak, models", "instance_peak_memory_models"),
+    )
+    table = {
+        f"{row['transport']}, {row['megabytes']} MB, {row['links']}, {row['instances']}": {
+            **row,
+            "trainer_mb": row["trainer_bytes"] / 1e6,
+        }
+        for row in measured["transfers"]
+    }
+    show_table("transfers", columns, table)
+    names: tuple[str, ...] = (
+        "seconds",
+        "decoding_gap_ms",
+        "memory_copy_ms",
+        "apply_ms",
+        "prefill_ms",
+        "step_ms",
+    )
+    names += ("step_while_staging_ms", "slowest_step_ms", "serving_private_mb", "peak_private_mb")
+    table = {f"{row['transport']}, {row['megabytes']} MB": row for row in measured["engines"]}
+    show_table("vLLM's engine", [(name, name) for name in (*names, "peak_memory_models")], table)
+    rate = measured["loopback_bytes_per_second"] / 1e6
+    console().print(f"loopback, one stream of gRPC: {format_value(rate)} MB/s", highlight=False)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options."""
+    parser = argparse.ArgumentParser(
+        prog="bench.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", type=_numbers, default=[100, 300, 1000], help="MB of the models, by commas")
+    add("--fleets", type=_numbers, default=[1, 2, 4], help="numbers of instances, by commas")
+    add("--engine-sizes", type=_numbers, default=[100, 1000], help="MB of the models of vLLM's engine")
+    add("--rounds", type=int, default=1, help="timed pushes of each kind")
+    add("--delta-steps", type=int, default=4, help="GRPO steps at each learning rate; 0: no deltas")
+    add("--delta-megabytes", type=int, default=64, help="size of the weights of which the deltas' speeds are")
+    add("--folder", type=Path, help="where the files lie")
+    return parser.parse_args(argv)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",") if each]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A generation instance of the weights benchmark: the real service, with one of two engines.
+
+copying: the stand-in `CopyingEngine`; vllm: the real engine, whose steps and weights leave their times in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import services.generation.build as composition
+from services.generation.__main__ import serve
+from services.generation.config import GenerationConfig
+from services.generation.engine.types import EngineLoad
+from services.generation.kv_transfer.block_store import UnsupportedCaches
+from services.platform.process import run
+
+ENGINE, TIMES = "BENCH_WEIGHTS_ENGINE", "BENCH_WEIGHTS_TIMES"
+"""Environment variables: which engine, and the file of the times of vLLM's."""
+COPYING, VLLM = "copying", "vllm"
+_VOCABULARY, _LENGTH = 4096, 2048
+T = TypeVar("T")
+
+
+class CopyingEngine:
+    """Stand-in for an engine: holds a model in memory, and applies weights by copying them into it.
+
+    It generates nothing. What vLLM's engine does beside the copy when weights are applied, it leaves out.
+    """
+
+    def __init__(self, model: Path) -> None:
+        """Load the weights of a folder."""
+        import torch
+        from safetensors.torch import load_file
+
+        from services.contracts.sampling import ModelLimits
+
+        torch.set_num_threads(1)
+        self.limits = ModelLimits(vocab_size=_VOCABULARY, max_model_len=_LENGTH)
+        self.device = self.hardware = "none"
+        self.dtype = "float32"
+        self.max_running = 1
+        self.asleep = False
+        self.has_work = False
+        self.load = EngineLoad(0, 0, 0.0)
+        self.graph_sizes: tuple[int, ...] = ()
+        self.model_drafts: dict[str, Any] = {}
+        self.migration = _NoMoves()
+        self._weights = {
+            name: tensor.clone()
+            for path in sorted(model.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
+
+    def apply_weights(self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False) -> int:
+        """Copy tensors over those of the same names; there is no KV to drop."""
+        for name, tensor in tensors:
+            self._weights[name].copy_(tensor)
+        return 0
+
+    def abort(self, sample_ids: Iterable[str]) -> None:
+        """End samples, of which there are none."""
+
+    def shutdown(self) -> None:
+        """Release nothing."""
+
+
+class _NoMoves:
+    """Moves of an engine that has no KV."""
+
+    def __init__(self) -> None:
+        self.on_withdrawn: Callable[[str], None] = lambda _: None
+
+    def open_ports(self, *_: object) -> None:
+        raise UnsupportedCaches("the engine has no KV")
+
+
+def main() -> None:
+    """Serve as `python -m services.generation` does, with the engine that the environment names."""
+    real = composition.build_engine
+
+    def copying(config: GenerationConfig, metrics: Any, origin_of: Any) -> tuple[Any, Any]:
+        engine: Any = CopyingEngine(Path(config.model))
+        return engine, composition.build_drafts(config, engine, metrics, origin_of)
+
+    def timed(config: GenerationConfig, metrics: Any, origin_of: Any) -> tuple[Any, Any]:
+        engine, drafts = real(config, metrics, origin_of)
+        # Written line by line, for whoever reads it while this process runs.
+        times = Path(os.environ[TIMES]).open("a", buffering=1)  # noqa: SIM115 (open to the end of the process)
+        engine.step = _timed("step", engine.step, times)
+        engine.apply_weights = _timed("apply", engine.apply_weights, times)
+        return engine, drafts
+
+    composition.build_engine = copying if os.environ[ENGINE] == COPYING else timed
+    run("generation", serve, GenerationConfig)
+
+
+def _timed(name: str, method: Callable[..., T], times: TextIO) -> Callable[..., T]:
+    def call(*args: Any, **options: Any) -> T:
+        began = time.monotonic()
+        result = method(*args, **options)
+        times.write(f"{name} {began!r} {time.monotonic()!r}\n")
+        return result
+
+    return call
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Links of a given rate between processes of one machine, and the rate of loopback itself.
+
+A link stands in front of a server: at most so many bytes a second pass to it, and as many from it, over all
+connections together. It moves them from socket to socket in the kernel, so that it takes little of the processors.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import grpc
+
+HOST, LINK_HOST = "127.0.0.1", "127.0.0.2"
+"""Where a server listens, and where the link before it does, at the same port."""
+_CHUNK = 64 << 10
+_BUFFER = 256 << 10
+# What may pass at once after a while in which less did: some milliseconds' worth.
+_BURST_SECONDS = 0.005
+_ANSWER_SECONDS = 60.0
+_PIECE = 1 << 20
+
+
+class LinkBytes(NamedTuple):
+    """Bytes that passed to a server, and from it."""
+
+    inbound: int
+    outbound: int
+
+
+class Bucket:
+    """Token bucket: says how long to wait until so many bytes may pass. Pure; used under a lock."""
+
+    def __init__(self, rate: float, burst_seconds: float = _BURST_SECONDS) -> None:
+        """Let `rate` bytes pass in a second."""
+        self.passed = 0
+        self._rate = rate
+        self._burst = burst_seconds
+        self._free_at = float("-inf")
+
+    def take(self, count: int, now: float) -> float:
+        """Let bytes pass; return the seconds to wait before the next ones."""
+        self.passed += count
+        self._free_at = max(self._free_at, now - self._burst) + count / self._rate
+        return max(0.0, self._free_at - now)
+
+
+class Links:
+    """Links in a process of their own. Use it as a context manager."""
+
+    def __init__(self, ports: Sequence[int], rate: float) -> None:
+        """Stand before the servers at these ports. `rate` is in bytes a second."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, tuple(ports), rate), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        self._answer()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.close()
+        self._process.join(5)
+        self._process.kill()
+
+    def passed(self) -> list[LinkBytes]:
+        """Return what has passed over each link so far."""
+        self._pipe.send(True)
+        answer: list[LinkBytes] = self._answer()
+        return answer
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(_ANSWER_SECONDS):
+            raise TimeoutError("the process of the links does not answer")
+        return self._pipe.recv()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free at both addresses."""
+    found: list[int] = []
+    # All are held until all are found.
+    with ExitStack() as held:
+        while len(found) < count:
+            port = held.enter_context(socket.create_server((HOST, 0))).getsockname()[1]
+            with suppress(OSError):
+                held.enter_context(socket.create_server((LINK_HOST, port)))
+                found.append(port)
+    return found
+
+
+def _serve(pipe: Connection, ports: Sequence[int], rate: float) -> None:
+    links = [_Link(port, rate) for port in ports]
+    pipe.send(True)
+    with suppress(EOFError):
+        while pipe.recv():
+            pipe.send([link.passed() for link in links])
+
+
+class _Link:
+    def __init__(self, port: int, rate: float) -> None:
+        self._port = port
+        self._lock = threading.Lock()
+        self._inbound, self._outbound = Bucket(rate), Bucket(rate)
+        self._listener = socket.create_server((LINK_HOST, port))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def passed(self) -> LinkBytes:
+        with self._lock:
+            return LinkBytes(self._inbound.passed, self._outbound.passed)
+
+    def _accept(self) -> None:
+        while True:
+            caller, _ = self._listener.accept()
+            try:
+                server = socket.create_connection((HOST, self._port))
+            except OSError:
+                caller.close()  # the server is not there yet, or not any more
+                continue
+            for each in caller, server:
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            for source, target, bucket in (caller, server, self._inbound), (server, caller, self._outbound):
+                threading.Thread(target=self._move, args=(source, target, bucket), daemon=True).start()
+
+    def _move(self, source: socket.socket, target: socket.socket, bucket: Bucket) -> None:
+        reading, writing = os.pipe()
+        try:
+            while count := os.splice(source.fileno(), writing, _CHUNK):
+                left = count
+                while left:
+                    left -= os.splice(reading, target.fileno(), left)
+                with self._lock:
+                    pause = bucket.take(count, time.monotonic())
+                if pause:
+                    time.sleep(pause)
+        except OSError:
+            pass  # one end is gone
+        finally:
+            os.close(reading)
+            os.close(writing)
+            # The other direction ends with it; both sockets are closed when nothing refers to them.
+            for each in source, target:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+
+# The rate of loopback ----------------------------------------------------------------------------------
+
+
+def loopback_rate(total: int) -> float:
+    """Return the bytes a second of one gRPC stream over loopback, in messages of 1 MB, between two processes."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_receive, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_ANSWER_SECONDS):
+            raise TimeoutError("the process at the other end does not answer")
+        with grpc.insecure_channel(f"{HOST}:{ours.recv()}", options=_OPTIONS) as channel:
+            call: Any = channel.stream_unary("/bench.Loopback/Take")
+            call(iter([bytes(_PIECE)] * 8))
+            began = time.perf_counter()
+            call(iter([bytes(_PIECE)] * (total // _PIECE)))
+            return total // _PIECE * _PIECE / (time.perf_counter() - began)
+    finally:
+        process.kill()
+        process.join()
+
+
+_OPTIONS = (("grpc.max_receive_message_length", 4 << 20),)
+
+
+def _receive(pipe: Connection) -> None:
+    def take(requests: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
+        for _request in requests:
+            pass
+        return b"done"
+
+    server = grpc.server(futures.ThreadPoolExecutor(1), options=_OPTIONS)
+    handlers: dict[str, Any] = {"Take": grpc.stream_unary_rpc_method_handler(take)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Loopback", handlers),))
+    port = server.add_insecure_port(f"{HOST}:0")
+    server.start()
+    pipe.send(port)
+    server.wait_for_termination()

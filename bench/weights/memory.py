@@ -1,0 +1,67 @@
+"""Private memory of processes while something runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_EVERY_SECONDS = 0.02
+
+
+def private_bytes(pid: int) -> int:
+    """Return the private memory of a process, clean and dirty, by smaps_rollup; 0 once it is gone."""
+    try:
+        return parse_rollup(Path(f"/proc/{pid}/smaps_rollup").read_text())
+    except OSError:
+        return 0
+
+
+def parse_rollup(text: str) -> int:
+    """Return the private bytes that a smaps_rollup tells of."""
+    lines = (line.split() for line in text.splitlines())
+    return sum(int(line[1]) * 1024 for line in lines if line[0].startswith("Private_"))
+
+
+def available_bytes() -> int:
+    """Return the memory that the machine has to give."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+class PeakMemory:
+    """Most private memory that each of some processes has had inside the `with`, and what it had before."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.before: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        self.before = {name: private_bytes(pid) for name, pid in self._pids.items()}
+        self.peak = dict(self.before)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._look()
+
+    def growth(self, name: str) -> int:
+        """Return the bytes by which a process's peak is above what it had before."""
+        return self.peak[name] - self.before[name]
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_EVERY_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        for name, pid in self._pids.items():
+            self.peak[name] = max(self.peak[name], private_bytes(pid))

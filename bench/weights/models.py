@@ -1,0 +1,125 @@
+"""Models of the weights benchmark, and what a plain copy and one check of their files take."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.random_model import make_random_model
+
+VOCABULARY, LENGTH = 4096, 2048
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Seconds of what an update is compared with.
+
+    `copy`: the files of a version, to files on the same disk, synced; `check`: reading them once with SHA-256 and
+    the test for finite values, in one thread; `memory_copy`: the tensors, in memory, in one thread.
+    """
+
+    copy: float
+    check: float
+    memory_copy: float
+
+
+def shape_of(megabytes: int) -> tuple[int, int]:
+    """Return width and layers of a model of about so many MB in float32."""
+    hidden = 512 if megabytes < 200 else 1024
+    embedding = VOCABULARY * hidden * 4
+    layer = 12 * hidden * hidden * 4
+    return hidden, max(1, round((megabytes * 1e6 - embedding) / layer))
+
+
+def make_models(folder: Path, sizes: list[int]) -> dict[int, Path]:
+    """Make a model of each size, in a process of its own, whose memory ends with it."""
+    found = {size: folder / f"model-{size}" for size in sizes}
+    process = multiprocessing.get_context("spawn").Process(target=_make, args=(found,))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError("the models could not be made")
+    return found
+
+
+def _make(found: dict[int, Path]) -> None:
+    for size, folder in found.items():
+        hidden, layers = shape_of(size)
+        make_random_model(folder, hidden=hidden, layers=layers, vocab_size=VOCABULARY, length=LENGTH)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's safetensors files and their index."""
+    return sum(path.stat().st_size for path in folder.iterdir() if ".safetensors" in path.name)
+
+
+def reference(model: Path, scratch: Path) -> Reference:
+    """Measure on the weights of a model, under `scratch`, which is empty afterwards; medians."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_measure, args=(theirs, model, scratch))
+    process.start()
+    theirs.close()
+    try:
+        found: Reference = ours.recv()
+    except EOFError as error:
+        raise RuntimeError("the reference could not be measured") from error
+    finally:
+        process.join()
+    return found
+
+
+def _measure(pipe: multiprocessing.connection.Connection, model: Path, scratch: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    from paceline import safetensors
+    from services.generation.weights.staging import read_manifest, stage
+
+    torch.set_num_threads(1)
+    source, target = scratch / "source", scratch / "target"
+    source.mkdir(parents=True)
+    tensors = {
+        name: tensor.clone()
+        for path in sorted(model.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+    safetensors.write(source, tensors)
+    manifest, checksum = read_manifest(model), safetensors.checksum(source)
+
+    def copy() -> None:
+        target.mkdir()
+        for path in source.iterdir():
+            safetensors.sync(Path(shutil.copyfile(path, target / path.name)))
+
+    copying = _median(copy, lambda: shutil.rmtree(target, ignore_errors=True))
+    checking = _median(lambda: stage(source, 1, manifest, checksum))
+    copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+    def copy_in_memory() -> None:
+        for name, tensor in tensors.items():
+            copies[name].copy_(tensor)
+
+    copy_in_memory()
+    found = Reference(copying, checking, _median(copy_in_memory))
+    shutil.rmtree(scratch)
+    pipe.send(found)
+    pipe.close()
+
+
+def _median(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+    took = []
+    for _ in range(_ROUNDS):
+        prepare()
+        os.sync()
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)

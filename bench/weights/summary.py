@@ -1,0 +1,82 @@
+"""Figures of the weights benchmark that goals are set for, of its rows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+LOOPBACK, THROTTLED = "loopback", "throttled"
+FOLDER, STREAM = "folder", "stream"
+GOALS = {
+    "folder_vs_copy": 1.5,
+    "stream_vs_copy": 1.5,
+    "stream_seconds_ratio_4_vs_1": 1.3,
+    "trainer_bytes_ratio_4_vs_1": 1.0,
+    "delta_bytes_share": 0.25,
+    "delta_bytes_share_1e-6": 0.05,
+}
+# What the protocol around the bytes may add.
+_BYTES_TOLERANCE = 0.01
+_LEAST_GAP_MS = 100.0
+_MORE_BYTES = 1e9
+
+
+def summary(transfers: Sequence[Row], engines: Sequence[Row], deltas: Row | None) -> dict[str, Any]:
+    """Return the figures; None for what was not measured.
+
+    Ratios to the copy are of the largest model and one instance, memory is of the largest model, and the gap is the
+    longest of all pushes to vLLM's engine.
+    """
+    largest = max((row["megabytes"] for row in transfers), default=0)
+    of_largest = [row for row in transfers if row["megabytes"] == largest]
+    throttled = [row for row in transfers if row["links"] == THROTTLED]
+    heaviest = max((row["megabytes"] for row in engines), default=0)
+    memory = [row["peak_memory_models"] for row in engines if row["megabytes"] == heaviest]
+    return {
+        "folder_vs_copy": _only(of_largest, "vs_copy_and_check", FOLDER, 1),
+        "stream_vs_copy": _only(of_largest, "vs_copy_and_check", STREAM, 1),
+        "stream_seconds_ratio_4_vs_1": _ratio(throttled, "seconds"),
+        "trainer_bytes_ratio_4_vs_1": _ratio(throttled, "trainer_bytes"),
+        "delta_bytes_share": deltas and deltas["delta_bytes_share"],
+        "delta_bytes_share_1e-6": deltas and deltas["delta_bytes_share_1e-6"],
+        "peak_memory_models": max(memory, default=None),
+        "decoding_gap_ms": max((row["decoding_gap_ms"] for row in engines), default=None),
+    }
+
+
+def verdicts(figures: Row, engines: Sequence[Row]) -> dict[str, bool | None]:
+    """Return, by figure, True if its goal is reached, or None where it was not measured."""
+    found: dict[str, bool | None] = {}
+    for name, most in GOALS.items():
+        slack = _BYTES_TOLERANCE if name.startswith("trainer_bytes") else 0.0
+        value = figures[name]
+        found[name] = None if value is None else value <= most + slack
+    # Both depend on the model: its size, and the time in which it is copied in memory.
+    found["peak_memory_models"] = all_of(
+        row["peak_memory_models"] <= 1 + _MORE_BYTES / (1e6 * row["megabytes"]) for row in engines
+    )
+    found["decoding_gap_ms"] = all_of(
+        row["decoding_gap_ms"] <= max(_LEAST_GAP_MS, row["memory_copy_ms"]) for row in engines
+    )
+    return found
+
+
+def all_of(reached: Any) -> bool | None:
+    """Return whether all are reached, None if there is none."""
+    each = list(reached)
+    return all(each) if each else None
+
+
+def _only(rows: Sequence[Row], figure: str, transport: str, instances: int) -> float | None:
+    for row in rows:
+        told = row["transport"], row["instances"], row["links"]
+        if told == (transport, instances, LOOPBACK):
+            value: float = row[figure]
+            return value
+    return None
+
+
+def _ratio(rows: Sequence[Row], figure: str) -> float | None:
+    by_instances = {row["instances"]: row[figure] for row in rows}
+    return by_instances[4] / by_instances[1] if {1, 4} <= by_instances.keys() else None
