@@ -57,6 +57,7 @@ from services.generation.speculation.knob_driven_planner import KnobDrivenPlanne
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.selection import selection
 from services.generation.speculation.speculation import Speculation
+from services.generation.weights.host_room import check_host
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.cores import bind_ranks
 from services.platform.grpc.server import GrpcServer
@@ -94,6 +95,7 @@ async def build(
     registry = Registry(redis, keys)
     metrics = EngineMetrics(metrics_registry)
     loop = await _start_loop(config, metrics)
+    check_host(config)
     registration = Registration(redis, keys, _record(config, loop.ready.result()))
     instance = GenerationInstance(
         config, loop, registration, partial(_any_registered, registry, "reallocator")

@@ -31,6 +31,9 @@ class GenerationConfig(ServiceConfig):
     it, and those of a trainer's folder by hard link or copy, so that the trainer may remove that once the update is
     published. Instances may share it. Unset: nothing can be pushed to it, and a folder has to stay until it is
     superseded."""
+    update_room: Literal["check", "off"] = "check"
+    """check: an instance on whose machine no update of the weights could find memory or disk does not start, and
+    one that may run short says so in its log. off: start all the same."""
     weight_piece_bytes: int = Field(default=1024 * 1024, ge=1024, le=8 * 1024 * 1024)
     """Bytes of pushed weights that are sent at a time to the next instance."""
     weight_stall_seconds: float = Field(default=3.0, gt=0, allow_inf_nan=False)
