@@ -28,6 +28,7 @@ from paceline.errors import (
 from paceline.retry import RetryPolicy
 from paceline.rollout import AsyncRollout
 from paceline.run import AsyncRun
+from paceline.sharded_tensors import ShardedTensors
 from paceline.types import (
     Batch,
     BatchHint,
@@ -113,6 +114,7 @@ __all__ = [
     "SampleRequest",
     "SampleStatus",
     "SamplingParams",
+    "ShardedTensors",
     "Submitted",
     "Tls",
     "TokenDelta",

@@ -210,6 +210,8 @@ BATCH_LOST = "BATCH_LOST"
 
 SOURCE_READ_ONCE = "SOURCE_READ_ONCE"
 """Reason of the error of a push whose tensors came from an iterator, and would have to be read again."""
+RANK_LOST = "RANK_LOST"
+"""Reason of the error of a push by several ranks, of which one failed or is gone."""
 
 
 def cut_short() -> UnavailableError:
@@ -248,3 +250,9 @@ def stream_stalled(message: str) -> UnavailableError:
     """Return the error of a push to an instance that says nothing."""
     info = error_details_pb2.ErrorInfo(reason=STREAM_SILENT)
     return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
+
+
+def rank_lost(message: str) -> AbortedError:
+    """Return the error of a push by several ranks, of which one failed or is gone."""
+    info = error_details_pb2.ErrorInfo(reason=RANK_LOST)
+    return AbortedError(grpc.StatusCode.ABORTED, message, [info])

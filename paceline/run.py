@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from paceline import types as t
 from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
-from paceline.errors import FailedPreconditionError
+from paceline.errors import FailedPreconditionError, PacelineError
 from paceline.rollout import AsyncRollout
 from paceline.safetensors import Tensors
+from paceline.sharded_tensors import ShardedTensors
 from paceline.split import first_part
 from paceline.weight_stream import WeightStream, push_stream
 from paceline.weights import WeightFolder, finish, keeps_staged, push
@@ -29,8 +31,8 @@ from paceline.weights import WeightFolder, finish, keeps_staged, push
 # Rollouts of earlier steps that are still read; of more, the newest.
 _KEPT_ROLLOUTS = 8
 
-Source = Path | str | Tensors
-"""Weights: a folder in Hugging Face layout, or tensors by name, or an iterator of names and tensors."""
+Source = Path | str | Tensors | ShardedTensors
+"""Weights: a folder in Hugging Face layout, tensors by name, or of ranks, or an iterator of names and tensors."""
 
 
 class AsyncRun:
@@ -169,9 +171,10 @@ class AsyncRun:
 
         `source` is a folder in Hugging Face layout, or tensors (numpy or torch), by name or as an iterator of
         pairs, which are written to the run's `WeightFolder` or go through its `WeightStream`; the asynchronous
-        client reads them in a thread of its own. An error leaves the version that was served.
+        client reads them in a thread of its own. `ShardedTensors` are written by all ranks, of which rank 0 pushes,
+        to a `WeightFolder`. An error leaves the version that was served.
         """
-        if isinstance(self._weights, WeightStream) and not isinstance(source, str | Path):
+        if isinstance(self._weights, WeightStream) and not isinstance(source, str | Path | ShardedTensors):
             pushing = push_stream(self.client, self.run_id, target, self._weights, source, in_flight)
             return await self._push(target, pushing)
         pushing = push(
@@ -182,7 +185,14 @@ class AsyncRun:
             lambda published, folder: self._delta(published, folder, source),
             in_flight,
         )
-        return await self._push(target, pushing)
+        try:
+            return await self._push(target, pushing)
+        except Exception:
+            if isinstance(source, ShardedTensors):
+                # The error that led here is the one to report.
+                with suppress(PacelineError):
+                    await self.client.run_work(source.give_up)
+            raise
 
     async def finish_push(self, *, in_flight: t.InFlight = t.InFlight.REFUSE) -> t.UpdateFinished:
         """Apply the weights of the last push, which was refused because samples were unfinished.
@@ -242,7 +252,7 @@ class AsyncRun:
         if isinstance(source, str | Path):
             return Path(source).absolute()
         if not isinstance(self._weights, WeightFolder):
-            raise ValueError("to push tensors, open the run with weights=WeightFolder(...) or WeightStream()")
+            raise ValueError("to push these tensors, open the run with weights=WeightFolder(...)")
         return self._weights.write(version, source)
 
     def _delta(self, published: t.Versions, folder: Path, source: Source) -> Path | None:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from paceline.tensor_bytes import Entry, entry_of
 
 SHARD_BYTES = 2 * 10**9
 """Largest file, unless a single tensor is larger."""
@@ -31,33 +30,10 @@ INDEX = "model.safetensors.index.json"
 Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Tensors (numpy arrays, or objects with torch's tensor methods) by name, or pairs of name and tensor."""
 
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _READ_BYTES = 1 << 20
 # A multiple of every page size, so that mapped tensors are aligned. Room for about a thousand tensors.
 _HEADER_BYTES = 128 << 10
 _HEADER_START = '{"__metadata__":{"format":"pt"}'
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size: int
-    """Bytes."""
-    load: Callable[[], npt.NDArray[Any]]
-    """Loads the values into memory; called for one tensor at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +48,17 @@ class FileWrite:
     """True for the index, which is the last file and comes as a whole."""
 
 
-class _Shard:
-    """One file while its tensors are written."""
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """What the index has of a file: its size, its SHA-256, and the names of its tensors."""
+
+    bytes: int
+    sha256: str
+    tensors: tuple[str, ...]
+
+
+class ShardLayout:
+    """Layout of one file, while its tensors are written one after the other."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -84,7 +69,7 @@ class _Shard:
         # The length in front, and the bracket at the end.
         self._room = _HEADER_BYTES - 8 - len(_HEADER_START) - 1
 
-    def add(self, entry: _Entry, most_bytes: int) -> bool:
+    def add(self, entry: Entry, most_bytes: int) -> bool:
         """Make room for a tensor; return False if it needs another shard."""
         begin = self.bytes - _HEADER_BYTES
         described = {
@@ -101,7 +86,7 @@ class _Shard:
         self.bytes += entry.size
         return True
 
-    def content(self, entry: _Entry) -> Iterator[FileWrite]:
+    def content(self, entry: Entry) -> Iterator[FileWrite]:
         """Return the bytes of the tensor that was added last."""
         if not entry.size:
             return
@@ -111,6 +96,11 @@ class _Shard:
             chunk = content[start : start + _READ_BYTES]
             self.digest.update(chunk)
             yield FileWrite(self.number, begin + start, chunk)
+
+    @property
+    def written(self) -> WrittenFile:
+        """What the index has of the file, once its header was made."""
+        return WrittenFile(self.bytes, self.digest.hexdigest(), tuple(self.names))
 
     def header(self) -> FileWrite:
         """Return the header, which ends the file."""
@@ -129,26 +119,43 @@ def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> Iterator[FileWr
         ValueError: there is no tensor, or one has a dtype that the format lacks, or a name that came before or that
             no header has room for.
     """
-    shards: list[_Shard] = []
+    shards: list[ShardLayout] = []
     seen: set[str] = set()
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
         if name in seen:
             raise ValueError(f"tensor {name!r} came twice")
         seen.add(name)
-        entry = _entry(name, tensor)
-        if not shards or not shards[-1].add(entry, shard_bytes):
-            if shards:
-                yield shards[-1].header()
-            shards.append(_Shard(len(shards)))
-            if not shards[-1].add(entry, shard_bytes):
-                raise ValueError(f"tensor {name[:80]!r}... has a name of {len(name)} characters")
+        entry = entry_of(name, tensor)
+        if _place(shards, entry, shard_bytes) and len(shards) > 1:
+            yield shards[-2].header()
         yield from shards[-1].content(entry)
         # Not in memory while an iterator makes the next one.
         del tensor, entry
     if not shards:
         raise ValueError("there are no tensors to write")
     yield shards[-1].header()
-    yield FileWrite(len(shards), 0, _index(shards), index=True)
+    yield FileWrite(len(shards), 0, index_of([shard.written for shard in shards]), index=True)
+
+
+def plan(entries: Iterable[Entry], shard_bytes: int = SHARD_BYTES) -> list[list[Entry]]:
+    """Return the tensors of each file that `lay_out` would make of them."""
+    shards: list[ShardLayout] = []
+    files: list[list[Entry]] = []
+    for entry in entries:
+        if _place(shards, entry, shard_bytes):
+            files.append([])
+        files[-1].append(entry)
+    return files
+
+
+def _place(shards: list[ShardLayout], entry: Entry, shard_bytes: int) -> bool:
+    """Make room for a tensor in the last file, or in a new one: then True."""
+    if shards and shards[-1].add(entry, shard_bytes):
+        return False
+    shards.append(ShardLayout(len(shards)))
+    if not shards[-1].add(entry, shard_bytes):
+        raise ValueError(f"tensor {entry.name[:80]!r}... has a name of {len(entry.name)} characters")
+    return True
 
 
 def write(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
@@ -247,40 +254,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _index(shards: list[_Shard]) -> bytes:
-    names = {shard.number: shard_name(shard.number, len(shards)) for shard in shards}
+def index_of(files: Sequence[WrittenFile]) -> bytes:
+    """Return the index of the files of a version."""
+    names = [shard_name(number, len(files)) for number in range(len(files))]
     metadata = {
-        "total_size": sum(shard.bytes - _HEADER_BYTES for shard in shards),
+        "total_size": sum(file.bytes - _HEADER_BYTES for file in files),
         "shards": {
-            names[shard.number]: {"bytes": shard.bytes, "sha256": shard.digest.hexdigest()}
-            for shard in shards
+            name: {"bytes": file.bytes, "sha256": file.sha256}
+            for name, file in zip(names, files, strict=True)
         },
     }
-    places = {name: names[shard.number] for shard in shards for name in shard.names}
+    places = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file.tensors}
     return json.dumps({"metadata": metadata, "weight_map": places}).encode()
-
-
-def _entry(name: str, tensor: Any) -> _Entry:
-    kind = str(tensor.dtype).removeprefix("torch.")
-    if kind not in _DTYPES:
-        known = ", ".join(_DTYPES)
-        raise ValueError(f"tensor {name!r} has dtype {kind}, which safetensors files cannot hold ({known})")
-    if hasattr(tensor, "detach"):
-        size = tensor.numel() * tensor.element_size()
-        return _Entry(name, _DTYPES[kind], tuple(tensor.shape), size, lambda: _from_torch(tensor, kind))
-    return _Entry(name, _DTYPES[kind], tensor.shape, tensor.nbytes, lambda: _little_endian(tensor))
-
-
-def _from_torch(tensor: Any, kind: str) -> npt.NDArray[Any]:
-    """Return the values of a torch tensor; numpy has no bfloat16, so its bits travel as int16."""
-    tensor = tensor.detach().cpu().contiguous()
-    if kind == "bfloat16":
-        import torch  # only a process that has a torch tensor gets here
-
-        tensor = tensor.view(torch.int16)
-    return _little_endian(tensor.numpy())
-
-
-def _little_endian(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    contiguous: npt.NDArray[Any] = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return contiguous

@@ -23,6 +23,7 @@ from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
 from paceline.errors import FailedPreconditionError, PacelineError
 from paceline.expansion import BaseWeights
+from paceline.sharded_tensors import ShardedTensors
 
 log = logging.getLogger("paceline")
 # A larger delta saves less than expanding it costs.
@@ -46,24 +47,28 @@ class WeightFolder:
     deltas: bool = False
     """Also write what changed since the published version, which instances that hold that one read instead."""
 
-    def write(self, version: int, tensors: safetensors.Tensors) -> Path:
+    def write(self, version: int, tensors: safetensors.Tensors | ShardedTensors) -> Path:
         """Write a version and return its absolute path.
 
         Args:
             version: a folder that has it already, of an attempt that was never published, is replaced.
             tensors: numpy arrays or torch tensors, by name or as an iterator of pairs, which is read once, with one
-                tensor in memory at a time.
+                tensor in memory at a time; or those of several ranks.
 
         Raises:
             ValueError: tensors that cannot be written (see `safetensors.write`).
             OSError: the disk is full, for example.
+            PacelineError: AbortedError with the reason RANK_LOST if another rank failed or is gone.
         """
         folder = self.root.absolute() / f"v{version:08d}"
         with _appearing(folder) as unfinished:
             for path in self.model.iterdir():
                 if path.is_file() and ".safetensors" not in path.name:
                     safetensors.sync(Path(shutil.copy2(path, unfinished / path.name)))
-            safetensors.write(unfinished, tensors, self.shard_bytes)
+            if isinstance(tensors, ShardedTensors):
+                tensors.write(unfinished, self.shard_bytes)
+            else:
+                safetensors.write(unfinished, tensors, self.shard_bytes)
         return folder
 
     def write_delta(self, published: t.Versions, folder: Path) -> Path | None:
