@@ -147,6 +147,32 @@ do the files change when the secret does. */}}
     readOnly: true
 {{- end -}}
 
+{{/* The volume of the weights that an instance keeps, "" if it has none. Takes a pool's values. */}}
+{{- define "paceline.adoptedVolume" -}}
+{{- if and .adoptedHostPath .adoptedClaim }}
+{{- fail (printf "generation.pools: %s has both adoptedHostPath and adoptedClaim" .name) }}
+{{- end -}}
+{{- if hasKey .config "adopted_weights" -}}
+{{- else if .adoptedClaim -}}
+persistentVolumeClaim: {claimName: {{ .adoptedClaim }}}
+{{- else if .adoptedHostPath -}}
+hostPath: {path: {{ .adoptedHostPath }}, type: Directory}
+{{- else if .adoptedSize -}}
+emptyDir: {sizeLimit: {{ .adoptedSize }}{{ with .adoptedMedium }}, medium: {{ . }}{{ end }}}
+{{- end -}}
+{{- end -}}
+
+{{/* Deployed pools to whose instances weights can be pushed, as "name: volume, ...". */}}
+{{- define "paceline.pushedTo" -}}
+{{- $found := list -}}
+{{- range (include "paceline.pools" $ | fromYaml).pools -}}
+{{- $volume := include "paceline.adoptedVolume" . -}}
+{{- if hasKey .config "adopted_weights" }}{{ $volume = get .config "adopted_weights" }}{{ end -}}
+{{- if $volume }}{{ $found = append $found (printf "%s (%s)" .name $volume) }}{{ end -}}
+{{- end -}}
+{{- join ", " $found -}}
+{{- end -}}
+
 {{/* The deployment of a service that has one pod at work. Takes root, component, replicas, strategy, config and
 weights (whether it looks at models). */}}
 {{- define "paceline.deployment" -}}

@@ -126,9 +126,10 @@ def test_every_pod_is_behind_a_network_policy(release: Release) -> None:
         assert matching[0]["spec"]["policyTypes"] == ["Ingress"]
 
 
-def test_from_outside_the_namespace_only_the_gateway_is_reached_and_only_at_its_port(
+def test_from_outside_the_namespace_only_gateway_and_instances_are_reached_and_only_at_their_ports(
     release: Release,
 ) -> None:
+    open_to_trainers = {"gateway": [7400], "generation": [7500]}
     for policy in release.all("NetworkPolicy"):
         component = policy["metadata"]["labels"][COMPONENT]
         for rule in policy["spec"]["ingress"]:
@@ -139,8 +140,7 @@ def test_from_outside_the_namespace_only_the_gateway_is_reached_and_only_at_its_
             )
             if outside:
                 ports = [each["port"] for each in rule["ports"]]
-                allowed = [[9400]] if component != "gateway" else [[7400], [9400]]
-                assert ports in allowed, component
+                assert ports in ([9400], open_to_trainers.get(component)), component
                 if ports == [9400]:
                     assert rule["from"] == [
                         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
@@ -156,6 +156,43 @@ def test_each_service_is_reached_by_those_that_call_it() -> None:
         "policy": {"gateway"},
         "redis": {"gateway", "generation", "reallocator", "bubbles", "drafts", "policy"},
     }
+
+
+def test_instances_reach_each_other_at_both_ports() -> None:
+    # Where trainers are named, too: weights go on over gRPC, and moves are agreed on, beside the port for KV.
+    for release in (value_set("mtls"), render({"generation": {"defaults": {"adoptedSize": ""}}})):
+        rules = release.named("NetworkPolicy", "-generation")["spec"]["ingress"]
+        reached = {
+            rule["ports"][0]["port"]
+            for rule in rules
+            for each in rule.get("from", ())
+            if each.get("podSelector", {}).get("matchLabels", {}).get(COMPONENT) == "generation"
+        }
+        assert reached == {7500, 7510}
+
+
+def test_trainers_reach_instances_only_where_weights_can_be_pushed_to_them() -> None:
+    def trainers(values: Mapping[str, Any]) -> Any:
+        policy = render(values).named("NetworkPolicy", "-generation")
+        services, *rules = [each for each in policy["spec"]["ingress"] if each["ports"][0]["port"] == 7500]
+        assert all(each.keys() == {"podSelector"} for each in services["from"])
+        return [each.get("from", "everybody") for each in rules]
+
+    named = {"trainers": [{"namespaceSelector": {"matchLabels": {"team": "rl"}}}]}
+    assert trainers({}) == ["everybody"]
+    assert trainers({"networkPolicy": named}) == [named["trainers"]]
+    for values in ({}, {"networkPolicy": named}):
+        assert trainers({**values, "generation": {"defaults": {"adoptedSize": ""}}}) == []
+
+
+def test_an_instance_has_a_certificate_for_the_address_that_it_announces() -> None:
+    release = value_set("defaults")
+    told = environment(
+        container(release.named("StatefulSet", "-generation-default")), "paceline-generation-0"
+    )
+    pod, _, service = told["PACELINE_ADVERTISE_HOST"].partition(".")
+    names = release.named("Certificate", "-generation")["spec"]["dnsNames"]
+    assert (pod, f"*.{service}" in names) == ("paceline-generation-0", True)
 
 
 def test_the_learner_reaches_instances_and_the_store_and_nobody_reaches_it() -> None:

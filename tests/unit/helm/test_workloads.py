@@ -145,6 +145,43 @@ def test_an_existing_claim_is_used_as_it_is() -> None:
     assert "models" in [each.get("persistentVolumeClaim", {}).get("claimName") for each in volumes]
 
 
+def test_every_pool_has_a_volume_for_the_weights_that_are_pushed_to_it() -> None:
+    release = render(
+        {
+            "generation": {
+                "pools": [
+                    {"name": "usual"},
+                    {"name": "memory", "adoptedSize": "64Gi", "adoptedMedium": "Memory"},
+                    {"name": "disk", "adoptedHostPath": "/mnt/ssd"},
+                    {"name": "claimed", "adoptedClaim": "fast"},
+                ]
+            }
+        }
+    )
+    volumes = {
+        "usual": {"emptyDir": {"sizeLimit": "600Gi"}},
+        "memory": {"emptyDir": {"sizeLimit": "64Gi", "medium": "Memory"}},
+        "disk": {"hostPath": {"path": "/mnt/ssd", "type": "Directory"}},
+        "claimed": {"persistentVolumeClaim": {"claimName": "fast"}},
+    }
+    for name, volume in volumes.items():
+        pool = release.named("StatefulSet", f"-generation-{name}")
+        assert environment(container(pool))["PACELINE_ADOPTED_WEIGHTS"] == "/adopted"
+        assert {"name": "adopted", "mountPath": "/adopted"} in container(pool)["volumeMounts"]
+        assert {"name": "adopted", **volume} in pod_of(pool)["volumes"]
+        assert f"{name} ({next(iter(volume))}" in release.notes
+
+
+def test_a_volume_of_ones_own_takes_the_place_of_that_for_pushed_weights() -> None:
+    for values in ({"adoptedSize": ""}, {"config": {"adopted_weights": "/mine"}}):
+        release = render({"generation": {"defaults": values}})
+        pool = release.named("StatefulSet", "-generation-default")
+        assert "adopted" not in [each["name"] for each in pod_of(pool)["volumes"]]
+        wanted = values.get("config", {}).get("adopted_weights")
+        assert environment(container(pool)).get("PACELINE_ADOPTED_WEIGHTS") == wanted
+        assert ("Weights are pushed to instances" in release.notes) is (wanted is not None)
+
+
 # The other services
 
 
