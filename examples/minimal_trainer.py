@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from examples.tinymath.tasks import PRACTICE, make_problems
 from examples.tinymath.tokenizer import decode, prompt_ids
-from paceline import Client, Group, SamplingParams, WeightFolder
+from paceline import Client, Group, SamplingParams
 
 SAMPLES = 8
 
 
-def train(address: str, model: Path, weights: Path, steps: int, run_id: str = "minimal") -> list[float]:
+def train(address: str, model: Path, steps: int, run_id: str = "minimal") -> list[float]:
     """Return the mean reward of each step; every step ends with a push of the new weights."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-4)
@@ -25,7 +25,7 @@ def train(address: str, model: Path, weights: Path, steps: int, run_id: str = "m
     prompts = {problem.id: prompt_ids(problem.question) for problem in problems.values()}
     means = []
     with Client(address) as client:
-        run = client.run(run_id, seed=1, weights=WeightFolder(weights, model))
+        run = client.run(run_id, seed=1)
         for step in range(steps):
             groups = [Group(name, prompt, SAMPLES) for name, prompt in prompts.items()]
             rollout = run.rollout(step, groups, SamplingParams(max_tokens=200))
@@ -51,7 +51,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", default="127.0.0.1:7400")
     parser.add_argument("--model", type=Path, default=Path("examples/tinymath/model"))
-    parser.add_argument("--weights", type=Path, default=Path("runs/minimal/weights"))
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    train(options.address, options.model, options.weights, options.steps)
+    train(options.address, options.model, options.steps)

@@ -60,5 +60,8 @@ class AsyncClient(GatewayCalls):
     def run(
         self, run_id: str, *, seed: int = 0, weights: WeightFolder | WeightStream | None = None
     ) -> AsyncRun:
-        """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`."""
+        """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`.
+
+        The default is a `WeightStream()`, for a trainer that reaches the instances.
+        """
         return AsyncRun(self, run_id, seed, weights)

@@ -1,6 +1,6 @@
 """The synchronous client.
 
-    with paceline.Client("127.0.0.1:7400") as client, client.run("run-1", seed=7, weights=folder) as run:
+    with paceline.Client("127.0.0.1:7400") as client, client.run("run-1", seed=7) as run:
         for step in range(steps):
             samples = list(run.rollout(step, groups, SamplingParams(max_tokens=512)))
             run.push_weights(learner.update(samples))
@@ -63,7 +63,10 @@ class Client(Face[GatewayCalls]):
         self.close()
 
     def run(self, run_id: str, *, seed: int = 0, weights: WeightFolder | WeightStream | None = None) -> Run:
-        """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`."""
+        """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`.
+
+        The default is a `WeightStream()`, for a trainer that reaches the instances.
+        """
         return Run(self, AsyncRun(self._core, run_id, seed, weights))
 
     close = blocking(GatewayCalls.close)

@@ -1,6 +1,6 @@
 """A training job as seen by its trainer: rollouts of a step, and weights after it.
 
-    async with client.run("run-1", seed=7, weights=folder) as run:
+    async with client.run("run-1", seed=7) as run:
         for step in range(steps):
             rollout = await run.rollout(step, groups, SamplingParams(max_tokens=512))
             samples = [sample async for sample in rollout]
@@ -48,7 +48,7 @@ class AsyncRun:
         self.client = client
         self.run_id = run_id
         self._seed = seed
-        self._weights = weights
+        self._weights = WeightStream() if weights is None else weights
         self._numbers: dict[tuple[int, int], int] = {}
         """Batches so far of each step and policy version."""
         self._refused: tuple[str, int, t.WeightTarget] | None = None
@@ -169,10 +169,10 @@ class AsyncRun:
         version that they have: FailedPreconditionError, reason SAMPLES_UNFINISHED. `finish_push` applies the
         weights later without sending them again.
 
-        `source` is a folder in Hugging Face layout, or tensors (numpy or torch), by name or as an iterator of
-        pairs, which are written to the run's `WeightFolder` or go through its `WeightStream`; the asynchronous
-        client reads them in a thread of its own. `ShardedTensors` are written by all ranks, of which rank 0 pushes,
-        to a `WeightFolder`. An error leaves the version that was served.
+        `source` is tensors (numpy or torch), by name or as an iterator of pairs, which go through the run's
+        `WeightStream` or are written to its `WeightFolder`; the asynchronous client reads them in a thread of its
+        own. Or it is a folder in Hugging Face layout, which the instances read. `ShardedTensors` are written by all
+        ranks, of which rank 0 pushes, to a `WeightFolder`. An error leaves the version that was served.
         """
         if isinstance(self._weights, WeightStream) and not isinstance(source, str | Path | ShardedTensors):
             pushing = push_stream(self.client, self.run_id, target, self._weights, source, in_flight)

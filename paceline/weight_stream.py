@@ -1,6 +1,6 @@
 """Push weights without a shared disk: to one instance, from where they go on to all others.
 
-with client.run("run-1", weights=WeightStream()) as run:
+with client.run("run-1") as run:
     run.push_weights(model.state_dict())
 """
 
@@ -31,8 +31,9 @@ _FINAL = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT, grpc.
 class WeightStream:
     """Transport of weights over connections alone: nothing is written by the trainer, and no disk is shared.
 
-    The instances need `adopted_weights`, and the trainer must reach them. It sends every byte once, whatever the
-    number of instances. A folder that is pushed by its path is read by the instances, as without a stream.
+    It is that of a run for which no other is named. The instances need `adopted_weights`, and the trainer must
+    reach them. It sends every byte once, whatever the number of instances. A folder that is pushed by its path is
+    read by the instances, as without a stream.
     """
 
     piece_bytes: int = 1 << 20

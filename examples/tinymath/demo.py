@@ -194,8 +194,8 @@ def set_mode(client: Client, mode: str) -> None:
 
 def _train(client: Client, setup: Setup, options: Options, console: Console) -> list[StepRecord]:
     learner = new_learner(setup.model, options)
-    # A learner reads the weights of a step after it is over.
-    weights = WeightFolder(setup.out / "weights", setup.model, keep=4 if setup.learner else 2)
+    # A drafter's learner reads the weights of a step from their folder, after the step is over.
+    weights = WeightFolder(setup.out / "weights", setup.model, keep=4) if setup.learner else None
     screen = Screen(console, options)
     records = []
     with (

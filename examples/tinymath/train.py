@@ -186,12 +186,12 @@ def main() -> None:
     parser.add_argument("--address", default="127.0.0.1:7400")
     parser.add_argument("--token")
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--weights", type=Path, default=Path("runs/train/weights"))
+    parser.add_argument("--weights", type=Path, help="push by this folder, which instances must see, too")
     parser.add_argument("--run-id", default=f"tinymath-{time.time_ns():x}")
     add_options(parser)
     given = parser.parse_args()
     options = read_options(given)
-    folder = paceline.WeightFolder(given.weights, given.model)
+    folder = paceline.WeightFolder(given.weights, given.model) if given.weights else None
     learner = new_learner(given.model, options)
     with (
         paceline.Client(given.address, token=given.token) as client,

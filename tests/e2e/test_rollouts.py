@@ -279,11 +279,9 @@ def test_bad_weights_are_refused_and_the_old_ones_serve_on(
 
 
 @pytest.mark.skipif(UNDER_TLS, reason="the example speaks to a platform without TLS")
-def test_the_minimal_trainer_takes_its_steps(
-    platform: Platform, client: Client, model: Path, tmp_path: Path
-) -> None:
+def test_the_minimal_trainer_takes_its_steps(platform: Platform, client: Client, model: Path) -> None:
     version = client.versions().policy_version
-    means = train(platform.gateway_address, model, tmp_path / "weights", steps=2)
+    means = train(platform.gateway_address, model, steps=2)
     assert len(means) == 2
     assert client.versions().policy_version == version + 2
 

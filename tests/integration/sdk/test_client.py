@@ -269,7 +269,9 @@ def test_an_update_whose_answer_was_lost_counts_as_published(
     assert "AbortUpdate" not in gateway.names()
 
 
-def test_tensors_need_a_folder_to_be_written_to(gateway: GatewayDouble, client: Client) -> None:
+def test_adapters_need_a_folder_to_be_written_to(
+    gateway: GatewayDouble, client: Client, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="WeightFolder"):
-        client.run("run").push_weights({"w": np.ones(3, np.float32)})
+        client.run("run").push_adapter(tmp_path)
     assert "StartUpdate" not in gateway.names()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 
@@ -12,7 +13,13 @@ from paceline import safetensors
 from paceline import types as t
 from paceline.blocking import finish
 from paceline.calls import GatewayCalls
-from paceline.errors import CancelledError, DataLossError, FailedPreconditionError, InternalError
+from paceline.errors import (
+    CancelledError,
+    DataLossError,
+    FailedPreconditionError,
+    InternalError,
+    UnimplementedError,
+)
 from paceline.run import AsyncRun
 from paceline.v1 import weight_pb2 as pb
 from paceline.weights import push
@@ -140,6 +147,18 @@ def test_weights_that_samples_keep_waiting_stay_staged_and_are_finished_later(fo
     assert transport.made.count("UpdateWeights") == 1, "they are sent once"
     with pytest.raises(ValueError, match="no push that was refused"):
         finish(run.finish_push())
+
+
+def test_tensors_go_by_stream_and_a_folder_as_it_is_unless_the_run_names_a_transport(folder: Path) -> None:
+    refused = UnimplementedError(grpc.StatusCode.UNIMPLEMENTED, "of another release")
+    for source, transport in (
+        ({"w": np.ones(2, np.float32)}, pb.WEIGHT_TRANSPORT_STREAM),
+        (folder, pb.WEIGHT_TRANSPORT_DISK),
+    ):
+        gateway = ScriptedTransport({**ACCEPTED, "StartUpdate": refused})
+        with pytest.raises(UnimplementedError, match="another release"):
+            finish(AsyncRun(GatewayCalls(gateway), "run", 7, None).push_weights(source))
+        assert gateway.requests["StartUpdate"].transport == transport
 
 
 @pytest.mark.parametrize("in_flight", list(t.InFlight))

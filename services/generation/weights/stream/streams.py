@@ -46,7 +46,10 @@ class WeightStreams:
             ServiceError: they cannot be had.
         """
         if self._adopted is None:
-            text = "adopted_weights is not set: this instance has no folder for weights that are pushed to it"
+            text = (
+                "adopted_weights is not set: this instance has no folder for weights that are pushed to it; "
+            )
+            text += "set it, or push by a WeightFolder"
             raise FailedPrecondition("NO_ADOPTED_WEIGHTS", text)
         if order.checksum and (found := self._adopted.held(version, order.checksum)):
             return Received(found, order.checksum, {})
