@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
+import structlog
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from paceline.expansion import BaseWeights
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc, weight_peer_pb2
 from paceline.v1 import weight_pb2
@@ -19,6 +21,8 @@ from services.gateway.dispatch.turns import Pace
 from services.gateway.dispatch.work_link import WorkLink
 from services.gateway.fleet.health import FleetMember
 from services.platform.grpc.interceptor import STATUS_DETAILS
+
+log = structlog.get_logger(__name__)
 
 Reply = TypeVar("Reply")
 
@@ -97,12 +101,34 @@ class Connection:
             dropped_blocks=reply.dropped_blocks,
         )
 
-    async def load(self, version: int, source: WeightSource) -> None:
-        """Have an instance stage and apply weights in one go."""
+    async def load(self, version: int, source: WeightSource, peers: Sequence[str] = ()) -> None:
+        """Have an instance stage and apply weights in one go.
+
+        If they build on weights that it does not hold, it first fetches those from `peers`, by their addresses.
+        """
         async with self.weights:
             self.staged_version = 0
-            await self._stage(version, source)
+            try:
+                await self._stage(version, source)
+            except grpc.aio.AioRpcError as error:
+                base = base_not_held(received_error(error))
+                if base is None or not peers:
+                    raise
+                await self._fetch(base, peers, error)
+                await self._stage(version, source)
             await self._apply(version)
+
+    async def _fetch(self, base: BaseWeights, peers: Sequence[str], error: grpc.aio.AioRpcError) -> None:
+        """Have an instance fetch weights to build others on; raises the error that says so if it cannot."""
+        source = weight_peer_pb2.PeerWeights(
+            update_id=f"base-{base.version}-{base.checksum}", peers=peers, checksum=base.checksum
+        )
+        log.info("fetching_base", instance=self.instance_id, version=base.version)
+        try:
+            await self._stage(base.version, source)
+        except grpc.aio.AioRpcError as failed:
+            log.warning("base_not_fetched", instance=self.instance_id, error=failed.details())
+            raise error from failed
 
     async def discard(self, version: int) -> weight_pb2.InstanceUpdate:
         """Have an instance drop staged weights."""
@@ -189,6 +215,16 @@ def received_error(error: grpc.aio.AioRpcError) -> ServiceError:
         if key == STATUS_DETAILS and isinstance(value, bytes):
             details = _unpack(status_pb2.Status.FromString(value))
     return ServiceError(error.details() or error.code().name, *details, code=error.code())
+
+
+def base_not_held(error: ServiceError) -> BaseWeights | None:
+    """Return the weights that an instance would need to build others on them, if this is what it says."""
+    for detail in error.details:
+        if isinstance(detail, error_details_pb2.ErrorInfo) and detail.reason == "BASE_NOT_HELD":
+            version, _, checksum = detail.metadata["base"].partition(" ")
+            if version and checksum:
+                return BaseWeights(int(version), checksum)
+    return None
 
 
 def _unpack(status: status_pb2.Status) -> list[Message]:

@@ -242,13 +242,19 @@ class Roster:
 
     async def _load(self, connection: Connection, published: PublishedVersion) -> None:
         log.info("loading_weights", instance=connection.instance_id, version=published.version)
-        await connection.load(published.version, self._source(connection, published))
+        peers = self._peers(connection, published)
+        source: WeightSource
+        if published.streamed:
+            source = weight_peer_pb2.PeerWeights(
+                update_id=published.update_id, peers=peers, checksum=published.checksum
+            )
+        else:
+            source = weight_pb2.DiskWeights(path=published.path, checksum=published.checksum)
+        await connection.load(published.version, source, peers)
         self.confirm(connection, published.version, updated=True)
 
-    def _source(self, connection: Connection, published: PublishedVersion) -> WeightSource:
-        """Return where an instance finds the published version."""
-        if not published.streamed:
-            return weight_pb2.DiskWeights(path=published.path, checksum=published.checksum)
+    def _peers(self, connection: Connection, published: PublishedVersion) -> list[str]:
+        """Return addresses of instances that have the published version."""
         peers = [
             each.member.record.address
             for each in self.live()
@@ -256,9 +262,7 @@ class Roster:
         ]
         # Not the same ones for all that come at once.
         random.shuffle(peers)
-        return weight_peer_pb2.PeerWeights(
-            update_id=published.update_id, peers=peers[:MOST_PEERS], checksum=published.checksum
-        )
+        return peers[:MOST_PEERS]
 
     def _lost(self, loss: InstanceLoss) -> None:
         log.warning("instance_lost", instance=loss.instance_id, epoch=loss.epoch, reason=loss.reason)

@@ -37,7 +37,8 @@ from services.generation.config import GenerationConfig
 from services.generation.engine.types import TensorSpec
 from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.staging import StagedWeights, stage
+from services.generation.weights.expansion import GivenWeights, WeightReader
+from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import INSTANCE, TRAINER, WeightStreamMetrics
 from services.generation.weights.stream.streams import WeightStreams
 from services.platform.config.settings import ServiceConfig
@@ -94,6 +95,7 @@ class WeightNode(rpc.GenerationServiceServicer):
         instance_id: str,
         folder: Path,
         adopt: Callable[[Path], AdoptedWeights] = AdoptedWeights,
+        manifest: Mapping[str, TensorSpec] = MANIFEST,
         **settings: Any,
     ) -> None:
         config = GenerationConfig(model="none", instance_id=instance_id, **{**SETTINGS, **settings})
@@ -103,8 +105,10 @@ class WeightNode(rpc.GenerationServiceServicer):
         self.goes_on = False
         self.checked: StagedWeights | None = None
         self.metrics = WeightStreamMetrics(CollectorRegistry())
+        adopted = adopt(folder)
+        self.reader = WeightReader(folder / "none", manifest, None, adopted)
         self.weights = WeightStreams(
-            config, adopt(folder), lambda address: open_channel(address, config), self.metrics
+            config, adopted, lambda address: open_channel(address, config), self.metrics
         )
         self.server = GrpcServer(config, service="generation", registry=CollectorRegistry())
         rpc.add_GenerationServiceServicer_to_server(self, self.server.server)
@@ -132,10 +136,14 @@ class WeightNode(rpc.GenerationServiceServicer):
     async def StageWeights(self, request: pb.StageWeightsRequest, context: Any) -> pb.StageWeightsResponse:
         began = time.monotonic()
         version = request.policy_version
-        received = await self.weights.receive(version, request.peers)
-        self.checked = await asyncio.to_thread(
-            stage, received.folder, version, MANIFEST, received.checksum, received.contents
-        )
+        if request.WhichOneof("source") == "disk":
+            given = GivenWeights(Path(request.disk.path), request.disk.checksum)
+            self.checked = await asyncio.to_thread(self.reader.read, version, given)
+        else:
+            received = await self.weights.receive(version, request.peers)
+            self.checked = await asyncio.to_thread(
+                *(self.reader.read_received, version, received.folder, received.checksum, received.contents)
+            )
         took = duration(time.monotonic() - began)
         return pb.StageWeightsResponse(checksum=self.checked.checksum, stage_time=took)
 

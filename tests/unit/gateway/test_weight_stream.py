@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 import paceline
-from paceline import safetensors
+from paceline import Adapter, WeightFolder, expansion, safetensors
+from paceline.expansion import BaseWeights
 from paceline.send_window import cut
-from paceline.v1 import weight_stream_pb2
+from paceline.v1 import weight_pb2, weight_stream_pb2
 from paceline.weight_sender import WeightSender
+from services.generation.engine.types import TensorSpec
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.shards import Shard
 from services.generation.weights.stream import reception
@@ -176,6 +179,41 @@ async def test_an_instance_that_joins_later_fetches_from_one_that_has_the_versio
         await late.weights.close()
         await fleet.join(late, published.update_id, published.checksum, [])
         assert late.received == (0, size)
+
+
+async def test_an_instance_that_joins_fetches_what_the_published_adapter_builds_on(tmp_path: Path) -> None:
+    manifest = {"m.weight": TensorSpec("m.weight", (4, 8), "F32")}
+    state = {"m.weight": np.arange(32, dtype=np.float32).reshape(4, 8)}
+    matrices = {"lora_A": np.ones((1, 8), np.float32), "lora_B": np.full((4, 1), 2, np.float32)}
+    async with stream_fleet(tmp_path, 0) as fleet:
+        first, late = [await fleet.add(manifest=manifest) for _ in range(2)]
+        lost = await fleet.add(manifest=manifest, weight_idle_seconds=0.5)
+        connections = dict(fleet.roster.connections)
+        for absent in (late, lost):
+            del fleet.roster.connections[absent.instance_id]
+        await fleet.push(state)
+        published = fleet.updater.book.published
+        assert published is not None
+        weights = WeightFolder(tmp_path / "weights", tmp_path / "model")
+        adapter = Adapter(
+            {f"base_model.model.m.{name}.weight": matrix for name, matrix in matrices.items()},
+            {"r": 1, "lora_alpha": 1},
+        )
+        folder = weights.write_adapter(NEW + 1, adapter, BaseWeights(NEW, published.checksum))
+        source = weight_pb2.DiskWeights(path=str(folder), checksum=expansion.checksum(folder))
+        try:
+            for node, peers in ((first, []), (late, [first])):
+                addresses = [each.server.address for each in peers]
+                await connections[node.instance_id].load(NEW + 1, source, addresses)
+                assert (node.version, node.checked.checksum) == (NEW + 1, source.checksum)
+                assert np.array_equal(node.checked.tensors["m.weight"].numpy(), state["m.weight"] + 2)
+            assert late.received[1] > 0
+            for addresses in ([], ["127.0.0.1:1"]):
+                with pytest.raises(grpc.aio.AioRpcError, match="which the adapter builds on, is not here"):
+                    await connections[lost.instance_id].load(NEW + 1, source, addresses)
+        finally:
+            for connection in connections.values():
+                await connection.channel.close()
 
 
 async def test_instances_that_share_a_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
