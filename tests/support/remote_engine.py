@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from services.generation.engine.types import EngineOptions
 from tests.support.engine_process import EngineProcess, Failure
 
-_START_SECONDS = 300
+_START_SECONDS = 900
 _RUN_SECONDS = 300
 P = ParamSpec("P")
 T = TypeVar("T")

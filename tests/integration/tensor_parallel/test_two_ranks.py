@@ -34,7 +34,7 @@ from tests.support.remote_engine import RemoteEngine
 pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks"),
     # Each rank is a process that imports vLLM by itself.
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
 ]
 
 BLOCK = 32
