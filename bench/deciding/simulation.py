@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from bench.deciding.devices import DeviceTable
 from services.contracts.knobs import Knobs
 from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.acceptance import AcceptanceTable
+from services.generation.speculation.acceptance.table import AcceptanceTable
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import StepShape
@@ -133,7 +133,7 @@ class SimulatedBatch:
         for _ in range(0 if n >= _ALONE else _SEEN):
             agreed = self._random.geometric(cell.wrong, 1) - 1
             streak[:1] = _compare(table, streak[:1], np.ones(1, np.int64), np.minimum(agreed, 1))
-        made, took, due = [], [], list[tuple[StepShape | None, float, list[tuple[int, int]]]]()
+        made, took, due = [], [], list[tuple[StepShape, float, list[tuple[int, int]]]]()
         for step in range(steps):
             buckets = _RAMP[np.minimum(streak[:, None] + np.arange(WINDOW), 63)]
             proposals = {"reference": Proposals(_TOKENS[:n], table.probabilities[buckets])}
@@ -151,7 +151,7 @@ class SimulatedBatch:
             compared = accepted + 1
             kept = np.minimum(agreed, compared)
             streak = _compare(table, streak, compared, kept)
-            shape = StepShape(n, rows, n * cell.context) if self.planner.measures else None
+            shape = StepShape(n, rows, n * cell.context)
             measured = seconds * float(self._random.lognormal(0, _NOISE))
             due.append((shape, measured, list(zip(lengths.tolist(), accepted.tolist(), strict=True))))
             if len(due) > self.late:
@@ -161,12 +161,11 @@ class SimulatedBatch:
         begin = 2 * FIRST if cell.device.slowed is not None else FIRST
         return Rates(first, sum(made[begin:]) / sum(took[begin:]))
 
-    def _report(self, shape: StepShape | None, seconds: float, outcomes: list[tuple[int, int]]) -> None:
+    def _report(self, shape: StepShape, seconds: float, outcomes: list[tuple[int, int]]) -> None:
         for drafted, accepted in outcomes:
             if drafted:
                 self.planner.verified("reference", drafted, accepted)
-        if shape is not None:
-            self.planner.stepped(shape, seconds)
+        self.planner.stepped(shape, seconds)
 
 
 def _compare(
@@ -179,5 +178,5 @@ def _compare(
         bucket = _RAMP[np.minimum(streak[reached] + position, 63)]
         tried_by += np.bincount(bucket, minlength=len(_PRIORS))
         kept_by += np.bincount(bucket[position < kept[reached]], minlength=len(_PRIORS))
-    table.observe_all(tried_by, kept_by)
+    table.observe(slice(None), tried_by, kept_by)
     return np.where(kept < compared, 0, np.minimum(streak + compared, 63))

@@ -53,11 +53,12 @@ MOST = 128
 """Samples of the largest batch."""
 _LENGTHS = (1, 2, 4, 8, 12, 16)
 # Lengths that the toggle is tried with.
-_TOGGLED = (4, 16)
+_TOGGLED = (8,)
 # Processor seconds of a plain round, within these numbers of tokens a sample.
-_ROUND_SECONDS, _TOKENS = 0.25, (40, 80)
-# Rounds in which the fixed lengths are sifted, and those that stay.
-_SIFTED, _CONTENDERS = 3, 2
+_ROUND_SECONDS, _TOKENS = 0.18, (40, 80)
+# Rounds in which the fixed lengths are sifted. In each those stay that are not far slower than the best, and of
+# these at last the best, and the second where it is about as fast.
+_SIFTED, _FAR, _CONTENDERS, _CLOSE = 3, 1.5, 2, 1.15
 # Steps after which a mode should know its machine.
 _LEARNING_STEPS = 32
 _TIMED = 256
@@ -188,8 +189,8 @@ class _Turns:
         for _ in range(_SIFTED):
             for length in left:
                 seconds[length].append(self._round(fixed(length, self._vocab)).seconds)
-            left = promising({length: seconds[length] for length in left}, len(_LENGTHS))
-        return promising({length: seconds[length] for length in left}, _CONTENDERS)
+            left = promising({length: seconds[length] for length in left}, len(_LENGTHS), _FAR)
+        return promising({length: seconds[length] for length in left}, _CONTENDERS, _CLOSE)
 
     def _learn(self, mode: str) -> float:
         """Let a mode decode until it should know the machine; return the seconds of its first round."""

@@ -14,7 +14,7 @@ from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import EngineRequest
 from services.generation.rollouts.origin import Origin
 from services.generation.speculation.active_knobs import OriginOf
-from services.generation.speculation.batch_sizes import sizes_up_to
+from services.generation.speculation.batch_sizes import draft_token_counts
 from services.generation.speculation.drafter import DraftContext
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import FixedLengthPlanner
@@ -133,7 +133,7 @@ def make_kernels(engine: Engine, samples: int) -> None:
         engine.add(EngineRequest(name, (i,), (), sampling, i))
     while len(engine.decoding()) < len(names):
         engine.step()
-    for rows in sizes_up_to(min(engine.row_capacity, samples * (1 + WINDOW))):
+    for rows in draft_token_counts(0, min(engine.row_capacity, samples * (1 + WINDOW)))[1:].tolist():
         each, more = divmod(max(0, rows - len(names)), len(names))
         engine.put_drafts(
             {name: [0] * (each + (i < more)) for i, name in enumerate(names) if each or i < more}

@@ -50,7 +50,7 @@ from services.generation.server.knob_service import KnobService
 from services.generation.server.sample_intake import SampleIntake
 from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.server.weight_updates import WeightUpdates
-from services.generation.speculation import acceptance
+from services.generation.speculation.acceptance import table as acceptance
 from services.generation.speculation.active_knobs import OriginOf
 from services.generation.speculation.drafter import TokenDrafter
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner

@@ -1,4 +1,4 @@
-"""Setting of the C library's allocator that keeps freed memory with the process.
+"""Freed memory: a setting of the C library's allocator that keeps it with the process, and a way to give it back.
 
 By default glibc returns blocks above 32 MiB to the kernel when they are freed. A decode step with many verified
 tokens allocates and frees several of them, so the next step waits for page faults, in some processes and not in
@@ -27,3 +27,10 @@ def keep_freed_memory() -> bool:
         return False
     settings = {_MMAP_THRESHOLD: _LARGEST, _TRIM_THRESHOLD: _MOST, _ARENA_MAX: 1}
     return all([mallopt(name, value) == 1 for name, value in settings.items()])
+
+
+def return_freed_memory() -> None:
+    """Return all freed memory to the kernel, if the C library can. 0.2 GB took 18 ms."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -20,35 +20,25 @@ imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from math import isfinite, log2
-from types import ModuleType
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from services.step_time.prior import MeasuredStep, StepTimePrior
+from services.step_time.prior import Floats, MeasuredStep, StepTimePrior
 from services.step_time.sweep import SHORT_CONTEXT
 
-Floats = NDArray[np.float64]
 # Cells to an octave: rows, samples, context of a sample. And the most cells, the least recently measured going
 # first.
 _CELLS, _MAX_CELLS = (4, 2, 1), 32
 # Most measurements that a cell averages over.
 _AVERAGED = 8
-# Ratio to the prediction at which a measurement is clipped; so many in a row on one side are not.
-_OUTLIER_RATIO, _OUTLIERS_IN_A_ROW = 1.5, 3
-# Ratio beyond which a measurement is a surprise; so many in a row on one side are a change of the machine.
-_SURPRISE_RATIO, _SURPRISES_IN_A_ROW = 1.02, 12
-# Age, in measurements, that a change of the machine adds to what came before it, by outliers and by surprises.
-_OUTDATED, _DRIFTED = 4096, 512
-
-
-@cache
-def _compiled() -> ModuleType:
-    from services.step_time import compiled
-
-    return compiled
+# Ratio to the prediction at which a measurement is clipped, and that beyond which it is a surprise.
+_OUTLIER_RATIO, _SURPRISE_RATIO = 1.5, 1.02
+# A machine has changed after so many surprises in a row on one side, of which an outlier counts as so many.
+_CHANGED, _OUTLIER_DOUBT = 12, 4
+# Age, in measurements, that a change of the machine adds to what came before it.
+_OUTDATED = 512
 
 
 class StepTimeEstimator:
@@ -60,13 +50,17 @@ class StepTimeEstimator:
         self._prior = StepTimePrior.of(short)
         self._known = bool(short)
         self._observed = 0
-        # Surprises in a row: positive if steps took longer, negative if shorter. And outliers among the last.
-        self._run = self._outliers = 0
+        # Surprises in a row: positive if steps took longer, negative if shorter.
+        self._doubt = 0
         # Row of each cell in the table, the least recently measured first.
         self._places: dict[tuple[int, int, int], int] = {}
-        self._table = np.zeros((_MAX_CELLS, 9))
-        # Solution of the regression.
-        self._shares, self._weights = np.zeros(4), np.zeros(_MAX_CELLS)
+        self._table = np.zeros((_MAX_CELLS, 6))
+        # What is derived of the cells, and the solution of the regression.
+        self._derived, self._shares, self._weights = (
+            np.zeros((_MAX_CELLS, 8)),
+            np.zeros(4),
+            np.zeros(_MAX_CELLS),
+        )
         self._solved = True
         for each in sweep:
             if each.context > SHORT_CONTEXT * each.samples:
@@ -85,17 +79,17 @@ class StepTimeEstimator:
             rows: verified tokens, one for each sample included.
             context: tokens of all samples together.
         """
+        from services.step_time import compiled
+
         tokens = np.ascontiguousarray(rows, np.float64).ravel()
         found, used = np.empty(len(tokens)), len(self._places)
-        prior, cells, weights = self._prior, self._table[:used], self._weights[:used]
+        derived, weights = self._derived[:used], self._weights[:used]
         if not self._solved:
             now = float(self._observed)
-            _compiled().solve(prior.corners, prior.plains, prior.terms, cells, now, self._shares, weights)
+            compiled.solve(self._prior, self._table[:used], now, derived, self._shares, weights)
             self._solved = True
-        _compiled().predict(
-            *(prior.corners, prior.plains, prior.terms, cells, self._shares, weights),
-            *(float(samples), tokens, float(context), found),
-        )
+        shape = (float(samples), tokens, float(context))
+        compiled.predict(self._prior, derived, self._shares, weights, *shape, found)
         return found
 
     def seconds(self, samples: int, rows: int, context: float) -> float:
@@ -136,16 +130,15 @@ class StepTimeEstimator:
     def _clipped(self, seconds: float, predicted: float) -> float:
         """Return measured seconds of a shape that was measured before, clipped where they are an outlier."""
         ratio = seconds / predicted
-        side = 1 if ratio > 1 else -1
-        surprise, outlier = (not 1 / each <= ratio <= each for each in (_SURPRISE_RATIO, _OUTLIER_RATIO))
-        self._run = (self._run if self._run * side > 0 else 0) + side if surprise else 0
-        self._outliers = (self._outliers if abs(self._run) > 1 else 0) + 1 if outlier else 0
-        if self._outliers < _OUTLIERS_IN_A_ROW and abs(self._run) < _SURPRISES_IN_A_ROW:
-            return predicted * _OUTLIER_RATIO**side if outlier else seconds
+        side, far = (1, ratio) if ratio > 1 else (-1, 1 / ratio)
+        doubt = _OUTLIER_DOUBT if far > _OUTLIER_RATIO else int(far > _SURPRISE_RATIO)
+        self._doubt = (self._doubt if self._doubt * side > 0 and doubt else 0) + side * doubt
+        if abs(self._doubt) < _CHANGED:
+            return predicted * min(far, _OUTLIER_RATIO) ** side
         # Cells count anew, and as old.
         self._table[:, 4] = 0
-        self._table[:, 5] -= _OUTDATED if outlier else _DRIFTED
-        self._run = 0
+        self._table[:, 5] -= _OUTDATED
+        self._doubt = 0
         return seconds
 
 

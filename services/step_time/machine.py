@@ -14,13 +14,10 @@ def on_cpu() -> bool:
 
 def machine_name() -> str:
     """Return the processor and how many of its cores this process may use."""
-    return f"{_processor()} x{len(os.sched_getaffinity(0))}"
-
-
-def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(found, platform.processor() or platform.machine())
+    processor = next(found, platform.processor() or platform.machine())
+    return f"{processor} x{len(os.sched_getaffinity(0))}"

@@ -13,7 +13,7 @@ network or a device: which weights a row touches, tiles, graphs and links are al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,21 +44,25 @@ class MeasuredStep(BaseModel):
     seconds: float = Field(gt=0, allow_inf_nan=False)
 
 
-class StepTimePrior:
+class StepTimePrior(NamedTuple):
     """Step time by rows and samples at short contexts, as the compiled functions read it."""
 
-    def __init__(
-        self, corners: Floats, plains: Floats, per_sample: float = 0.0, verifying: float = 0.0
-    ) -> None:
-        """Begin with corners of `by_rows` and of `plain`, [2, k] of two at least and rising, and the two terms."""
-        self.corners, self.plains = corners, plains
-        self.terms = np.array([per_sample, verifying, plains[1, 0] / _CONTEXT_TOKENS])
+    corners: Floats
+    """Of `by_rows` [2, k]: rows, which rise, and seconds; two at least."""
+    plains: Floats
+    """Of `plain` [2, k]: samples and seconds."""
+    per_sample: float
+    """Seconds of a sample in a verifying step."""
+    verifying: float
+    """Seconds of any verification."""
+    per_token: float
+    """Scale of the seconds of a token of context."""
 
     @classmethod
     def unknown(cls, seconds: float = _UNKNOWN_SECONDS) -> Self:
         """Return the prior of an engine of which one step is known, or none."""
         line = np.array([[1.0, _UNKNOWN_ROWS], [seconds, 2 * seconds]])
-        return cls(line, line)
+        return cls(line, line, 0.0, 0.0, seconds / _CONTEXT_TOKENS)
 
     @classmethod
     def of(cls, sweep: Sequence[MeasuredStep]) -> Self:
@@ -69,11 +73,12 @@ class StepTimePrior:
             return cls.unknown(plain[0][1]) if plain else cls.unknown()
         seconds = [min(time for n, time in plain if n == each) for each in samples]
         plains = np.array([samples, np.maximum.accumulate(seconds)])
-        return cls(*_by_rows(sweep, plains))
+        corners, per_sample, verifying = _by_rows(sweep)
+        return cls(corners, plains, per_sample, verifying, seconds[0] / _CONTEXT_TOKENS)
 
 
-def _by_rows(sweep: Sequence[MeasuredStep], plains: Floats) -> tuple[Floats, Floats, float, float]:
-    """Return the corners of `by_rows`, those of plain steps, and the terms of samples and of any verification."""
+def _by_rows(sweep: Sequence[MeasuredStep]) -> tuple[Floats, float, float]:
+    """Return the corners of `by_rows`, and the terms of samples and of any verification."""
     samples, rows, seconds = (
         np.array([getattr(each, name) for each in sweep], np.float64)
         for name in ("samples", "rows", "seconds")
@@ -86,11 +91,8 @@ def _by_rows(sweep: Sequence[MeasuredStep], plains: Floats) -> tuple[Floats, Flo
     design = np.column_stack([hats, samples, verifying]) * weights[:, None]
     slopes = np.diff(np.eye(len(corners)), axis=0) / np.diff(corners)[:, None]
     bends = np.diff(slopes, axis=0) * corners[1:-1, None] / seconds.min()
-    # Neither linear term is to explain what the rows do.
-    drawn = np.diag([samples.max(), 1.0]) / seconds.max()
-    smooth = np.block([[bends, np.zeros((len(bends), 2))], [np.zeros((2, len(corners))), drawn]])
-    left = np.vstack([design, _SMOOTHNESS * smooth])
-    right = np.concatenate([weights * seconds, np.zeros(len(bends) + 2)])
+    left = np.vstack([design, _SMOOTHNESS * np.pad(bends, ((0, 0), (0, 2)))])
+    right = np.concatenate([weights * seconds, np.zeros(len(bends))])
     solved = np.linalg.lstsq(left, right, rcond=None)[0]
     by_rows = np.maximum.accumulate(np.maximum(solved[:-2], _LEAST * seconds.min()))
-    return np.array([corners, by_rows]), plains, float(solved[-2]), float(solved[-1])
+    return np.array([corners, by_rows]), float(solved[-2]), float(solved[-1])

@@ -43,7 +43,7 @@ class Drafting:
         """Return the drafts of a step, by sample id."""
         self.steps += 1
         if self.drafts.policy == PLANNED:
-            return self._planned(samples)
+            return self._planned(samples) if samples else {}
         policy = POLICIES[self.drafts.policy]
         made = {sample.sample_id: policy(self, sample)[: max(sample.room, 0)] for sample in samples}
         return {sample_id: tokens for sample_id, tokens in made.items() if tokens}
@@ -54,7 +54,7 @@ class Drafting:
             name: Proposals.of([_proposal(POLICIES[name](self, each)) for each in samples])
             for name in ("varying", "stale")
         }
-        return {name: draft.tokens for name, draft in self.planner.choose(samples, proposals).items()}
+        return self.planner.choose(samples, proposals).tokens
 
     def true(self, sample: EngineSampleState, count: int) -> list[int]:
         """Return the next tokens that the sample will have."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from services.contracts.knobs import MOST_DRAFTED, Knobs
 from services.generation.speculation.exploration import Exploration
 from services.generation.speculation.modes.planner import PlannerMode
 from services.step_time.estimator import StepTimeEstimator
@@ -74,4 +75,4 @@ def settled(samples: Sequence[int] = tuple(1 << k for k in range(12))) -> Explor
 def planner_mode(window: int, margin: float = 0.0, step_time: Any = None) -> PlannerMode:
     """Return the planner of a machine, by default one on which a row costs a hundredth of a step."""
     known = KnownStepTime(per_row=1e-5) if step_time is None else step_time
-    return PlannerMode(known, margin, settled(), window)
+    return PlannerMode(known, Knobs(draft_cap=min(window, MOST_DRAFTED), margin=margin), settled())

@@ -36,7 +36,10 @@ class SpeculationAccount:
         self._switches: deque[SpeculationSwitch] = deque(maxlen=_MAX_SWITCHES)
         self._serial = 0
         self._key: StepKey | None = None
-        self._on: bool | None = None
+        # What is of no step of a run is booked on an account that nobody sees.
+        self._totals = StepTotals()
+        # A step that begins with plain decoding did not switch speculation off.
+        self._on = False
         # By source, [verifications, drafted tokens, accepted tokens] not booked yet.
         self._verified: dict[str, list[int]] = {}
 
@@ -45,15 +48,15 @@ class SpeculationAccount:
         if key == self._key:
             return False
         self._settle()
-        self._key = key
-        self._on = None
+        self._key, self._on = key, False
+        self._totals = StepTotals() if key is None else self._steps.setdefault(key, StepTotals())
+        while len(self._steps) > _MAX_STEPS:
+            self._steps.popitem(last=False)
         return True
 
     def planned(self, decision: PlanDecision, mode: str) -> None:
         """Book the plan of an engine step."""
-        totals = self._totals()
-        if totals is None:
-            return
+        totals = self._totals
         totals.reasons[decision.reason] += 1
         totals.planned_tokens += decision.tokens
         totals.expected_tokens += decision.expected
@@ -62,21 +65,15 @@ class SpeculationAccount:
 
     def toggled(self, on: bool, speedup: float, requests: int, now: float) -> None:
         """Book the state of the toggle; it is a switch if it changed within the step."""
-        if on == self._on:
-            return
-        # A step that begins with plain decoding did not switch speculation off.
-        switched, self._on = on or self._on is not None, on
-        if not switched or self._key is None:
-            return
-        self._serial += 1
-        self._switches.append(SpeculationSwitch(self._serial, now, on, speedup, requests, *self._key))
+        if on != self._on and self._key is not None:
+            self._serial += 1
+            self._switches.append(SpeculationSwitch(self._serial, now, on, speedup, requests, *self._key))
+        self._on = on
 
     def timed(self, predicted: float, measured: float) -> None:
         """Book predicted and measured seconds of an engine step."""
-        totals = self._totals()
-        if totals is not None:
-            totals.predicted_seconds += predicted
-            totals.measured_seconds += measured
+        self._totals.predicted_seconds += predicted
+        self._totals.measured_seconds += measured
 
     def verified(self, source: str, drafted: int, accepted: int) -> None:
         """Book the outcome of one draft."""
@@ -98,18 +95,7 @@ class SpeculationAccount:
 
     def _settle(self) -> None:
         """Book the counted outcomes: there is no time to build an `Acceptance` for each draft of each step."""
-        totals = self._totals() if self._verified else None
-        if totals is not None:
-            for source, counted in self._verified.items():
-                totals.drafts[source] = totals.drafts.get(source, Acceptance(0, 0, 0)) + Acceptance(*counted)
+        drafts = self._totals.drafts
+        for source, counted in self._verified.items():
+            drafts[source] = drafts.get(source, Acceptance()) + Acceptance(*counted)
         self._verified.clear()
-
-    def _totals(self) -> StepTotals | None:
-        if self._key is None:
-            return None
-        totals = self._steps.get(self._key)
-        if totals is None:
-            totals = self._steps[self._key] = StepTotals()
-            while len(self._steps) > _MAX_STEPS:
-                self._steps.popitem(last=False)
-        return totals

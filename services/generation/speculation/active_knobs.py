@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.contracts.knobs import Knobs, Setting, resolved
-from services.generation.engine.types import EngineSampleState
 from services.generation.rollouts.origin import Origin
+from services.generation.speculation.drafter import Samples
 
 OriginOf = Callable[[str], Origin | None]
 """Returns the origin of a sample by id; None if it is not of the step that is rolled out."""
@@ -32,12 +32,12 @@ class ActiveKnobs:
     def __init__(self, base: Knobs, origin_of: OriginOf) -> None:
         """Begin with `base`, the instance's own configuration, at revision 0."""
         self.revision = 0
-        self.shared = base
+        self._share(base)
         self._base = base
         self._origin_of = origin_of
         self._runs: dict[str, Knobs] = {}
         # Samples of the last query, and the knobs of each.
-        self._samples: Sequence[EngineSampleState] = ()
+        self._samples: Samples = ()
         self._of_samples: list[Knobs] = []
 
     def prepare(
@@ -62,7 +62,8 @@ class ActiveKnobs:
         """Put knobs in force; return False if later ones are in force already."""
         if prepared.revision <= self.revision:
             return False
-        self.revision, self.shared, self._runs = prepared.revision, prepared.shared, prepared.runs
+        self.revision, self._runs = prepared.revision, prepared.runs
+        self._share(prepared.shared)
         self._samples, self._of_samples = (), []
         return True
 
@@ -71,41 +72,37 @@ class ActiveKnobs:
         """Largest draft cap of any run."""
         return max(each.draft_cap for each in (self.shared, *self._runs.values()))
 
-    def wants(self, drafter: str, samples: Sequence[EngineSampleState]) -> Sequence[bool] | bool:
+    def wants(self, drafter: str, samples: Samples) -> Sequence[bool] | bool:
         """Return True if a drafter may propose for all samples, False for none, or one value per sample."""
-        if not self._runs:
-            return _wants(self.shared, drafter)
-        each = self._each(samples)
-        if all(knobs is each[0] for knobs in each):
-            return _wants(each[0], drafter) if each else False
-        return [_wants(knobs, drafter) for knobs in each]
+        knobs = self._common(samples)
+        return _wants(knobs, drafter) if knobs else [_wants(each, drafter) for each in self._each(samples)]
 
-    def of_step(self, samples: Sequence[EngineSampleState]) -> Knobs:
+    def of_step(self, samples: Samples) -> Knobs:
         """Return the knobs of a whole step with these samples, at least one."""
-        if not self._runs:
-            return self.shared
-        each = self._each(samples)
-        if all(knobs is each[0] for knobs in each):
-            return each[0]
         # Speculation is off if it is off for all samples; else samples keep their own limits.
-        on = any(knobs.speculation for knobs in each)
-        return (
-            self.shared
-            if on == self.shared.speculation
-            else self.shared.model_copy(update={"speculation": on})
-        )
+        return self._common(samples) or self._mixed[any(each.speculation for each in self._each(samples))]
 
-    def limited(self, samples: Sequence[EngineSampleState]) -> Sequence[EngineSampleState]:
+    def limited(self, samples: Samples) -> Samples:
         """Return the samples with room for as many draft tokens as their own knobs allow."""
         if not self._runs:
             return samples
-        states = []
-        for sample, knobs in zip(samples, self._each(samples), strict=True):
-            limit = knobs.draft_cap if knobs.speculation else 0
-            states.append(sample if sample.room <= limit else replace(sample, room=limit))
-        return states
+        limits = [knobs.draft_cap if knobs.speculation else 0 for knobs in self._each(samples)]
+        pairs = zip(samples, limits, strict=True)
+        return [sample if sample.room <= limit else replace(sample, room=limit) for sample, limit in pairs]
 
-    def _each(self, samples: Sequence[EngineSampleState]) -> list[Knobs]:
+    def _share(self, knobs: Knobs) -> None:
+        self.shared = knobs
+        # Of steps of several runs, by whether any of them speculates; the same objects in every step.
+        self._mixed = [knobs.model_copy(update={"speculation": on}) for on in (False, True)]
+
+    def _common(self, samples: Samples) -> Knobs | None:
+        """Return the knobs of all samples, at least one; None if they differ."""
+        if not self._runs:
+            return self.shared
+        first, *others = self._each(samples)
+        return first if all(each is first for each in others) else None
+
+    def _each(self, samples: Samples) -> list[Knobs]:
         """Return the knobs of each sample, cached because every drafter asks for the same samples in a step."""
         if self._samples is not samples:
             origins = [self._origin_of(sample.sample_id) for sample in samples]

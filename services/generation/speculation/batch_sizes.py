@@ -14,20 +14,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-# The grid has every size up to _FINE, and above it so many in each octave.
-_FINE = 16
-_IN_OCTAVE = 16
-_OCTAVES = 16
-
-_GRID = np.concatenate(
-    [
-        np.arange(1, _FINE),
-        *[
-            (_FINE << octave) * (_IN_OCTAVE + np.arange(_IN_OCTAVE)) // _IN_OCTAVE
-            for octave in range(_OCTAVES)
-        ],
-    ]
-)
+# The grid has every size up to twice _FINE, and above it _FINE in each octave.
+_FINE, _OCTAVES = 16, 16
+_GRID = np.concatenate([np.arange(1, _FINE), *[np.arange(_FINE, 2 * _FINE) << k for k in range(_OCTAVES)]])
 
 
 @lru_cache(maxsize=8)
@@ -35,11 +24,6 @@ def _sizes(graphs: tuple[int, ...]) -> NDArray[np.int64]:
     """Return the sizes of steps: those of graphs, and the grid beyond the largest."""
     beyond = np.searchsorted(_GRID, max(graphs, default=0), side="right")
     return np.concatenate((np.array(graphs, np.int64), _GRID[beyond:]))
-
-
-def sizes_up_to(limit: int) -> list[int]:
-    """Return the numbers of verified tokens in the grid, up to `limit`, rising."""
-    return _GRID[: np.searchsorted(_GRID, limit, side="right")].tolist()
 
 
 @lru_cache(maxsize=1024)

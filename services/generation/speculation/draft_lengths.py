@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.drafter import Proposals
-from services.generation.speculation.plan import NOTHING, best_proposals, rooms
-from services.generation.speculation.selection.selection import survivals
+from services.generation.speculation.drafter import Proposals, Samples
+from services.generation.speculation.plan import best_proposals, context_of, rooms
+from services.generation.speculation.selection.selection import Floats, Ints, survivals
 from services.step_time.estimator import StepTimeEstimator
 
-Floats = NDArray[np.float64]
 # Time of a pass before one was measured, in plain steps.
 _ASSUMED_PASS = 0.5
 
@@ -35,36 +34,48 @@ class DraftableBatch:
     `rows` are the draft tokens of other drafters that they verify, `expected` how many of those are accepted.
     """
 
-    room: NDArray[np.int64]
+    room: Ints
     rows: Floats
     expected: Floats
     context: int
     """Context length of all samples together, in tokens."""
+
+    @classmethod
+    def of(
+        cls,
+        samples: Samples,
+        others: Sequence[Proposals],
+        window: int,
+        most: int,
+        step_time: StepTimeEstimator,
+    ) -> Self:
+        """Return the batch with the best of the other proposals for each sample, as far as they are worth it.
+
+        A token is if its survival is at least the tokens that plain decoding makes in the time of one more verified
+        token.
+
+        Args:
+            samples: of the next step.
+            others: proposals of other drafters.
+            window: most tokens of a proposal.
+            most: most tokens to draft for a sample.
+            step_time: of the engine's step.
+        """
+        n, room, context = len(samples), rooms(samples), context_of(samples)
+        rows, expected = np.zeros((2, n))
+        if others:
+            plain, more = step_time.predict(n, (n, 2 * n), context)
+            _, lengths, survival = best_proposals(survivals(others, room, window), (more - plain) / plain)
+            rows, expected = lengths.astype(np.float64), survival.sum(1)
+        return cls(np.minimum(room, most), rows, expected, context)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLengths:
     """Tokens to draft for each sample [n], 0 for none, and the predicted gain as a factor."""
 
-    tokens: NDArray[np.int64]
+    tokens: Ints
     gain: float = 1.0
-
-
-def worthwhile(
-    samples: Sequence[EngineSampleState], made: Sequence[Proposals], window: int, price: float
-) -> tuple[Floats, Floats]:
-    """Return (tokens, expected) [n] of each sample's best proposal, of tokens with survival >= `price`."""
-    if not made:
-        return np.zeros(len(samples)), np.zeros(len(samples))
-    survival = survivals(made, rooms(samples), window)
-    _, lengths, best = best_proposals(survival, max(price, NOTHING))
-    return lengths.astype(np.float64), best.sum(1)
-
-
-def token_price(step_time: StepTimeEstimator, samples: int, context: int) -> float:
-    """Return how many tokens plain decoding makes in the time of one more verified token."""
-    plain, more = step_time.predict(samples, (samples, 2 * samples), context)
-    return float((more - plain) / plain)
 
 
 def choose_lengths(

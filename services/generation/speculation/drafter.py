@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, runtime_checkable
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ class DraftContext:
     origin: reference (given by the caller), pregenerated or history. Run and prompt name the prompt, seed and
     policy version the sample among those of the prompt, for drafters that keep history; without a run the
     sample has no name but its id. `carried` is the state of the drafters of its last engine, by drafter (see
-    `MigratableDrafter`).
+    `TokenDrafter.carry`).
     """
 
     sample_id: str
@@ -84,25 +84,19 @@ class Proposals:
                 acceptance[i, : len(each.tokens)] = each.acceptance
         return cls(tokens, acceptance, ["" if each is None else each.source for each in made])
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, i: int) -> Proposal | None:
-        """Return the proposal for sample i."""
-        ends = np.flatnonzero(self.acceptance[i] == 0)
-        length = int(ends[0]) if len(ends) else self.acceptance.shape[1]
-        if not length:
-            return None
-        source = self.sources[i] if self.sources else ""
-        return Proposal(self.tokens[i, :length].tolist(), self.acceptance[i, :length].tolist(), source)
-
     def only(self, wanted: Sequence[bool]) -> Self:
         """Return the proposals for the wanted samples [n] and none for the others."""
         return type(self)(self.tokens, self.acceptance * np.asarray(wanted)[:, None], self.sources)
 
 
-class TokenDrafter(Protocol):
-    """Source of draft tokens, called from the engine thread only.
+Samples = Sequence[EngineSampleState]
+"""Samples of a step."""
+ProposalsByName = Mapping[str, Proposals]
+"""Proposals for the samples of a step, by drafter."""
+
+
+class TokenDrafter:
+    """Interface of a source of draft tokens, called from the engine thread only.
 
     Each sample is begun, proposed for and verified any number of times, and ended; `add_rollouts` and `idle_work`
     come at any time between two steps. Methods that a drafter does not need do nothing. A drafter that raises or
@@ -110,21 +104,31 @@ class TokenDrafter(Protocol):
     """
 
     name: str
+    sequential = False
+    """True if tokens cost the drafter time, so that it is queried after the others and told their proposals."""
 
     def begin(self, context: DraftContext) -> None:
         """Register a sample that enters the engine."""
-        return
+
+    def carry(self, sample_id: str) -> bytes:
+        """Return state beyond the tokens that `begin` finds in `DraftContext.carried` on another engine, if any."""
+        return b""
 
     def add_rollouts(self, arrival: NewRollouts) -> None:
         """Take in rollouts; running samples may be anywhere in their responses."""
-        return
 
-    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
-        """Return proposals of at most `window` tokens for the samples, in their order; None if there are none."""
+    def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
+        """Return proposals for the samples, in their order; None if there are none.
+
+        Args:
+            samples: of the next step.
+            window: most tokens of a proposal.
+            others: proposals of the drafters that were queried before, by name.
+        """
+        raise NotImplementedError
 
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
         """Learn that `accepted` of its `drafted` tokens were accepted for this sample in the last step."""
-        return
 
     def end(self, sample_id: str, response: Sequence[int]) -> None:
         """Release a sample that left the engine with this response."""
@@ -132,21 +136,3 @@ class TokenDrafter(Protocol):
     def idle_work(self) -> bool:
         """Do a slice of deferred work while the engine idles; return True if there is more."""
         return False
-
-
-@runtime_checkable
-class SequentialDrafter(TokenDrafter, Protocol):
-    """Drafter whose tokens cost time, so that it is queried after the others and told their proposals."""
-
-    def propose_after(
-        self, samples: Sequence[EngineSampleState], window: int, others: Mapping[str, Proposals]
-    ) -> Proposals | None:
-        """Return proposals as `propose` does, which is not called; `others` are those of other drafters by name."""
-
-
-@runtime_checkable
-class MigratableDrafter(Protocol):
-    """Drafter with per-sample state beyond the tokens, which moves with the sample to another engine."""
-
-    def carry(self, sample_id: str) -> bytes:
-        """Return the state that `begin` finds in `DraftContext.carried` on the other engine; empty if none."""

@@ -11,7 +11,9 @@ predicted of them: what the sweep says of long contexts may be off by any factor
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
+from math import inf
 
 # Steps until the first exploration and between later ones, for rates within this share of each other.
 _FIRST_INTERVAL, _MAX_INTERVAL = 8, 64
@@ -20,7 +22,6 @@ _CLOSE = 0.1
 _UNTRIED = 8
 # Predicted speedups between which plain and drafted steps are explored: beyond them nothing is in doubt.
 _MIN_SPEEDUP, _MAX_SPEEDUP = 0.85, 1.3
-_NEVER = 1 << 30
 # Share of the draft tokens that an exploration of fewer verifies.
 _FEWER = 0.5
 
@@ -29,8 +30,8 @@ _FEWER = 0.5
 class _Count:
     """Steps since the last plain one, the last drafted one, and the last with fewer tokens; and their intervals."""
 
-    interval: int
-    plain: int = _NEVER
+    interval: int = _FIRST_INTERVAL
+    plain: float = inf
     drafted: int = 0
     tried: bool = False
     fewer: int = 0
@@ -41,9 +42,7 @@ class _Count:
 class Exploration:
     """Schedule of explorations, by octave of batch sizes."""
 
-    _counts: dict[int, _Count] = field(default_factory=dict)
-    # Interval of the octave that explored last; a new octave starts with it.
-    _interval: int = _FIRST_INTERVAL
+    _counts: defaultdict[int, _Count] = field(default_factory=lambda: defaultdict(_Count))
 
     def should_explore(self, num_samples: int, speedup: float, *, drafted: bool) -> bool:
         """Return True if the step should be done the other way; it then counts as an exploration.
@@ -53,20 +52,21 @@ class Exploration:
             speedup: predicted rate of the best drafts over that of plain decoding.
             drafted: the decision without exploration: True for drafts.
         """
-        count = self._count(num_samples)
+        count = self._counts[num_samples.bit_length()]
         since = count.plain if drafted else count.drafted
+        if since == inf:
+            return True
         if not drafted and not count.tried:
             return since >= _UNTRIED
-        if since < _NEVER:
-            doubtful = _MIN_SPEEDUP <= speedup <= _MAX_SPEEDUP
-            if not doubtful or since < count.interval * max(1.0, abs(speedup - 1) / _CLOSE):
-                return False
-            count.interval = self._interval = min(2 * count.interval, _MAX_INTERVAL)
+        doubtful = _MIN_SPEEDUP <= speedup <= _MAX_SPEEDUP
+        if not doubtful or since < count.interval * max(1.0, abs(speedup - 1) / _CLOSE):
+            return False
+        count.interval = min(2 * count.interval, _MAX_INTERVAL)
         return True
 
     def fewer(self, num_samples: int, tokens: int) -> int:
         """Return how many of `tokens` draft tokens a step should verify at most: all, or now and then half."""
-        count = self._count(num_samples)
+        count = self._counts[num_samples.bit_length()]
         if count.fewer < count.fewer_interval:
             return tokens
         count.fewer, count.fewer_interval = 0, min(2 * count.fewer_interval, _MAX_INTERVAL)
@@ -74,15 +74,8 @@ class Exploration:
 
     def record_step(self, num_samples: int, *, drafted: bool) -> None:
         """Count a step that was done with or without drafts."""
-        count = self._count(num_samples)
-        count.plain = min(count.plain + 1, _NEVER) if drafted else 0
+        count = self._counts[num_samples.bit_length()]
+        count.plain = count.plain + 1 if drafted else 0
         count.drafted = 0 if drafted else count.drafted + 1
         count.fewer += drafted
         count.tried |= drafted
-
-    def _count(self, num_samples: int) -> _Count:
-        octave = num_samples.bit_length()
-        count = self._counts.get(octave)
-        if count is None:
-            count = self._counts[octave] = _Count(self._interval)
-        return count

@@ -6,34 +6,21 @@ window, to the sample's length limit, and to where its tokens are still likely t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.drafter import Proposals
-from services.generation.speculation.selection.selection import survivals
+from services.generation.speculation.drafter import ProposalsByName, Samples
+from services.generation.speculation.selection.selection import Floats, Ints, survivals
 
 UNBOUNDED = 1 << 30
 """Sentinel: no limit on the verified tokens of a step."""
-# Smallest survival probability that stands for a token.
-NOTHING = float(np.finfo(np.float64).tiny)
 
 
-class Draft(NamedTuple):
-    """Tokens to verify for a sample, the drafter that proposed them, and their origin in results."""
-
-    drafter: str
-    tokens: list[int]
-    source: str
-
-
-@dataclass(slots=True, eq=False)
-class Drafts(Mapping[str, Draft]):
+@dataclass(slots=True)
+class Drafts:
     """The drafts of a step, by sample id; samples without one decode plainly."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -48,16 +35,6 @@ class Drafts(Mapping[str, Draft]):
     def count(self) -> int:
         """Draft tokens of all samples together."""
         return sum(map(len, self.tokens.values()))
-
-    def __getitem__(self, sample_id: str) -> Draft:
-        drafter, source = self.origins[sample_id]
-        return Draft(drafter, self.tokens[sample_id], source)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tokens)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +52,21 @@ class DraftPlanner:
     window: int
     """Most tokens of a proposal."""
 
-    @property
-    def measures(self) -> bool:
-        """True if `stepped` wants the time of the step that was planned last."""
-        return False
-
-    def wants(self, drafter: str, samples: Sequence[EngineSampleState]) -> Sequence[bool] | bool:
+    def wants(self, drafter: str, samples: Samples) -> Sequence[bool] | bool:
         """Return True if a drafter may propose for all samples, False for none, or one value per sample."""
         return True
 
-    def choose(
-        self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int = UNBOUNDED
-    ) -> Drafts:
+    def choose(self, samples: Samples, proposals: ProposalsByName, rows: int = UNBOUNDED) -> Drafts:
         """Return the drafts of the next step.
 
         Args:
-            samples: the samples that can verify a draft.
+            samples: the samples that can verify a draft, at least one.
             proposals: of each drafter that has any.
             rows: most verified tokens of the step, one of each sample included.
         """
         raise NotImplementedError
 
-    def back_off(self, samples: Sequence[EngineSampleState]) -> None:
+    def back_off(self, samples: Samples) -> None:
         """Record a step that is not planned because drafting backs off."""
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
@@ -119,11 +89,9 @@ class FixedLengthPlanner(DraftPlanner):
     floor: float = 0.0
     survival_floor: float = 0.0
 
-    def choose(
-        self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int = UNBOUNDED
-    ) -> Drafts:
+    def choose(self, samples: Samples, proposals: ProposalsByName, rows: int = UNBOUNDED) -> Drafts:
         """Return the drafts of the next step; see `DraftPlanner`."""
-        if not (samples and proposals):
+        if not proposals:
             return Drafts()
         survival = survivals(list(proposals.values()), rooms(samples), self.window)
         survival[survival[:, :, 0] < self.floor] = 0.0
@@ -132,12 +100,10 @@ class FixedLengthPlanner(DraftPlanner):
         while lengths.sum() > room:
             width -= 1
             lengths = np.minimum(lengths, width)
-        return drafts(samples, proposals, list(proposals), picks, lengths, float(best[:, :width].sum()))
+        return drafts(samples, proposals, picks, lengths, float(best[:, :width].sum()))
 
 
-def best_proposals(
-    survival: NDArray[np.float64], floor: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+def best_proposals(survival: Floats, floor: float) -> tuple[Ints, Ints, Floats]:
     """Return for each sample [n] the drafter with the most expected tokens, their number, and their survival.
 
     `survival` [drafters, n, width] below `floor` does not count; the survival that is returned is [n, width].
@@ -148,44 +114,27 @@ def best_proposals(
     return picks, np.count_nonzero(best, axis=1), best
 
 
-def rooms(samples: Sequence[EngineSampleState]) -> NDArray[np.int64]:
+def rooms(samples: Samples) -> Ints:
     """Return the most draft tokens that each sample can verify, [n]."""
     return np.array([sample.room for sample in samples], np.int64)
 
 
 def drafts(
-    samples: Sequence[EngineSampleState],
-    proposals: Mapping[str, Proposals],
-    names: Sequence[str],
-    picks: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    expected: float,
+    samples: Samples, proposals: ProposalsByName, picks: Ints, lengths: Ints, expected: float
 ) -> Drafts:
-    """Return the first `lengths` [n] tokens of the proposals of each sample's drafter, `names[picks]` [n]."""
-    width = int(lengths.max(initial=0))
-    if not width:
-        return Drafts()
-    proposed = np.zeros((len(names), len(samples), width), np.int32)
-    for name, each in zip(names, proposed, strict=True):
-        each[:, : proposals[name].tokens.shape[1]] = proposals[name].tokens[:, :width]
-    # Converted to lists all at once: indexing an array takes as long as indexing a dozen lists.
-    tokens = proposed.reshape(-1, width).take(picks * len(samples) + np.arange(len(samples)), axis=0).tolist()
-    short = np.flatnonzero(lengths < width)
-    for i, length in zip(short.tolist(), lengths[short].tolist(), strict=True):
-        del tokens[i][length:]
-    ids, drafters = [sample.sample_id for sample in samples], picks.tolist()
-    chosen = dict(zip(ids, tokens, strict=True))
-    own = [(name, name) for name in names]
-    origins = {each: own[pick] for each, pick in zip(ids, drafters, strict=True)}
-    for place, name in enumerate(names):
-        for i, source in enumerate(proposals[name].sources):
-            if source and drafters[i] == place:
-                origins[ids[i]] = name, source
-    for i in np.flatnonzero(lengths == 0).tolist():
-        del chosen[ids[i]], origins[ids[i]]
-    return Drafts(chosen, origins, expected)
+    """Return the first `lengths` [n] tokens of each sample's drafter, of which `picks` [n] has the place."""
+    tokens, origins, cuts = dict[str, list[int]](), dict[str, tuple[str, str]](), lengths.tolist()
+    for place, (name, made) in enumerate(proposals.items()):
+        here, own = np.flatnonzero((picks == place) & (lengths > 0)), (name, name)
+        # Converted to lists all at once: indexing an array takes as long as indexing a dozen lists.
+        for i, proposed in zip(here.tolist(), made.tokens[here].tolist(), strict=True):
+            sample_id = samples[i].sample_id
+            del proposed[cuts[i] :]
+            tokens[sample_id] = proposed
+            origins[sample_id] = (name, made.sources[i] or name) if made.sources else own
+    return Drafts(tokens, origins, expected)
 
 
-def context_of(samples: Sequence[EngineSampleState]) -> int:
+def context_of(samples: Samples) -> int:
     """Return the context length of all samples together, in tokens."""
     return sum([sample.length for sample in samples])

@@ -17,18 +17,17 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import structlog
 
-from services.generation.engine.types import EngineSampleState, SampleStep
+from services.generation.engine.types import SampleStep
 from services.generation.speculation.backoff import DraftBackoff
 from services.generation.speculation.drafter import (
     DraftContext,
-    MigratableDrafter,
     NewRollouts,
     Proposals,
-    SequentialDrafter,
+    ProposalsByName,
+    Samples,
     TokenDrafter,
 )
 from services.generation.speculation.plan import UNBOUNDED, DraftPlanner, Drafts, StepShape, context_of
-from services.generation.speculation.selection.selection import flaw
 
 MAX_FAULTS = 3
 PLANNER = "planner"
@@ -83,7 +82,6 @@ class Speculation:
     metrics: VerificationMetrics
     clock: Callable[[], float] = time.perf_counter
     """Seconds."""
-    _sequential: dict[str, SequentialDrafter] = field(init=False)
     # Drafters that are queried after the others come last.
     _guarded: dict[str, tuple[TokenDrafter, _Guard]] = field(init=False)
     _planner: _Guard = field(init=False)
@@ -94,8 +92,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         self._planner = _Guard(PLANNER, self.metrics, PLANNER, inf)
-        self._sequential = {each.name: each for each in self.drafters if isinstance(each, SequentialDrafter)}
-        ordered = sorted(self.drafters, key=lambda each: each.name in self._sequential)
+        ordered = sorted(self.drafters, key=lambda each: each.sequential)
         self._guarded = {each.name: (each, _Guard(each.name, self.metrics)) for each in ordered}
 
     def begin(self, context: DraftContext) -> None:
@@ -107,12 +104,11 @@ class Speculation:
 
     def carry(self, sample_id: str) -> dict[str, bytes]:
         """Return the drafters' state of a sample beyond its tokens, by drafter, for another engine."""
-        found = {
-            name: guard.call(b"", drafter.carry, sample_id)
+        return {
+            name: state
             for name, (drafter, guard) in self._guarded.items()
-            if isinstance(drafter, MigratableDrafter)
+            if (state := guard.call(b"", drafter.carry, sample_id))
         }
-        return {name: state for name, state in found.items() if state}
 
     def add_rollouts(self, arrival: NewRollouts) -> None:
         """Pass new rollouts to the drafters."""
@@ -130,7 +126,7 @@ class Speculation:
         for drafter, guard in self._guarded.values():
             guard.call(None, drafter.end, sample_id, response)
 
-    def drafts(self, samples: Sequence[EngineSampleState], rows: int = UNBOUNDED) -> dict[str, list[int]]:
+    def drafts(self, samples: Samples, rows: int = UNBOUNDED) -> dict[str, list[int]]:
         """Return the tokens to verify in the next step, by sample id; see `DraftPlanner.choose`."""
         self._drafts = Drafts()
         if not samples:
@@ -146,17 +142,15 @@ class Speculation:
         self._backoff.record_drafted_step(len(samples), saved, self.clock() - began)
         return dict(self._drafts.tokens)
 
-    def shape(
-        self, samples: Sequence[EngineSampleState], drafts: Mapping[str, Sequence[int]]
-    ) -> StepShape | None:
+    def shape(self, samples: Samples, drafts: Mapping[str, Sequence[int]]) -> StepShape | None:
         """Return the shape of the next step if its time should be measured, else None.
 
         Steps that skip drafting are not measured: the others teach the step-time model enough.
         """
-        if self._skipped or not samples or not self._planner.call(False, lambda: self.plan.measures):
+        if self._skipped or not samples:
             return None
-        rows = len(samples) + sum(map(len, drafts.values()))
-        return StepShape(len(samples), rows, context_of(samples))
+        n = len(samples)
+        return StepShape(n, n + sum(map(len, drafts.values())), context_of(samples))
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Report the measured time of a step of this shape; it may come some steps late."""
@@ -176,22 +170,18 @@ class Speculation:
         drafter, guard = self._guarded[name]
         guard.call(None, drafter.learn, step.sample_id, step.drafted, step.accepted)
 
-    def _choose(
-        self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int
-    ) -> Drafts:
+    def _choose(self, samples: Samples, proposals: ProposalsByName, rows: int) -> Drafts:
         """Return the planner's drafts of the next step; ValueError where the samples have no room for them."""
         made = self.plan.choose(samples, proposals, rows)
         rooms = {sample.sample_id: sample.room for sample in samples} if made.tokens else {}
         for sample_id, tokens in made.tokens.items():
             if not 0 < len(tokens) <= rooms.get(sample_id, 0) or made.origins[sample_id][0] not in proposals:
                 raise ValueError(f"{len(tokens)} draft tokens, room for {rooms.get(sample_id, 0)}")
-        if isnan(made.saved):
-            raise ValueError("drafts with a gain that is no number")
-        if made.tokens and len(samples) + made.count > rows:
-            raise ValueError(f"{made.count} draft tokens for {len(samples)} samples in {rows} rows")
+        if isnan(made.saved) or (made.tokens and len(samples) + made.count > rows):
+            raise ValueError(f"{made.count} draft tokens in {rows} rows, which save {made.saved} s")
         return made
 
-    def _proposals(self, samples: Sequence[EngineSampleState]) -> dict[str, Proposals]:
+    def _proposals(self, samples: Samples) -> dict[str, Proposals]:
         """Return the proposals of the drafters that are wanted and have any, by name."""
         found: dict[str, Proposals] = {}
         for name, (drafter, guard) in self._guarded.items():
@@ -202,32 +192,25 @@ class Speculation:
                     found[name] = made if wanted is True else made.only(wanted)
         return found
 
-    def _propose(
-        self, drafter: TokenDrafter, samples: Sequence[EngineSampleState], others: Mapping[str, Proposals]
-    ) -> Proposals | None:
-        """Return a drafter's proposals for all samples; ValueError where they are none."""
-        window = self.plan.window
+    def _propose(self, drafter: TokenDrafter, samples: Samples, others: ProposalsByName) -> Proposals | None:
+        """Return a drafter's proposals for all samples; ValueError if something is wrong with them."""
         # Which of them share a step must not change what a drafter learns of them.
-        after = self._sequential.get(drafter.name)
-        made = (
-            drafter.propose(samples, window)
-            if after is None
-            else after.propose_after(samples, window, others)
-        )
-        return made if made is None else _checked(made, len(samples), window, self.vocab_size)
-
-
-def _checked(made: Any, samples: int, window: int, vocab_size: int) -> Proposals:
-    """Return proposals if nothing is wrong with them, else raise ValueError."""
-    if type(made) is not Proposals:
-        raise ValueError(f"{type(made).__name__} instead of proposals")
-    tokens, acceptance = made.tokens, made.acceptance
-    if tokens.ndim != 2 or len(tokens) != samples or not 0 < tokens.shape[1] <= window:
-        raise ValueError(f"proposals of shape {tokens.shape} for {samples} samples of 1 to {window} tokens")
-    if acceptance.shape != tokens.shape:
-        raise ValueError(f"predictions of shape {acceptance.shape} for tokens of shape {tokens.shape}")
-    if wrong := flaw(made, vocab_size):
-        raise ValueError(wrong)
-    if len(made.sources) not in (0, samples) or set(map(type, made.sources)) - {str}:
-        raise ValueError("sources that are no names")
-    return made
+        window = self.plan.window
+        made: Any = drafter.propose(samples, window, others)
+        if made is None:
+            return None
+        if type(made) is not Proposals:
+            raise ValueError(f"{type(made).__name__} instead of proposals")
+        tokens, acceptance, n = made.tokens, made.acceptance, len(samples)
+        if tokens.ndim != 2 or len(tokens) != n or not 0 < tokens.shape[1] <= window:
+            raise ValueError(f"proposals of shape {tokens.shape} for {n} samples of 1 to {window} tokens")
+        if acceptance.shape != tokens.shape:
+            raise ValueError(f"predictions of shape {acceptance.shape} for tokens of shape {tokens.shape}")
+        if tokens.dtype.kind not in "iu" or not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            raise ValueError(f"a token outside the vocabulary of {self.vocab_size}")
+        # NaN is neither above 0 nor below 1.
+        if acceptance.dtype.kind != "f" or not 0.0 <= acceptance.min() <= acceptance.max() <= 1.0:
+            raise ValueError("a prediction that is no probability")
+        if len(made.sources) not in (0, n) or set(map(type, made.sources)) - {str}:
+            raise ValueError("sources that are no names")
+        return made

@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.draft_lengths import (
-    DraftableBatch,
-    DraftLengths,
-    choose_lengths,
-    token_price,
-    worthwhile,
-)
+from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths, choose_lengths
 from services.generation.speculation.drafter import Proposal, Proposals
 from tests.support.step_times import KnownStepTime
 
@@ -140,13 +134,11 @@ def test_proposals_stand_for_the_tokens_that_are_worth_a_row() -> None:
     samples = [EngineSampleState(f"s{i}", [1], [], room, 1) for i, room in enumerate((9, 9, 1))]
     weak = Proposals.of([Proposal([5], [0.3]), None, Proposal([5, 6], [0.9, 0.9])])
     strong = Proposals.of([Proposal([7, 8, 9], [0.8, 0.5, 0.2]), None, None])
-    rows, expected = worthwhile(samples, [weak, strong], 8, 0.25)
-    assert rows.tolist() == [2, 0, 1]
-    assert np.allclose(expected, [0.8 + 0.4, 0, 0.9])
-    assert [each.tolist() for each in worthwhile(samples, [], 8, 0.0)] == [[0, 0, 0]] * 2
-
-
-def test_a_row_costs_what_its_time_would_earn() -> None:
-    assert 0 <= token_price(_STEP, 4, 400) < 0.1
-    crowded = token_price(_STEP, 400, 40_000)
-    assert 0.5 < crowded < 1.2
+    # One more verified token takes a quarter of a step.
+    dear: Any = KnownStepTime(weights=1e-3, row=1e-9, per_row=0.25e-3 / 3)
+    batch = DraftableBatch.of(samples, [weak, strong], 8, 5, dear)
+    assert batch.rows.tolist() == [2, 0, 1]
+    assert np.allclose(batch.expected, [0.8 + 0.4, 0, 0.9])
+    assert (batch.room.tolist(), batch.context) == ([5, 5, 1], 3)
+    none = DraftableBatch.of(samples, [], 8, 5, dear)
+    assert [none.rows.tolist(), none.expected.tolist()] == [[0, 0, 0]] * 2

@@ -29,6 +29,7 @@ from services.generation.loop.sample_table import SampleTable
 from services.generation.loop.work_stream import WorkStream
 from services.generation.rollouts.cache import DraftCache
 from services.generation.rollouts.origin import NOWHERE, Origin
+from services.generation.speculation.drafter import TokenDrafter
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import Speculation
 from tests.unit.generation.rollouts import rollout
@@ -584,7 +585,7 @@ async def test_load_and_metrics_tell_what_was_done(rigs: Callable[..., Rig]) -> 
     assert rig.value("paceline_generation_running_samples") == 0
 
 
-class Wrong:
+class Wrong(TokenDrafter):
     """A drafter whose every offer is wrong, or that raises."""
 
     name = "wrong"
@@ -595,7 +596,7 @@ class Wrong:
     def begin(self, context: Any) -> None:
         self._fail()
 
-    def propose(self, samples: Sequence[Any], window: int) -> Sequence[Any]:
+    def propose(self, samples: Any, window: int, others: Any) -> Any:
         self._fail()
         return [None] * (len(samples) + 1)
 

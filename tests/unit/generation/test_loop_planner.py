@@ -129,8 +129,11 @@ async def test_an_instance_plans_when_it_is_told_to(rigs: Callable[..., Rig], tm
     assert rig.drafts.speculation is not None
     plan = rig.drafts.speculation.plan
     assert isinstance(plan, KnobDrivenPlanner)
-    assert plan.measures
-    assert (plan.knobs.mode, plan.knobs.draft_cap, plan.knobs.margin) == ("planner", 5, 0.1)
+    assert (plan.active.shared.mode, plan.active.shared.draft_cap, plan.active.shared.margin) == (
+        "planner",
+        5,
+        0.1,
+    )
     assert (await _tokens(rig))[1] == list(range(12))
 
 

@@ -19,8 +19,8 @@ from services.generation.speculation.knob_driven_planner import KnobDrivenPlanne
 from services.generation.speculation.modes.decision import PlanDecision, PlanReason
 from services.generation.speculation.modes.planner import PlannerMode
 from services.generation.speculation.modes.planner_metrics import PlannerMetrics
-from services.generation.speculation.plan import Draft, StepShape
-from tests.support.proposals import batched
+from services.generation.speculation.plan import Drafts, StepShape
+from tests.support.proposals import Draft, batched, by_sample
 from tests.support.step_times import KnownStepTime, planner_mode, settled
 
 WINDOW = 3
@@ -83,8 +83,8 @@ def all_plans(
     return product(*choices)
 
 
-def as_lengths(samples: Sequence[EngineSampleState], drafts: Mapping[str, Draft]) -> list[tuple[str, int]]:
-    found = [drafts.get(each.sample_id) for each in samples]
+def as_lengths(samples: Sequence[EngineSampleState], drafts: Drafts) -> list[tuple[str, int]]:
+    found = [by_sample(drafts).get(each.sample_id) for each in samples]
     return [("", 0) if each is None else (each.drafter, len(each.tokens)) for each in found]
 
 
@@ -183,9 +183,9 @@ def test_a_plan_keeps_the_rules_and_is_never_worse_than_plain_decoding(
     for _ in range(4):
         drafts = planner.choose(samples, batched(proposals))
     for i, each in enumerate(samples):
-        if each.sample_id not in drafts:
+        if each.sample_id not in drafts.tokens:
             continue
-        name, tokens, source = drafts[each.sample_id]
+        name, tokens, source = by_sample(drafts)[each.sample_id]
         made = proposals[name][i]
         assert made is not None
         assert 0 < len(tokens) <= min(WINDOW, each.room)
@@ -196,9 +196,9 @@ def test_a_plan_keeps_the_rules_and_is_never_worse_than_plain_decoding(
     last = planner.last
     assert found >= plain * (1 - ALIKE)
     assert found / plain == pytest.approx(last.speedup, rel=1e-9)
-    assert (last.reason == PlanReason.DRAFTS) == bool(drafts)
-    assert last.tokens == sum(len(draft.tokens) for draft in drafts.values())
-    if drafts:
+    assert (last.reason == PlanReason.DRAFTS) == bool(drafts.tokens)
+    assert last.tokens == drafts.count
+    if drafts.tokens:
         assert last.speedup >= (1 + margin) * (1 - ALIKE)
     assert planner.choose(samples, batched(proposals)) == drafts
 
@@ -213,17 +213,15 @@ def test_a_draft_that_cannot_be_kept_is_not_verified(
         for name, made in proposals.items()
     }
     planner = plan(**fields)
-    assert planner.choose(samples, batched(hopeless)) == {}
+    assert planner.choose(samples, batched(hopeless)).tokens == {}
     assert planner.last.reason in (PlanReason.NO_PROPOSALS, PlanReason.PLAIN_IS_BEST)
 
 
-def test_an_empty_batch_and_one_without_proposals_decode_plainly() -> None:
+def test_a_batch_without_proposals_decodes_plainly() -> None:
     planner = plan()
-    assert planner.choose([], batched({"a": []})) == {}
+    assert planner.choose([sample(0)], batched({"a": [None]})).tokens == {}
     assert planner.last.reason == PlanReason.NO_PROPOSALS
-    assert planner.choose([sample(0)], batched({"a": [None]})) == {}
-    assert planner.last.reason == PlanReason.NO_PROPOSALS
-    assert planner.choose([sample(0)], batched({})) == {}
+    assert planner.choose([sample(0)], batched({})).tokens == {}
 
 
 def test_one_sample_with_memory_to_spare_gets_the_whole_proposal() -> None:
@@ -231,7 +229,7 @@ def test_one_sample_with_memory_to_spare_gets_the_whole_proposal() -> None:
     drafts = planner.choose(
         [sample(0)], batched({"a": [proposal(0.9, 0.9, 0.9, tokens=(3, 4, 5), source="history")]})
     )
-    assert drafts == {"s0": Draft("a", [3, 4, 5], "history")}
+    assert by_sample(drafts) == {"s0": Draft("a", [3, 4, 5], "history")}
     assert planner.last.speedup == pytest.approx(1 + 0.9 + 0.81 + 0.729)
     assert planner.last.seconds == pytest.approx(1e-3, rel=1e-3)
 
@@ -253,7 +251,7 @@ def test_drafts_say_how_much_sooner_their_tokens_come_than_plain_ones(
     samples, proposals = batch
     planner = plan(**fields)
     drafts = planner.choose(samples, batched(proposals))
-    if drafts:
+    if drafts.tokens:
         requests, context = len(samples), 10 * len(samples)
         step, plain = planner.step_time.seconds(requests, [requests + drafts.count, requests], context)
         as_many = (requests + drafts.expected) / requests * plain
@@ -262,15 +260,15 @@ def test_drafts_say_how_much_sooner_their_tokens_come_than_plain_ones(
 
 def test_when_rows_are_dear_nothing_is_drafted() -> None:
     planner = plan(per_row=1.0)
-    assert planner.choose([sample(0)], batched({"a": [proposal(0.9)]})) == {}
+    assert planner.choose([sample(0)], batched({"a": [proposal(0.9)]})).tokens == {}
     assert planner.last.reason == PlanReason.PLAIN_IS_BEST
 
 
 def test_a_gain_within_the_margin_is_left() -> None:
     proposals = {"a": [proposal(0.1)]}
-    assert plan(margin=0.05).choose([sample(0)], batched(proposals))
+    assert plan(margin=0.05).choose([sample(0)], batched(proposals)).tokens
     planner = plan(margin=0.2)
-    assert planner.choose([sample(0)], batched(proposals)) == {}
+    assert planner.choose([sample(0)], batched(proposals)).tokens == {}
     assert planner.last.reason == PlanReason.WITHIN_MARGIN
     assert planner.last.available == pytest.approx(1.1)
     assert planner.last.speedup == 1.0
@@ -297,18 +295,18 @@ def test_equal_tokens_go_to_the_first_samples_and_drafters() -> None:
 
 def test_a_long_sure_proposal_goes_before_a_short_surer_one_while_rows_are_cheap() -> None:
     proposals = {"short": [proposal(0.95)], "long": [proposal(0.8, 0.8, 0.8)]}
-    assert plan().choose([sample(0)], batched(proposals))["s0"].drafter == "long"
+    assert plan().choose([sample(0)], batched(proposals)).origins["s0"][0] == "long"
     dear = plan(per_row=7e-4)
     # The price of a row is known from the step before.
     dear.choose([sample(0)], batched(proposals))
-    assert dear.choose([sample(0)], batched(proposals))["s0"].drafter == "short"
+    assert dear.choose([sample(0)], batched(proposals)).origins["s0"][0] == "short"
 
 
 def test_measured_steps_change_the_plan_and_are_counted() -> None:
     registry = CollectorRegistry()
     planner = knob_driven(PlannerMetrics(registry))
     proposals = {"a": [proposal(0.5, 0.5, 0.5)]}
-    assert len(planner.choose([sample(0)], batched(proposals))["s0"].tokens) == 3
+    assert len(planner.choose([sample(0)], batched(proposals)).tokens["s0"]) == 3
     # Plain steps take what was predicted, verifying ones three times as long.
     for _ in range(100):
         planner.stepped(StepShape(1, 1, 10), 1e-3)
@@ -326,7 +324,6 @@ def test_measured_steps_change_the_plan_and_are_counted() -> None:
 def test_a_step_that_is_not_planned_is_not_measured_by_an_earlier_plan() -> None:
     planner = knob_driven()
     planner.choose([sample(0)], batched({"a": [proposal(0.5)]}))
-    assert planner.choose([], {}) == {}
     # A cached rollout of the same sample in the same place is verified, with more rows than any plan has.
     planner.stepped(StepShape(1, 129, 10), 1e-3)
     # Nor is the planner asked at all when every sample verifies one.

@@ -32,7 +32,7 @@ def drafter_with(sequence: Sequence[int]) -> ReferenceDrafter:
 def offered(
     drafter: ReferenceDrafter, response: Sequence[int], window: int = WINDOW, sample_id: str = "s"
 ) -> Proposal | None:
-    (proposal,) = unbatched(drafter.propose([state(response, sample_id)], window), 1)
+    (proposal,) = unbatched(drafter.propose([state(response, sample_id)], window, {}), 1)
     return proposal
 
 
@@ -148,7 +148,7 @@ def test_a_sequence_that_never_matches_promises_little_whatever_others_did() -> 
     drafter.begin(DraftContext("bad", [9], [5] * 100, source="history"))
     drafter.begin(DraftContext("good", [9], list(range(100)), source="pregenerated"))
     response = list(range(60))
-    bad, good = unbatched(drafter.propose([state(response, "bad"), state(response, "good")], 8), 2)
+    bad, good = unbatched(drafter.propose([state(response, "bad"), state(response, "good")], 8, {}), 2)
     assert bad is not None
     assert good is not None
     assert expected_tokens(bad) < 0.3
@@ -273,7 +273,7 @@ def test_samples_do_not_mix_and_an_ended_one_is_forgotten() -> None:
     drafter.begin(DraftContext("b", [9], (4, 5, 6)))
     drafter.begin(DraftContext("none", [9]))
     states = [state([4], "b"), state([], "none"), state([], "unknown"), state([1, 2], "a")]
-    proposals = unbatched(drafter.propose(states, WINDOW), len(states))
+    proposals = unbatched(drafter.propose(states, WINDOW, {}), len(states))
     assert [None if proposal is None else list(proposal.tokens) for proposal in proposals] == [
         [5, 6],
         None,
@@ -282,4 +282,4 @@ def test_samples_do_not_mix_and_an_ended_one_is_forgotten() -> None:
     ]
     drafter.end("a", [1, 2, 3])
     drafter.end("never-begun", [])
-    assert drafter.propose([state([1], "a")], WINDOW) is None
+    assert drafter.propose([state([1], "a")], WINDOW, {}) is None

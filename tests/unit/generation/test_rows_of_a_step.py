@@ -61,17 +61,10 @@ class Batch:
         raise AssertionError(f"{name} is not to be asked for")
 
 
-@dataclass(frozen=True, slots=True)
-class Measuring(FixedLengthPlanner):
-    """Asks for step times."""
-
-    measures = True
-
-
 def drafting(samples: int, following: Iterable[int] = ()) -> SampleDrafts:
     """Samples with a guess of their response each, some of which follow it as their cached rollout."""
     metrics = EngineMetrics(CollectorRegistry())
-    speculation = Speculation([ReferenceDrafter()], Measuring(WINDOW), 512, metrics)
+    speculation = Speculation([ReferenceDrafter()], FixedLengthPlanner(WINDOW), 512, metrics)
     made = SampleDrafts(metrics, speculation=speculation)
     made.reuse = Reuse(chunk=16)
     for i in range(samples):

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hypothesis_numpy
 
 from services.generation.engine.types import EngineSampleState, SampleStep
-from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposal, Proposals
+from services.generation.speculation.drafter import (
+    DraftContext,
+    NewRollouts,
+    Proposal,
+    Proposals,
+    ProposalsByName,
+    Samples,
+    TokenDrafter,
+)
 from services.generation.speculation.plan import UNBOUNDED, Drafts, FixedLengthPlanner
 from services.generation.speculation.speculation import MAX_FAULTS, Speculation
 from tests.support.proposals import batched
@@ -43,13 +51,13 @@ def proposal(*tokens: int, p: float = 0.9) -> Proposal:
 def test_a_draft_keeps_to_the_window_and_to_the_room(window: int, room: int, count: int) -> None:
     made = {"d": [proposal(1, 2, 3, 4, 5, 6)]}
     chosen = FixedLengthPlanner(window).choose(states("a", room=room), batched(made))
-    assert [draft.tokens for draft in chosen.values()] == ([[1, 2, 3, 4, 5, 6][:count]] if count else [])
+    assert list(chosen.tokens.values()) == ([[1, 2, 3, 4, 5, 6][:count]] if count else [])
 
 
 def test_a_proposal_that_starts_below_the_floor_is_left_out() -> None:
     made = {"d": [proposal(1, 2, p=0.49), proposal(3, p=0.5)]}
     chosen = FixedLengthPlanner(WINDOW, floor=0.5).choose(states("a", "b"), batched(made))
-    assert {sample_id: draft.tokens for sample_id, draft in chosen.items()} == {"b": [3]}
+    assert chosen.tokens == {"b": [3]}
 
 
 def test_each_sample_gets_the_proposal_that_promises_most() -> None:
@@ -58,7 +66,7 @@ def test_each_sample_gets_the_proposal_that_promises_most() -> None:
         "sure": [proposal(9, p=0.99), proposal(9, p=0.99), None],
     }
     chosen = FixedLengthPlanner(WINDOW).choose(states("a", "b", "c"), batched(made))
-    assert {sample_id: draft.drafter for sample_id, draft in chosen.items()} == {"a": "sure", "b": "long"}
+    assert {sample_id: name for sample_id, (name, _) in chosen.origins.items()} == {"a": "sure", "b": "long"}
 
 
 @pytest.mark.parametrize(
@@ -76,20 +84,19 @@ def test_a_proposal_is_cut_where_it_will_hardly_be_reached(
 ) -> None:
     made = {"d": [Proposal([1, 2, 3, 4], acceptance)]}
     chosen = FixedLengthPlanner(WINDOW, survival_floor=floor).choose(states("a"), batched(made))
-    assert [draft.tokens for draft in chosen.values()] == ([[1, 2, 3, 4][:count]] if count else [])
+    assert list(chosen.tokens.values()) == ([[1, 2, 3, 4][:count]] if count else [])
 
 
 def test_a_proposal_is_worth_only_what_can_be_verified_of_it() -> None:
     made = {"long": [proposal(1, 2, 3, 4, 5, 6, p=0.7)], "sure": [proposal(9, 9, p=0.9)]}
     for room, drafter in ((50, "long"), (2, "sure")):
-        (draft,) = FixedLengthPlanner(6).choose(states("a", room=room), batched(made)).values()
-        assert draft.drafter == drafter
+        assert FixedLengthPlanner(6).choose(states("a", room=room), batched(made)).origins["a"][0] == drafter
 
 
 def test_a_draft_is_named_after_its_source_or_else_its_drafter() -> None:
     made = {"d": [Proposal([1], [0.9], "pregenerated"), Proposal([1], [0.9])]}
     chosen = FixedLengthPlanner(WINDOW).choose(states("a", "b"), batched(made))
-    assert [draft.source for draft in chosen.values()] == ["pregenerated", "d"]
+    assert [source for _, source in chosen.origins.values()] == ["pregenerated", "d"]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(-1, 20), st.floats(0, 1))
@@ -98,7 +105,7 @@ def test_a_draft_of_fixed_length_ends_where_it_will_hardly_be_reached(
 ) -> None:
     made = batched({"d": [Proposal([1] * len(acceptance), acceptance)]})
     chosen = FixedLengthPlanner(20, survival_floor=floor).choose(states("a", room=limit), made)
-    length = len(chosen["a"].tokens) if chosen else 0
+    length = len(chosen.tokens.get("a", []))
     assert 0 <= length <= max(limit, 0)
     survival = math.prod(acceptance[:length])
     assert length == 0 or survival >= floor
@@ -126,11 +133,7 @@ def test_drafts_are_cut_to_equal_lengths_where_the_engine_has_no_rows_for_them(
 
 @pytest.mark.parametrize("made", [{}, {"d": [None, None]}])
 def test_nothing_offered_is_nothing_verified(made: dict[str, Any]) -> None:
-    assert FixedLengthPlanner(WINDOW).choose(states("a", "b"), batched(made)) == {}
-
-
-def test_no_samples_need_no_drafts() -> None:
-    assert FixedLengthPlanner(WINDOW).choose([], batched({"d": []})) == {}
+    assert FixedLengthPlanner(WINDOW).choose(states("a", "b"), batched(made)).tokens == {}
 
 
 @given(st.integers(1, 200), st.integers(1, 8))
@@ -138,15 +141,13 @@ def test_every_sample_of_a_batch_gets_its_own_draft(samples: int, window: int) -
     batch = states(*[f"s{i}" for i in range(samples)])
     made = {"d": [proposal(*[i] * 10) for i in range(samples)]}
     chosen = FixedLengthPlanner(window).choose(batch, batched(made))
-    assert {sid: draft.tokens for sid, draft in chosen.items()} == {
-        f"s{i}": [i] * window for i in range(samples)
-    }
+    assert chosen.tokens == {f"s{i}": [i] * window for i in range(samples)}
 
 
 # -- the speculation ------------------------------------------------------------------------------------------
 
 
-class Scripted:
+class Scripted(TokenDrafter):
     """A drafter that does what the test says."""
 
     def __init__(self, name: str, answer: Callable[[Sequence[EngineSampleState], int], Any]) -> None:
@@ -158,10 +159,7 @@ class Scripted:
         self.adopted: list[NewRollouts] = []
         self.slices = 0
 
-    def begin(self, context: DraftContext) -> None:
-        pass
-
-    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Any:
+    def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Any:
         self.asked += 1
         answer = self.answer(samples, window)
         return Proposals.of(answer) if type(answer) is list else answer
@@ -233,6 +231,10 @@ GARBAGE: dict[str, Callable[[Sequence[EngineSampleState], int], Any]] = {
     "one dimension": rows(1, 0.9),
     "too many tokens": every(proposal(1, 2, 3, 4, 5)),
     "a token past the vocabulary": every(proposal(1, VOCAB)),
+    "a token of 64 bits": lambda samples, window: Proposals(
+        np.full((len(samples), 1), 2**64 - 1, np.uint64),  # type: ignore[arg-type]
+        np.ones((len(samples), 1)),
+    ),
     "a negative token": every(proposal(-1)),
     "a bool": rows([True], [0.9]),
     "a float": rows([1.0], [0.9]),
@@ -390,7 +392,7 @@ def test_whatever_a_drafter_answers_only_good_tokens_reach_the_engine(answer: An
 # -- rests ----------------------------------------------------------------------------------------------------
 
 
-class Unwanted:
+class Unwanted(TokenDrafter):
     """Counts how often it is asked; has no tokens until it is told to."""
 
     name = "unwanted"
@@ -399,14 +401,7 @@ class Unwanted:
         self.asked = 0
         self.tokens = False
 
-    def begin(self, context: DraftContext) -> None: ...
-    def add_rollouts(self, arrival: NewRollouts) -> None: ...
-    def learn(self, sample_id: str, drafted: int, accepted: int) -> None: ...
-    def end(self, sample_id: str, response: Sequence[int]) -> None: ...
-    def idle_work(self) -> bool:
-        return False
-
-    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
+    def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
         self.asked += 1
         return batched({"d": [proposal(7)] * len(samples)})["d"] if self.tokens else None
 
@@ -426,15 +421,9 @@ def test_a_drafter_that_never_pays_is_soon_asked_in_few_steps_and_at_once_when_t
     assert spec.drafts(states("a")) == {"a": [7]}
 
 
-class Measuring(FixedLengthPlanner):
-    """A plan that asks for step times."""
-
-    measures = True
-
-
 def test_the_time_of_a_step_is_asked_for_unless_drafters_rest() -> None:
     drafter = Unwanted()
-    spec = Speculation([drafter], Measuring(WINDOW), VOCAB, Counts())
+    spec = Speculation([drafter], FixedLengthPlanner(WINDOW), VOCAB, Counts())
     shapes = 0
     for _ in range(200):
         shapes += spec.shape(states("a"), spec.drafts(states("a"))) is not None

@@ -44,7 +44,7 @@ class Rig:
             for sample_id, response in responses.items()
             for prompt in (self.prompts.get(sample_id, PROMPT),)
         ]
-        return unbatched(self.drafter.propose(states, window), len(states))
+        return unbatched(self.drafter.propose(states, window, {}), len(states))
 
     def propose(self, sample_id: str, response: list[int], window: int = 4) -> list[int]:
         (proposal,) = self.proposals(window, **{sample_id: response})

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contracts.knobs import Knobs, LadderKnobs
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.drafter import Proposal, Proposals
-from services.generation.speculation.exploration import Exploration
 from services.generation.speculation.modes.adaptive import AdaptiveMode
 from services.generation.speculation.modes.decision import PlanReason
-from services.generation.speculation.plan import FixedLengthPlanner
 from tests.support.step_times import KnownStepTime
 
 LENGTHS = (1, 2, 4, 6, 8, 12, 16)
@@ -24,7 +23,7 @@ rungs = st.lists(st.integers(1, 40), min_size=1, max_size=8, unique=True).map(so
 
 def _mode(lengths: tuple[int, ...] = LENGTHS, cap: int = 16) -> AdaptiveMode:
     known: Any = KnownStepTime()
-    return AdaptiveMode(known, 0.0, Exploration(), FixedLengthPlanner(cap), lengths)
+    return AdaptiveMode(known, Knobs(draft_cap=cap, ladder=LadderKnobs(lengths=lengths)))
 
 
 def _decide(mode: AdaptiveMode, n: int = 1, tokens: int = 64) -> list[int]:

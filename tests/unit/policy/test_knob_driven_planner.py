@@ -15,7 +15,14 @@ from services.contracts.knobs import Knobs
 from services.generation.engine.types import EngineSampleState, SampleStep
 from services.generation.rollouts.origin import Origin
 from services.generation.speculation.account import SpeculationAccount
-from services.generation.speculation.drafter import DraftContext, Proposal, Proposals
+from services.generation.speculation.drafter import (
+    DraftContext,
+    Proposal,
+    Proposals,
+    ProposalsByName,
+    Samples,
+    TokenDrafter,
+)
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.modes.decision import PlanReason
 from services.generation.speculation.plan import StepShape
@@ -54,20 +61,7 @@ def apply(plan: KnobDrivenPlanner, *knobs: Any) -> int:
 def lengths(plan: KnobDrivenPlanner, samples: Sequence[EngineSampleState], tokens: int = 8) -> dict[str, int]:
     """Draft tokens of each sample, when every one is offered as many sure ones."""
     drafts = plan.choose(samples, {"reference": Proposals.of([proposal(*[0.95] * tokens) for _ in samples])})
-    return {name: len(draft.tokens) for name, draft in drafts.items()}
-
-
-@pytest.mark.parametrize("mode", ["planner", "toggle", "fixed"])
-def test_of_many_short_steps_some_are_measured(mode: str) -> None:
-    plan, samples = steered(mode), [sample("r/1/a")]
-    seen = []
-    for _ in range(200):
-        lengths(plan, samples)
-        plan.verified("reference", 8, 8)
-        seen.append(plan.measures)
-    assert sum(seen[:64]) >= 56
-    # No time is known to have passed but what is predicted; one measurement for each five milliseconds of it.
-    assert 8 <= sum(seen[64:]) <= 48
+    return {name: len(tokens) for name, tokens in drafts.tokens.items()}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -77,7 +71,6 @@ def test_the_kill_switch_turns_every_mode_to_plain_and_back(mode: str) -> None:
     apply(plan, 1, {"speculation": False}, {}, {})
     assert lengths(plan, samples) == {}
     assert plan.wants("reference", samples) is False
-    assert not plan.measures
     apply(plan, 2, {}, {}, {})
     assert lengths(plan, samples)
     ((key, totals),) = plan.account.steps()
@@ -90,7 +83,7 @@ def test_older_knobs_than_those_in_force_change_nothing() -> None:
     assert apply(plan, 5, {"draft_cap": 3}, {}, {}) == 5
     for revision in (5, 4):
         assert apply(plan, revision, {"draft_cap": 9}, {}, {}) == 5
-    assert plan.knobs.draft_cap == 3
+    assert plan.active.shared.draft_cap == 3
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -210,14 +203,14 @@ def test_no_mode_that_predicts_drafts_against_its_own_prediction(
         drafts = plan.choose(samples[:count], {"reference": Proposals.of(made)})
         expected = 0.0
         for each, offered, odds in zip(samples, made, acceptance, strict=False):
-            tokens = drafts[each.sample_id].tokens if each.sample_id in drafts else []
+            tokens = drafts.tokens.get(each.sample_id, [])
             assert tokens == list(offered.tokens[: len(tokens)])
             survival = 1.0
             for probability in odds[: len(tokens)]:
                 survival *= probability
                 expected += survival
-        if mode in ("toggle", "planner") and drafts:
-            rows = count + sum(len(draft.tokens) for draft in drafts.values())
+        if mode in ("toggle", "planner") and drafts.tokens:
+            rows = count + drafts.count
             plain, drafted = (float(step_time.seconds(count, each, 10 * count)) for each in (count, rows))
             assert (count + expected) / drafted >= count / plain * (1 - 1e-6)
 
@@ -251,7 +244,7 @@ def test_where_there_are_graphs_steps_have_their_sizes_or_all_tokens_there_are(
     assert plan.step_time.seconds(1, 1, 10) > known, "what came late was learned"
 
 
-class Guesser:
+class Guesser(TokenDrafter):
     """A drafter that counts how often it is asked."""
 
     name = "reference"
@@ -263,21 +256,9 @@ class Guesser:
     def begin(self, context: DraftContext) -> None:
         self.begun.append(context.sample_id)
 
-    def add_rollouts(self, arrival: Any) -> None:
-        pass
-
-    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
+    def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
         self.asked += 1
         return Proposals.of([proposal(*[0.9] * min(window, 3)) for _ in samples])
-
-    def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
-        pass
-
-    def end(self, sample_id: str, response: Sequence[int]) -> None:
-        pass
-
-    def idle_work(self) -> bool:
-        return False
 
 
 class Metrics:
@@ -326,10 +307,9 @@ def test_verification_that_is_priced_wrong_is_found_out(mode: str, factor: float
     drafted = []
     for i in range(400):
         proposals = {"reference": Proposals.of([proposal(0.5)])}
-        rows = 1 + sum(len(draft.tokens) for draft in plan.choose(samples, proposals).values())
+        rows = 1 + plan.choose(samples, proposals).count
         plain, predicted = swept.predict(1, [1, rows], 10).tolist()
-        if plan.measures:
-            plan.stepped(StepShape(1, rows, 10), plain + factor * (predicted - plain))
+        plan.stepped(StepShape(1, rows, 10), plain + factor * (predicted - plain))
         if rows > 1:
             plan.verified("reference", 1, i % 2)
         drafted.append(rows > 1)

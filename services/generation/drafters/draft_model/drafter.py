@@ -22,15 +22,10 @@ from prometheus_client import CollectorRegistry
 
 from services.generation.drafters.draft_model.metrics import DraftModelMetrics
 from services.generation.engine.types import EngineSampleState, ModelProposal
-from services.generation.speculation.acceptance import AcceptanceTable
-from services.generation.speculation.draft_lengths import (
-    DraftableBatch,
-    DraftLengths,
-    token_price,
-    worthwhile,
-)
-from services.generation.speculation.drafter import Proposal, Proposals, SequentialDrafter
-from services.generation.speculation.plan import context_of, rooms
+from services.generation.speculation.acceptance.table import AcceptanceTable
+from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths
+from services.generation.speculation.drafter import Proposal, Proposals, ProposalsByName, TokenDrafter
+from services.generation.speculation.plan import context_of
 from services.step_time.estimator import StepTimeEstimator
 
 if TYPE_CHECKING:
@@ -67,11 +62,13 @@ class AcceptanceCounts:
     accepted: int = 0
 
 
-class DraftModelDrafter(SequentialDrafter):
+class DraftModelDrafter(TokenDrafter):
     """Runs the draft model and proposes its tokens.
 
     A sample may be drafted for from any step on, and the next proposal compares the tokens itself.
     """
+
+    sequential = True
 
     def __init__(
         self,
@@ -124,12 +121,8 @@ class DraftModelDrafter(SequentialDrafter):
         """Prepare the model while the engine idles; return True if there is more to do."""
         return self._engine.building and not self._prepared(_IDLE_SLICE)
 
-    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
-        """Return proposals as if no other drafter had any."""
-        return self.propose_after(samples, window, {})
-
-    def propose_after(
-        self, samples: Sequence[EngineSampleState], window: int, others: Mapping[str, Proposals]
+    def propose(
+        self, samples: Sequence[EngineSampleState], window: int, others: ProposalsByName
     ) -> Proposals | None:
         """Return proposals for the samples for which drafting pays or tokens of an earlier draft remain.
 
@@ -188,13 +181,9 @@ class DraftModelDrafter(SequentialDrafter):
     ) -> DraftLengths:
         """Return how many tokens to draft for each sample."""
         most = min(window, self._engine.most_tokens)
-        room = np.minimum(rooms(samples), most)
         acceptance = self._by_position.probabilities[:most]
-        context = context_of(samples)
-        price = token_price(self._planner.step_time, len(samples), context)
-        rows, expected = worthwhile(samples, others, window, price)
-        batch = DraftableBatch(room, rows, expected, context)
-        return self._planner.passes(samples, batch, acceptance, self.pass_time)
+        batch = DraftableBatch.of(samples, others, window, most, self._planner.step_time)
+        return self._planner.mode_of(samples).passes(batch, acceptance, self.pass_time)
 
     def _run(
         self, samples: Sequence[EngineSampleState], lengths: Mapping[str, int]

@@ -19,9 +19,15 @@ from numpy.typing import ArrayLike
 
 from services.generation.drafters.reference.alignment import AlignedSamples, Alignments
 from services.generation.drafters.reference.alignment.row import UNBROKEN
-from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.acceptance import AcceptanceTable
-from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposals, TokenDrafter
+from services.generation.speculation.acceptance.table import AcceptanceTable
+from services.generation.speculation.drafter import (
+    DraftContext,
+    NewRollouts,
+    Proposals,
+    ProposalsByName,
+    Samples,
+    TokenDrafter,
+)
 
 # First number of matches in a row of each bucket, and its prior acceptance: a text that diverged once and is
 # re-aligning.
@@ -66,7 +72,7 @@ class ReferenceDrafter(TokenDrafter):
         for sample_id, rollout in arrival.references.items():
             self._follow(sample_id, rollout.tokens, rollout.kind.value)
 
-    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
+    def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
         """Return the next tokens of each sample's reference."""
         if not self._alignments:
             return None
@@ -74,7 +80,8 @@ class ReferenceDrafter(TokenDrafter):
         aligned = self._alignments.compare(samples, *counts)
         # All samples' counts go in first, because a query of the tables costs more than an update.
         for table, tried, kept in zip(self._tables, *counts, strict=True):
-            table.observe_all(tried, kept)
+            if tried.any():
+                table.observe(slice(None), tried, kept)
         tokens = np.zeros((len(samples), window), np.int32)
         acceptance = np.zeros((len(samples), window))
         probabilities = np.array([table.probabilities for table in self._tables])

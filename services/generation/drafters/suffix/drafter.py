@@ -22,8 +22,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from services.contracts.rollout import Rollout
-from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposals, TokenDrafter
+from services.generation.speculation.drafter import (
+    DraftContext,
+    NewRollouts,
+    Proposals,
+    ProposalsByName,
+    Samples,
+    TokenDrafter,
+)
 
 if TYPE_CHECKING:
     from kernels.suffix_index import Continuations, Name, SuffixIndex
@@ -143,7 +149,7 @@ class SuffixDrafter(TokenDrafter):
         for rollout in arrival.rollouts:
             self._waiting.push(rollout)
 
-    def propose(self, samples: Sequence[EngineSampleState], window: int) -> Proposals | None:
+    def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
         """Return the continuation that the index predicts for each sample."""
         self._absorb(self._tokens_per_step)
         known = [self._samples.get(state.sample_id) for state in samples]

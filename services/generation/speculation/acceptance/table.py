@@ -18,22 +18,14 @@ vLLM was imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int64]
 # Above this many tokens in total all counts are halved: policies and prompts change, and a bucket that is no
 # longer used must not keep an old estimate against the others.
 _MEMORY_TOKENS = 8192.0
-
-
-@cache
-def _compiled() -> ModuleType:
-    from services.generation.speculation.acceptance import compiled
-
-    return compiled
 
 
 class AcceptanceTable:
@@ -56,34 +48,22 @@ class AcceptanceTable:
     def probabilities(self) -> NDArray[np.float64]:
         """For each bucket [buckets], the probability that a token is accepted if all before it are."""
         if self._stale:
+            from services.generation.speculation.acceptance import compiled
+
             # A new array: earlier callers keep theirs.
             self._probabilities = np.empty_like(self._odds)
-            _compiled().fit(self._odds, self._tried, self._kept, self._fitted, self._probabilities)
+            compiled.fit(self._odds, self._tried, self._kept, self._fitted, self._probabilities)
             self._stale = False
         return self._probabilities
 
-    def observe(self, bucket: int, tried: int, kept: int) -> None:
-        """Count that `kept` of `tried` tokens of a bucket agreed with the response."""
-        self._bound()
-        self._tried[bucket] += tried
-        self._kept[bucket] += kept
-        self._total += tried
-        self._stale = True
-
-    def observe_all(self, tried: NDArray[np.int64], kept: NDArray[np.int64]) -> None:
-        """Count tokens of all buckets, [buckets] each."""
-        total = int(tried.sum())
-        if not total:
-            return
-        self._bound()
-        self._tried += tried
-        self._kept += kept
-        self._total += total
-        self._stale = True
-
-    def _bound(self) -> None:
+    def observe(self, bucket: int | slice, tried: int | Ints, kept: int | Ints) -> None:
+        """Count that `kept` of `tried` tokens of a bucket, or of each of some, agreed with the response."""
         if self._total > _MEMORY_TOKENS:
             self.fade(0.5)
+        self._tried[bucket] += tried
+        self._kept[bucket] += kept
+        self._total += tried if isinstance(tried, int) else int(tried.sum())
+        self._stale = True
 
     def fade(self, share: float) -> None:
         """Keep only a share of all counts, because drafts or policy changed."""

@@ -13,7 +13,6 @@ run (section 4.3, here the ladder of the policy service); serving engines do bet
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from services.generation.speculation.modes.decision import PlanReason
 from services.generation.speculation.modes.fixed import FixedMode
@@ -29,11 +28,11 @@ _FIRST = 4
 
 @dataclass(slots=True)
 class AdaptiveMode(FixedMode):
-    """Drafts of the given length that acceptance suggests."""
+    """Drafts of the length of the ladder that acceptance suggests."""
 
-    REASONS: ClassVar = (PlanReason.OFF, PlanReason.ADAPTIVE)
-    lengths: tuple[int, ...] = ()
-    """Rising; those above the draft cap do not count. Where none is left, the cap is the only one."""
+    REASONS = (PlanReason.OFF, PlanReason.ADAPTIVE)
+    # Those of the ladder up to the draft cap, rising. Where there is none, the cap is the only one.
+    _lengths: tuple[int, ...] = ()
     # Place in the lengths; drafts that were counted at it, those accepted whole, and those beyond the length below.
     _place: int = 0
     _counted: int = 0
@@ -41,27 +40,27 @@ class AdaptiveMode(FixedMode):
     _beyond: int = 0
 
     def __post_init__(self) -> None:
-        cap = self.fixed.window
-        self.lengths = tuple(each for each in self.lengths if each <= cap) or (cap,)
-        self._place = max(sum(each <= _FIRST for each in self.lengths) - 1, 0)
+        cap = self.knobs.draft_cap
+        self._lengths = tuple(each for each in self.knobs.ladder.lengths if each <= cap) or (cap,)
+        self._place = max(sum(each <= _FIRST for each in self._lengths) - 1, 0)
 
     def length(self, samples: int, context: float) -> int:
         """Return the present draft length."""
-        return self.lengths[self._place]
+        return self._lengths[self._place]
 
     def verified(self, drafted: int, accepted: int) -> None:
         """Count the outcome of a draft; one that is shorter than the length, for lack of tokens, says nothing."""
-        length = self.lengths[self._place]
+        length = self._lengths[self._place]
         if drafted < length:
             return
-        below = self.lengths[self._place - 1] if self._place else 0
+        below = self._lengths[self._place - 1] if self._place else 0
         self._counted += 1
         self._whole += accepted >= length
         self._beyond += accepted > below
         if self._counted < _DRAFTS:
             return
         if self._whole >= _RISE * self._counted:
-            self._place = min(self._place + 1, len(self.lengths) - 1)
+            self._place = min(self._place + 1, len(self._lengths) - 1)
         elif self._beyond < _FALL * self._counted:
             self._place = max(self._place - 1, 0)
         self._counted = self._whole = self._beyond = 0

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from services.generation.engine.types import EngineSampleState
+from services.contracts.knobs import Knobs
 from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths, choose_lengths
-from services.generation.speculation.drafter import Proposals
+from services.generation.speculation.drafter import ProposalsByName, Samples
 from services.generation.speculation.exploration import Exploration
-from services.generation.speculation.plan import UNBOUNDED, Drafts, context_of
+from services.generation.speculation.plan import UNBOUNDED, Drafts, FixedLengthPlanner
+from services.generation.speculation.selection.selection import Floats
 from services.step_time.estimator import StepTimeEstimator
 
 
@@ -46,7 +44,7 @@ class PlanDecision:
 
     `tokens` draft tokens are verified, of which `expected` are predicted to be accepted. `speedup` is the predicted
     rate in tokens per second over that of plain decoding, 1 for a plain step; `available` is the best speedup that
-    the proposals allowed. `seconds` is the predicted time of the step, `context` its context in tokens.
+    the proposals allowed. `seconds` is the predicted time of the step.
     """
 
     reason: PlanReason
@@ -55,7 +53,6 @@ class PlanDecision:
     speedup: float = 1.0
     available: float = 1.0
     seconds: float = 0.0
-    context: int = 0
 
     @property
     def saved(self) -> float:
@@ -71,29 +68,25 @@ class Mode:
     steps before it are measured.
     """
 
+    REASONS: ClassVar[tuple[PlanReason, PlanReason]] = (PlanReason.OFF, PlanReason.FIXED)
+    """Reasons of steps without and with drafts."""
     step_time: StepTimeEstimator
-    margin: float = 0.0
-    """Least gain over plain decoding, as a share."""
+    knobs: Knobs
     exploration: Exploration = field(default_factory=Exploration)
     """Whoever runs the steps records them."""
+    fixed: FixedLengthPlanner = field(default_factory=lambda: FixedLengthPlanner(1))
+    """Floors of drafts of fixed length."""
+    graphs: tuple[int, ...] = ()
+    """Numbers of verified tokens for which the engine has graphs, rising."""
     last: PlanDecision = field(init=False, default=PlanDecision(PlanReason.NO_PROPOSALS))
+    # Batch size in which the margin was reached and latched; 0: it is required.
+    _latched: int = field(init=False, default=0)
 
-    def choose(
-        self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int = UNBOUNDED
-    ) -> Drafts:
+    def choose(self, samples: Samples, proposals: ProposalsByName, rows: int = UNBOUNDED) -> Drafts:
         """Return the drafts of the next step; see `DraftPlanner`."""
-        self.last, drafts = self.decide(samples, proposals, rows)
-        return drafts
-
-    def decide(
-        self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int
-    ) -> tuple[PlanDecision, Drafts]:
-        """Return the decision about the next step, and its drafts."""
         raise NotImplementedError
 
-    def passes(
-        self, batch: DraftableBatch, acceptance: NDArray[np.float64], pass_time: StepTimeEstimator
-    ) -> DraftLengths:
+    def passes(self, batch: DraftableBatch, acceptance: Floats, pass_time: StepTimeEstimator) -> DraftLengths:
         """Return how many tokens a draft model should draft for each sample: those with the best predicted rate.
 
         Args:
@@ -101,7 +94,7 @@ class Mode:
             acceptance: of a drafted token by position, if all before it were accepted.
             pass_time: of the draft model's passes, each a token deeper.
         """
-        return choose_lengths(batch, acceptance, self.step_time, pass_time, self.margin)
+        return choose_lengths(batch, acceptance, self.step_time, pass_time, self.knobs.margin)
 
     def verified(self, drafted: int, accepted: int) -> None:
         """Learn the outcome of a draft."""
@@ -109,27 +102,34 @@ class Mode:
     def new_step(self) -> None:
         """Record that a step of a run begins."""
 
+    def plain(self, reason: PlanReason, available: float = 1.0, seconds: float = 0.0) -> Drafts:
+        """Decide on a plain step."""
+        self.last = PlanDecision(reason, available=available, seconds=seconds)
+        return Drafts()
 
-def speedup(samples: int, expected: float, plain_seconds: float, seconds: float) -> float:
-    """Return the rate with drafts over the rate without, in tokens per second (EfficientRollout, equation 1).
+    def draft(self, reason: PlanReason, samples: int, drafts: Drafts, plain: float, seconds: float) -> Drafts:
+        """Decide on drafts for a step of so many samples, by the predicted seconds without and with them."""
+        # The rate with drafts over the rate without (EfficientRollout, equation 1).
+        gain = (samples + drafts.expected) / samples * plain / seconds
+        self.last = PlanDecision(reason, drafts.count, drafts.expected, gain, gain, seconds)
+        return drafts
 
-    Args:
-        samples: of the step; each gets one token in any case.
-        expected: draft tokens predicted to be accepted, over all samples.
-        plain_seconds: predicted time of the step without drafts.
-        seconds: predicted time of the step that verifies them, and to make them.
-    """
-    if samples < 1 or seconds <= 0.0 or plain_seconds <= 0.0:
-        return 1.0
-    return (samples + expected) / samples * plain_seconds / seconds
+    def pays(self, samples: int, speedup: float) -> bool:
+        """Return True if a step of `samples` samples should verify drafts of this predicted speedup.
 
+        With the latch, the margin is not required again once it was reached: within a step of a run the batch only
+        shrinks, which only helps speculation. The latch opens when the batch grows, and a step that is predicted to
+        be slower than plain decoding stays plain.
+        """
+        if samples > self._latched:
+            self._latched = 0
+        pays = speedup > 1.0 and speedup >= (1.0 if self._latched else 1.0 + self.knobs.margin)
+        self._latched = (self._latched or samples) if pays and self.knobs.latch else 0
+        return pays
 
-def predicted(
-    samples: Sequence[EngineSampleState], drafts: Drafts, step_time: StepTimeEstimator, reason: PlanReason
-) -> PlanDecision:
-    """Return the decision to verify these drafts, by the drafters' predictions and the estimated step times."""
-    tokens, expected, n = drafts.count, drafts.expected, len(samples)
-    context = context_of(samples)
-    plain, drafted = step_time.predict(n, (n, n + tokens), context).tolist()
-    gain = speedup(n, expected, plain, drafted)
-    return PlanDecision(reason, tokens, expected, gain, gain, drafted, context)
+    def weigh(self, samples: int, speedup: float) -> tuple[bool, PlanReason]:
+        """Return True if a step should verify drafts of this predicted speedup, and the reason."""
+        pays = self.pays(samples, speedup)
+        if self.exploration.should_explore(samples, speedup, drafted=pays):
+            return not pays, PlanReason.EXPLORED_PLAIN if pays else PlanReason.EXPLORED
+        return pays, self.REASONS[pays]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths
-from services.generation.speculation.drafter import Proposals
-from services.generation.speculation.modes.decision import Mode, PlanDecision, PlanReason, predicted
-from services.generation.speculation.plan import Drafts, FixedLengthPlanner, context_of
+from services.generation.speculation.drafter import ProposalsByName, Samples
+from services.generation.speculation.modes.decision import Mode, PlanReason
+from services.generation.speculation.plan import UNBOUNDED, Drafts, context_of
+from services.generation.speculation.selection.selection import Floats
 from services.step_time.estimator import StepTimeEstimator
 
 
@@ -21,29 +18,21 @@ from services.step_time.estimator import StepTimeEstimator
 class FixedMode(Mode):
     """Drafts of one length for all samples; the estimator only predicts what they gain."""
 
-    REASONS: ClassVar = (PlanReason.OFF, PlanReason.FIXED)
-    """Reasons of steps without and with drafts."""
-    fixed: FixedLengthPlanner = field(default_factory=lambda: FixedLengthPlanner(1))
-
     def length(self, samples: int, context: float) -> int:
         """Return the draft length for so many samples of this mean context: the draft cap."""
-        return self.fixed.window
+        return self.knobs.draft_cap
 
-    def decide(
-        self, samples: Sequence[EngineSampleState], proposals: Mapping[str, Proposals], rows: int
-    ) -> tuple[PlanDecision, Drafts]:
-        """Return the decision about the next step, and its drafts."""
-        length = self.length(len(samples), context_of(samples) / len(samples))
-        if not length:
-            return PlanDecision(self.REASONS[0]), Drafts()
-        drafts = replace(self.fixed, window=length).choose(samples, proposals, rows)
-        if not drafts:
-            return PlanDecision(PlanReason.NO_PROPOSALS), drafts
-        return predicted(samples, drafts, self.step_time, self.REASONS[1]), drafts
+    def choose(self, samples: Samples, proposals: ProposalsByName, rows: int = UNBOUNDED) -> Drafts:
+        """Return the drafts of the next step; see `DraftPlanner`."""
+        n, context = len(samples), context_of(samples)
+        length = self.length(n, context / n)
+        drafts = replace(self.fixed, window=length).choose(samples, proposals, rows) if length else Drafts()
+        if not drafts.tokens:
+            return self.plain(PlanReason.NO_PROPOSALS if length else self.REASONS[0])
+        plain, seconds = self.step_time.predict(n, (n, n + drafts.count), context).tolist()
+        return self.draft(self.REASONS[1], n, drafts, plain, seconds)
 
-    def passes(
-        self, batch: DraftableBatch, acceptance: NDArray[np.float64], pass_time: StepTimeEstimator
-    ) -> DraftLengths:
+    def passes(self, batch: DraftableBatch, acceptance: Floats, pass_time: StepTimeEstimator) -> DraftLengths:
         """Return that length for every sample that has no better proposal."""
         length = self.length(len(batch.room), batch.context / len(batch.room))
         worse = batch.expected < np.multiply.accumulate(acceptance[:length]).sum()

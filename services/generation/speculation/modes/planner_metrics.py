@@ -39,5 +39,4 @@ class PlannerMetrics(MetricSet, prefix="paceline_planner_"):
         """Count a measured step with its predicted seconds."""
         self.predicted_seconds.inc(predicted)
         self.measured_seconds.inc(measured)
-        if measured > 0:
-            self.error.observe(abs(predicted - measured) / measured)
+        self.error.observe(abs(predicted - measured) / measured)

@@ -22,27 +22,10 @@ _entry = jit.entry(jit.source_fingerprint(Path(__file__).parent, Path(jit.__file
 
 
 @_entry
-def flaw(tokens, acceptance, vocab_size):
-    """Return 1 if any of tokens [n, w] is outside the vocabulary, 2 if any acceptance [n, w] is no probability."""
-    n, w = tokens.shape
-    for i in range(n):
-        for j in range(w):
-            if tokens[i, j] < 0 or tokens[i, j] >= vocab_size:
-                return 1
-    for i in range(n):
-        for j in range(w):
-            # Written so that NaN fails as well.
-            if not 0.0 <= acceptance[i, j] <= 1.0:
-                return 2
-    return 0
-
-
-@_entry
 def survive(acceptance, room, survival):
     """Fill survival [n, width], which is 0, from acceptance [n, w], for at most room [n] tokens each."""
-    n, width = survival.shape
-    width = min(width, acceptance.shape[1])
-    for i in range(n):
+    width = min(survival.shape[1], acceptance.shape[1])
+    for i in range(len(survival)):
         reached = 1.0
         for j in range(min(width, room[i])):
             reached *= acceptance[i, j]
@@ -90,20 +73,16 @@ def sort_into(survival, picks, buckets):
 
 @jit.kernel
 def evaluate(buckets, counts, seconds, samples):
-    """Return (tokens, rate, expected, seconds, seconds per last token) of the best count, and of that above 0."""
+    """Return (tokens, rate, expected, seconds, seconds per last token) of the best count above 0."""
     bucket, left, mean = len(buckets), 0.0, 0.0
     taken, expected, before = 0.0, 0.0, seconds[0]
-    best = (0, samples / seconds[0], 0.0, seconds[0], 0.0)
-    other = (0, 0.0, 0.0, 0.0, 0.0)
+    best = (0, 0.0, 0.0, 0.0, 0.0)
     for i in range(1, len(counts)):
         start = taken
         while taken < counts[i] and (left > 0.0 or bucket > 0):
             if left == 0.0:
                 bucket -= 1
-                if buckets[bucket, 0] > 0.0:
-                    left = buckets[bucket, 0]
-                    mean = buckets[bucket, 1] / left
-                continue
+                left, mean = buckets[bucket, 0], buckets[bucket, 1] / max(buckets[bucket, 0], 1.0)
             some = min(counts[i] - taken, left)
             taken += some
             left -= some
@@ -115,17 +94,17 @@ def evaluate(buckets, counts, seconds, samples):
                 break
             time = before + (time - before) * taken / counts[i]
         rate = (samples + expected) / time
-        if rate > other[1]:
-            other = (int(taken), rate, expected, time, (time - before) / (taken - start))
+        if rate > best[1]:
+            best = (int(taken), rate, expected, time, (time - before) / (taken - start))
         before = time
-    return (other if other[1] > best[1] else best), other
+    return best
 
 
 @_entry
 def search(survival, counts, seconds, price, picks, buckets):
     """Fill picks [n] at a price of a token, and buckets [b, 2]; return what `evaluate` does.
 
-    0 tokens in the second stand for none. counts [c] rise from 0, seconds [c] are the times of their steps. If the
+    0 tokens stand for none. counts [c] rise from 0, seconds [c] are the times of their steps. If the
     first count above 0 is larger than the number of tokens, that number is tried instead.
     """
     pick(survival, price, picks)
