@@ -118,3 +118,32 @@ class RolloutCalls(Caller):
             run_id=run_id, batch_id=batch_id, rewards=messages, kl=kl, clip_fraction=clip_fraction
         )
         return int((await self.call(Unary("Rollout", "ReportRewards", request))).matched)
+
+    async def batch(self, run_id: str, batch_id: str) -> t.BatchStatus:
+        """Return how far a batch is. NotFoundError: the gateway keeps nothing of it."""
+        request = rollout_pb2.GetBatchRequest(run_id=run_id, batch_id=batch_id)
+        return convert.batch_status((await self.call(Unary("Rollout", "GetBatch", request))).batch)
+
+    async def batches(self, run_id: str = "") -> AsyncIterator[t.BatchStatus]:
+        """Iterate over the batches of a run (none named: of all) that the gateway has, in order of acceptance.
+
+        They are those in work, and the last ones that have finished.
+        """
+        request = rollout_pb2.ListBatchesRequest(run_id=run_id)
+        while True:
+            answer = await self.call(Unary("Rollout", "ListBatches", request))
+            for message in answer.batches:
+                yield convert.batch_status(message)
+            if not answer.next_page_token:
+                return
+            request = rollout_pb2.ListBatchesRequest(run_id=run_id, page_token=answer.next_page_token)
+
+    async def end_run(self, run_id: str) -> t.RunEnded:
+        """End a run: cancel its unfinished samples, and let go of all samples and hints that are kept for it.
+
+        Returns when that is done. It may be repeated, and the run may begin again.
+        """
+        answer = await self.call(
+            Unary("Rollout", "EndRun", rollout_pb2.EndRunRequest(run_id=run_id), slow=True)
+        )
+        return t.RunEnded(answer.batches, answer.cancelled)

@@ -172,3 +172,18 @@ def generate_events(answer: rollout_pb2.GenerateResponse) -> Iterator[t.TokenDel
     else:
         delta = answer.delta
         yield t.TokenDelta(np.array(delta.token_ids, np.int64), np.array(delta.logprobs, np.float32))
+
+
+def batch_status(message: rollout_pb2.BatchStatus) -> t.BatchStatus:
+    """Return the progress of a batch."""
+    return t.BatchStatus(
+        run_id=message.run_id,
+        batch_id=message.batch_id,
+        step=message.step,
+        policy_version=message.policy_version,
+        accepted_at=message.accepted_at.ToNanoseconds() / 1e9,
+        total=message.total,
+        finished=message.finished,
+        acknowledged=message.acknowledged,
+        cursor=message.cursor,
+    )

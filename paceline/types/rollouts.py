@@ -210,3 +210,31 @@ class Submitted:
     samples: int
     already_submitted: bool
     """The batch was known already: its samples are (being) generated once."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStatus:
+    """Progress of a batch: how many of its samples have ended."""
+
+    run_id: str
+    batch_id: str
+    step: int
+    policy_version: int
+    accepted_at: float
+    """Unix seconds."""
+    total: int
+    finished: int
+    """Samples that have ended and may be read, or have been."""
+    acknowledged: int
+    cursor: int
+    """Cursor of the last event so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The answer to the end of a run."""
+
+    batches: int
+    """Batches whose samples the gateway does not keep any more."""
+    cancelled: int
+    """Samples that were still running or waiting."""

@@ -23,54 +23,69 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from paceline.v1 import sample_pb2 as paceline_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/rollout.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18paceline/v1/sample.proto\"\x9f\x01\n\x05Group\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0f\n\x07samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParamsH\x00\x88\x01\x01\x12\x17\n\x0f\x65xpected_tokens\x18\x05 \x01(\rB\x0b\n\t_sampling\"\xbe\x02\n\x15SubmitRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12\"\n\x06groups\x18\x05 \x03(\x0b\x32\x12.paceline.v1.Group\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x07 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\x08 \x01(\x06\x12+\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0e\n\x06weight\x18\x0b \x01(\r\"V\n\x16SubmitRolloutsResponse\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\r\x12\x19\n\x11\x61lready_submitted\x18\x03 \x01(\x08\"_\n\x15StreamRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\x12\x14\n\x0cmost_samples\x18\x04 \x01(\r\"F\n\x12\x41\x63kRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\"&\n\x13\x41\x63kRolloutsResponse\x12\x0f\n\x07trimmed\x18\x01 \x01(\r\"\xa7\x01\n\x16StreamRolloutsResponse\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12%\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.SampleH\x00\x12\x10\n\x08\x66inished\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\r\x12,\n\x07\x65\x61rlier\x18\x05 \x03(\x0b\x32\x1b.paceline.v1.FinishedSampleB\x07\n\x05\x65vent\"E\n\x0e\x46inishedSample\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12#\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.Sample\"\xa0\x02\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x1b\n\x0epolicy_version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x07 \x03(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\t \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\n \x01(\x06\x42\x11\n\x0f_policy_version\"1\n\nTokenDelta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"l\n\x10GenerateResponse\x12(\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x17.paceline.v1.TokenDeltaH\x00\x12%\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.SampleH\x00\x42\x07\n\x05\x65vent\"x\n\x15\x43\x61ncelRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\'\n\x07samples\x18\x03 \x03(\x0b\x32\x16.paceline.v1.SampleKey\x12\x14\n\x0ckeep_partial\x18\x04 \x01(\x08\",\n\tSampleKey\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\"+\n\x16\x43\x61ncelRolloutsResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"\xdc\x01\n\x14HintNextBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\"\n\x06groups\x18\x04 \x03(\x0b\x32\x12.paceline.v1.Group\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x06 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\x07 \x01(\x06\"(\n\x15HintNextBatchResponse\x12\x0f\n\x07samples\x18\x01 \x01(\r\"9\n\x06Reward\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x0e\n\x06reward\x18\x03 \x01(\x01\"\xa4\x01\n\x14ReportRewardsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12$\n\x07rewards\x18\x03 \x03(\x0b\x32\x13.paceline.v1.Reward\x12\x0f\n\x02kl\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rclip_fraction\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x05\n\x03_klB\x10\n\x0e_clip_fraction\"(\n\x15ReportRewardsResponse\x12\x0f\n\x07matched\x18\x01 \x01(\r2\xf0\x04\n\x0eRolloutService\x12Y\n\x0eSubmitRollouts\x12\".paceline.v1.SubmitRolloutsRequest\x1a#.paceline.v1.SubmitRolloutsResponse\x12[\n\x0eStreamRollouts\x12\".paceline.v1.StreamRolloutsRequest\x1a#.paceline.v1.StreamRolloutsResponse0\x01\x12P\n\x0b\x41\x63kRollouts\x12\x1f.paceline.v1.AckRolloutsRequest\x1a .paceline.v1.AckRolloutsResponse\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12Y\n\x0e\x43\x61ncelRollouts\x12\".paceline.v1.CancelRolloutsRequest\x1a#.paceline.v1.CancelRolloutsResponse\x12V\n\rHintNextBatch\x12!.paceline.v1.HintNextBatchRequest\x1a\".paceline.v1.HintNextBatchResponse\x12V\n\rReportRewards\x12!.paceline.v1.ReportRewardsRequest\x1a\".paceline.v1.ReportRewardsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/rollout.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18paceline/v1/sample.proto\"\x9f\x01\n\x05Group\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0f\n\x07samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParamsH\x00\x88\x01\x01\x12\x17\n\x0f\x65xpected_tokens\x18\x05 \x01(\rB\x0b\n\t_sampling\"\xbe\x02\n\x15SubmitRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12\"\n\x06groups\x18\x05 \x03(\x0b\x32\x12.paceline.v1.Group\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x07 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\x08 \x01(\x06\x12+\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0e\n\x06weight\x18\x0b \x01(\r\"V\n\x16SubmitRolloutsResponse\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\r\x12\x19\n\x11\x61lready_submitted\x18\x03 \x01(\x08\"_\n\x15StreamRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\x12\x14\n\x0cmost_samples\x18\x04 \x01(\r\"F\n\x12\x41\x63kRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\"&\n\x13\x41\x63kRolloutsResponse\x12\x0f\n\x07trimmed\x18\x01 \x01(\r\"\xa7\x01\n\x16StreamRolloutsResponse\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12%\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.SampleH\x00\x12\x10\n\x08\x66inished\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\r\x12,\n\x07\x65\x61rlier\x18\x05 \x03(\x0b\x32\x1b.paceline.v1.FinishedSampleB\x07\n\x05\x65vent\"E\n\x0e\x46inishedSample\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12#\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.Sample\"\xa0\x02\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x1b\n\x0epolicy_version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x07 \x03(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\t \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\n \x01(\x06\x42\x11\n\x0f_policy_version\"1\n\nTokenDelta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"l\n\x10GenerateResponse\x12(\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x17.paceline.v1.TokenDeltaH\x00\x12%\n\x06sample\x18\x02 \x01(\x0b\x32\x13.paceline.v1.SampleH\x00\x42\x07\n\x05\x65vent\"x\n\x15\x43\x61ncelRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\'\n\x07samples\x18\x03 \x03(\x0b\x32\x16.paceline.v1.SampleKey\x12\x14\n\x0ckeep_partial\x18\x04 \x01(\x08\",\n\tSampleKey\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\"+\n\x16\x43\x61ncelRolloutsResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"\xdc\x01\n\x14HintNextBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\"\n\x06groups\x18\x04 \x03(\x0b\x32\x12.paceline.v1.Group\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x06 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x10\n\x08run_seed\x18\x07 \x01(\x06\"(\n\x15HintNextBatchResponse\x12\x0f\n\x07samples\x18\x01 \x01(\r\"9\n\x06Reward\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x0e\n\x06reward\x18\x03 \x01(\x01\"\xa4\x01\n\x14ReportRewardsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12$\n\x07rewards\x18\x03 \x03(\x0b\x32\x13.paceline.v1.Reward\x12\x0f\n\x02kl\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rclip_fraction\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x05\n\x03_klB\x10\n\x0e_clip_fraction\"(\n\x15ReportRewardsResponse\x12\x0f\n\x07matched\x18\x01 \x01(\r\"\xcd\x01\n\x0b\x42\x61tchStatus\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12/\n\x0b\x61\x63\x63\x65pted_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05total\x18\x06 \x01(\r\x12\x10\n\x08\x66inished\x18\x07 \x01(\r\x12\x14\n\x0c\x61\x63knowledged\x18\x08 \x01(\r\x12\x0e\n\x06\x63ursor\x18\t \x01(\x04\"3\n\x0fGetBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\";\n\x10GetBatchResponse\x12\'\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x18.paceline.v1.BatchStatus\"K\n\x12ListBatchesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"Y\n\x13ListBatchesResponse\x12)\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x18.paceline.v1.BatchStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x1f\n\rEndRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"4\n\x0e\x45ndRunResponse\x12\x0f\n\x07\x62\x61tches\x18\x01 \x01(\r\x12\x11\n\tcancelled\x18\x02 \x01(\r2\xce\x06\n\x0eRolloutService\x12Y\n\x0eSubmitRollouts\x12\".paceline.v1.SubmitRolloutsRequest\x1a#.paceline.v1.SubmitRolloutsResponse\x12[\n\x0eStreamRollouts\x12\".paceline.v1.StreamRolloutsRequest\x1a#.paceline.v1.StreamRolloutsResponse0\x01\x12P\n\x0b\x41\x63kRollouts\x12\x1f.paceline.v1.AckRolloutsRequest\x1a .paceline.v1.AckRolloutsResponse\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12Y\n\x0e\x43\x61ncelRollouts\x12\".paceline.v1.CancelRolloutsRequest\x1a#.paceline.v1.CancelRolloutsResponse\x12V\n\rHintNextBatch\x12!.paceline.v1.HintNextBatchRequest\x1a\".paceline.v1.HintNextBatchResponse\x12V\n\rReportRewards\x12!.paceline.v1.ReportRewardsRequest\x1a\".paceline.v1.ReportRewardsResponse\x12G\n\x08GetBatch\x12\x1c.paceline.v1.GetBatchRequest\x1a\x1d.paceline.v1.GetBatchResponse\x12P\n\x0bListBatches\x12\x1f.paceline.v1.ListBatchesRequest\x1a .paceline.v1.ListBatchesResponse\x12\x41\n\x06\x45ndRun\x12\x1a.paceline.v1.EndRunRequest\x1a\x1b.paceline.v1.EndRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUP']._serialized_start=101
-  _globals['_GROUP']._serialized_end=260
-  _globals['_SUBMITROLLOUTSREQUEST']._serialized_start=263
-  _globals['_SUBMITROLLOUTSREQUEST']._serialized_end=581
-  _globals['_SUBMITROLLOUTSRESPONSE']._serialized_start=583
-  _globals['_SUBMITROLLOUTSRESPONSE']._serialized_end=669
-  _globals['_STREAMROLLOUTSREQUEST']._serialized_start=671
-  _globals['_STREAMROLLOUTSREQUEST']._serialized_end=766
-  _globals['_ACKROLLOUTSREQUEST']._serialized_start=768
-  _globals['_ACKROLLOUTSREQUEST']._serialized_end=838
-  _globals['_ACKROLLOUTSRESPONSE']._serialized_start=840
-  _globals['_ACKROLLOUTSRESPONSE']._serialized_end=878
-  _globals['_STREAMROLLOUTSRESPONSE']._serialized_start=881
-  _globals['_STREAMROLLOUTSRESPONSE']._serialized_end=1048
-  _globals['_FINISHEDSAMPLE']._serialized_start=1050
-  _globals['_FINISHEDSAMPLE']._serialized_end=1119
-  _globals['_GENERATEREQUEST']._serialized_start=1122
-  _globals['_GENERATEREQUEST']._serialized_end=1410
-  _globals['_TOKENDELTA']._serialized_start=1412
-  _globals['_TOKENDELTA']._serialized_end=1461
-  _globals['_GENERATERESPONSE']._serialized_start=1463
-  _globals['_GENERATERESPONSE']._serialized_end=1571
-  _globals['_CANCELROLLOUTSREQUEST']._serialized_start=1573
-  _globals['_CANCELROLLOUTSREQUEST']._serialized_end=1693
-  _globals['_SAMPLEKEY']._serialized_start=1695
-  _globals['_SAMPLEKEY']._serialized_end=1739
-  _globals['_CANCELROLLOUTSRESPONSE']._serialized_start=1741
-  _globals['_CANCELROLLOUTSRESPONSE']._serialized_end=1784
-  _globals['_HINTNEXTBATCHREQUEST']._serialized_start=1787
-  _globals['_HINTNEXTBATCHREQUEST']._serialized_end=2007
-  _globals['_HINTNEXTBATCHRESPONSE']._serialized_start=2009
-  _globals['_HINTNEXTBATCHRESPONSE']._serialized_end=2049
-  _globals['_REWARD']._serialized_start=2051
-  _globals['_REWARD']._serialized_end=2108
-  _globals['_REPORTREWARDSREQUEST']._serialized_start=2111
-  _globals['_REPORTREWARDSREQUEST']._serialized_end=2275
-  _globals['_REPORTREWARDSRESPONSE']._serialized_start=2277
-  _globals['_REPORTREWARDSRESPONSE']._serialized_end=2317
-  _globals['_ROLLOUTSERVICE']._serialized_start=2320
-  _globals['_ROLLOUTSERVICE']._serialized_end=2944
+  _globals['_GROUP']._serialized_start=134
+  _globals['_GROUP']._serialized_end=293
+  _globals['_SUBMITROLLOUTSREQUEST']._serialized_start=296
+  _globals['_SUBMITROLLOUTSREQUEST']._serialized_end=614
+  _globals['_SUBMITROLLOUTSRESPONSE']._serialized_start=616
+  _globals['_SUBMITROLLOUTSRESPONSE']._serialized_end=702
+  _globals['_STREAMROLLOUTSREQUEST']._serialized_start=704
+  _globals['_STREAMROLLOUTSREQUEST']._serialized_end=799
+  _globals['_ACKROLLOUTSREQUEST']._serialized_start=801
+  _globals['_ACKROLLOUTSREQUEST']._serialized_end=871
+  _globals['_ACKROLLOUTSRESPONSE']._serialized_start=873
+  _globals['_ACKROLLOUTSRESPONSE']._serialized_end=911
+  _globals['_STREAMROLLOUTSRESPONSE']._serialized_start=914
+  _globals['_STREAMROLLOUTSRESPONSE']._serialized_end=1081
+  _globals['_FINISHEDSAMPLE']._serialized_start=1083
+  _globals['_FINISHEDSAMPLE']._serialized_end=1152
+  _globals['_GENERATEREQUEST']._serialized_start=1155
+  _globals['_GENERATEREQUEST']._serialized_end=1443
+  _globals['_TOKENDELTA']._serialized_start=1445
+  _globals['_TOKENDELTA']._serialized_end=1494
+  _globals['_GENERATERESPONSE']._serialized_start=1496
+  _globals['_GENERATERESPONSE']._serialized_end=1604
+  _globals['_CANCELROLLOUTSREQUEST']._serialized_start=1606
+  _globals['_CANCELROLLOUTSREQUEST']._serialized_end=1726
+  _globals['_SAMPLEKEY']._serialized_start=1728
+  _globals['_SAMPLEKEY']._serialized_end=1772
+  _globals['_CANCELROLLOUTSRESPONSE']._serialized_start=1774
+  _globals['_CANCELROLLOUTSRESPONSE']._serialized_end=1817
+  _globals['_HINTNEXTBATCHREQUEST']._serialized_start=1820
+  _globals['_HINTNEXTBATCHREQUEST']._serialized_end=2040
+  _globals['_HINTNEXTBATCHRESPONSE']._serialized_start=2042
+  _globals['_HINTNEXTBATCHRESPONSE']._serialized_end=2082
+  _globals['_REWARD']._serialized_start=2084
+  _globals['_REWARD']._serialized_end=2141
+  _globals['_REPORTREWARDSREQUEST']._serialized_start=2144
+  _globals['_REPORTREWARDSREQUEST']._serialized_end=2308
+  _globals['_REPORTREWARDSRESPONSE']._serialized_start=2310
+  _globals['_REPORTREWARDSRESPONSE']._serialized_end=2350
+  _globals['_BATCHSTATUS']._serialized_start=2353
+  _globals['_BATCHSTATUS']._serialized_end=2558
+  _globals['_GETBATCHREQUEST']._serialized_start=2560
+  _globals['_GETBATCHREQUEST']._serialized_end=2611
+  _globals['_GETBATCHRESPONSE']._serialized_start=2613
+  _globals['_GETBATCHRESPONSE']._serialized_end=2672
+  _globals['_LISTBATCHESREQUEST']._serialized_start=2674
+  _globals['_LISTBATCHESREQUEST']._serialized_end=2749
+  _globals['_LISTBATCHESRESPONSE']._serialized_start=2751
+  _globals['_LISTBATCHESRESPONSE']._serialized_end=2840
+  _globals['_ENDRUNREQUEST']._serialized_start=2842
+  _globals['_ENDRUNREQUEST']._serialized_end=2873
+  _globals['_ENDRUNRESPONSE']._serialized_start=2875
+  _globals['_ENDRUNRESPONSE']._serialized_end=2927
+  _globals['_ROLLOUTSERVICE']._serialized_start=2930
+  _globals['_ROLLOUTSERVICE']._serialized_end=3776
 # @@protoc_insertion_point(module_scope)

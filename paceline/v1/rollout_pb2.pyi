@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from paceline.v1 import sample_pb2 as _sample_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -229,3 +230,71 @@ class ReportRewardsResponse(_message.Message):
     MATCHED_FIELD_NUMBER: _ClassVar[int]
     matched: int
     def __init__(self, matched: _Optional[int] = ...) -> None: ...
+
+class BatchStatus(_message.Message):
+    __slots__ = ("run_id", "batch_id", "step", "policy_version", "accepted_at", "total", "finished", "acknowledged", "cursor")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    step: int
+    policy_version: int
+    accepted_at: _timestamp_pb2.Timestamp
+    total: int
+    finished: int
+    acknowledged: int
+    cursor: int
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., accepted_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., total: _Optional[int] = ..., finished: _Optional[int] = ..., acknowledged: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
+
+class GetBatchRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ...) -> None: ...
+
+class GetBatchResponse(_message.Message):
+    __slots__ = ("batch",)
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    batch: BatchStatus
+    def __init__(self, batch: _Optional[_Union[BatchStatus, _Mapping]] = ...) -> None: ...
+
+class ListBatchesRequest(_message.Message):
+    __slots__ = ("run_id", "page_size", "page_token")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    page_size: int
+    page_token: str
+    def __init__(self, run_id: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListBatchesResponse(_message.Message):
+    __slots__ = ("batches", "next_page_token")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    batches: _containers.RepeatedCompositeFieldContainer[BatchStatus]
+    next_page_token: str
+    def __init__(self, batches: _Optional[_Iterable[_Union[BatchStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class EndRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class EndRunResponse(_message.Message):
+    __slots__ = ("batches", "cancelled")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    batches: int
+    cancelled: int
+    def __init__(self, batches: _Optional[int] = ..., cancelled: _Optional[int] = ...) -> None: ...

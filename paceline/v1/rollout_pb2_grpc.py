@@ -72,6 +72,21 @@ class RolloutServiceStub(object):
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.ReportRewardsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.ReportRewardsResponse.FromString,
                 _registered_method=True)
+        self.GetBatch = channel.unary_unary(
+                '/paceline.v1.RolloutService/GetBatch',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.GetBatchRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.GetBatchResponse.FromString,
+                _registered_method=True)
+        self.ListBatches = channel.unary_unary(
+                '/paceline.v1.RolloutService/ListBatches',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.ListBatchesRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.ListBatchesResponse.FromString,
+                _registered_method=True)
+        self.EndRun = channel.unary_unary(
+                '/paceline.v1.RolloutService/EndRun',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.EndRunRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.EndRunResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -133,6 +148,29 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetBatch(self, request, context):
+        """How far a batch is. NOT_FOUND when nothing of it is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBatches(self, request, context):
+        """The batches that are in work, and the finished ones that the leading gateway has in memory, in order of acceptance.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndRun(self, request, context):
+        """Ends a run: cancels what is unfinished, lets go of its samples, and forgets its hints. May be repeated. Batches that
+        the run submits afterwards are accepted as ever. Its rollouts stay in the draft stores, for runs with the same
+        prompts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -170,6 +208,21 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ReportRewards,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.ReportRewardsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.ReportRewardsResponse.SerializeToString,
+            ),
+            'GetBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBatch,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.GetBatchRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.GetBatchResponse.SerializeToString,
+            ),
+            'ListBatches': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBatches,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.ListBatchesRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.ListBatchesResponse.SerializeToString,
+            ),
+            'EndRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRun,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.EndRunRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.EndRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -364,6 +417,87 @@ class RolloutService(object):
             '/paceline.v1.RolloutService/ReportRewards',
             paceline_dot_v1_dot_rollout__pb2.ReportRewardsRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.ReportRewardsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/GetBatch',
+            paceline_dot_v1_dot_rollout__pb2.GetBatchRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.GetBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBatches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/ListBatches',
+            paceline_dot_v1_dot_rollout__pb2.ListBatchesRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.ListBatchesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/EndRun',
+            paceline_dot_v1_dot_rollout__pb2.EndRunRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.EndRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

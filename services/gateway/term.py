@@ -39,6 +39,7 @@ from services.gateway.rollouts.delivery import Delivery
 from services.gateway.rollouts.intake import RolloutIntake
 from services.gateway.rollouts.recovery import BatchRecovery
 from services.gateway.rollouts.reports import TrainerReports
+from services.gateway.rollouts.run_batches import RunBatches
 from services.gateway.rollouts.submissions import Submissions
 from services.platform.collection import collect_between
 from services.platform.redis.connection import OUTAGES, Keys
@@ -142,6 +143,7 @@ class LeadershipTerm:
         self.recovery = BatchRecovery(intake, self.hinting)
         self.submissions = Submissions(intake, self.recovery, self.hinting, self._bubbles)
         self.delivery = Delivery(intake, self.recovery)
+        self.runs = RunBatches(self.recovery, self.submissions, self.delivery, self.hinting)
         self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed)
 
     @classmethod

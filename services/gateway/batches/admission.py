@@ -26,7 +26,7 @@ _YEAR_1, _YEAR_10000 = -62_135_596_800, 253_402_300_800
 def check_names(run_id: str, batch_id: str) -> list[Violation]:
     """Return the violations in the names of a run and a batch."""
     allowed = f"is {batch_id[:140]!r}; must be 1 to 128 of A-Z a-z 0-9 . _ : -"
-    return _check_run(run_id) + _unless(bool(_BATCH_ID.fullmatch(batch_id)), "batch_id", allowed)
+    return check_run(run_id) + _unless(bool(_BATCH_ID.fullmatch(batch_id)), "batch_id", allowed)
 
 
 def check_submit(request: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits) -> list[Violation]:
@@ -55,7 +55,7 @@ def check_generate(request: rollout_pb2.GenerateRequest, limits: ModelLimits) ->
     names = []
     if request.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT:
         # It asks for what is cached under these names.
-        names = _check_run(request.run_id) + _check_prompt(request.prompt_id, "prompt_id")
+        names = check_run(request.run_id) + _check_prompt(request.prompt_id, "prompt_id")
     return [
         *names,
         *check_exactness(request.exactness),
@@ -137,7 +137,7 @@ def _unless(valid: bool, field: str, fault: str) -> list[Violation]:
     return [] if valid else [Violation(field, fault)]
 
 
-def _check_run(run_id: str) -> list[Violation]:
+def check_run(run_id: str) -> list[Violation]:
     fault = f"is {run_id[:140]!r}; must be 1 to 128 of A-Z a-z 0-9 . _ -"
     return _unless(bool(_RUN_ID.fullmatch(run_id)), "run_id", fault)
 

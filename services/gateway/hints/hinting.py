@@ -164,6 +164,17 @@ class Hinting:
         if run is None or run.step is None or run.step < batch.step:
             self.begin(batch)
 
+    async def forget(self, run_id: str) -> None:
+        """Forget a run and its hints at once, since it may begin again under its name."""
+        async with self._writing:
+            self.book.forget(run_id)
+            self._unsaved.pop(run_id, None)
+            self._changed()
+            try:
+                await self.store.forget(run_id)
+            except OUTAGES:
+                self._forgotten.add(run_id)
+
     async def run(self) -> None:
         """Store what has changed, and forget idle runs, until cancelled."""
         while True:

@@ -56,6 +56,8 @@ class BatchRecord:
     def __init__(self, request: pb.SubmitRolloutsRequest, head: BatchHead, term: int) -> None:
         self.key: BatchKey = (request.run_id, request.batch_id)
         self.head = head
+        self.step: int = request.step
+        self.policy_version: int = request.policy_version
         self.exactness: sample_pb2.Exactness = request.exactness
         self.request: pb.SubmitRolloutsRequest | None = request
         """None once every sample has been acknowledged."""
@@ -111,6 +113,11 @@ class BatchRecord:
     def finished(self) -> int:
         """Number of samples that may be delivered or have been."""
         return bisect_right(self._order, self.written)
+
+    @property
+    def acknowledged(self) -> int:
+        """Number of samples that have been acknowledged."""
+        return bisect_right(self._order, self.acked)
 
     @property
     def is_complete(self) -> bool:

@@ -26,6 +26,10 @@ class RecordedBatches:
             self._records.move_to_end(key)
         return record
 
+    def all(self) -> list[BatchRecord]:
+        """Return all records that are kept."""
+        return list(self._records.values())
+
     def add(self, record: BatchRecord) -> None:
         """Keep a record."""
         self._records[record.key] = record

@@ -7,6 +7,7 @@ import grpc
 
 from paceline.errors import Violation
 from paceline.internal.v1.rollout_event_pb2 import SerializedEvent
+from paceline.times import seconds_of
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, weight_pb2, weight_pb2_grpc
 from services.contracts.errors import InvalidArgument, Unimplemented
@@ -23,10 +24,13 @@ _TREATMENTS = {
     weight_pb2.IN_FLIGHT_ABORT: InFlightTreatment.ABORT,
     weight_pb2.IN_FLIGHT_CONTINUE: InFlightTreatment.CONTINUE,
 }
-_SERVED = (weight_pb2.WEIGHT_TRANSPORT_DISK, weight_pb2.WEIGHT_TRANSPORT_STREAM)
-_TRANSPORTS = {
-    weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE: "a collective with the trainer is not there yet; use DISK or STREAM"
-}
+_SERVED = (
+    weight_pb2.WEIGHT_TRANSPORT_DISK,
+    weight_pb2.WEIGHT_TRANSPORT_STREAM,
+    weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE,
+)
+_LEAST_BUCKET, _MOST_BUCKET = 64 << 10, 1 << 30
+_LEAST_SECONDS, _MOST_SECONDS = 0.1, 3600.0
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -82,6 +86,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         matched = await self._term().reports.report(request)
         return pb.ReportRewardsResponse(matched=matched)
 
+    async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
+        return pb.GetBatchResponse(batch=await self._term().runs.get((request.run_id, request.batch_id)))
+
+    async def ListBatches(self, request: pb.ListBatchesRequest, context: Context) -> pb.ListBatchesResponse:
+        return self._term().runs.list(request)
+
+    async def EndRun(self, request: pb.EndRunRequest, context: Context) -> pb.EndRunResponse:
+        return await self._term().runs.end(request.run_id)
+
 
 class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
     """Servicer for the term of leadership that `term` returns.
@@ -99,11 +112,17 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
         _check_start(request)
         updater = self._term().updater
         streamed = request.transport == weight_pb2.WEIGHT_TRANSPORT_STREAM
-        update = await updater.start(request.run_id, request.policy_version, streamed=streamed)
+        collective = request.transport == weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE
+        update = await updater.start(
+            request.run_id, request.policy_version, streamed=streamed or collective, collective=collective
+        )
         return weight_pb2.StartUpdateResponse(
             update_id=update.update_id,
             policy_version=updater.book.version or 0,
             stream=await updater.stream_target(update.update_id) if streamed else None,
+            collective=await updater.collective_ranks(update.update_id, request.collective)
+            if collective
+            else None,
         )
 
     async def UpdateWeights(
@@ -182,9 +201,6 @@ def _treatment(in_flight: weight_pb2.InFlight) -> InFlightTreatment:
 def _check_start(request: weight_pb2.StartUpdateRequest) -> None:
     if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
         raise Unimplemented("DRAFTER", "drafters from trainers are not there yet; target POLICY")
-    if request.transport in _TRANSPORTS:
-        name = weight_pb2.WeightTransport.Name(request.transport)
-        raise Unimplemented(name, _TRANSPORTS[request.transport])
     violations = []
     if not request.run_id:
         violations.append(Violation("run_id", "is empty"))
@@ -194,5 +210,25 @@ def _check_start(request: weight_pb2.StartUpdateRequest) -> None:
         violations.append(
             Violation("transport", f"is {request.transport}; must be DISK, STREAM or COLLECTIVE")
         )
+    if request.transport == weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE:
+        violations += _rendezvous_violations(request.collective)
     if violations:
         raise InvalidArgument(violations)
+
+
+def _rendezvous_violations(rendezvous: weight_pb2.CollectiveRendezvous) -> list[Violation]:
+    found = []
+    host, _, port = rendezvous.address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        found.append(Violation("collective.address", f"is {rendezvous.address!r}; must be host:port"))
+    if not rendezvous.key:
+        found.append(Violation("collective.key", "is empty"))
+    if not _LEAST_BUCKET <= rendezvous.bucket_bytes <= _MOST_BUCKET:
+        text = f"is {rendezvous.bucket_bytes}; must be {_LEAST_BUCKET} to {_MOST_BUCKET}"
+        found.append(Violation("collective.bucket_bytes", text))
+    for name in ("stall", "join"):
+        seconds = seconds_of(getattr(rendezvous, name))
+        if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+            text = f"is {seconds:g} s; must be {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}"
+            found.append(Violation(f"collective.{name}", text))
+    return found

@@ -155,7 +155,11 @@ class DispatchParts:
         return link
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(f"paceline_gateway_{name}", labels) or 0.0
+        return self.shown(name, **labels) or 0.0
+
+    def shown(self, name: str, **labels: str) -> float | None:
+        """Return the value of a series, None if there is none."""
+        return self.registry.get_sample_value(f"paceline_gateway_{name}", labels)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds, looking whenever a sample has made progress."""
