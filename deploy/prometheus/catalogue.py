@@ -16,6 +16,7 @@ from services.bubbles.metrics import BubbleMetrics
 from services.drafter.metrics import DrafterMetrics
 from services.drafts.metrics import DraftStoreMetrics
 from services.drafts.store import DraftStore
+from services.facade.metrics import FacadeMetrics
 from services.gateway.metrics import GatewayMetrics
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.migration.metrics import MigrationMetrics
@@ -50,6 +51,7 @@ SERVICES: dict[str, tuple[Maker, ...]] = {
     "Reallocator": (ReallocatorMetrics,),
     "Drafter": (DrafterMetrics,),
     "Policy": (PolicyMetrics, ScalingMetrics),
+    "HTTP facade": (FacadeMetrics,),
 }
 
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, suppress
 
 import structlog
 from prometheus_client import REGISTRY
+from redis.asyncio import Redis
 
 from services.contracts.errors import Unavailable
 from services.generation.build import GenerationProcess, build
@@ -35,7 +36,7 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
     async with connect(config) as redis, AsyncExitStack() as stack:
         # Importing vLLM makes very many objects that stay: to look through them again and again is a fifth of it.
         gc.disable()
-        process = await build(config, redis, REGISTRY)
+        process = await _built(config, redis, shutdown)
         gc.enable()
         server, registration = process.server, process.registration
         await server.start()
@@ -66,6 +67,25 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
             await _evacuate(process)
         finally:
             await _leave(process, config.shutdown_grace_seconds)
+
+
+async def _built(config: GenerationConfig, redis: Redis, shutdown: Shutdown) -> GenerationProcess:
+    """Return the instance once its model is loaded; end the process if it is asked to stop meanwhile.
+
+    The thread that loads cannot be stopped, and a pod would otherwise be killed at the end of its grace period.
+    Nobody knows the instance yet, so there is nothing to hand back. The ranks of a tensor parallel engine end when
+    they lose their parent.
+    """
+    _log.info("loading", model=config.model)
+    building = asyncio.create_task(build(config, redis, REGISTRY), name="build")
+    asked = asyncio.create_task(shutdown.wait(), name="shutdown")
+    await asyncio.wait((building, asked), return_when=asyncio.FIRST_COMPLETED)
+    if not building.done():
+        _log.info("stopped_while_loading", reason=shutdown.reason)
+        sys.stdout.flush()
+        os._exit(0)
+    await end([asked])
+    return building.result()
 
 
 async def _until_over(process: GenerationProcess, shutdown: Shutdown) -> None:

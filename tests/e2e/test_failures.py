@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 import paceline
 from paceline import Client, Group, RetryPolicy, SamplingParams, WeightFolder
 from services.local import Platform
-from tests.e2e.conftest import VOCAB
+from tests.e2e.conftest import VOCAB, scrape
+from tests.e2e.watched_platform import until
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 QUICK = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -148,6 +149,15 @@ def test_a_removed_instance_hands_its_samples_over(platform: Platform, client: C
     platform.remove("instance-1")
     assert by_key(step.rest()) == by_key(undisturbed(client, seed=4))
     assert platform.instances[1].returncode == 0
+    # An alert goes off for each instance that is down, and this one was told to go.
+    ready = platform.gateways[0].ready
+    assert ready is not None
+
+    def up() -> list[str]:
+        lines = scrape(platform, f"127.0.0.1:{ready.metrics_port}").splitlines()
+        return [line for line in lines if line.startswith("paceline_gateway_instance_up{")]
+
+    until(lambda: up() == ['paceline_gateway_instance_up{instance_id="instance-0"} 1.0'], "one has left")
 
 
 def test_a_paused_fleet_goes_on_where_it_was(client: Client) -> None:

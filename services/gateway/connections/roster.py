@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import grpc
@@ -32,6 +33,7 @@ log = structlog.get_logger(__name__)
 
 # Seconds until weights are loaded again on an instance that failed to, the first time and at most.
 _LOAD_DELAY, _LONGEST_LOAD_DELAY = 1.0, 30.0
+_GOODBYE = "the instance ended the work stream"
 
 
 @dataclass(eq=False)
@@ -112,12 +114,13 @@ class Roster:
         self._telling = False
         if self._revision != self.fleet.revision:
             self._revision = self.fleet.revision
-            self._show({name: member.state for name, member in self.fleet.members.items()})
+            self._show(self.fleet.members.values())
             self.metrics.policy_version.set(self.fleet.published or 0)
         self.changed.notify()
 
-    def _show(self, states: dict[str, MemberState]) -> None:
-        """Export the states of these instances, and of no other."""
+    def _show(self, members: Iterable[FleetMember]) -> None:
+        """Export the states of these instances, and of no other; one that left is neither up nor lost."""
+        states = {each.instance_id: each.state for each in members if not each.left}
         counts = Counter(states.values())
         for state in MemberState:
             self.metrics.instances.labels(state.value).set(counts[state])
@@ -173,15 +176,16 @@ class Roster:
         connection.task = asyncio.create_task(self._drive(connection), name=f"drive-{member.instance_id}")
 
     async def _drive(self, connection: Connection) -> None:
-        reason = "internal error of the gateway"
+        reason, goodbye = "internal error of the gateway", False
         try:
             reason = await self._serve(connection)
+            goodbye = reason == _GOODBYE
             # Many may be lost at once.
             await self.pace.wait()
         finally:
             if not connection.gone.is_set():
                 for loss in self.fleet.lost(
-                    connection.instance_id, connection.epoch, reason, self._loop.time()
+                    connection.instance_id, connection.epoch, reason, self._loop.time(), goodbye=goodbye
                 ):
                     self._lost(loss)
                 self._close(connection, reason)
@@ -206,7 +210,7 @@ class Roster:
             # A defect here costs this connection, and must not cost the others.
             log.exception("connection_failed", instance=connection.instance_id)
             return "internal error of the gateway"
-        return "the instance ended the work stream"
+        return _GOODBYE
 
     async def _handshake(self, connection: Connection) -> None:
         status = await connection.stub.GetStatus(

@@ -71,6 +71,9 @@ class FleetMember:
     needs_update: bool = False
     weights_unknown: bool = False
     heard_at: float = float("-inf")
+    # Whether it ended its stream itself; and whether its record is gone since, so that it is no loss.
+    said_goodbye: bool = False
+    left: bool = False
     serving_since: float = float("inf")
     retry_at: float = float("-inf")
     # What the instance says of itself, as far as it bears on new work.
@@ -152,10 +155,18 @@ class FleetHealth:
         self._enter(member, member.reported, "", now)
         return True
 
-    def lost(self, instance_id: str, epoch: int, reason: str, now: float) -> list[InstanceLoss]:
-        """Record that the member's connection broke; return it if it died of that."""
+    def lost(
+        self, instance_id: str, epoch: int, reason: str, now: float, *, goodbye: bool = False
+    ) -> list[InstanceLoss]:
+        """Record that the member's connection broke; return it if it died of that.
+
+        With `goodbye` the member ended it: it leaves the fleet, if its record goes as well.
+        """
         member = self.member(instance_id, epoch)
-        return self._die(member, reason, now) if member is not None else []
+        if member is None:
+            return []
+        member.said_goodbye = goodbye
+        return self._die(member, reason, now)
 
     def quarantine(self, instance_id: str, epoch: int, reason: str, now: float) -> None:
         """Take a member with unknown weights out of service until an update on it completes."""
@@ -189,6 +200,7 @@ class FleetHealth:
         found = []
         for member in self.members.values():
             if member.state is MemberState.DEAD and member.present and now >= member.retry_at:
+                member.said_goodbye = member.left = False
                 self._enter(member, MemberState.STALE, "heartbeat is back", now)
             if member.state is not MemberState.DEAD:
                 found.append(member)
@@ -227,6 +239,9 @@ class FleetHealth:
     def _missing(self, member: FleetMember, now: float) -> list[InstanceLoss]:
         member.present = False
         if member.state is MemberState.DEAD:
+            if member.said_goodbye and not member.left:
+                member.left, member.reason = True, "left the fleet"
+                self.revision += 1
             if now - member.since > self.rules.remember:
                 del self.members[member.instance_id]
                 self.revision += 1

@@ -56,6 +56,23 @@ async def test_a_serving_instance_is_registered_and_healthy(policy: Policy, regi
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_an_instance_that_is_loading_stops_when_it_is_told_to(
+    models: tuple[Path, Path], start: Callable[..., InstanceProcess], registry: Registry
+) -> None:
+    process = start(models[0], "loading")
+    process.launch()
+    try:
+        async with asyncio.timeout(CALL):
+            while "loading" not in await asyncio.to_thread(process.log_tail):
+                pass
+        process.terminate()
+        assert await exit_status(process) == 0
+    finally:
+        process.kill()
+    assert "stopped_while_loading" in process.log_tail()
+    assert await record_of(registry, "loading") is None
+
+
 async def test_sigterm_hands_every_sample_back_and_ends_cleanly(
     fresh: Policy, successor: InstanceProcess, registry: Registry
 ) -> None:

@@ -108,6 +108,28 @@ async def test_a_missing_heartbeat_resubmits_the_samples_of_the_instance(fleet: 
     assert fleet.parts.metric("instance_up", instance_id="a") == 0
 
 
+@pytest.mark.parametrize("goodbye", [True, False], ids=["ended", "broken"])
+async def test_an_instance_that_ends_its_stream_and_its_record_has_left_and_is_not_lost(
+    fleet: Fleet, goodbye: bool
+) -> None:
+    engine, other = fleet.engine("a"), fleet.engine("b")
+    await fleet.registry.show(engine, other)
+    await fleet.serving("a")
+    await turn()
+    engine.streams[0].messages.put_nowait(None if goodbye else rpc_error(UNAVAILABLE, "connection reset"))
+    await fleet.until(lambda: fleet.state("a") is MemberState.DEAD)
+    assert fleet.parts.shown("instance_up", instance_id="a") == 0, "it may have crashed; its record will tell"
+    await fleet.registry.show(other)
+    await turn()
+    assert fleet.parts.shown("instance_up", instance_id="a") == (None if goodbye else 0)
+    assert fleet.health.members["a"].left is goodbye
+    # It may come back: under its name, as a new process.
+    again = fleet.engine("a", epoch=2)
+    await fleet.registry.show(again, other)
+    await fleet.serving("a")
+    assert fleet.parts.shown("instance_up", instance_id="a") == 1
+
+
 async def test_a_broken_stream_is_a_loss_and_the_instance_comes_back_by_an_update_only(fleet: Fleet) -> None:
     engine = fleet.engine("a")
     await fleet.registry.show(engine)
