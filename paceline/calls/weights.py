@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,19 @@ class WeightUpdateCalls(Caller):
         answer = await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_STREAM)
         return convert.stream_started(answer, version)
 
-    async def update_streamed(self, update_id: str, checksum: str) -> tuple[t.InstanceUpdate, ...]:
-        """Let every instance check and stage what was pushed."""
-        streamed = weight_pb2.StreamedWeights(checksum=checksum)
+    async def start_collective(
+        self, run_id: str, version: int, target: t.WeightTarget, rendezvous: weight_pb2.CollectiveRendezvous
+    ) -> t.CollectiveStarted:
+        """Start an update whose weights are broadcast, or name the instances that take part now."""
+        transport = weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE
+        answer = await self._start(run_id, version, target, transport, rendezvous)
+        return convert.collective_started(answer, version)
+
+    async def update_streamed(
+        self, update_id: str, checksum: str, left_out: Mapping[str, str] | None = None
+    ) -> tuple[t.InstanceUpdate, ...]:
+        """Let every instance check and stage what was pushed, but those that were left out, for a reason each."""
+        streamed = weight_pb2.StreamedWeights(checksum=checksum, left_out=left_out or {})
         return await self._stage(weight_pb2.UpdateWeightsRequest(update_id=update_id, streamed=streamed))
 
     async def finish_update(
@@ -66,7 +77,12 @@ class WeightUpdateCalls(Caller):
         )
 
     async def _start(
-        self, run_id: str, version: int, target: t.WeightTarget, transport: weight_pb2.WeightTransport
+        self,
+        run_id: str,
+        version: int,
+        target: t.WeightTarget,
+        transport: weight_pb2.WeightTransport,
+        rendezvous: weight_pb2.CollectiveRendezvous | None = None,
     ) -> Any:
         request = weight_pb2.StartUpdateRequest(
             run_id=run_id,
@@ -74,6 +90,7 @@ class WeightUpdateCalls(Caller):
             drafter_version=version if target is t.WeightTarget.DRAFTER else 0,
             target=convert.target_to_proto(target),
             transport=transport,
+            collective=rendezvous,
         )
         return await self.call(Unary("Weight", "StartUpdate", request))
 

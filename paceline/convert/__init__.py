@@ -2,6 +2,7 @@
 
 from paceline.convert.fleet import decision, drafter, instance, instances, knob_change, knob_setting
 from paceline.convert.rollouts import (
+    batch_status,
     batch_to_proto,
     exactness,
     exactness_to_proto,
@@ -15,6 +16,7 @@ from paceline.convert.rollouts import (
     submitted,
 )
 from paceline.convert.weights import (
+    collective_started,
     in_flight_to_proto,
     instance_update,
     instance_updates,
@@ -27,7 +29,9 @@ from paceline.convert.weights import (
 )
 
 __all__ = [
+    "batch_status",
     "batch_to_proto",
+    "collective_started",
     "decision",
     "drafter",
     "exactness",

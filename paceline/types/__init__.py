@@ -16,11 +16,13 @@ from paceline.types.fleet import (
 from paceline.types.rollouts import (
     Batch,
     BatchHint,
+    BatchStatus,
     Exactness,
     ExactnessLevel,
     Group,
     LogprobsMode,
     Reward,
+    RunEnded,
     SampleKey,
     SampleRequest,
     SamplingParams,
@@ -40,6 +42,7 @@ from paceline.types.samples import (
     VersionSpan,
 )
 from paceline.types.weights import (
+    CollectiveStarted,
     InFlight,
     InstanceUpdate,
     StreamStarted,
@@ -52,6 +55,8 @@ from paceline.types.weights import (
 __all__ = [
     "Batch",
     "BatchHint",
+    "BatchStatus",
+    "CollectiveStarted",
     "Decision",
     "DraftSource",
     "Drafter",
@@ -71,6 +76,7 @@ __all__ = [
     "LogprobsMode",
     "Provenance",
     "Reward",
+    "RunEnded",
     "Sample",
     "SampleEvent",
     "SampleKey",

@@ -64,6 +64,16 @@ class StreamStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveStarted:
+    """A claimed weight update, and the instances that take part in its broadcast."""
+
+    update_id: str
+    version: int
+    """The version that the weights will be."""
+    instance_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateFinished:
     """A published weight update, and the versions that are published now."""
 

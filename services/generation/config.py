@@ -40,6 +40,9 @@ class GenerationConfig(ServiceConfig):
     """An instance that sends nothing of the weights that it has for so long is left for the next nearest."""
     weight_idle_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     """Pushed weights of which nothing has come for so long are given up."""
+    weight_collective: bool = False
+    """Take part in weight broadcasts (torch.distributed). Their connections, to the trainer and to other instances,
+    take any ports and have neither TLS nor tokens."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the model's own."""
     max_num_seqs: int = Field(default=128, ge=1)

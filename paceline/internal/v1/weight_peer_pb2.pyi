@@ -1,3 +1,4 @@
+from paceline.v1 import weight_pb2 as _weight_pb2
 from paceline.v1 import weight_stream_pb2 as _weight_stream_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -28,15 +29,17 @@ class FetchWeightsResponse(_message.Message):
     def __init__(self, piece: _Optional[_Union[_weight_stream_pb2.WeightPiece, _Mapping]] = ..., available: _Optional[int] = ...) -> None: ...
 
 class PeerWeights(_message.Message):
-    __slots__ = ("update_id", "ticket", "peers", "checksum", "has_successor")
+    __slots__ = ("update_id", "ticket", "peers", "checksum", "has_successor", "collective")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     HAS_SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     ticket: str
     peers: _containers.RepeatedScalarFieldContainer[str]
     checksum: str
     has_successor: bool
-    def __init__(self, update_id: _Optional[str] = ..., ticket: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., checksum: _Optional[str] = ..., has_successor: bool = ...) -> None: ...
+    collective: _weight_pb2.CollectiveRendezvous
+    def __init__(self, update_id: _Optional[str] = ..., ticket: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., checksum: _Optional[str] = ..., has_successor: bool = ..., collective: _Optional[_Union[_weight_pb2.CollectiveRendezvous, _Mapping]] = ...) -> None: ...

@@ -193,6 +193,11 @@ async def attempt(connection: Connection, do: InstanceCall, pace: Pace) -> Insta
         error = received_error(raised)
     except ConnectionBroken as broken:
         error = Unavailable(str(broken))
+    return failed(connection, error)
+
+
+def failed(connection: Connection, error: ServiceError) -> InstanceResult:
+    """Return the result of an instance that did not do its part."""
     update = weight_pb2.InstanceUpdate(
         instance_id=connection.instance_id,
         policy_version=connection.member.version,

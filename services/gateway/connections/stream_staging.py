@@ -1,12 +1,13 @@
 """Staging of weights that are pushed to the first instance and go on from one to the next."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from paceline.internal.v1 import weight_peer_pb2
 from paceline.v1 import weight_pb2
 from services.contracts.errors import Unavailable
-from services.gateway.connections.connection import Connection, InstanceCall, InstanceResult, attempt
+from services.gateway.connections.connection import Connection, InstanceCall, InstanceResult, attempt, failed
 from services.gateway.dispatch.turns import Pace
 from services.gateway.fleet.health import MemberState
 from services.gateway.fleet.stream_chain import ChainLink, chain, predecessors
@@ -16,8 +17,16 @@ from services.gateway.fleet.update_book import WeightUpdate
 class StreamStaging:
     """The instances of one update, which receive and stage its weights from the start on."""
 
-    def __init__(self, update: WeightUpdate, connections: Sequence[Connection], pace: Pace) -> None:
+    def __init__(
+        self,
+        update: WeightUpdate,
+        connections: Sequence[Connection],
+        pace: Pace,
+        rendezvous: weight_pb2.CollectiveRendezvous | None = None,
+    ) -> None:
+        """Have instances receive from one another; with a `rendezvous`, from the broadcast there."""
         self.update_id = update.update_id
+        self.rendezvous = rendezvous
         self._ticket = update.ticket
         by_id = {each.instance_id: each for each in connections}
         order = chain(
@@ -31,6 +40,7 @@ class StreamStaging:
                 ticket=update.ticket,
                 peers=predecessors(order, place),
                 has_successor=place + 1 < len(order),
+                collective=rendezvous,
             )
             connection = by_id[link.instance_id]
             self._tasks[connection] = asyncio.create_task(
@@ -47,21 +57,44 @@ class StreamStaging:
 
         ServiceError: there is none, for the reason of the one that failed last.
         """
-        for connection, task in self._tasks.items():
-            if not connection.gone.is_set() and not (task.done() and task.result().error):
-                return weight_pb2.StreamTarget(
-                    instance_id=connection.instance_id,
-                    address=connection.member.record.address,
-                    ticket=self._ticket,
-                )
+        first = self.taking_part()[0]
+        return weight_pb2.StreamTarget(
+            instance_id=first.instance_id, address=first.member.record.address, ticket=self._ticket
+        )
+
+    def taking_part(self) -> list[Connection]:
+        """Return the instances that live and have not failed, at least one.
+
+        ServiceError: there is none, for the reason of the one that failed last.
+        """
+        living = [
+            connection
+            for connection, task in self._tasks.items()
+            if not connection.gone.is_set() and not (task.done() and task.result().error)
+        ]
+        if living:
+            return living
         for task in reversed(self._tasks.values()):
             if task.done() and (error := task.result().error):
                 raise error
         raise Unavailable("every instance that the weights were pushed to is gone", retry_after=2.0)
 
-    async def results(self) -> list[InstanceResult]:
-        """Return what came of it on each instance, once all are done."""
-        return await asyncio.gather(*self._tasks.values())
+    async def results(self, left_out: Mapping[str, str] = MappingProxyType({})) -> list[InstanceResult]:
+        """Return what came of it on each instance, once all are done but those `left_out`, for a reason each."""
+        waited_for = [
+            task
+            for connection, task in self._tasks.items()
+            if task.done() or connection.instance_id not in left_out
+        ]
+        found = dict(zip(waited_for, await asyncio.gather(*waited_for), strict=True))
+        return [
+            found[task]
+            if task in found
+            else failed(
+                connection, Unavailable(f"left out of the broadcast: {left_out[connection.instance_id]}")
+            )
+            for connection, task in self._tasks.items()
+        ]
 
     def end(self) -> None:
         """Wait for no instance any more."""

@@ -77,20 +77,27 @@ class Updater:
                 task.cancel()
             self._end_streaming()
 
-    async def start(self, run_id: str, version: int, *, streamed: bool = False) -> WeightUpdate:
-        """Start an update (phase 1), whose weights are pushed to the instances if it is `streamed`."""
+    async def start(
+        self, run_id: str, version: int, *, streamed: bool = False, collective: bool = False
+    ) -> WeightUpdate:
+        """Start an update (phase 1), whose weights are pushed to the instances if it is `streamed`.
+
+        They are pushed by broadcast if it is `collective` as well.
+        """
         ticket = secrets.token_urlsafe(32) if streamed else ""
         async with self._lock:
             if self.book.version is None:
                 raise Unavailable("no instance has registered yet, so there is no current version")
             await self._drop_abandoned()
-            update = self.book.start(uuid.uuid4().hex, run_id, version, time.time(), ticket)
+            update_id = uuid.uuid4().hex
+            update = self.book.start(update_id, run_id, version, time.time(), ticket, collective=collective)
             try:
                 await self.store.save(self.book)
             except RedisError:
                 self.book.drop()
                 raise
-        log.info("update_started", update=update.update_id, version=version)
+        if update.update_id == update_id:
+            log.info("update_started", update=update_id, version=version)
         return update
 
     async def stream_target(self, update_id: str) -> pb.StreamTarget:
@@ -107,6 +114,24 @@ class Updater:
                 self._end_streaming()
                 raise
 
+    async def collective_ranks(
+        self, update_id: str, rendezvous: pb.CollectiveRendezvous
+    ) -> pb.CollectiveRanks:
+        """Return the instances that take part in a broadcast now.
+
+        Another rendezvous takes the place of the one before. ServiceError: none can.
+        """
+        async with self._lock:
+            update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+            if self._streaming is not None and self._streaming.rendezvous != rendezvous:
+                self._end_streaming()
+            try:
+                staging = await self._stream(update, rendezvous)
+                return pb.CollectiveRanks(instance_ids=[each.instance_id for each in staging.taking_part()])
+            except ServiceError:
+                self._end_streaming()
+                raise
+
     async def stage(
         self, update_id: str, source: pb.DiskWeights | pb.StreamedWeights
     ) -> list[pb.InstanceUpdate]:
@@ -116,7 +141,7 @@ class Updater:
             begin = time.perf_counter()
             if isinstance(source, pb.StreamedWeights):
                 _check_transport(update, "streamed", bool(update.ticket))
-                results = await (await self._stream(update)).results()
+                results = await (await self._stream(update)).results(source.left_out)
                 # A call that comes again asks the instances again.
                 self._end_streaming()
                 path, announced = "", source.checksum
@@ -151,12 +176,19 @@ class Updater:
             self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
             await self._forget("aborted")
 
-    async def _stream(self, update: WeightUpdate) -> StreamStaging:
-        """Return the staging of pushed weights, which begins with the first call."""
+    async def _stream(
+        self, update: WeightUpdate, rendezvous: pb.CollectiveRendezvous | None = None
+    ) -> StreamStaging:
+        """Return the staging of pushed weights, which begins with the first call.
+
+        A gateway that has not begun it does not know the rendezvous: instances go on with the one that they know.
+        """
         if self._streaming is None or self._streaming.update_id != update.update_id:
             self._end_streaming()
             await self.roster.settled()
-            self._streaming = StreamStaging(update, self.roster.live(), self.roster.pace)
+            if rendezvous is None and update.collective:
+                rendezvous = pb.CollectiveRendezvous()
+            self._streaming = StreamStaging(update, self.roster.live(), self.roster.pace, rendezvous)
         return self._streaming
 
     def _end_streaming(self) -> None:
@@ -313,5 +345,5 @@ class Updater:
 
 def _check_transport(update: WeightUpdate, field: str, right: bool) -> None:
     if not right:
-        transport = "STREAM" if update.ticket else "DISK"
+        transport = "COLLECTIVE" if update.collective else "STREAM" if update.ticket else "DISK"
         raise InvalidArgument([Violation(field, f"is set; the transport of this update is {transport}")])

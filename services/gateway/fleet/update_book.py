@@ -54,7 +54,8 @@ class InFlightTreatment(enum.StrEnum):
 class WeightUpdate(JsonRecord):
     """Update that is not finished. `touched_at`: time of the last call of its trainer.
 
-    With a `ticket` its weights are pushed to the instances; otherwise they are in a folder.
+    With a `ticket` its weights are pushed to the instances, by broadcast if it is `collective`; otherwise they are
+    in a folder.
     """
 
     update_id: str
@@ -66,6 +67,7 @@ class WeightUpdate(JsonRecord):
     checksum: str = ""
     in_flight: InFlightTreatment = InFlightTreatment.REFUSE
     ticket: str = field(default="", repr=False)
+    collective: bool = False
 
     def __post_init__(self) -> None:
         self.phase = UpdatePhase(self.phase)
@@ -138,14 +140,24 @@ class UpdateBook:
             return None
         return update if now - update.touched_at > self.timeout else None
 
-    def start(self, update_id: str, run_id: str, version: int, now: float, ticket: str = "") -> WeightUpdate:
+    def start(
+        self,
+        update_id: str,
+        run_id: str,
+        version: int,
+        now: float,
+        ticket: str = "",
+        *,
+        collective: bool = False,
+    ) -> WeightUpdate:
         """Start an update, or return the same one: the answer may have been lost, or its trainer restarted.
 
         An expired one must have been dropped before. One that is pushed has a `ticket`, and keeps its own.
         """
         if self.active is not None:
-            wanted = (run_id, version, bool(ticket))
-            same = (self.active.run_id, self.active.version, bool(self.active.ticket)) == wanted
+            active = self.active
+            wanted = (run_id, version, bool(ticket), collective)
+            same = (active.run_id, active.version, bool(active.ticket), active.collective) == wanted
             if same and not self.is_applying():
                 self.active.touched_at = now
                 return self.active
@@ -163,7 +175,9 @@ class UpdateBook:
                 current=str(self.version),
                 requested=str(version),
             )
-        self.active = WeightUpdate(update_id, run_id, version, UpdatePhase.STARTED, now, ticket=ticket)
+        self.active = WeightUpdate(
+            update_id, run_id, version, UpdatePhase.STARTED, now, ticket=ticket, collective=collective
+        )
         return self.active
 
     def open_for(self, update_id: str, *phases: UpdatePhase) -> WeightUpdate:

@@ -30,6 +30,7 @@ from services.generation.engine.types import (
     Eagle3Options,
     W4Options,
 )
+from services.platform.heap import return_freed_memory
 
 # No slice of the first build is waited for.
 _AT_ONCE = float("inf")
@@ -119,6 +120,8 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
         for module in self.model_runner.get_model().modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+        # Each layer was packed in memory of its own; steps need little of it.
+        return_freed_memory()
 
 
 class CoupledGPUWorker(_CoupledWorkerMixin, Worker):

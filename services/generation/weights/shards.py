@@ -50,7 +50,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class WeightShard:
     """A safetensors file as it was when its header was read. `sha256`: from the index, or "" without one."""
 
     path: Path
@@ -78,7 +78,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
     parallel group maps the files itself, and touches the pages that it loads.
     """
 
-    def __init__(self, shards: Mapping[str, Shard]) -> None:
+    def __init__(self, shards: Mapping[str, WeightShard]) -> None:
         """Map tensors from the files that `shards` names for each."""
         self._shards = dict(shards)
 
@@ -119,7 +119,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         return flat.view(stored.torch_dtype).reshape(stored.shape)
 
 
-def open_shards(folder: Path, *, indexed: bool) -> list[Shard]:
+def open_shards(folder: Path, *, indexed: bool) -> list[WeightShard]:
     """Read the headers of a folder's weights, in the order of the file names.
 
     Args:
@@ -176,7 +176,7 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     return 8 + size, header
 
 
-def open_shard(file: Path, sha256: str) -> Shard:
+def open_shard(file: Path, sha256: str) -> WeightShard:
     """Read the header of a file. Raises as `open_shards`; `sha256` is what the index says of it."""
     start, header = read_header(file)
     try:
@@ -194,7 +194,7 @@ def open_shard(file: Path, sha256: str) -> Shard:
         _check_spans([spans[name] for name in tensors], list(tensors.values()), stamp[-1] - start)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
-    return Shard(file, start, tensors, sha256, stamp)
+    return WeightShard(file, start, tensors, sha256, stamp)
 
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:

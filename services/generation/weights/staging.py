@@ -27,8 +27,8 @@ from services.generation.engine.types import TensorSpec
 from services.generation.weights.shards import (
     FLOATS,
     MappedTensors,
-    Shard,
     StoredTensor,
+    WeightShard,
     open_shards,
     read_header,
     weight_files,
@@ -140,9 +140,9 @@ def _index_checksum(folder: Path) -> str:
         raise InvalidArgument([Violation("disk.path", f"{folder} cannot be read: {error}")]) from error
 
 
-def _placed(shards: Sequence[Shard]) -> dict[str, Shard]:
+def _placed(shards: Sequence[WeightShard]) -> dict[str, WeightShard]:
     """Return the file of each tensor."""
-    placed: dict[str, Shard] = {}
+    placed: dict[str, WeightShard] = {}
     twice = []
     for shard in shards:
         twice += [
@@ -155,7 +155,7 @@ def _placed(shards: Sequence[Shard]) -> dict[str, Shard]:
     return placed
 
 
-def _drop_tied_head(placed: dict[str, Shard], expected: Mapping[str, TensorSpec]) -> None:
+def _drop_tied_head(placed: dict[str, WeightShard], expected: Mapping[str, TensorSpec]) -> None:
     """Drop the tied output head that a trainer's state dict names and the checkpoint leaves out."""
     if _HEAD in expected or _HEAD not in placed or _EMBEDDING not in placed:
         return
@@ -165,7 +165,7 @@ def _drop_tied_head(placed: dict[str, Shard], expected: Mapping[str, TensorSpec]
         del placed[_HEAD]
 
 
-def _compare(placed: Mapping[str, Shard], expected: Mapping[str, TensorSpec]) -> list[Violation]:
+def _compare(placed: Mapping[str, WeightShard], expected: Mapping[str, TensorSpec]) -> list[Violation]:
     violations = [
         Violation(f"tensors[{name}]", "is missing; the model that is served has it")
         for name in sorted(expected.keys() - placed.keys())
@@ -186,7 +186,7 @@ def _compare(placed: Mapping[str, Shard], expected: Mapping[str, TensorSpec]) ->
 
 
 def _check_content(
-    shard: Shard, whole: hashlib._Hash, read: Mapping[tuple[int, ...], ShardContent]
+    shard: WeightShard, whole: hashlib._Hash, read: Mapping[tuple[int, ...], ShardContent]
 ) -> list[Violation]:
     """Return the tensors that are not finite; check the file's checksum, or else add it to `whole`.
 
@@ -206,7 +206,7 @@ def _check_content(
     ]
 
 
-def read_content(shard: Shard, whole: hashlib._Hash | None = None) -> ShardContent:
+def read_content(shard: WeightShard, whole: hashlib._Hash | None = None) -> ShardContent:
     """Read a file once. Its SHA-256 is of its tensors and then its header, as the index has it.
 
     Without an index the file is added to `whole` as it is. DataLoss: it changed since its header was read.
@@ -254,5 +254,5 @@ def _count_nonfinite(chunk: memoryview, stored: StoredTensor) -> int:
     return 0 if without_sign.max() < lowest else int(np.count_nonzero(without_sign >= lowest))
 
 
-def _violation(name: str, text: str, shard: Shard) -> Violation:
+def _violation(name: str, text: str, shard: WeightShard) -> Violation:
     return Violation(f"tensors[{name}]", f"{text} ({shard.path.name})")

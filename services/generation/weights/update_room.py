@@ -50,7 +50,7 @@ class AdoptedDisk:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """A part of what is needed, by name."""
 
     name: str
@@ -70,15 +70,15 @@ def check_update_room(sizes: WeightSizes, memory: HostMemory, disk: AdoptedDisk 
     Raises:
         UpdateDoesNotFit: not even one update can find room, whatever else runs on the machine.
     """
-    new = Part("the new version", sizes.model)
+    new = MemoryPart("the new version", sizes.model)
     kept = [
-        Part("the served version", sizes.model),
-        Part("the one before", sizes.model),
-        Part("a base of LoRA adapters", sizes.model),
+        MemoryPart("the served version", sizes.model),
+        MemoryPart("the one before", sizes.model),
+        MemoryPart("a base of LoRA adapters", sizes.model),
     ]
     least = [
-        Part(f"serving ({memory.processes} processes)", memory.serving),
-        Part("the largest tensor", sizes.tensor),
+        MemoryPart(f"serving ({memory.processes} processes)", memory.serving),
+        MemoryPart("the largest tensor", sizes.tensor),
     ]
     problems, warnings = list[str](), list[str]()
     if disk is not None and disk.in_memory:
@@ -104,10 +104,10 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.3f} GB"
 
 
-def _sum(parts: Sequence[Part]) -> int:
+def _sum(parts: Sequence[MemoryPart]) -> int:
     return sum(part.bytes for part in parts)
 
 
-def _lack(what: str, parts: Sequence[Part], there: int, where: str) -> str:
+def _lack(what: str, parts: Sequence[MemoryPart], there: int, where: str) -> str:
     figures = " + ".join(map(str, parts))
     return f"an update needs {gigabytes(_sum(parts))} of {what}: {figures}; {where} has {gigabytes(there)}"

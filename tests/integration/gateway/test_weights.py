@@ -327,19 +327,24 @@ async def test_an_update_cut_off_while_applying_is_finished_by_the_next_gateway(
     assert (await finish(gateway.trainer, "u1")).policy_version == 1
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"target": weight_pb2.WEIGHT_TARGET_DRAFTER}, {"transport": weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE}],
-    ids=["drafter", "collective"],
-)
-async def test_other_targets_and_transports_are_not_there_yet(
-    cluster: Cluster, fields: dict[str, Any]
-) -> None:
+async def test_drafters_from_trainers_are_not_there_yet(cluster: Cluster) -> None:
     gateway = await cluster.gateway()
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)
-    error = await refused(start(gateway.trainer, **fields), "UNIMPLEMENTED")
+    error = await refused(start(gateway.trainer, target=weight_pb2.WEIGHT_TARGET_DRAFTER), "UNIMPLEMENTED")
     assert "not there yet" in (error.details() or "")
+
+
+async def test_a_rendezvous_that_cannot_be_meant_is_refused_by_field(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    await cluster.instance("i0")
+    await cluster.serving(gateway, 1)
+    transport = weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE
+    error = await refused(start(gateway.trainer, transport=transport), "INVALID_ARGUMENT")
+    assert {each.field for each in details(error)["BadRequest"].field_violations} == {
+        f"collective.{field}" for field in ("address", "key", "bucket_bytes", "stall", "join")
+    }
+    assert (await versions(gateway.trainer)).update_id == ""
 
 
 async def test_a_version_that_was_pushed_to_the_instances_is_had_from_them(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import paceline
-from paceline import WeightStream, safetensors
+from paceline import WeightCollective, WeightStream, safetensors
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.internal.v1 import weight_peer_pb2
@@ -40,6 +40,7 @@ from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
 from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import INSTANCE, TRAINER, WeightStreamMetrics
+from services.generation.weights.stream.receiver_process import ReceiverProcess
 from services.generation.weights.stream.streams import WeightStreams
 from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.channel import open_channel
@@ -96,6 +97,7 @@ class WeightNode(rpc.GenerationServiceServicer):
         folder: Path,
         adopt: Callable[[Path], AdoptedWeights] = AdoptedWeights,
         manifest: Mapping[str, TensorSpec] = MANIFEST,
+        receiver: ReceiverProcess | None = None,
         **settings: Any,
     ) -> None:
         config = GenerationConfig(model="none", instance_id=instance_id, **{**SETTINGS, **settings})
@@ -108,7 +110,7 @@ class WeightNode(rpc.GenerationServiceServicer):
         adopted = adopt(folder)
         self.reader = WeightReader(folder / "none", manifest, None, adopted)
         self.weights = WeightStreams(
-            config, adopted, lambda address: open_channel(address, config), self.metrics
+            config, adopted, lambda address: open_channel(address, config), self.metrics, receiver
         )
         self.server = GrpcServer(config, service="generation", registry=CollectorRegistry())
         rpc.add_GenerationServiceServicer_to_server(self, self.server.server)
@@ -232,7 +234,7 @@ class StreamFleet:
         await self.roster.connections[node.instance_id].load(NEW, source)
 
     async def push(
-        self, tensors: safetensors.Tensors, stream: WeightStream = STREAM
+        self, tensors: safetensors.Tensors, stream: WeightStream | WeightCollective = STREAM
     ) -> paceline.UpdateFinished:
         async with asyncio.timeout(WAIT):
             return await self.client.run("run", weights=stream).push_weights(tensors)

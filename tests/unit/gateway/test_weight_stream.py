@@ -18,7 +18,7 @@ from paceline.v1 import weight_pb2, weight_stream_pb2
 from paceline.weight_sender import WeightSender
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.shards import Shard
+from services.generation.weights.shards import WeightShard
 from services.generation.weights.stream import reception
 from services.generation.weights.stream.stored_stream import StoredStream
 from tests.unit.gateway.dispatch_parts import VERSION, a_batch
@@ -248,7 +248,7 @@ async def test_an_update_has_the_transport_that_it_was_started_with(tmp_path: Pa
 async def test_files_that_are_renamed_while_they_are_read_are_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def opened(file: Path, sha256: str) -> Shard:
+    def opened(file: Path, sha256: str) -> WeightShard:
         raise FileNotFoundError(file)
 
     monkeypatch.setattr(reception, "open_shard", opened)
@@ -262,7 +262,7 @@ async def test_a_reception_that_breaks_keeps_nobody_waiting(
 ) -> None:
     plain = reception.open_shard
 
-    def opened(file: Path, sha256: str) -> Shard:
+    def opened(file: Path, sha256: str) -> WeightShard:
         if "i0" in file.parts:
             raise RuntimeError("broken")
         return plain(file, sha256)

@@ -13,7 +13,9 @@ from paceline.internal.v1 import weight_peer_pb2 as pb
 from services.contracts.errors import FailedPrecondition, NotFound, Unauthenticated
 from services.generation.config import GenerationConfig
 from services.generation.weights.adoption import AdoptedWeights
+from services.generation.weights.stream.broadcasts import WeightBroadcasts
 from services.generation.weights.stream.metrics import WeightStreamMetrics
+from services.generation.weights.stream.receiver_process import ReceiverProcess
 from services.generation.weights.stream.reception import Received, Reception, StreamLimits
 from services.generation.weights.stream.stored_stream import StoredStream
 
@@ -27,8 +29,12 @@ class WeightStreams:
         adopted: AdoptedWeights | None,
         dial: Callable[[str], grpc.aio.Channel],
         metrics: WeightStreamMetrics,
+        receiver: ReceiverProcess | None = None,
     ) -> None:
-        """Receive into `adopted`; without it nothing can be received. `dial` opens a channel to a peer."""
+        """Receive into `adopted`; without it nothing can be received.
+
+        `dial` opens a channel to a peer. Broadcasts are received by the process of `receiver`.
+        """
         self.limits = StreamLimits(
             config.weight_piece_bytes, config.weight_stall_seconds, config.weight_idle_seconds
         )
@@ -37,6 +43,9 @@ class WeightStreams:
         self._adopted = adopted
         self._dial = dial
         self._receptions: dict[str, Reception] = {}
+        self._broadcasts = WeightBroadcasts(
+            config.instance_id, allowed=config.weight_collective, metrics=metrics, process=receiver
+        )
 
     async def receive(self, version: int, order: pb.PeerWeights) -> Received:
         """Return the weights of a version once all have come. Called again, it goes on with what has.
@@ -51,6 +60,9 @@ class WeightStreams:
             )
             text += "set it, or push by a WeightFolder"
             raise FailedPrecondition("NO_ADOPTED_WEIGHTS", text)
+        if order.HasField("collective"):
+            await self._close_receptions()
+            return await self._broadcasts.receive(version, order, self._adopted)
         if order.checksum and (found := self._adopted.held(version, order.checksum)):
             return Received(found, order.checksum, {})
         if not order.ticket and not order.peers:
@@ -63,6 +75,7 @@ class WeightStreams:
 
     async def end(self, version: int) -> None:
         """Give up what has not come yet of a version."""
+        await self._broadcasts.end(version)
         for update_id, reception in list(self._receptions.items()):
             if reception.version == version:
                 del self._receptions[update_id]
@@ -70,6 +83,10 @@ class WeightStreams:
 
     async def close(self) -> None:
         """Give up everything that has not come yet."""
+        await self._broadcasts.close()
+        await self._close_receptions()
+
+    async def _close_receptions(self) -> None:
         while self._receptions:
             await self._receptions.popitem()[1].close()
 
@@ -102,7 +119,8 @@ class WeightStreams:
             found.follow(order)
             return found
         # One update is in progress at a time; whoever fetched from an earlier one finds its folder.
-        await self.close()
+        await self._broadcasts.close()
+        await self._close_receptions()
         folder = await asyncio.to_thread(adopted.receiving, self._owner)
         reception = Reception(order, version, folder, self._dial, self.limits, self.metrics)
         self._receptions[order.update_id] = reception

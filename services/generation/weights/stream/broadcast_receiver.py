@@ -1,0 +1,190 @@
+"""Rank of an instance in weight broadcasts: the program of a process beside the instance's.
+
+It reads orders from its standard input and writes reports to its standard output, as lines of JSON. It ends when
+its input ends, whatever it does then. It is a process because one that hangs in a broadcast can be killed, and
+because the bytes then take no time from the thread of the engine.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from torch.distributed import BroadcastOptions
+
+from paceline.rendezvous import NotOfRound, RankGone, Rendezvous, RoundRanks, TrainerGone, round_lives
+from paceline.safetensors import unfinished_file
+from paceline.v1.weight_pb2 import CollectiveRendezvous
+from paceline.weight_bucket import head_of, pieces_of
+from services.contracts.errors import DataLoss, ServiceError, Unavailable, to_status
+from services.generation.weights.shards import open_shard
+from services.generation.weights.staging import ShardContent, read_content
+from services.generation.weights.stream.stored_stream import StoredStream
+
+Report = Callable[[dict[str, Any]], None]
+
+
+class BroadcastReceiver:
+    """Takes one broadcast, in as many rounds as the trainer makes of it."""
+
+    def __init__(
+        self, described: CollectiveRendezvous, instance_id: str, folder: Path, report: Report
+    ) -> None:
+        """Receive into an empty folder. `report` is told of progress."""
+        self._described = described
+        self._instance_id = instance_id
+        self._stored = StoredStream(folder)
+        self._report = report
+        self._contents = CompleteFiles(self._stored)
+        self._buffers = [torch.zeros(described.bucket_bytes, dtype=torch.uint8) for _ in range(2)]
+
+    def receive(self) -> dict[str, Any]:
+        """Receive all, and return the report of it.
+
+        Raises:
+            Unavailable: the trainer is gone, has given up, or has left this instance out.
+            ServiceError: the disk is full, for example, or what came is corrupt.
+        """
+        number = 0
+        try:
+            rendezvous = Rendezvous.join(self._described)
+        except RankGone as error:
+            raise Unavailable(str(error)) from error
+        try:
+            while not self._stored.whole:
+                number = self._round(rendezvous, number)
+        except (TrainerGone, NotOfRound) as error:
+            raise Unavailable(f"the weights were not received: {error}") from error
+        except ServiceError as error:
+            rendezvous.leave(self._instance_id, number, error.message)
+            raise
+        rendezvous.finish(self._instance_id)
+        return {"checksum": self._stored.checksum, "contents": self._contents.finish()}
+
+    def _round(self, rendezvous: Rendezvous, number: int) -> int:
+        """Take part in a round; return the number of the next one."""
+        group = None
+        try:
+            self._report({"position": self._stored.log.end})
+            ranks, group = rendezvous.enter_round(number, self._instance_id, self._stored.log.end)
+            self._take(rendezvous, ranks, group)
+        except TrainerGone:
+            raise
+        except RankGone as gone:
+            rendezvous.lose_round(number, f"{self._instance_id}: {gone}")
+        finally:
+            # Its connections end with the last reference to it, and those that wait for this rank learn of it.
+            del group
+        return number + 1
+
+    def _take(self, rendezvous: Rendezvous, ranks: RoundRanks, group: Any) -> None:
+        """Take buckets until the last. One is written while the next one comes."""
+        limit = timedelta(seconds=rendezvous.stall_seconds)
+        options = BroadcastOptions()
+        options.rootRank, options.timeout = 0, limit
+        with round_lives():
+            work = group.broadcast([self._buffers[0]], options)
+        count = 0
+        while True:
+            bucket = memoryview(self._buffers[count % 2].numpy())
+            with round_lives():
+                work.wait(limit)
+            acknowledgement, last = head_of(bucket)
+            count += 1
+            if not last:
+                with round_lives():
+                    work = group.broadcast([self._buffers[count % 2]], options)
+            self._write(bucket)
+            if acknowledgement:
+                end = self._stored.log.end
+                rendezvous.acknowledge(ranks, acknowledgement, self._instance_id, end)
+            self._report({"position": self._stored.log.end})
+            if last:
+                return
+
+    def _write(self, bucket: memoryview) -> None:
+        try:
+            for piece in pieces_of(bucket):
+                self._stored.put(piece)
+        except ValueError as error:
+            raise DataLoss(f"what was broadcast is corrupt: {error}") from error
+        self._contents.read()
+
+
+class CompleteFiles:
+    """Reads each file in a thread once it is complete, while the next one comes."""
+
+    def __init__(self, stored: StoredStream) -> None:
+        self._stored = stored
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._begun = 0
+        self._found: list[tuple[tuple[int, ...], ShardContent]] = []
+
+    def read(self) -> None:
+        """Begin with the files that are complete now."""
+        while not self._stored.whole and self._begun < self._stored.complete_files:
+            self._thread.submit(self._read, self._begun)
+            self._begun += 1
+
+    def finish(self) -> list[Any]:
+        """Return stamp, SHA-256 and values that are not finite of each file that was read."""
+        self._thread.shutdown()
+        return [[stamp, content.sha256, dict(content.nonfinite)] for stamp, content in self._found]
+
+    def _read(self, number: int) -> None:
+        try:
+            shard = open_shard(unfinished_file(self._stored.folder, number), "")
+            self._found.append((shard.stamp, read_content(shard)))
+        except (ServiceError, OSError):
+            pass  # Renamed meanwhile; whoever stages it reads it, and says what is wrong.
+
+
+def obey(order: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Carry out an order; return the report of how it ended."""
+    described = CollectiveRendezvous.FromString(base64.b64decode(order["rendezvous"]))
+    try:
+        receiver = BroadcastReceiver(described, order["instance_id"], Path(order["folder"]), report)
+        return {"whole": receiver.receive()}
+    except ServiceError as error:
+        status = base64.b64encode(to_status(error).SerializeToString()).decode()
+        return {"error": {"code": error.code.name, "message": error.message, "status": status}}
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        text = f"the rank of the broadcast failed: {error!r}"
+        return {"error": {"code": grpc.StatusCode.INTERNAL.name, "message": text, "status": ""}}
+
+
+def main() -> None:
+    """Obey orders until the input ends."""
+    # gloo writes to the standard output.
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    orders: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            orders.put(line)
+        # Whatever is in work.
+        os._exit(0)
+
+    def report(content: dict[str, Any]) -> None:
+        output.write(json.dumps(content) + "\n")
+
+    threading.Thread(target=read, name="orders", daemon=True).start()
+    while True:
+        report(obey(json.loads(orders.get()), report))
+
+
+if __name__ == "__main__":
+    main()
