@@ -29,9 +29,11 @@ from paceline.retry import RetryPolicy
 from paceline.rollout import AsyncRollout
 from paceline.run import AsyncRun
 from paceline.sharded_tensors import ShardedTensors
+from paceline.shards import Shard
 from paceline.types import (
     Batch,
     BatchHint,
+    BatchStatus,
     Decision,
     Drafter,
     DraftSource,
@@ -50,6 +52,7 @@ from paceline.types import (
     LogprobsMode,
     Provenance,
     Reward,
+    RunEnded,
     Sample,
     SampleEvent,
     SampleKey,
@@ -64,6 +67,7 @@ from paceline.types import (
     VersionSpan,
     WeightTarget,
 )
+from paceline.weight_collective import WeightCollective
 from paceline.weight_stream import WeightStream
 from paceline.weights import WeightFolder
 
@@ -76,6 +80,7 @@ __all__ = [
     "AsyncRun",
     "Batch",
     "BatchHint",
+    "BatchStatus",
     "CancelledError",
     "Client",
     "DataLossError",
@@ -108,12 +113,14 @@ __all__ = [
     "Reward",
     "Rollout",
     "Run",
+    "RunEnded",
     "Sample",
     "SampleEvent",
     "SampleKey",
     "SampleRequest",
     "SampleStatus",
     "SamplingParams",
+    "Shard",
     "ShardedTensors",
     "Submitted",
     "Tls",
@@ -126,6 +133,7 @@ __all__ = [
     "VersionSpan",
     "Versions",
     "Violation",
+    "WeightCollective",
     "WeightFolder",
     "WeightStream",
     "WeightTarget",

@@ -9,6 +9,7 @@ Methods raise `PacelineError`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 from paceline.calls import GatewayCalls
@@ -16,13 +17,15 @@ from paceline.calls.caller import STREAM_SECONDS
 from paceline.channel import Tls
 from paceline.grpc_transport import AioTransport, ConnectionOptions
 from paceline.retry import RetryPolicy
-from paceline.run import AsyncRun
-from paceline.weight_stream import WeightStream
-from paceline.weights import WeightFolder
+from paceline.run import AsyncRun, WeightTransport
+from paceline.shards import Shard, shards_of
+from paceline.shards.concurrency import Tasks
+from paceline.shards.opening import connect
+from paceline.transport import Transport
 
 
 class AsyncClient(GatewayCalls):
-    """Client of one deployment for one event loop.
+    """Client of one deployment, or of several shards, for one event loop.
 
     It follows the gateway that leads. A call that finds none, or a full one, is repeated by the retry policy; a
     stream continues where it was cut.
@@ -31,7 +34,7 @@ class AsyncClient(GatewayCalls):
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str | Shard],
         *,
         token: str | None = None,
         tls: Tls | None = None,
@@ -43,13 +46,21 @@ class AsyncClient(GatewayCalls):
     ) -> None:
         """Connect on the first call. Timeouts are seconds for one attempt; weights and drain are slow.
 
-        `address` is host:port, or several with commas between, of which one leads. A stream is opened again, where
-        it is, every `stream_seconds`. Without `leaders_only` any gateway is called: knobs, decisions and the
-        drafter need no leader.
+        `address` is host:port, or several with commas between, of which one leads; or a list with one such address,
+        or `Shard`, for each of several deployments. Runs are spread over these; any other call is made on one of
+        them, `client.shard(name)`. A stream is opened again, where it is, every `stream_seconds`. Without
+        `leaders_only` any gateway is called: knobs, decisions and the drafter need no leader.
         """
         self.address = address
-        options = ConnectionOptions(address, tls, token, timeout, slow_timeout, leaders_only)
-        super().__init__(AioTransport(options), retry, stream_seconds)
+
+        def transport_to(address: str) -> AioTransport:
+            return AioTransport(ConnectionOptions(address, tls, token, timeout, slow_timeout, leaders_only))
+
+        def calls_on(transport: Transport) -> GatewayCalls:
+            return GatewayCalls(transport, retry, stream_seconds)
+
+        transport, shards = connect(shards_of(address), transport_to, calls_on, Tasks())
+        super().__init__(transport, retry, stream_seconds, shards)
 
     async def __aenter__(self) -> Self:
         return self
@@ -57,9 +68,11 @@ class AsyncClient(GatewayCalls):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def run(
-        self, run_id: str, *, seed: int = 0, weights: WeightFolder | WeightStream | None = None
-    ) -> AsyncRun:
+    def shard(self, name: str) -> GatewayCalls:
+        """Return the calls of one of several shards, on this client's connection. ValueError: there is none."""
+        return self.shards.member(name).calls
+
+    def run(self, run_id: str, *, seed: int = 0, weights: WeightTransport | None = None) -> AsyncRun:
         """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`.
 
         The default is a `WeightStream()`, for a trainer that reaches the instances.

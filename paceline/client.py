@@ -11,6 +11,7 @@ Methods raise `PacelineError`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Self
 
 from paceline import types as t
@@ -21,13 +22,15 @@ from paceline.channel import Tls
 from paceline.grpc_transport import BlockingTransport, ConnectionOptions
 from paceline.retry import RetryPolicy
 from paceline.rollout import AsyncRollout
-from paceline.run import AsyncRun
-from paceline.weight_stream import WeightStream
-from paceline.weights import WeightFolder
+from paceline.run import AsyncRun, WeightTransport
+from paceline.shards import Shard, shards_of
+from paceline.shards.concurrency import Threads
+from paceline.shards.opening import connect
+from paceline.transport import Transport
 
 
 class Client(Face[GatewayCalls]):
-    """Client of one deployment. Thread-safe.
+    """Client of one deployment, or of several shards. Thread-safe.
 
     It follows the gateway that leads. A call that finds none, or a full one, is repeated by the retry policy; a
     stream continues where it was cut.
@@ -36,7 +39,7 @@ class Client(Face[GatewayCalls]):
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str | Shard],
         *,
         token: str | None = None,
         tls: Tls | None = None,
@@ -48,13 +51,24 @@ class Client(Face[GatewayCalls]):
     ) -> None:
         """Connect on the first call. Timeouts are seconds for one attempt; weights and drain are slow.
 
-        `address` is host:port, or several with commas between, of which one leads. A stream is opened again, where
-        it is, every `stream_seconds`. Without `leaders_only` any gateway is called: knobs, decisions and the
-        drafter need no leader.
+        `address` is host:port, or several with commas between, of which one leads; or a list with one such address,
+        or `Shard`, for each of several deployments. Runs are spread over these, with a thread for each; any other
+        call is made on one of them, `client.shard(name)`. A stream is opened again, where it is, every
+        `stream_seconds`. Without `leaders_only` any gateway is called: knobs, decisions and the drafter need no
+        leader.
         """
         self.address = address
-        options = ConnectionOptions(address, tls, token, timeout, slow_timeout, leaders_only)
-        super().__init__(GatewayCalls(BlockingTransport(options), retry, stream_seconds))
+
+        def transport_to(address: str) -> BlockingTransport:
+            return BlockingTransport(
+                ConnectionOptions(address, tls, token, timeout, slow_timeout, leaders_only)
+            )
+
+        def calls_on(transport: Transport) -> GatewayCalls:
+            return GatewayCalls(transport, retry, stream_seconds)
+
+        transport, shards = connect(shards_of(address), transport_to, calls_on, Threads())
+        super().__init__(GatewayCalls(transport, retry, stream_seconds, shards))
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +76,14 @@ class Client(Face[GatewayCalls]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, run_id: str, *, seed: int = 0, weights: WeightFolder | WeightStream | None = None) -> Run:
+    def shard(self, name: str) -> Client:
+        """Return a client of one of several shards, on this client's connection. ValueError: there is none."""
+        member = self._core.shards.member(name)
+        client = copy(self)
+        client.address, client._core = member.shard.address, member.calls
+        return client
+
+    def run(self, run_id: str, *, seed: int = 0, weights: WeightTransport | None = None) -> Run:
         """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`.
 
         The default is a `WeightStream()`, for a trainer that reaches the instances.
@@ -79,11 +100,15 @@ class Client(Face[GatewayCalls]):
     cancel = blocking(GatewayCalls.cancel)
     hint = blocking(GatewayCalls.hint)
     report_rewards = blocking(GatewayCalls.report_rewards)
+    batch = blocking(GatewayCalls.batch)
+    batches = blocking_stream(GatewayCalls.batches)
+    end_run = blocking(GatewayCalls.end_run)
 
     # Weights
     start_update = blocking(GatewayCalls.start_update)
     update_weights = blocking(GatewayCalls.update_weights)
     start_stream = blocking(GatewayCalls.start_stream)
+    start_collective = blocking(GatewayCalls.start_collective)
     update_streamed = blocking(GatewayCalls.update_streamed)
     finish_update = blocking(GatewayCalls.finish_update)
     abort_update = blocking(GatewayCalls.abort_update)
@@ -166,6 +191,7 @@ class Run(Face[AsyncRun]):
     push_weights = blocking(AsyncRun.push_weights)
     push_adapter = blocking(AsyncRun.push_adapter)
     finish_push = blocking(AsyncRun.finish_push)
+    end = blocking(AsyncRun.end)
 
 
 class Rollout(Face[AsyncRollout]):
@@ -198,6 +224,7 @@ class Rollout(Face[AsyncRollout]):
     def __iter__(self) -> Iterator[t.Sample]:
         return iterate(aiter(self._core))
 
+    by_group = blocking_stream(AsyncRollout.by_group)
     ack = blocking(AsyncRollout.ack)
     cancel = blocking(AsyncRollout.cancel)
     report_rewards = blocking(AsyncRollout.report_rewards)

@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,10 @@ class PacelineError(Exception):
         """google.rpc.* messages of known types."""
         self.request_id = request_id
         """Id of the call in the service's logs."""
+        self.shard = ""
+        """Name of the shard that it came from, or names, where a client has several."""
+        self.served: Mapping[str, int] = {}
+        """Versions that the shards serve, by name, after a push to several that failed, as far as is known."""
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -86,10 +91,16 @@ class PacelineError(Exception):
     def __str__(self) -> str:
         """Return code and message, then a line for each violation and for the reason."""
         lines = [f"{self.code.name}: {self.message}"]
+        if self.shard:
+            lines[0] += f" (shard {self.shard})"
         lines += [f"  {violation.field}: {violation.description}" for violation in self.violations]
         if self.reason:
             pairs = ", ".join(f"{key}={value}" for key, value in sorted(self.metadata.items()))
             lines.append(f"  reason {self.reason}" + (f" ({pairs})" if pairs else ""))
+        if self.served:
+            lines.append(
+                "  served: " + ", ".join(f"{name} {version}" for name, version in self.served.items())
+            )
         if self.request_id:
             lines.append(f"  request {self.request_id}")
         return "\n".join(lines)
@@ -210,8 +221,14 @@ BATCH_LOST = "BATCH_LOST"
 
 SOURCE_READ_ONCE = "SOURCE_READ_ONCE"
 """Reason of the error of a push whose tensors came from an iterator, and would have to be read again."""
+SHARDS_DIFFER = "SHARDS_DIFFER"
+"""Reason of the error of shards that serve different versions; `metadata` has that of each by its name."""
+SHARD_NOT_NAMED = "SHARD_NOT_NAMED"
+"""Reason of the error of a call of one deployment, made on a client of several."""
 RANK_LOST = "RANK_LOST"
 """Reason of the error of a push by several ranks, of which one failed or is gone."""
+NO_RENDEZVOUS = "NO_RENDEZVOUS"
+"""Reason of the error of a push by broadcast from a trainer that cannot open one."""
 
 
 def cut_short() -> UnavailableError:
@@ -256,3 +273,37 @@ def rank_lost(message: str) -> AbortedError:
     """Return the error of a push by several ranks, of which one failed or is gone."""
     info = error_details_pb2.ErrorInfo(reason=RANK_LOST)
     return AbortedError(grpc.StatusCode.ABORTED, message, [info])
+
+
+@contextmanager
+def on_shard(name: str) -> Iterator[None]:
+    """Give errors that are raised in the block the name of their shard, unless they have one."""
+    try:
+        yield
+    except PacelineError as error:
+        error.shard = error.shard or name
+        raise
+
+
+def shards_differ(versions: Mapping[str, int]) -> FailedPreconditionError:
+    """Return the error of shards that serve different versions, by their names."""
+    served = {name: str(version) for name, version in versions.items()}
+    info = error_details_pb2.ErrorInfo(reason=SHARDS_DIFFER, metadata=served)
+    listed = ", ".join(f"{name} serves {version}" for name, version in served.items())
+    message = f"the shards serve different versions ({listed}): push weights again, which go to all of them"
+    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+
+
+def shard_not_named(method: str, names: Iterable[str]) -> FailedPreconditionError:
+    """Return the error of a call of one deployment, made on a client of several."""
+    info = error_details_pb2.ErrorInfo(reason=SHARD_NOT_NAMED)
+    message = (
+        f"{method} is a call to one deployment: make it on client.shard(name), one of {', '.join(names)}"
+    )
+    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+
+
+def no_rendezvous(message: str) -> FailedPreconditionError:
+    """Return the error of a trainer that cannot open a broadcast."""
+    info = error_details_pb2.ErrorInfo(reason=NO_RENDEZVOUS)
+    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
@@ -15,11 +17,13 @@ import grpc
 
 from paceline import channel
 from paceline.dialer import DialedChannel, Dialer
+from paceline.shards.stop_signal import StopSignal, may_be_stopped, on_stop
 from paceline.transport import Ended, Stream, StreamAttempt, Unary
 
 R = TypeVar("R")
 C = TypeVar("C")
 
+_MOST_WORKERS = 64
 FAREWELL_SECONDS = 1.0
 """Seconds that calls which nobody waits for get to end when a transport is closed."""
 
@@ -155,6 +159,7 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
     def __init__(self, options: ConnectionOptions) -> None:
         super().__init__(options, channel.open_aio_channel)
         self._posted: set[asyncio.Task[None]] = set()
+        self._workers = ThreadPoolExecutor(_MOST_WORKERS, "paceline-work")
 
     def post(self, unary: Unary, ended: Ended) -> None:
         """Begin a unary call that nobody waits for."""
@@ -168,13 +173,15 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
         return True
 
     async def run_work(self, work: Callable[[], R]) -> R:
-        """Run work in a thread."""
-        return await asyncio.to_thread(work)
+        """Run work in a thread, of which there are enough for what has to run at once."""
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, context.run, work)
 
     async def close(self) -> None:
         """End every call in progress and the connection."""
         if self._posted:
             await asyncio.wait(self._posted, timeout=FAREWELL_SECONDS)
+        self._workers.shutdown(wait=False)
         await self._close_all()
 
     async def _told(self, unary: Unary, ended: Ended) -> None:
@@ -200,7 +207,7 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
 
     def __init__(self, options: ConnectionOptions) -> None:
         super().__init__(options, channel.open_channel)
-        self._closed = threading.Event()
+        self._closed = StopSignal()
         self._posted: set[Any] = set()
 
     def post(self, unary: Unary, ended: Ended) -> None:
@@ -220,8 +227,10 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
         call.add_done_callback(done)
 
     async def sleep(self, seconds: float) -> bool:
-        """Wait; return False as soon as the transport is closed."""
-        return not self._closed.wait(seconds)
+        """Wait; return False as soon as the transport is closed, or work that runs under a signal is stopped."""
+        wake = threading.Event()
+        with self._closed.on_stop(wake.set), on_stop(wake.set):
+            return not wake.wait(seconds)
 
     async def run_work(self, work: Callable[[], R]) -> R:
         """Run work here and now."""
@@ -229,7 +238,7 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
 
     async def close(self) -> None:
         """End every call in progress and the connection."""
-        self._closed.set()
+        self._closed.stop()
         deadline = time.monotonic() + FAREWELL_SECONDS
         for call in list(self._posted):
             with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
@@ -237,7 +246,17 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
         await self._close_all()
 
     async def _answer(self, connection: DialedChannel[grpc.Channel], unary: Unary) -> Any:
-        return self._options.begin(connection.stubs, unary)
+        if not may_be_stopped():
+            return self._options.begin(connection.stubs, unary)
+        call = self._options.begin(connection.stubs, unary, "future")
+        try:
+            with on_stop(call.cancel):
+                return call.result()
+        except grpc.FutureCancelledError:
+            raise call from None
+        except BaseException:
+            call.cancel()
+            raise
 
     def answers(self, call: Any) -> AsyncIterator[Any]:
         """Return the answers of a stream."""
@@ -258,6 +277,7 @@ class _BlockingAnswers:
 
     async def __anext__(self) -> Any:
         try:
-            return next(self._call)
+            with on_stop(self._call.cancel):
+                return next(self._call)
         except StopIteration:
             raise StopAsyncIteration from None

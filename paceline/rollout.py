@@ -2,109 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import replace
 
 from paceline import types as t
 from paceline.calls import GatewayCalls
-from paceline.calls.reading import BatchPlace, BatchReading
-from paceline.errors import ResourceExhaustedError
-from paceline.split import parts_of
-
-TURN_SECONDS = 2.0
-"""Seconds for which one of several parts is read before the next."""
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """Batch as the gateway has it: all of the trainer's, or a part of one that is too large for a call."""
-
-    reading: BatchReading
-    groups: Sequence[t.Group]
-    submitted: t.Submitted | None = None
-    """The gateway's answer; None while it had no room."""
+from paceline.errors import on_shard
+from paceline.shard_batch import Part, ShardBatch
+from paceline.shards import OpenShard
 
 
 class AsyncRollout:
     """The samples of a submitted batch. Each is given once, over all iterations together."""
 
     def __init__(self, client: GatewayCalls, batch: t.Batch) -> None:
-        self._client = client
+        self._shards = client.shards
         self.batch = batch
-        self._parts = [
-            Part(BatchReading(BatchPlace(each.run_id, each.batch_id), each, client.send_batch), each.groups)
-            for each in parts_of(batch)
-        ]
+        self._batches: dict[str, ShardBatch] = {}
+        for member, groups in self._shards.split(batch.groups):
+            own = replace(batch, batch_id=self._shards.id_of(batch.batch_id), groups=groups)
+            self._batches[member.name] = ShardBatch(member.calls, own)
+        self._members = [member for member in self._shards.members if member.name in self._batches]
+        self._ahead: deque[tuple[Part, t.SampleEvent]] = deque()
+        """Samples of several shards that were read and not given yet."""
+        self._gathered: dict[str, list[t.Sample]] = {}
+        """Prompt id -> samples of a group that is not whole yet."""
 
     @property
     def submitted(self) -> t.Submitted:
         """The gateway's answer to the batch."""
-        known = all(part.submitted is not None and part.submitted.already_submitted for part in self._parts)
+        known = all(own.known for own in self._batches.values())
         return t.Submitted(self.batch.batch_id, len(self), known)
 
     @property
     def cursor(self) -> int:
-        """Cursor behind the last sample that was given; of a batch in parts, of the first part."""
-        return self._parts[0].reading.place.cursor
+        """Cursor behind the last sample that was given; of a batch in parts or on several shards, of the first."""
+        return next(iter(self._batches.values())).parts[0].cursor
 
     @property
     def complete(self) -> bool:
         """True if every sample was given."""
-        return all(part.reading.place.whole() for part in self._parts)
+        return not self._ahead and all(own.whole for own in self._batches.values())
 
     def __len__(self) -> int:
         """Return the number of samples of the batch."""
         return sum(group.samples for group in self.batch.groups)
 
-    async def __aiter__(self) -> AsyncIterator[t.Sample]:
-        missing = [part for part in self._parts if not part.reading.place.whole()]
-        while missing:
-            for part in list(missing):
-                alone = len(missing) == 1
-                if part.submitted is None and not await self._submit(part, queues=alone):
-                    continue
-                turn = None if alone else TURN_SECONDS
-                async with aclosing(self._client.events(part.reading.stream(), turn)) as events:
-                    async for event in events:
-                        yield event.sample
-                if alone or part.reading.place.whole():
-                    missing.remove(part)
+    async def __aiter__(self) -> AsyncGenerator[t.Sample, None]:
+        async with aclosing(self._events()) as events:
+            async for part, event in events:
+                yield part.give(event)
+
+    async def by_group(self) -> AsyncIterator[list[t.Sample]]:
+        """Iterate over whole groups, each when the last of its samples has ended; a group's samples are by slot.
+
+        Samples of groups that are not whole when the iteration is left are given by the next `by_group`.
+        """
+        wanted = {group.prompt_id: group.samples for group in self.batch.groups}
+        async with aclosing(self.__aiter__()) as samples:
+            async for sample in samples:
+                group = self._gathered.setdefault(sample.prompt_id, [])
+                group.append(sample)
+                if len(group) == wanted[sample.prompt_id]:
+                    yield sorted(self._gathered.pop(sample.prompt_id), key=lambda each: each.slot)
+
+    def _events(self) -> AsyncGenerator[tuple[Part, t.SampleEvent], None]:
+        """Return the samples of all shards, which are read at once."""
+        if len(self._members) == 1:
+            return self._events_of(self._members[0])
+        return self._shards.concurrency.merge([self._events_of(each) for each in self._members], self._ahead)
+
+    async def _events_of(self, member: OpenShard) -> AsyncGenerator[tuple[Part, t.SampleEvent], None]:
+        with on_shard(member.name):
+            async with aclosing(self._batches[member.name].events()) as events:
+                async for event in events:
+                    yield event
 
     async def begin(self) -> None:
         """Submit the batch; parts for which the gateway has no room yet follow while the others are read."""
-        await self._submit(self._parts[0], queues=True)
-        for part in self._parts[1:]:
-            if not await self._submit(part, queues=False):
-                return
+        await self._shards.all(lambda member: self._batches[member.name].begin(), self._members)
 
     async def cancel(self, *, keep_partial: bool = False) -> int:
         """End unfinished samples and return how many they were; they are delivered as ABORTED."""
-        cancelled = 0
-        for part in self._parts:
-            # A part that waits for room is submitted, so that its samples are delivered like the others.
-            await self._submit(part, queues=True)
-            place = part.reading.place
-            cancelled += await self._client.cancel(place.run_id, place.batch_id, keep_partial=keep_partial)
-        return cancelled
+        return sum(await self._on_all(lambda own: own.cancel(keep_partial=keep_partial)))
 
     async def report_rewards(
         self, rewards: Iterable[t.Reward] = (), *, kl: float | None = None, clip_fraction: float | None = None
     ) -> int:
         """Report rewards of the batch, and what its update measured; return how many samples were known."""
         given = list(rewards)
-        matched = 0
-        for number, part in enumerate(self._parts):
-            prompts = {group.prompt_id for group in part.groups} if len(self._parts) > 1 else None
-            own = [each for each in given if prompts is None or each.prompt_id in prompts]
-            # One update measured these, so they are reported once.
-            measured = (kl, clip_fraction) if number == 0 else (None, None)
-            if own or measured != (None, None):
-                place = part.reading.place
-                matched += await self._client.report_rewards(
-                    place.run_id, place.batch_id, own, kl=measured[0], clip_fraction=measured[1]
-                )
-        return matched
+        return sum(await self._on_all(lambda own: own.report_rewards(given, kl, clip_fraction)))
 
     async def ack(self) -> int:
         """Tell the gateway that the samples given so far are not needed again; return how many it dropped.
@@ -112,30 +101,12 @@ class AsyncRollout:
         Without this it is done for a batch that was read to its end when a later step of the run is submitted,
         and when the run is left without an exception. Until then a restarted trainer can read the batch again.
         """
-        return sum([await self._client.ack(*cursor) for cursor in self._cursors()])
+        return sum(await self._on_all(lambda own: own.ack()))
 
     def post_ack(self) -> None:
         """Acknowledge in the background."""
-        for cursor in self._cursors():
-            self._client.post_ack(*cursor)
+        for own in self._batches.values():
+            own.post_ack()
 
-    def _cursors(self) -> list[tuple[str, str, int]]:
-        """Return what to acknowledge, which is not asked for again."""
-        places = [part.reading.place for part in self._parts]
-        for place in places:
-            place.acked = place.cursor
-        return [(place.run_id, place.batch_id, place.cursor) for place in places if place.cursor]
-
-    async def _submit(self, part: Part, queues: bool) -> bool:
-        """Submit a part, if it has not been; return False if the gateway has no room for it yet."""
-        if part.submitted is not None:
-            return True
-        try:
-            batch = part.reading.batch
-            assert batch is not None, "it was given with the rollout"
-            part.submitted = await self._client.send_batch(batch, queues=queues)
-        except ResourceExhaustedError as error:
-            if queues or error.retry_after is None:
-                raise
-            return False
-        return True
+    async def _on_all(self, work: Callable[[ShardBatch], Awaitable[int]]) -> list[int]:
+        return await self._shards.all(lambda member: work(self._batches[member.name]), self._members)

@@ -12,7 +12,7 @@ A trainer that was restarted requests the same batches and gets the samples that
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -20,17 +20,22 @@ from typing import Self
 from paceline import types as t
 from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
-from paceline.errors import FailedPreconditionError, PacelineError
+from paceline.errors import FailedPreconditionError, NotFoundError, PacelineError, shards_differ
 from paceline.rollout import AsyncRollout
 from paceline.safetensors import Tensors
 from paceline.sharded_tensors import ShardedTensors
+from paceline.shards import OpenShard
 from paceline.split import first_part
+from paceline.version_push import VersionPush, keeps_staged
+from paceline.weight_collective import WeightCollective, push_collective
 from paceline.weight_stream import WeightStream, push_stream
-from paceline.weights import WeightFolder, finish, keeps_staged, push
+from paceline.weights import WeightFolder, push_folder
 
 # Rollouts of earlier steps that are still read; of more, the newest.
 _KEPT_ROLLOUTS = 8
 
+WeightTransport = WeightFolder | WeightStream | WeightCollective
+"""Ways of weights from a trainer to the instances."""
 Source = Path | str | Tensors | ShardedTensors
 """Weights: a folder in Hugging Face layout, tensors by name, or of ranks, or an iterator of names and tensors."""
 
@@ -42,17 +47,15 @@ class AsyncRun:
     samples that exist already.
     """
 
-    def __init__(
-        self, client: GatewayCalls, run_id: str, seed: int, weights: WeightFolder | WeightStream | None
-    ) -> None:
+    def __init__(self, client: GatewayCalls, run_id: str, seed: int, weights: WeightTransport | None) -> None:
         self.client = client
         self.run_id = run_id
         self._seed = seed
         self._weights = WeightStream() if weights is None else weights
         self._numbers: dict[tuple[int, int], int] = {}
         """Batches so far of each step and policy version."""
-        self._refused: tuple[str, int, t.WeightTarget] | None = None
-        """Update, version and target of a push whose weights are staged, and wait for unfinished samples."""
+        self._refused: VersionPush | None = None
+        """Push whose weights are staged, and wait for unfinished samples."""
         self._rollouts: list[AsyncRollout] = []
         """Rollouts that are not acknowledged, of the newest step and of earlier ones that are still read."""
 
@@ -67,6 +70,12 @@ class AsyncRun:
     def close(self) -> None:
         """Acknowledge all batches that were read to their ends: nobody will read them again."""
         self._acknowledge(math.inf)
+
+    async def end(self) -> t.RunEnded:
+        """End the job: cancel its unfinished samples, and let go of all that is kept for it, on every shard."""
+        self._rollouts.clear()
+        ended = await self.client.shards.all(lambda member: member.calls.end_run(self.run_id))
+        return t.RunEnded(sum(each.batches for each in ended), sum(each.cancelled for each in ended))
 
     async def rollout(
         self,
@@ -88,7 +97,7 @@ class AsyncRun:
         earlier steps that were read to their ends are acknowledged: they cannot be read again.
         """
         if policy_version is None:
-            policy_version = (await self.client.versions()).policy_version
+            policy_version = await self.client.shards.version()
         key = (step, policy_version)
         number = self._numbers.get(key, 0)
         batch = t.Batch(
@@ -132,13 +141,19 @@ class AsyncRun:
     ) -> int:
         """Announce the prompts of a coming step; return how many samples may be pre-generated.
 
-        Of a step that is too large for one call, the first part is announced.
+        Of a step that is too large for one call, the first part is announced; on each shard, its prompts.
         """
         sampling, exactness = sampling or t.SamplingParams(), exactness or t.Exactness()
-        announced = first_part(groups)
-        return await self.client.hint(
-            t.BatchHint(self.run_id, step, policy_version, announced, sampling, exactness, self._seed)
-        )
+        parts = {member.name: first_part(own) for member, own in self.client.shards.split(groups)}
+
+        async def announce(member: OpenShard) -> int:
+            own = parts[member.name]
+            return await member.calls.hint(
+                t.BatchHint(self.run_id, step, policy_version, own, sampling, exactness, self._seed)
+            )
+
+        shards = self.client.shards
+        return sum(await shards.all(announce, [each for each in shards.members if each.name in parts]))
 
     async def report_rewards(
         self,
@@ -152,9 +167,20 @@ class AsyncRun:
         for rollout in self._rollouts:
             if rollout.batch.batch_id == batch_id:
                 return await rollout.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
-        return await self.client.report_rewards(
-            self.run_id, batch_id, rewards, kl=kl, clip_fraction=clip_fraction
-        )
+        shards, given = self.client.shards, list(rewards)
+
+        async def report(member: OpenShard) -> int:
+            try:
+                return await member.calls.report_rewards(
+                    self.run_id, shards.id_of(batch_id), given, kl=kl, clip_fraction=clip_fraction
+                )
+            except NotFoundError:
+                # A small batch is not on all shards.
+                if shards.alone:
+                    raise
+                return 0
+
+        return sum(await shards.all(report))
 
     async def push_weights(
         self,
@@ -170,21 +196,28 @@ class AsyncRun:
         weights later without sending them again.
 
         `source` is tensors (numpy or torch), by name or as an iterator of pairs, which go through the run's
-        `WeightStream` or are written to its `WeightFolder`; the asynchronous client reads them in a thread of its
-        own. Or it is a folder in Hugging Face layout, which the instances read. `ShardedTensors` are written by all
-        ranks, of which rank 0 pushes, to a `WeightFolder`. An error leaves the version that was served.
+        `WeightStream` or `WeightCollective` or are written to its `WeightFolder`; the asynchronous client reads
+        them in a thread of its own. On several shards the weights are staged on all before any applies them, and
+        tensors are read once. Or it is a folder in Hugging Face layout, which the instances read. `ShardedTensors`
+        are written by all ranks, of which rank 0 pushes, to a `WeightFolder`. An error leaves the version that was
+        served.
         """
-        if isinstance(self._weights, WeightStream) and not isinstance(source, str | Path | ShardedTensors):
-            pushing = push_stream(self.client, self.run_id, target, self._weights, source, in_flight)
-            return await self._push(target, pushing)
-        pushing = push(
-            self.client,
-            self.run_id,
-            target,
-            lambda version: self._folder(version, source),
-            lambda published, folder: self._delta(published, folder, source),
-            in_flight,
-        )
+        weights = self._weights
+
+        def pushing(push: VersionPush) -> Awaitable[t.UpdateFinished]:
+            if not isinstance(source, str | Path | ShardedTensors):
+                if isinstance(weights, WeightStream):
+                    return push_stream(self.client, push, weights, source, in_flight)
+                if isinstance(weights, WeightCollective):
+                    return push_collective(push, weights, source, in_flight)
+            return push_folder(
+                self.client,
+                push,
+                lambda version: self._folder(version, source),
+                lambda published, folder: self._delta(published, folder, source),
+                in_flight,
+            )
+
         try:
             return await self._push(target, pushing)
         except Exception:
@@ -202,18 +235,21 @@ class AsyncRun:
         """
         if self._refused is None:
             raise ValueError("there is no push that was refused because samples were unfinished")
-        finished = await finish(self.client, *self._refused, in_flight)
+        finished = await self._refused.finish(in_flight)
         await self._pushed()
         return finished
 
-    async def _push(self, target: t.WeightTarget, pushing: Awaitable[t.UpdateFinished]) -> t.UpdateFinished:
-        """Wait for a push; one that was refused because samples were unfinished can be finished later."""
+    async def _push(
+        self, target: t.WeightTarget, pushing: Callable[[VersionPush], Awaitable[t.UpdateFinished]]
+    ) -> t.UpdateFinished:
+        """Push a version; one that was refused because samples were unfinished can be finished later."""
         self._refused = None
+        push = await VersionPush.begin(self.client, self.run_id, target)
         try:
-            finished = await pushing
+            finished = await pushing(push)
         except FailedPreconditionError as error:
             if keeps_staged(error):
-                self._refused = (error.metadata["update_id"], int(error.metadata["version"]), target)
+                self._refused = push
             raise
         await self._pushed()
         return finished
@@ -235,18 +271,21 @@ class AsyncRun:
         weights = self._weights
         if not isinstance(weights, WeightFolder):
             raise ValueError("to push adapters, open the run with weights=WeightFolder(...)")
-        published = await self.client.versions()
-        base = await self.client.run_work(lambda: weights.base_of(published))
         given = Path(source) if isinstance(source, str) else source
-        policy = t.WeightTarget.POLICY
-        pushing = push(
-            self.client,
-            self.run_id,
-            policy,
-            lambda version: weights.write_adapter(version, given, base),
-            in_flight=in_flight,
-        )
-        return await self._push(policy, pushing)
+
+        async def pushing(push: VersionPush) -> t.UpdateFinished:
+            published = push.base
+            if published is None:
+                raise shards_differ({name: each.policy_version for name, each in push.published.items()})
+            base = await self.client.run_work(lambda: weights.base_of(published))
+            return await push_folder(
+                self.client,
+                push,
+                lambda version: weights.write_adapter(version, given, base),
+                in_flight=in_flight,
+            )
+
+        return await self._push(t.WeightTarget.POLICY, pushing)
 
     def _folder(self, version: int, source: Source) -> Path:
         if isinstance(source, str | Path):

@@ -50,7 +50,7 @@ class FileWrite:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What the index has of a file: its size, its SHA-256, and the names of its tensors."""
+    """Entry of the index about one file: its size, its SHA-256, and the names of its tensors."""
 
     bytes: int
     sha256: str
@@ -99,7 +99,7 @@ class ShardLayout:
 
     @property
     def written(self) -> WrittenFile:
-        """What the index has of the file, once its header was made."""
+        """Return the entry of the index about the file, once its header was made."""
         return WrittenFile(self.bytes, self.digest.hexdigest(), tuple(self.names))
 
     def header(self) -> FileWrite:

@@ -97,9 +97,9 @@ class _Link:
         self._seen = 0
         self._error: grpc.RpcError | None = None
         self._over = False
-        self._queue: queue.SimpleQueue[pb.PushWeightsRequest | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[pb.WeightPiece | None] = queue.SimpleQueue()
         stub = WeightStreamServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._call: Any = stub.PushWeights(iter(self._queue.get, None), metadata=call_metadata(ticket))
+        self._call: Any = stub.PushWeights(self._requests(), metadata=call_metadata(ticket))
         self._reader = threading.Thread(target=self._read, name="paceline-weights", daemon=True)
         self._reader.start()
 
@@ -120,7 +120,7 @@ class _Link:
         return self.received
 
     def put(self, piece: pb.WeightPiece) -> None:
-        self._queue.put(pb.PushWeightsRequest(piece=piece))
+        self._queue.put(piece)
 
     def finish(self) -> None:
         """Say that nothing follows."""
@@ -144,6 +144,11 @@ class _Link:
             self._seen = self._answers
         if self._error is not None:
             raise self._error
+
+    def _requests(self) -> Iterator[pb.PushWeightsRequest]:
+        # A request copies its piece, so it is made when gRPC can send it: what waits is in memory once.
+        for piece in iter(self._queue.get, None):
+            yield pb.PushWeightsRequest(piece=piece)
 
     def _read(self) -> None:
         try:

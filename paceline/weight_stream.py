@@ -7,9 +7,10 @@ with client.run("run-1") as run:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -18,9 +19,13 @@ from paceline import types as t
 from paceline.calls import GatewayCalls
 from paceline.channel import Tls
 from paceline.errors import PacelineError, from_rpc, source_read_once, stream_stalled
+from paceline.piece_tee import PieceTee
 from paceline.send_window import SourceBehind, cut
+from paceline.shards import OpenShard
+from paceline.shards.stop_signal import on_stop
+from paceline.v1.weight_stream_pb2 import WeightPiece
+from paceline.version_push import VersionPush
 from paceline.weight_sender import SendStalled, WeightSender
-from paceline.weights import aborting, finish, next_version
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 # Refusals that another attempt will not change.
@@ -52,49 +57,76 @@ class WeightStream:
 
 async def push_stream(
     client: GatewayCalls,
-    run_id: str,
-    target: t.WeightTarget,
+    push: VersionPush,
     stream: WeightStream,
     tensors: safetensors.Tensors,
     in_flight: t.InFlight = t.InFlight.REFUSE,
 ) -> t.UpdateFinished:
-    """Push tensors as the next version. An error aborts the update, except one for which `keeps_staged` is True.
+    """Push tensors, which are read once for all shards, in step with the slowest.
+
+    An error aborts the update, except one for which `keeps_staged` is True.
 
     Raises:
         ValueError: tensors that cannot be written (see `safetensors.write`).
         PacelineError: AbortedError with the reason SOURCE_READ_ONCE if bytes of an iterator are needed again.
     """
-    version = next_version(await client.versions(), target)
-    started = await client.start_stream(run_id, version, target)
-    async with aborting(client, started.update_id):
-        checksum = await _send(client, run_id, target, stream, tensors, started)
-        await client.update_streamed(started.update_id, checksum)
-        return await finish(client, started.update_id, version, target, in_flight)
+    members = push.shards.members
+
+    def pieces() -> Iterator[WeightPiece]:
+        return cut(safetensors.lay_out(tensors, stream.shard_bytes), stream.piece_bytes)
+
+    def start(member: OpenShard, version: int) -> Awaitable[t.StreamStarted]:
+        return member.calls.start_stream(push.run_id, version, push.target)
+
+    async def stage(member: OpenShard, started: t.StreamStarted, first: Iterator[WeightPiece]) -> None:
+        again = pieces if isinstance(tensors, Mapping) else None
+        checksum = await _send(member.calls, push, stream, started, first, again)
+        await member.calls.update_streamed(started.update_id, checksum)
+
+    if len(members) == 1:
+        return await push.stage(start, lambda member, started: stage(member, started, pieces()), in_flight)
+
+    tee = PieceTee(len(members), stream.window_bytes // 4)
+
+    async def stage_beside(member: OpenShard, started: t.StreamStarted) -> None:
+        try:
+            await stage(member, started, tee.pieces(members.index(member)))
+        except BaseException:
+            # The others must not wait for what is not sent any more.
+            tee.stop()
+            raise
+
+    def feed() -> Coroutine[Any, Any, None]:
+        return client.run_work(lambda: tee.feed(pieces()))
+
+    return await push.stage(start, stage_beside, in_flight, feed)
 
 
 async def _send(
     client: GatewayCalls,
-    run_id: str,
-    target: t.WeightTarget,
+    push: VersionPush,
     stream: WeightStream,
-    tensors: safetensors.Tensors,
     started: t.StreamStarted,
+    first: Iterator[WeightPiece],
+    again: Callable[[], Iterator[WeightPiece]] | None,
 ) -> str:
-    """Send all bytes, to one instance after the other if need be; return their checksum."""
+    """Send all bytes, to one instance after the other if need be; return their checksum.
 
-    def begin() -> WeightSender:
-        pieces = cut(safetensors.lay_out(tensors, stream.shard_bytes), stream.piece_bytes)
+    `first` are the pieces, and `again` begins another pass over them, if that is possible.
+    """
+
+    def begin(pieces: Iterator[WeightPiece]) -> WeightSender:
         return WeightSender(pieces, stream.window_bytes, stream.stall_seconds)
 
-    sender, reached, progress_at, pause = begin(), 0, time.monotonic(), _FIRST_PAUSE
+    sender, reached, progress_at, pause = begin(first), 0, time.monotonic(), _FIRST_PAUSE
     while True:
         try:
             await client.run_work(partial(_attempt, client, stream, sender, started))
             return sender.checksum
         except SourceBehind as behind:
-            if not isinstance(tensors, Mapping):
+            if again is None:
                 raise source_read_once(str(behind)) from behind
-            sender = begin()
+            sender = begin(again())
             error: PacelineError = source_read_once(str(behind))
         except grpc.RpcError as failed:
             error = from_rpc(failed)
@@ -110,7 +142,7 @@ async def _send(
         if time.monotonic() - progress_at > stream.give_up_seconds or not await client.sleep(pause):
             raise error
         pause = min(_LONGEST_PAUSE, 2 * pause)
-        started = await client.start_stream(run_id, started.version, target)
+        started = await client.start_stream(push.run_id, started.version, push.target)
 
 
 def _attempt(
@@ -118,6 +150,7 @@ def _attempt(
 ) -> None:
     channel = client.dial(started.address, stream.tls)
     try:
-        sender.send(channel, started.ticket)
+        with on_stop(sender.stop):
+            sender.send(channel, started.ticket)
     finally:
         channel.close()

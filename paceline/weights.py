@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,10 @@ from paceline import adapters, delta, expansion, safetensors
 from paceline import types as t
 from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
-from paceline.errors import FailedPreconditionError, PacelineError
 from paceline.expansion import BaseWeights
 from paceline.sharded_tensors import ShardedTensors
+from paceline.shards import OpenShard
+from paceline.version_push import VersionPush
 
 log = logging.getLogger("paceline")
 # A larger delta saves less than expanding it costs.
@@ -146,67 +147,27 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-async def push(
+async def push_folder(
     client: GatewayCalls,
-    run_id: str,
-    target: t.WeightTarget,
+    push: VersionPush,
     folder_of: Callable[[int], Path],
     delta_of: Callable[[t.Versions, Path], Path | None] = lambda *_: None,
     in_flight: t.InFlight = t.InFlight.REFUSE,
 ) -> t.UpdateFinished:
-    """Push the next version, whose files are in `folder_of(version)`. An error aborts the update.
+    """Push a version whose files are in `folder_of(version)`. An error aborts the update.
 
-    Not so an error for which `keeps_staged` is True: `finish` can go on with that update. `delta_of` returns the
-    folder with what changed since the published version, if there is one.
+    Not so an error for which `keeps_staged` is True: `push.finish` can go on then. `delta_of` returns the folder
+    with what changed since the published version, if there is one, and the shards have the same.
     """
-    published = await client.versions()
-    version = next_version(published, target)
-    folder = await client.run_work(lambda: folder_of(version))
+    folder = await client.run_work(lambda: folder_of(push.version))
     checksum = await client.run_work(lambda: expansion.checksum(folder))
-    changes = await client.run_work(lambda: delta_of(published, folder))
-    started = await client.start_update(run_id, version, target)
-    async with aborting(client, started.update_id):
-        await client.update_weights(started.update_id, folder, checksum, changes)
-        return await finish(client, started.update_id, version, target, in_flight)
+    base = push.base
+    changes = None if base is None else await client.run_work(lambda: delta_of(base, folder))
 
+    def start(member: OpenShard, version: int) -> Awaitable[t.UpdateStarted]:
+        return member.calls.start_update(push.run_id, version, push.target)
 
-@asynccontextmanager
-async def aborting(client: GatewayCalls, update_id: str) -> AsyncIterator[None]:
-    """Abort the update where an error ends the block, unless it leaves the weights staged."""
-    try:
-        yield
-    except GeneratorExit:
-        raise
-    except BaseException as raised:
-        if not keeps_staged(raised):
-            # The error that led here is the one to report.
-            with suppress(PacelineError):
-                await client.abort_update(update_id)
-        raise
+    async def stage(member: OpenShard, started: t.UpdateStarted) -> None:
+        await member.calls.update_weights(started.update_id, folder, checksum, changes)
 
-
-def keeps_staged(error: BaseException) -> bool:
-    """Return True if an update was refused because samples are unfinished, and its weights stay staged."""
-    return isinstance(error, FailedPreconditionError) and error.reason == "SAMPLES_UNFINISHED"
-
-
-async def finish(
-    client: GatewayCalls, update_id: str, version: int, target: t.WeightTarget, in_flight: t.InFlight
-) -> t.UpdateFinished:
-    """Finish an update. If the answer was lost, the published version decides whether it failed."""
-    try:
-        return await client.finish_update(update_id, in_flight)
-    except PacelineError:
-        published = await client.versions()
-        if _version(published, target) != version:
-            raise
-        return t.UpdateFinished(published.policy_version, published.drafter_version, published.instances)
-
-
-def next_version(versions: t.Versions, target: t.WeightTarget) -> int:
-    """Return the version that a push makes."""
-    return _version(versions, target) + 1
-
-
-def _version(versions: t.Versions, target: t.WeightTarget) -> int:
-    return versions.drafter_version if target is t.WeightTarget.DRAFTER else versions.policy_version
+    return await push.stage(start, stage, in_flight)

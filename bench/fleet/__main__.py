@@ -3,27 +3,32 @@
 For each fleet size a gateway and a Redis of their own serve one step of so many samples an instance. Every
 instance is a gRPC server with a registration in Redis and an engine that is a clock: it decodes each sample at
 --speed tokens a second and reports as --reporting says, in checkpoints as a real one, or every 50 ms. The
-trainer checks every sample. Processor seconds count from the first submission to the last sample. Writes
-runs/bench/fleet.json after each fleet size; `longest_turns` has what ran in the gateway's longest turns.
+trainer checks every sample. With --gateways instances and prompts are divided among so many gateways, each with a
+Redis, as shards; `gateways` in the JSON has what each took. Processor seconds count from the first submission to
+the last sample. Writes runs/bench/fleet.json after each fleet size; `longest_turns` has what ran in the gateway's
+longest turns.
 
-    python -m bench.fleet [--instances 125,250,500,1000] [--samples 100] [--reporting stream]
+    python -m bench.fleet [--instances 125,250,500,1000] [--gateways 2] [--samples 100] [--reporting stream]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.fleet.control_plane import ControlPlane
+from bench.fleet.control_plane import ControlPlane, Usage
 from bench.fleet.progress import Progress
 from bench.fleet.trainer import FleetTrainer
 from bench.fleet.workload import MAX_TOKENS, SimulatedPolicy
 from bench.report import format_value, show, show_rows, write
+from paceline.shards import Shard
 
 FOLDER = Path("runs/bench/fleet")
 _BASELINE = Path(__file__).with_name("baseline.json")
@@ -72,6 +77,7 @@ def summary(rows: Sequence[Row], baseline: Row) -> Row:
         "cpu_per_sample_ratio_largest_vs_smallest": (
             large["gateway_ms_per_sample"] / small["gateway_ms_per_sample"]
         ),
+        "largest_gateway_cores": max(row["largest_gateway_cores"] for row in rows),
         "longest_turn_cpu_ms": None if None in turns else max(turns),
         "samples": large["samples"],
         "leases_lost": sum(row["leases_lost"] for row in rows),
@@ -84,58 +90,103 @@ def summary(rows: Sequence[Row], baseline: Row) -> Row:
 
 
 async def _fleet(instances: int, given: argparse.Namespace, progress: Progress) -> Row:
-    policy = SimulatedPolicy.create(given.longest)
     samples = instances * given.samples
     options = (f"--max-queued-samples={2 * samples + 1024}", *given.gateway_option)
-    host_options = (
+    with ExitStack() as stack:
+        names = (
+            [str(instances)] if given.gateways == 1 else [f"{instances}-{n}" for n in range(given.gateways)]
+        )
+        planes = [stack.enter_context(ControlPlane(FOLDER / name, options)) for name in names]
+        shares = _shares(instances, given.gateways)
+        hosts = max(1, given.hosts // given.gateways)
+        for plane, share in zip(planes, shares, strict=True):
+            await plane.start(share, min(hosts, len(share)), _host_options(given))
+        progress.show("idle")
+        return await _step(planes, shares, given, progress)
+
+
+async def _step(
+    planes: Sequence[ControlPlane], shares: Sequence[range], given: argparse.Namespace, progress: Progress
+) -> Row:
+    """Measure the planes while they are idle, and during a step."""
+    instances, samples = sum(map(len, shares)), sum(map(len, shares)) * given.samples
+    idle = [plane.usage() for plane in planes]
+    await asyncio.sleep(given.idle_seconds)
+    before = [plane.usage() for plane in planes]
+    progress.show("generating")
+    shards = [
+        Shard(plane.gateway.address, str(number), len(share))
+        for number, (plane, share) in enumerate(zip(planes, shares, strict=True))
+    ]
+    trainer = FleetTrainer(shards, SimulatedPolicy.create(given.longest), progress.ended)
+    step = await trainer.step(samples, given.batch_samples)
+    each = [plane.usage().since(usage) for plane, usage in zip(planes, before, strict=True)]
+    used = Usage.total(each)
+    resting = Usage.total([late.since(early) for late, early in zip(before, idle, strict=True)])
+    metrics = [plane.metrics() for plane in planes]
+    turns = [found.values.get(_LONGEST_TURN) for found in metrics]
+    known_turns = [turn for turn in turns if turn is not None]
+    partial_writes = sum(found["paceline_gateway_journal_chunks_total"] for found in metrics)
+    submits = sorted(step.submit_seconds)
+    cores = [usage.gateway_seconds / step.seconds for usage in each]
+    return {
+        "instances": instances,
+        "samples": step.samples,
+        "wrong_samples": step.wrong,
+        "tokens": step.tokens,
+        "step_seconds": step.seconds,
+        "gateway_seconds_per_1000": 1000 * used.gateway_seconds / samples,
+        "redis_seconds_per_1000": 1000 * used.redis_seconds / samples,
+        "gateway_ms_per_sample": 1000 * used.gateway_seconds / samples,
+        # Of all gateways together; `largest_gateway_cores` is that of the busiest one.
+        "gateway_cores": sum(cores),
+        "largest_gateway_cores": max(cores),
+        "gateways": [
+            {
+                "instances": len(share),
+                "samples": got,
+                "gateway_seconds": usage.gateway_seconds,
+                "gateway_cores": usage.gateway_seconds / step.seconds,
+                "gateway_ms_per_sample": 1000 * usage.gateway_seconds / max(got, 1),
+                "redis_seconds": usage.redis_seconds,
+                "peak_mib": plane.peak_memory() / (1 << 20),
+            }
+            for plane, share, got, usage in zip(planes, shares, step.given, each, strict=True)
+        ],
+        "idle_gateway_cores": resting.gateway_seconds / given.idle_seconds,
+        "longest_turn_cpu_ms": None if not known_turns else 1000 * max(known_turns),
+        "longest_turns": [turn for plane in planes for turn in plane.longest_turns()],
+        "submit_p99_ms": 1000 * submits[math.ceil(0.99 * len(submits)) - 1],
+        "submissions": len(submits),
+        "gateway_peak_mib": max(plane.peak_memory() for plane in planes) / (1 << 20),
+        "redis_bytes": used.redis_bytes,
+        # Without what the gateway sends for as long as it runs, to read the registry.
+        "journal_bytes": used.redis_bytes - resting.redis_bytes / given.idle_seconds * step.seconds,
+        "result_bytes": step.result_bytes,
+        "redis_bytes_per_sample": used.redis_bytes / samples,
+        "partial_writes": partial_writes,
+        "partial_writes_per_sample": partial_writes / samples,
+        "write_calls": {name: calls for name, calls in sorted(used.calls.items()) if calls},
+        "acknowledged": step.acknowledged,
+        "lost_acknowledgements": step.lost_acknowledgements,
+        "leases_lost": sum(plane.leases_lost() for plane in planes),
+        "lost_instances": sum(found["paceline_gateway_instance_losses_total"] for found in metrics),
+    }
+
+
+def _shares(instances: int, gateways: int) -> list[range]:
+    """Return the numbers of the instances of each gateway."""
+    bounds = [instances * number // gateways for number in range(gateways + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(bounds)]
+
+
+def _host_options(given: argparse.Namespace) -> tuple[str, ...]:
+    return (
         f"--reporting={given.reporting}",
         f"--speed={given.speed}",
         f"--compression={given.compression}",
         f"--longest={given.longest}",
     )
-    with ControlPlane(FOLDER / str(instances), options) as plane:
-        await plane.start(instances, min(given.hosts, instances), host_options)
-        progress.show("idle")
-        idle = plane.usage()
-        await asyncio.sleep(given.idle_seconds)
-        before = plane.usage()
-        progress.show("generating")
-        trainer = FleetTrainer(plane.gateway.address, policy, progress.ended)
-        step = await trainer.step(samples, given.batch_samples)
-        idle = before.since(idle)
-        used, metrics = plane.usage().since(before), plane.metrics()
-        turn = metrics.values.get(_LONGEST_TURN)
-        partial_writes = metrics["paceline_gateway_journal_chunks_total"]
-        submits = sorted(step.submit_seconds)
-        return {
-            "instances": instances,
-            "samples": step.samples,
-            "wrong_samples": step.wrong,
-            "tokens": step.tokens,
-            "step_seconds": step.seconds,
-            "gateway_seconds_per_1000": 1000 * used.gateway_seconds / samples,
-            "redis_seconds_per_1000": 1000 * used.redis_seconds / samples,
-            "gateway_ms_per_sample": 1000 * used.gateway_seconds / samples,
-            "gateway_cores": used.gateway_seconds / step.seconds,
-            "idle_gateway_cores": idle.gateway_seconds / given.idle_seconds,
-            "longest_turn_cpu_ms": None if turn is None else 1000 * turn,
-            "longest_turns": plane.longest_turns(),
-            "submit_p99_ms": 1000 * submits[math.ceil(0.99 * len(submits)) - 1],
-            "submissions": len(submits),
-            "gateway_peak_mib": plane.peak_memory() / (1 << 20),
-            "redis_bytes": used.redis_bytes,
-            # Without what the gateway sends for as long as it runs, to read the registry.
-            "journal_bytes": used.redis_bytes - idle.redis_bytes / given.idle_seconds * step.seconds,
-            "result_bytes": step.result_bytes,
-            "redis_bytes_per_sample": used.redis_bytes / samples,
-            "partial_writes": partial_writes,
-            "partial_writes_per_sample": partial_writes / samples,
-            "write_calls": {name: calls for name, calls in sorted(used.calls.items()) if calls},
-            "acknowledged": step.acknowledged,
-            "lost_acknowledgements": step.lost_acknowledgements,
-            "leases_lost": plane.leases_lost(),
-            "lost_instances": metrics["paceline_gateway_instance_losses_total"],
-        }
 
 
 def _planned(instances: int, given: argparse.Namespace) -> float:
@@ -147,6 +198,7 @@ def _show(rows: Sequence[Row]) -> None:
     columns = {
         "samples": "samples",
         "gateway ms/sample": "gateway_ms_per_sample",
+        "cores of a gateway": "largest_gateway_cores",
         "Redis s/1,000": "redis_seconds_per_1000",
         "longest turn ms": "longest_turn_cpu_ms",
         "submit p99 ms": "submit_p99_ms",
@@ -166,6 +218,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     sizes = "fleet sizes, ascending, separated by commas"
     parser.add_argument("--instances", type=_sizes, default=[125, 250, 500, 1000], help=sizes)
+    parser.add_argument(
+        "--gateways", type=int, default=1, help="shards of each fleet: gateways, each with a Redis of its own"
+    )
     parser.add_argument("--samples", type=int, default=100, help="of each instance")
     parser.add_argument("--batch-samples", type=int, default=512, help="samples of one submission")
     parser.add_argument("--reporting", choices=("checkpoints", "stream"), default="checkpoints")

@@ -42,6 +42,17 @@ class Usage:
     redis_bytes: int
     calls: dict[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def total(cls, parts: Sequence[Usage]) -> Usage:
+        """Return what several control planes have used together."""
+        names = {name for each in parts for name in each.calls}
+        return cls(
+            sum(each.gateway_seconds for each in parts),
+            sum(each.redis_seconds for each in parts),
+            sum(each.redis_bytes for each in parts),
+            {name: sum(each.calls.get(name, 0) for each in parts) for name in names},
+        )
+
     def since(self, before: Usage) -> Usage:
         """Return the increase since an earlier reading."""
         return Usage(
@@ -86,8 +97,8 @@ class ControlPlane:
         self._redis.close()
         self._server.kill()
 
-    async def start(self, instances: int, hosts: int, host_options: Sequence[str] = ()) -> None:
-        """Start the gateway and the hosts. TimeoutError when not all instances serve in time."""
+    async def start(self, instances: range, hosts: int, host_options: Sequence[str] = ()) -> None:
+        """Start the gateway, and the instances with these numbers. TimeoutError when not all serve in time."""
         ready_file = self._folder / "gateway.ready.json"
         ready_file.unlink(missing_ok=True)
         url = f"--redis-url={self._server.url}"
@@ -97,12 +108,12 @@ class ControlPlane:
             while (found := read_ready_file(ready_file)) is None:
                 await self._pause(gateway)
         self.gateway = found
-        bounds = [instances * number // hosts for number in range(hosts + 1)]
+        bounds = [len(instances) * number // hosts for number in range(hosts + 1)]
         for number, (first, end) in enumerate(itertools.pairwise(bounds)):
-            share = (url, f"--first={first}", f"--count={end - first}", *host_options)
+            share = (url, f"--first={instances[first]}", f"--count={end - first}", *host_options)
             self._spawn(f"host-{number}", "bench.fleet.host", share)
-        async with asyncio.timeout(_START_SECONDS + instances / 4):
-            while await asyncio.to_thread(self.serving) < instances:
+        async with asyncio.timeout(_START_SECONDS + len(instances) / 4):
+            while await asyncio.to_thread(self.serving) < len(instances):
                 await self._pause(gateway)
 
     def metrics(self) -> Metrics:

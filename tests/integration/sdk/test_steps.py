@@ -37,7 +37,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of more than six samples are split."""
-    monkeypatch.setattr("paceline.rollout.parts_of", partial(parts_of, most_samples=6))
+    monkeypatch.setattr("paceline.shard_batch.parts_of", partial(parts_of, most_samples=6))
 
 
 def tokens(samples: list[paceline.Sample]) -> dict[tuple[str, int], list[int]]:
@@ -141,3 +141,18 @@ def test_acknowledgement_that_fails_does_no_harm(
             # The call is made in the background.
             until(lambda step=step: len(gateway.state.times["AckRollouts"]) >= min(step, least))
     assert least <= gateway.names().count("AckRollouts") <= most
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_groups_are_given_whole_and_what_is_left_in_the_middle_is_given_by_the_next_iteration(
+    gateway: GatewayDouble, client: Client
+) -> None:
+    with client.run("run", seed=1) as run:
+        rollout = run.rollout(0, GROUPS)
+        first = next(iter(rollout.by_group()))
+        groups = [first, *rollout.by_group()]
+        assert rollout.complete
+        assert list(rollout.by_group()) == []
+    assert sorted(group[0].prompt_id for group in groups) == list("abcde")
+    assert all([sample.slot for sample in group] == [0, 1, 2] for group in groups)
+    assert tokens([sample for group in groups for sample in group]) == ALL

@@ -22,7 +22,8 @@ from paceline.errors import (
 )
 from paceline.run import AsyncRun
 from paceline.v1 import weight_pb2 as pb
-from paceline.weights import push
+from paceline.version_push import VersionPush
+from paceline.weights import push_folder
 from tests.unit.sdk.scripted_transport import ScriptedTransport
 
 
@@ -36,13 +37,22 @@ def versions(policy: int, drafter: int = 0) -> pb.GetVersionsResponse:
     return pb.GetVersionsResponse(policy_version=policy, drafter_version=drafter)
 
 
+async def push(
+    client: GatewayCalls,
+    folder_of: Callable[[int], Path],
+    delta_of: Callable[[t.Versions, Path], Path | None] = lambda *_: None,
+    target: t.WeightTarget = t.WeightTarget.POLICY,
+) -> t.UpdateFinished:
+    return await push_folder(client, await VersionPush.begin(client, "run", target), folder_of, delta_of)
+
+
 def pushed(
     answers: dict[str, Any], folder_of: Callable[[int], Path], target: t.WeightTarget = t.WeightTarget.POLICY
 ) -> tuple[ScriptedTransport, Any]:
     """Push, and return the calls and what came of it."""
     transport = ScriptedTransport(answers)
     try:
-        return transport, finish(push(GatewayCalls(transport), "run", target, folder_of))
+        return transport, finish(push(GatewayCalls(transport), folder_of, target=target))
     except BaseException as error:
         return transport, error
 
@@ -93,8 +103,7 @@ def test_what_changed_since_the_published_version_is_named_beside_the_folder(fol
 
     answers = {**ACCEPTED, "FinishUpdate": pb.FinishUpdateResponse(policy_version=5)}
     transport = ScriptedTransport(answers)
-    policy = t.WeightTarget.POLICY
-    finish(push(GatewayCalls(transport), "run", policy, lambda version: folder, delta_of))
+    finish(push(GatewayCalls(transport), lambda version: folder, delta_of))
     assert asked == [(4, folder)]
     sent = transport.requests["UpdateWeights"].disk
     assert (sent.path, sent.delta) == (str(folder), str(folder / "delta"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import safetensors
+from paceline import safetensors, weight_sender
 from paceline.safetensors import FileWrite
 from paceline.send_window import SendWindow, SourceBehind, cut
 from paceline.v1 import weight_stream_pb2 as pb
@@ -98,7 +100,7 @@ class Receiver(rpc.WeightStreamServiceServicer):
 
 
 @contextmanager
-def served(receiver: Receiver) -> Iterator[grpc.Channel]:
+def served(receiver: rpc.WeightStreamServiceServicer) -> Iterator[grpc.Channel]:
     server = grpc.server(ThreadPoolExecutor(2))
     rpc.add_WeightStreamServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -146,3 +148,33 @@ def test_no_more_than_the_window_is_sent_ahead_and_silence_ends_it() -> None:
     with served(silent) as channel, pytest.raises(SendStalled):
         sender.send(channel, "t")
     assert len(silent.data) <= 8192 + 4096 < len(whole)
+
+
+class Deaf(rpc.WeightStreamServiceServicer):
+    """An instance that says that it has nothing, and reads nothing."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def PushWeights(self, requests: Iterator[pb.PushWeightsRequest], context: Any) -> Iterator[Any]:
+        context.add_callback(self.over.set)
+        yield pb.PushWeightsResponse(received=0)
+        self.over.wait()
+
+
+def test_what_is_sent_ahead_is_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, piece_bytes = 64, 1 << 20
+    pieces = [pb.WeightPiece(position=n * piece_bytes, data=bytes(piece_bytes)) for n in range(count)]
+    made = []
+
+    def request(**fields: Any) -> pb.PushWeightsRequest:
+        made.append(fields["piece"].position)
+        return pb.PushWeightsRequest(**fields)
+
+    monkeypatch.setattr(weight_sender, "pb", SimpleNamespace(PushWeightsRequest=request))
+    sender = WeightSender(iter(pieces), count * piece_bytes, 0.5)
+    with served(Deaf()) as channel, pytest.raises(SendStalled):
+        sender.send(channel, "t")
+    # All are kept for another instance. Of requests, which have copies, there are the few MB that gRPC takes.
+    assert sender._window.bytes == count * piece_bytes
+    assert 0 < len(made) < count // 2
