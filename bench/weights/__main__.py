@@ -30,7 +30,7 @@ from bench.weights.fleet import Model, Pushes, engine_pushes, transfers
 from bench.weights.links import loopback_rate
 from bench.weights.memory import available_bytes
 from bench.weights.models import make_models, reference, weight_bytes
-from bench.weights.progress import Progress
+from bench.weights.progress import PartsProgress
 from bench.weights.summary import FOLDER, GOALS, STREAM, summary, verdicts
 
 LOGS = Path("runs/bench/weights")
@@ -44,7 +44,7 @@ def main() -> None:
     """Measure, show and write."""
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     given = arguments()
-    with _place(given) as place, Progress(_plan(given)) as progress:
+    with _place(given) as place, PartsProgress(_plan(given)) as progress:
         measured = _measure(given, place, progress)
     _show(measured)
     figures = summary(measured["transfers"], measured["engines"], measured["deltas"])
@@ -69,7 +69,7 @@ def _plan(given: argparse.Namespace) -> list[tuple[str, float]]:
     return parts
 
 
-def _measure(given: argparse.Namespace, place: Path, progress: Progress) -> Row:
+def _measure(given: argparse.Namespace, place: Path, progress: PartsProgress) -> Row:
     progress.begin("models")
     sizes = sorted({*given.sizes, *given.engine_sizes})
     models = {

@@ -31,7 +31,7 @@ class EngineTimes:
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """How decoding went on during a push, in milliseconds.
+    """Pauses of decoding during a push, in milliseconds.
 
     `usual_step` and `usual_gap` are the medians before it. `gap` is the longest time in which no step ran.
     `prefill` is the step after the weights were applied, which computes the KV again; `slowest_step` the longest

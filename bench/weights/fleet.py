@@ -21,7 +21,7 @@ from bench.scrape import parse
 from bench.weights.decoding import Pauses, pauses
 from bench.weights.decoding import parse as parse_times
 from bench.weights.instance import COPYING, ENGINE, TIMES, VLLM
-from bench.weights.links import LINK_HOST, Links, free_ports
+from bench.weights.links import LINK_HOST, ThrottledLinks, free_ports
 from bench.weights.memory import PeakMemory
 from bench.weights.models import LENGTH, Reference, weight_bytes
 from bench.weights.summary import FOLDER, LOOPBACK, THROTTLED
@@ -132,7 +132,7 @@ def _transfer(
     model: Model,
     platform: Platform,
     trainer: TrainerProcess,
-    gates: Links | None,
+    gates: ThrottledLinks | None,
     transport: str,
     fleet: int,
     rounds: int,
@@ -194,16 +194,16 @@ def _received(platform: Platform, fleet: int) -> dict[str, float]:
     return found
 
 
-def _passed(gates: Links | None) -> int:
+def _passed(gates: ThrottledLinks | None) -> int:
     return 0 if gates is None else sum(each.inbound for each in gates.passed())
 
 
 @contextmanager
-def _links(ports: Sequence[int], rate: float | None) -> Iterator[Links | None]:
+def _links(ports: Sequence[int], rate: float | None) -> Iterator[ThrottledLinks | None]:
     if rate is None:
         yield None
         return
-    with Links(ports, rate) as found:
+    with ThrottledLinks(ports, rate) as found:
         yield found
 
 

@@ -37,7 +37,7 @@ class LinkBytes(NamedTuple):
     outbound: int
 
 
-class Bucket:
+class ByteBucket:
     """Token bucket: says how long to wait until so many bytes may pass. Pure; used under a lock."""
 
     def __init__(self, rate: float, burst_seconds: float = _BURST_SECONDS) -> None:
@@ -54,7 +54,7 @@ class Bucket:
         return max(0.0, self._free_at - now)
 
 
-class Links:
+class ThrottledLinks:
     """Links in a process of their own. Use it as a context manager."""
 
     def __init__(self, ports: Sequence[int], rate: float) -> None:
@@ -113,7 +113,7 @@ class _Link:
     def __init__(self, port: int, rate: float) -> None:
         self._port = port
         self._lock = threading.Lock()
-        self._inbound, self._outbound = Bucket(rate), Bucket(rate)
+        self._inbound, self._outbound = ByteBucket(rate), ByteBucket(rate)
         self._listener = socket.create_server((LINK_HOST, port))
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -135,7 +135,7 @@ class _Link:
             for source, target, bucket in (caller, server, self._inbound), (server, caller, self._outbound):
                 threading.Thread(target=self._move, args=(source, target, bucket), daemon=True).start()
 
-    def _move(self, source: socket.socket, target: socket.socket, bucket: Bucket) -> None:
+    def _move(self, source: socket.socket, target: socket.socket, bucket: ByteBucket) -> None:
         reading, writing = os.pipe()
         try:
             while count := os.splice(source.fileno(), writing, _CHUNK):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,18 @@ def private_bytes(pid: int) -> int:
         return parse_rollup(Path(f"/proc/{pid}/smaps_rollup").read_text())
     except OSError:
         return 0
+
+
+def dirty_bytes(pid: int) -> int:
+    """Return the private memory of a process without unchanged pages of files; 0 once it is gone.
+
+    Unchanged pages of libraries count as private while no other process on the machine has them mapped.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
 
 
 def parse_rollup(text: str) -> int:
@@ -34,15 +46,16 @@ def available_bytes() -> int:
 class PeakMemory:
     """Most private memory that each of some processes has had inside the `with`, and what it had before."""
 
-    def __init__(self, pids: Mapping[str, int]) -> None:
+    def __init__(self, pids: Mapping[str, int], measure: Callable[[int], int] = private_bytes) -> None:
         self._pids = pids
+        self._measure = measure
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.before: dict[str, int] = {}
         self.peak: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        self.before = {name: private_bytes(pid) for name, pid in self._pids.items()}
+        self.before = {name: self._measure(pid) for name, pid in self._pids.items()}
         self.peak = dict(self.before)
         self._thread.start()
         return self
@@ -64,4 +77,4 @@ class PeakMemory:
 
     def _look(self) -> None:
         for name, pid in self._pids.items():
-            self.peak[name] = max(self.peak[name], private_bytes(pid))
+            self.peak[name] = max(self.peak[name], self._measure(pid))

@@ -12,7 +12,7 @@ from typing import Self
 _SHOWN_EVERY = 10.0
 
 
-class Progress:
+class PartsProgress:
     """Lines on stderr, with each part and every ten seconds. Use it as a context manager.
 
     `planned` has names of the parts, in order, and the seconds that each should take. The rest is corrected by what

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from bench.weights.__main__ import arguments
 from bench.weights.decoding import EngineTimes, Span, parse, pauses
-from bench.weights.links import Bucket
+from bench.weights.links import ByteBucket
 from bench.weights.memory import parse_rollup
 from bench.weights.models import shape_of
-from bench.weights.progress import Progress
+from bench.weights.progress import PartsProgress
 from bench.weights.summary import FOLDER, LOOPBACK, STREAM, THROTTLED, summary, verdicts
 
 KEYS = [
@@ -114,7 +114,7 @@ def test_a_line_that_is_still_being_written_is_left_out() -> None:
 
 @given(counts=st.lists(st.integers(1, 10**6), min_size=1), rate=st.floats(1e3, 1e9))
 def test_a_link_lets_no_more_pass_than_its_rate_and_burst(counts: list[int], rate: float) -> None:
-    bucket, now, burst = Bucket(rate, 0.01), 100.0, 0.01
+    bucket, now, burst = ByteBucket(rate, 0.01), 100.0, 0.01
     for count in counts:
         now += bucket.take(count, now)
     assert bucket.passed == sum(counts)
@@ -122,7 +122,7 @@ def test_a_link_lets_no_more_pass_than_its_rate_and_burst(counts: list[int], rat
 
 
 def test_a_link_that_was_idle_saves_no_more_than_its_burst() -> None:
-    bucket = Bucket(1000.0, 0.01)
+    bucket = ByteBucket(1000.0, 0.01)
     bucket.take(10, 0.0)
     assert bucket.take(1010, 50.0) == pytest.approx(1.0)
 
@@ -143,7 +143,7 @@ def test_a_model_is_about_as_large_as_asked(megabytes: int) -> None:
 
 def test_progress_is_corrected_by_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    progress = Progress([("first", 30.0), ("second", 60.0)], lambda: now)
+    progress = PartsProgress([("first", 30.0), ("second", 60.0)], lambda: now)
     progress.begin("first")
     assert progress.seconds_left() == 90.0
     now = 90.0
@@ -155,7 +155,7 @@ def test_progress_is_corrected_by_what_was_done(capsys: pytest.CaptureFixture[st
 
 
 def test_parts_come_in_the_order_of_the_plan() -> None:
-    progress = Progress([("first", 1.0)], lambda: 0.0)
+    progress = PartsProgress([("first", 1.0)], lambda: 0.0)
     with pytest.raises(ValueError, match="first is next"):
         progress.begin("second")
 
