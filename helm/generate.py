@@ -29,6 +29,7 @@ SETTINGS = {
     "drafts": "services.drafts.config:DraftsConfig",
     "drafter": "services.drafter.config:DrafterConfig",
     "policy": "services.policy.config:PolicyConfig",
+    "facade": "services.facade.config:FacadeConfig",
     "scaling": "services.policy.scaling.config:ScalingConfig",
 }
 """Names of settings in the schema, and the class that has them."""

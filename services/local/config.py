@@ -57,6 +57,8 @@ class PlatformConfig:
     tls: Tls | None = None
     """Mutual TLS between all processes, and to the gateway: authority, certificate (for 127.0.0.1) and key. None:
     plain text."""
+    http_port: int | None = None
+    """Port of the HTTP facade, 0 picks a free one; None: there is none."""
     instance_options: tuple[str, ...] = ()
     """More flags for every instance, such as ("--max-num-seqs", "64")."""
     gateway_options: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ class PlatformConfig:
     policy_options: tuple[str, ...] = ()
     reallocator_options: tuple[str, ...] = ()
     learner_options: tuple[str, ...] = ()
+    facade_options: tuple[str, ...] = ()
     shared_weights: bool = True
     """Let the instances keep weights in one folder; otherwise each has its own, as on hosts that share no disk."""
     environment: dict[str, str] = field(default_factory=dict)

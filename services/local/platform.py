@@ -73,10 +73,10 @@ __all__ = ["Platform", "PlatformError"]
 
 
 class Platform:
-    """Redis, draft stores, bubble coordinator, policy service, reallocator, learner, instances and gateways.
+    """Redis, draft stores, bubble coordinator, policy service, reallocator, learner, instances, gateways, facade.
 
     Starts in `__enter__`, stops in `__exit__`. Processes are named gateway, gateway-1, instance-0, drafts-0,
-    bubbles, policy, reallocator and drafter (the learner).
+    bubbles, policy, reallocator, drafter (the learner) and facade.
     """
 
     def __init__(self, config: PlatformConfig, *, launch: Launch = spawned) -> None:
@@ -86,6 +86,7 @@ class Platform:
         self.redis_url = ""
         """Address of the store, once started."""
         self._gateway_address = ""
+        self._http_address = ""
         self._launch = launch
         self._children: dict[str, Child] = {}
         """By name, in the order in which they start."""
@@ -115,12 +116,18 @@ class Platform:
             raise
 
     def stop(self) -> None:
-        """End the gateways, then the instances, then what they use. May be called again."""
+        """End the facade, the gateways, then the instances, then what they use. May be called again."""
         self._stopping.set()
         if self._keeper is not None:
             self._keeper.stop()
-        first = self.gateways + self.instances
-        for group in self.gateways, self.instances, [each for each in self.processes if each not in first]:
+        facade = self._named("facade")
+        first = facade + self.gateways + self.instances
+        for group in (
+            facade,
+            self.gateways,
+            self.instances,
+            [each for each in self.processes if each not in first],
+        ):
             stop_together(group, self.config.stop_timeout)
         if self.redis is not None:
             self.redis.stop()
@@ -134,6 +141,11 @@ class Platform:
         if not self._gateway_address:
             raise PlatformError("the platform is not started")
         return self._gateway_address
+
+    @property
+    def http_address(self) -> str:
+        """URL of the HTTP facade, once started; empty without one."""
+        return self._http_address
 
     @property
     def processes(self) -> list[Child]:
@@ -227,11 +239,21 @@ class Platform:
         # From now on each gateway starts on the port that it has.
         for index, (child, address) in enumerate(zip(self.gateways, addresses, strict=True)):
             child.spec = specs.gateway(int(address.rpartition(":")[2]), index)
+        if config.http_port is not None:
+            self._start_facade(specs, config.http_port, deadline)
         self._write_targets()
         self.wait_serving(config.instances, deadline)
         if config.restarts is not None:
             self._keeper = Keeper(config.restarts, self._expected, self._write_targets)
             self._keeper.start()
+
+    def _start_facade(self, specs: Specs, port: int, deadline: float) -> None:
+        child = Child(specs.facade(port, self._gateway_address), self._spawner, self._launch)
+        self._children[child.spec.name] = child
+        child.start()
+        address = child.wait_ready(deadline, self.check).address
+        child.spec = specs.facade(int(address.rpartition(":")[2]), self._gateway_address)
+        self._http_address = f"{'http' if self.config.tls is None else 'https'}://{address}"
 
     def _specs(self, specs: Specs) -> list[ChildSpec]:
         config, head = self.config, None

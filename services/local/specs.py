@@ -62,6 +62,15 @@ class Specs:
         name = f"gateway-{index}" if index else "gateway"
         return self._spec(name, "gateway", (f"--port={port}", *given, *self.config.gateway_options))
 
+    def facade(self, port: int, gateways: str) -> ChildSpec:
+        """Return the spec of the HTTP facade of gateways; it has the model's tokenizer if there is one."""
+        config = self.config
+        tokens, texts = config.tokens_file, (config.model / "tokenizer_config.json").is_file()
+        flags = [f"--port={port}", f"--gateway={gateways}"]
+        flags += [f"--model={config.model.absolute()}"] if texts else []
+        flags += [f"--tokens-file={tokens.absolute()}"] if tokens else []
+        return self._spec("facade", "facade", (*flags, *config.facade_options))
+
     def instance(
         self, index: int, environment: Mapping[str, str], cores: tuple[int, ...], head: Path | None = None
     ) -> ChildSpec:

@@ -29,6 +29,9 @@ def up(
     model: Annotated[Path, typer.Option(help="Model folder in Hugging Face layout.")],
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 picks a free one.")] = 7400,
+    http_port: Annotated[
+        int | None, typer.Option(help="Port of the HTTP facade. Default: there is none.")
+    ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder; logs go to logs/ in it.")] = Path("runs/local"),
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA if there is a GPU.")] = "auto",
@@ -47,6 +50,7 @@ def up(
         model=model.absolute(),
         instances=instances,
         port=port,
+        http_port=http_port,
         redis_url=redis_url,
         folder=folder,
         token=token,
@@ -70,6 +74,8 @@ def run_until_stopped(config: PlatformConfig) -> int:
             logs = platform.processes[0].spec.log.parent
             console.print(f"\nLogs: {logs}", markup=False, highlight=False, soft_wrap=True)
             stopping = _stop_on_signals()
+            if platform.http_address:
+                console.print(f"HTTP: {platform.http_address}", highlight=False)
             console.print(f"Gateway: {platform.gateway_address}   (Ctrl-C to stop)", highlight=False)
             while not stopping.wait(_CHECK_SECONDS):
                 platform.check()

@@ -85,6 +85,7 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         gateway_options=("--journal-tokens=1",),
         # A gateway that starts anew needs the port that it had.
         port=free_port(),
+        http_port=0,
         # Time to hand over samples on a busy machine.
         stop_timeout=60.0,
         tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,

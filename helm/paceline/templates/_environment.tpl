@@ -106,3 +106,12 @@ numbers only where it is the one to. */}}
   value: {{ required "redis.external.url or redis.external.existingSecret is needed without redis.embedded.enabled" $redis.external.url | quote }}
 {{- end -}}
 {{- end -}}
+
+{{/* No model is downloaded, unless `extraEnv`, which is taken here, says otherwise. */}}
+{{- define "paceline.offline" -}}
+{{- $own := false -}}
+{{- range . }}{{ if eq .name "HF_HUB_OFFLINE" }}{{ $own = true }}{{ end }}{{ end -}}
+{{- if not $own -}}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- end -}}
+{{- end -}}

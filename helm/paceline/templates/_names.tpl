@@ -60,6 +60,10 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if .Values.drafts.enabled }}
 {{- $_ := set $all "drafts" (dict "port" 7410 "callers" (list "gateway" "generation")) }}
 {{- end }}
+{{- if .Values.facade.enabled }}
+{{- $_ := set $all "facade" (dict "port" 7480 "callers" list) }}
+{{- $_ := set (get $all "gateway") "callers" (append (get $all "gateway").callers "facade") }}
+{{- end }}
 {{- if .Values.policy.enabled }}
 {{- $_ := set $all "policy" (dict "port" 7430 "callers" (list "gateway")) }}
 {{- end }}

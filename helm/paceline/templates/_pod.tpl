@@ -16,10 +16,14 @@ imagePullSecrets:
 {{- end }}
 securityContext:
   runAsNonRoot: true
+  {{- if ne nil $values.podSecurity.runAsUser }}
   runAsUser: {{ $values.podSecurity.runAsUser | int64 }}
   runAsGroup: {{ $values.podSecurity.runAsUser | int64 }}
+  {{- end }}
+  {{- if ne nil $values.podSecurity.fsGroup }}
   fsGroup: {{ $values.podSecurity.fsGroup | int64 }}
   fsGroupChangePolicy: OnRootMismatch
+  {{- end }}
   seccompProfile: {type: RuntimeDefault}
 {{- with .values.priorityClassName }}
 priorityClassName: {{ . }}
@@ -64,9 +68,14 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
+{{/* Name of a component's port, which says its protocol. */}}
+{{- define "paceline.portName" -}}
+{{ if eq .component "facade" }}http{{ else }}grpc{{ end }}
+{{- end -}}
+
 {{/* Ports of a container. Takes root and component. */}}
 {{- define "paceline.ports" -}}
-- {name: grpc, containerPort: {{ include "paceline.port" . }}}
+- {name: {{ include "paceline.portName" . }}, containerPort: {{ include "paceline.port" . }}}
 - {name: metrics, containerPort: 9400}
 {{- end -}}
 
@@ -74,7 +83,21 @@ capabilities: {drop: [ALL]}
 where there is no TLS: it speaks none. */}}
 {{- define "paceline.ask" -}}
 {{- $port := include "paceline.port" . -}}
+{{- if eq .component "facade" -}}
+{{- $path := ternary "/livez" "/readyz" (eq .service "liveness") -}}
 {{- if include "paceline.tls" .root -}}
+exec:
+  command:
+    - python
+    - -m
+    - services.facade.probe
+    - --address=127.0.0.1:{{ $port }}
+    - --server-name={{ include "paceline.serverName" . }}
+    - --path={{ $path }}
+{{- else -}}
+httpGet: {port: {{ $port }}, path: {{ $path }}}
+{{- end -}}
+{{- else if include "paceline.tls" .root -}}
 exec:
   command:
     - python
@@ -173,6 +196,15 @@ emptyDir: {sizeLimit: {{ .adoptedSize }}{{ with .adoptedMedium }}, medium: {{ . 
 {{- join ", " $found -}}
 {{- end -}}
 
+{{/* Names of the deployed pools whose instances take part in weight broadcasts. */}}
+{{- define "paceline.broadcastTo" -}}
+{{- $found := list -}}
+{{- range (include "paceline.pools" $ | fromYaml).pools -}}
+{{- if get .config "weight_collective" }}{{ $found = append $found .name }}{{ end -}}
+{{- end -}}
+{{- join ", " $found -}}
+{{- end -}}
+
 {{/* The deployment of a service that has one pod at work. Takes root, component, replicas, strategy, config and
 weights (whether it looks at models). */}}
 {{- define "paceline.deployment" -}}
@@ -211,6 +243,10 @@ spec:
           args: [services.{{ .component }}]
           env:
             {{- include "paceline.environment" (dict "root" .root "component" .component "advertise" (include "paceline.host" .) "config" .config "extraEnv" $values.extraEnv) | nindent 12 }}
+            {{- if eq .component "facade" }}
+            - name: PACELINE_GATEWAY
+              value: {{ include "paceline.host" (dict "root" .root "component" "gateway") }}:{{ .root.Values.gateway.service.port | int }}
+            {{- end }}
             {{- if eq .component "policy" }}
             {{- include "paceline.scalingEnvironment" .root | nindent 12 }}
             {{- end }}
@@ -240,6 +276,11 @@ spec:
         {{- end }}
 {{- end -}}
 
+{{/* Protocol of the gRPC ports, as a service mesh is told: it must not look into TLS that is not its own. */}}
+{{- define "paceline.appProtocol" -}}
+{{ if include "paceline.tls" . }}tls{{ else }}grpc{{ end }}
+{{- end -}}
+
 {{/* The service of a component. Takes root and component. Callers know by the registry who is there, so they are
 let through before the pod is ready. */}}
 {{- define "paceline.service" -}}
@@ -258,5 +299,7 @@ spec:
   selector:
     {{- include "paceline.selector" . | nindent 4 }}
   ports:
-    - {name: grpc, port: {{ include "paceline.port" . }}, targetPort: grpc, appProtocol: grpc}
+    {{- $name := include "paceline.portName" . }}
+    {{- $protocol := ternary (ternary "https" "http" (eq (include "paceline.tls" .root) "true")) (include "paceline.appProtocol" .root) (eq $name "http") }}
+    - {name: {{ $name }}, port: {{ include "paceline.port" . }}, targetPort: {{ $name }}, appProtocol: {{ $protocol }}}
 {{- end -}}

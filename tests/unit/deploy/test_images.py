@@ -25,7 +25,7 @@ ARGUMENTS, STAGES = read_stages((FOLDER / "Dockerfile").read_text())
 IGNORE = (FOLDER / "Dockerfile.dockerignore").read_text()
 TARGETS = ("control", "generation-cuda", "generation-cpu")
 EXTRAS = {
-    "control": {"services", "k8s", "tracing"},
+    "control": {"http", "k8s", "tracing"},
     "generation-cpu": {"cpu", "tracing"},
     "generation-cuda": {"cuda", "tracing"},
 }
@@ -216,3 +216,8 @@ def _closure(name: str, extras: set[str]) -> Iterator[str]:
             if need.marker is None or need.marker.evaluate({"extra": extra}):
                 inner = str(canonicalize_name(need.name))
                 todo += [(inner, each) for each in ("", *need.extras)]
+
+
+def test_the_driver_is_found_where_a_cloud_mounts_it_and_tells_no_linker() -> None:
+    assert STAGES["generation-cuda"].environment()["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
+    assert "LD_LIBRARY_PATH" not in STAGES["generation-cpu"].environment()

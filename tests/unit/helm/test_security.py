@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import helm_python as helm
 import pytest
 
 from tests.unit.helm.release import (
@@ -39,6 +40,21 @@ def test_every_pod_meets_the_restricted_standard_and_has_a_read_only_root(releas
             assert inner["readOnlyRootFilesystem"] is True
             assert inner["capabilities"] == {"drop": ["ALL"]}
             assert "hostPort" not in str(each.get("ports"))
+
+
+def test_the_cluster_may_choose_the_user_and_the_group() -> None:
+    release = render({"podSecurity": {"runAsUser": None, "fsGroup": None}})
+    for name, pod in release.pods():
+        context = pod["securityContext"]
+        assert not {"runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy"} & context.keys(), name
+        assert context["runAsNonRoot"] is True
+
+
+def test_a_mesh_is_not_told_to_read_what_is_encrypted() -> None:
+    for values, expected in (({}, {"tls"}), ({"tls": {"mode": "none"}}, {"grpc", "redis"})):
+        services = render(values).all("Service")
+        found = {port.get("appProtocol") for each in services for port in each["spec"]["ports"]}
+        assert found == expected
 
 
 def test_what_is_written_has_a_volume_where_the_root_is_read_only(release: Release) -> None:
@@ -126,10 +142,10 @@ def test_every_pod_is_behind_a_network_policy(release: Release) -> None:
         assert matching[0]["spec"]["policyTypes"] == ["Ingress"]
 
 
-def test_from_outside_the_namespace_only_gateway_and_instances_are_reached_and_only_at_their_ports(
+def test_from_outside_the_namespace_only_what_trainers_call_is_reached_and_only_at_its_ports(
     release: Release,
 ) -> None:
-    open_to_trainers = {"gateway": [7400], "generation": [7500]}
+    open_to_trainers = {"gateway": [7400], "generation": [7500], "facade": [7480]}
     for policy in release.all("NetworkPolicy"):
         component = policy["metadata"]["labels"][COMPONENT]
         for rule in policy["spec"]["ingress"]:
@@ -220,6 +236,21 @@ def test_kv_moves_between_instances_over_one_port_for_each_gpu_and_nobody_else_r
     assert not {int(told["PACELINE_PORT"]), int(told["PACELINE_METRICS_PORT"])} & set(ports)
 
 
+def test_the_ports_of_broadcasts_are_shut_and_open_to_named_trainers_alone() -> None:
+    def opened(values: Mapping[str, Any]) -> list[Any]:
+        rules = render(values).named("NetworkPolicy", "-generation")["spec"]["ingress"]
+        return [each["from"] for each in rules if each["ports"][0]["port"] == 1024]
+
+    allowed = {"generation": {"defaults": {"config": {"weight_collective": True}}}}
+    trainers = [{"namespaceSelector": {"matchLabels": {"team": "rl"}}}]
+    named = {"networkPolicy": {"trainers": trainers}}
+    assert opened({}) == opened(named) == []
+    (first, second), *others = opened(allowed | named)
+    assert (first, second["podSelector"]["matchLabels"][COMPONENT], others) == (trainers[0], "generation", [])
+    with pytest.raises(helm.HelmError, match=r"networkPolicy.trainers must name the trainers"):
+        render(allowed)
+
+
 def test_trainers_can_be_named_without_shutting_the_services_out() -> None:
     policy = value_set("mtls").named("NetworkPolicy", "-gateway")
     rule = next(each for each in policy["spec"]["ingress"] if each["ports"][0]["port"] == 7400)
@@ -228,7 +259,10 @@ def test_trainers_can_be_named_without_shutting_the_services_out() -> None:
         {"namespaceSelector": {"matchLabels": {"team": "rl"}}},
     ]
     inside = [each["podSelector"]["matchLabels"][COMPONENT] for each in rule["from"][2:]]
-    assert inside == ["policy", "test"]
+    assert inside == ["policy", "test", "facade"]
+    rule = value_set("mtls").named("NetworkPolicy", "-facade")["spec"]["ingress"][0]
+    assert rule["ports"] == [{"protocol": "TCP", "port": 7480}]
+    assert len(rule["from"]) == 2
 
 
 def test_the_gateway_is_no_load_balancer_unless_asked_for() -> None:

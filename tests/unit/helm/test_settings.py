@@ -36,7 +36,10 @@ CLASSES = {
     "drafts": "DraftsConfig",
     "drafter": "DrafterConfig",
     "policy": "PolicyConfig",
+    "facade": "FacadeConfig",
 }
+OF_FACADE = {"/livez": LIVENESS, "/readyz": ""}
+"""What the facade's paths stand for."""
 
 
 @pytest.fixture(params=VALUE_SETS, scope="module")
@@ -88,13 +91,14 @@ def test_every_service_takes_what_it_is_told(
         assert config.host == "0.0.0.0"
         assert config.token is not None
         ports = {each["name"]: each["containerPort"] for each in container(workload)["ports"]}
-        served = {"grpc": config.port, "metrics": config.metrics_port}
+        served = {"http" if component == "facade" else "grpc": config.port, "metrics": config.metrics_port}
         if component == "generation":
             served["kv"] = config.model_dump()["migration_port"]
         assert ports == served
         assert len(set(ports.values())) == len(ports)
         components.add(component)
-    optional = set() if "paceline-drafter" in release.names("Deployment") else {"drafter"}
+    deployed = release.names("Deployment")
+    optional = {each for each in ("drafter", "facade") if f"paceline-{each}" not in deployed}
     assert components == set(CLASSES) - optional
 
 
@@ -191,11 +195,13 @@ def test_probes_ask_for_what_the_services_answer(release: Release) -> None:
 
 
 def test_the_kubelet_asks_itself_only_where_there_is_no_tls() -> None:
-    # It speaks none in gRPC probes.
+    # It speaks none in gRPC probes, and has no certificate.
     for name in VALUE_SETS:
         for _, workload in value_set(name).services():
             told = environment(container(workload))
-            assert ("grpc" in container(workload)["livenessProbe"]) == ("PACELINE_TLS__CA_FILE" not in told)
+            probe = container(workload)["livenessProbe"]
+            by_kubelet = "grpc" in probe or "httpGet" in probe
+            assert by_kubelet == ("PACELINE_TLS__CA_FILE" not in told)
 
 
 def test_certificates_have_the_names_that_are_dialled() -> None:
@@ -281,13 +287,19 @@ def test_services_have_a_token_of_their_own_that_is_long_enough() -> None:
 
 
 def _asked(probe: Mapping[str, Any], port: str) -> str:
+    if "httpGet" in probe:
+        assert str(probe["httpGet"]["port"]) == port
+        return OF_FACADE[probe["httpGet"]["path"]]
     if "grpc" in probe:
         assert str(probe["grpc"]["port"]) == port
         return str(probe["grpc"]["service"])
     python, m, module, address, name, service = probe["exec"]["command"]
-    assert (python, m, module) == ("python", "-m", "services.platform.grpc.health")
+    assert (python, m) == ("python", "-m")
+    assert module in ("services.platform.grpc.health", "services.facade.probe")
     assert address == f"--address=127.0.0.1:{port}"
     assert name.startswith("--server-name=")
+    if module == "services.facade.probe":
+        return OF_FACADE[service.removeprefix("--path=")]
     return str(service.removeprefix("--service="))
 
 

@@ -124,7 +124,7 @@ PARTS = {
     *(
         f"tls.secretNames.{name}"
         for name in (
-            *("gateway", "generation", "reallocator", "bubbles", "drafts", "drafter", "policy"),
+            *("gateway", "generation", "reallocator", "bubbles", "drafts", "drafter", "policy", "facade"),
             *("redis", "metrics"),
         )
     ),

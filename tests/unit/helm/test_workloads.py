@@ -265,9 +265,30 @@ def test_a_shard_has_memory_for_its_rollouts_and_for_a_snapshot_of_them() -> Non
 
 
 def test_single_pods_leave_a_dead_node_within_seconds() -> None:
-    for deployment in value_set("defaults").all("Deployment"):
-        waits = [each["tolerationSeconds"] for each in pod_of(deployment)["tolerations"]]
+    release = value_set("defaults")
+    for each in (*release.all("Deployment"), release.named("StatefulSet", "-redis")):
+        waits = [toleration["tolerationSeconds"] for toleration in pod_of(each)["tolerations"]]
         assert waits == [15, 15]
+
+
+def test_a_claim_is_one_volume_of_a_pod_however_often_it_is_mounted() -> None:
+    for release in map(value_set, VALUE_SETS):
+        for name, pod in release.pods():
+            claims = [
+                each["persistentVolumeClaim"]["claimName"]
+                for each in pod.get("volumes", [])
+                if "persistentVolumeClaim" in each
+            ]
+            assert len(set(claims)) == len(claims), name
+
+
+@pytest.mark.parametrize("given", [[], [{"name": "HF_HUB_OFFLINE", "value": "0"}]])
+def test_a_variable_of_ones_own_takes_the_place_of_the_charts(given: list[dict[str, str]]) -> None:
+    pool = render({"generation": {"defaults": {"extraEnv": given}}}).named(
+        "StatefulSet", "-generation-default"
+    )
+    found = [each["value"] for each in container(pool)["env"] if each["name"] == "HF_HUB_OFFLINE"]
+    assert found == (["0"] if given else ["1"])
 
 
 def test_own_tolerations_come_on_top() -> None:
@@ -404,6 +425,20 @@ def test_nodes_are_drained_one_instance_of_a_pool_at_a_time() -> None:
     assert all(each["spec"]["maxUnavailable"] == 1 for each in budgets)
 
 
+def test_a_pool_says_how_many_of_its_instances_a_drain_may_evict() -> None:
+    pools = [{"name": "reserved"}, {"name": "spot", "spot": True, "maxUnavailable": "25%"}]
+    release = render({"generation": {"pools": pools}})
+    found = {each["metadata"]["name"]: each["spec"] for each in release.all("PodDisruptionBudget")}
+    assert found["paceline-generation-spot"]["maxUnavailable"] == "25%"
+    assert found["paceline-generation-reserved"]["maxUnavailable"] == 1
+
+
+def test_keda_does_not_take_a_metric_that_is_gone_for_none_needed() -> None:
+    values = {**VALUE_SETS["autoscale"], "autoscale": {"enabled": True, "by": "keda"}}
+    (scaler,) = render(values).all("ScaledObject")
+    assert scaler["spec"]["triggers"][0]["metadata"]["ignoreNullValues"] == "false"
+
+
 def test_nothing_of_operators_that_may_not_be_there_is_made_unless_asked_for() -> None:
     release = value_set("defaults")
     for kind in ("PodMonitor", "PrometheusRule", "ScaledObject", "ConfigMap"):
@@ -440,3 +475,21 @@ def test_every_dashboard_is_a_configmap_that_grafana_looks_for() -> None:
     }
     assert all(each["metadata"]["labels"]["grafana_dashboard"] == "1" for each in maps)
     assert all(len(text) < 1 << 20 for text in shown.values())
+
+
+# The facade
+
+
+def test_a_facade_is_there_if_asked_for_and_is_told_the_gateway() -> None:
+    assert not [
+        each for each in value_set("defaults").all("Deployment") if "facade" in each["metadata"]["name"]
+    ]
+    facade = value_set("gpu").named("Deployment", "-facade")
+    assert facade["spec"]["replicas"] == 2
+    gateway = environment(container(facade))["PACELINE_GATEWAY"]
+    assert gateway.startswith("paceline-gateway.ml.svc.")
+    assert gateway.endswith(":7400")
+    tokenizer = value_set("mtls").named("Deployment", "-facade")
+    assert environment(container(tokenizer))["PACELINE_MODEL"] == "/weights/model"
+    (port,) = value_set("mtls").named("Service", "-facade")["spec"]["ports"]
+    assert (port["name"], port["port"], port["appProtocol"]) == ("http", 7480, "https")

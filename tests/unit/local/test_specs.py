@@ -44,6 +44,18 @@ def test_a_draft_store_keeps_its_snapshots_in_the_folder_of_the_platform() -> No
     assert spec.argv[-2:] == config.draft_options, "given options come last, so they count"
 
 
+def test_a_facade_is_given_the_gateways_the_tokens_and_the_tokenizer(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    config = PlatformConfig(tmp_path, token="secret", tokens_file=tokens, facade_options=("--run-id", "r"))
+    spec = Specs(config, STATE, "redis://x").facade(8000, "a:1,b:2")
+    assert spec.argv[2] == "services.facade"
+    assert {"--port=8000", "--gateway=a:1,b:2", f"--tokens-file={tokens}"} <= set(spec.argv)
+    assert spec.environment["PACELINE_TOKEN"] == "secret"
+    assert not any(word.startswith("--model") for word in spec.argv), "there is no tokenizer"
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert f"--model={tmp_path}" in Specs(config, STATE, "redis://x").facade(8000, "a:1,b:2").argv
+
+
 def test_every_process_is_given_the_token() -> None:
     for spec in (
         Specs(CONFIG, STATE, "redis://x").draft_store(0),

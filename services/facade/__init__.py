@@ -1,0 +1,1 @@
+"""HTTP facade of the gateway, in the dialects of vLLM (and OpenAI) and of SGLang."""

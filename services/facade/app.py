@@ -1,0 +1,116 @@
+"""The facade as an ASGI application, for uvicorn or whatever else serves one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib import metadata
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from paceline.errors import PacelineError
+from services.contracts.errors import ServiceError
+from services.facade.access import Access
+from services.facade.config import FacadeConfig
+from services.facade.fleet import ServedFleet
+from services.facade.gateway_client import GatewayClient
+from services.facade.http_errors import HttpError, error_body, http_error, validation_error
+from services.facade.metrics import FacadeMetrics
+from services.facade.routes.health import health_routes
+from services.facade.routes.sglang import sglang_routes
+from services.facade.routes.vllm import vllm_routes
+from services.facade.samples import SamplesInWork
+from services.facade.serving import Facade
+from services.facade.text import FolderTokenizer, Tokenizer
+from services.facade.updates import Updates
+from services.platform.config.sources import ConfigError
+from services.platform.observability.metrics import rpc_metrics
+from services.platform.security.guard import guard_of
+
+
+def app(config: FacadeConfig, registry: CollectorRegistry) -> FastAPI:
+    """Return the application; it connects to the gateway at the first request.
+
+    ConfigError if the tokenizer, the tokens or the certificates cannot be read. The metrics are in `registry`.
+    """
+    client, metrics = GatewayClient(config), FacadeMetrics(registry)
+    facade = Facade(
+        config=config,
+        client=client.current,
+        fleet=ServedFleet(client.current, config.served_model_name),
+        samples=SamplesInWork(
+            client.current,
+            config.max_concurrent_samples,
+            config.max_request_seconds,
+            metrics.samples_in_flight.set,
+        ),
+        tokenizer=_tokenizer(config),
+        metrics=metrics,
+    )
+    made = FastAPI(
+        title="Paceline",
+        summary="Rollouts over HTTP, in the dialects of vLLM (OpenAI) and SGLang",
+        version=metadata.version("paceline"),
+        lifespan=_closing(client),
+        redirect_slashes=False,
+        redoc_url=None,
+    )
+    made.state.samples = facade.samples
+    updates = Updates(client.current, facade.samples, metrics)
+    made.include_router(health_routes(facade))
+    made.include_router(vllm_routes(facade, updates))
+    made.include_router(sglang_routes(facade, updates))
+    made.add_exception_handler(PacelineError, _failed)
+    made.add_exception_handler(ServiceError, _failed)
+    made.add_exception_handler(RequestValidationError, _invalid)
+    made.add_exception_handler(HTTPException, _plain)
+    made.add_middleware(
+        Access,  # type: ignore[arg-type]
+        guard=guard_of(config),
+        metrics=rpc_metrics(registry),
+        most_bytes=config.max_message_bytes,
+        anonymous=config.anonymous_scopes,
+    )
+    return made
+
+
+def _tokenizer(config: FacadeConfig) -> Tokenizer | None:
+    if config.model is None:
+        return None
+    try:
+        return FolderTokenizer(config.model)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"model: {config.model} has no tokenizer that can be read: {error}"]) from error
+
+
+def _closing(client: GatewayClient) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await client.close()
+
+    return lifespan
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    assert isinstance(error, PacelineError | ServiceError)
+    return _answer(http_error(error))
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _answer(validation_error(error.errors()))
+
+
+async def _plain(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = error_body(str(error.detail), "invalid_request_error", param=None, code=str(error.status_code))
+    return _answer(HttpError(error.status_code, body, dict(error.headers or {})))
+
+
+def _answer(found: HttpError) -> Response:
+    return JSONResponse(found.body, status_code=found.status, headers=found.headers)

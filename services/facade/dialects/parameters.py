@@ -1,0 +1,156 @@
+"""Common part of all dialects: parameters that are accepted or refused by name, seeds, and samples of a request."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from paceline import types as t
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+
+LEAST_LOGPROB = -9999.0
+"""Log-probability in place of one that JSON cannot express, as in vLLM."""
+_SEEDS = range(-(1 << 63), 1 << 64)
+_COUNTS = range(-(1 << 31), 1 << 31)
+_TOKEN_IDS = range(1 << 32)
+
+
+class Body(BaseModel):
+    """Body of a request. Parameters without a field are refused, unless their value asks for nothing."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, protected_namespaces=())
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Values of requests that do not say otherwise."""
+
+    run_id: str
+    logprobs_mode: t.LogprobsMode
+    most_samples: int
+
+
+def check_unsupported(body: Body, neutral: Mapping[str, Sequence[Any]], path: str = "") -> None:
+    """Refuse parameters that have no field: `neutral` has the values of known ones that ask for nothing.
+
+    InvalidArgument names each of them.
+    """
+    found = []
+    for name, value in (body.model_extra or {}).items():
+        if name not in neutral:
+            found.append(Violation(path + name, "is not known here; leave it out"))
+        elif value is not None and not any(value == each for each in neutral[name]):
+            allowed = " or ".join(map(repr, neutral[name])) or "left out"
+            found.append(Violation(path + name, f"is not supported; must be {allowed}"))
+    if found:
+        raise InvalidArgument(found)
+
+
+def run_seed(seed: int | None, field: str = "seed") -> int:
+    """Return the run seed of a request, 64 bit: that of its seed, or a drawn one."""
+    if seed is None:
+        return secrets.randbits(64)
+    if seed not in _SEEDS:
+        raise InvalidArgument([Violation(field, f"{seed} is not allowed; must be in [-2**63, 2**64)")])
+    return seed % (1 << 64)
+
+
+def prompt_id_of(token_ids: Sequence[int]) -> str:
+    """Return the id of a prompt: a hash of its tokens."""
+    return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=16).hexdigest()
+
+
+def sample_requests(
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: t.SamplingParams,
+    *,
+    run_id: str,
+    seed: int,
+    most: int,
+    names: Mapping[str, str] | None = None,
+) -> list[t.SampleRequest]:
+    """Return the samples of a request, prompt by prompt.
+
+    A sample is a function of the seed, its prompt's tokens, and how many samples of an equal prompt come before
+    it in the request: so equal requests have equal samples, and equal prompts of one request do not. `names` are
+    those of the dialect where they differ from `paceline.SamplingParams`. InvalidArgument: more than `most`
+    samples, or whole numbers that cannot be sent.
+    """
+    check_whole_numbers(prompts, sampling, names or {})
+    if len(prompts) * samples > most:
+        description = (
+            f"{samples} samples of {len(prompts)} prompts are more than {most}, the most of a request"
+        )
+        raise InvalidArgument([Violation("n", description)])
+    slots: Counter[str] = Counter()
+    found = []
+    for token_ids in prompts:
+        prompt_id = prompt_id_of(token_ids)
+        for _ in range(samples):
+            found.append(
+                t.SampleRequest(
+                    run_id=run_id,
+                    prompt_id=prompt_id,
+                    prompt_token_ids=token_ids,
+                    slot=slots[prompt_id],
+                    sampling=sampling,
+                    run_seed=seed,
+                )
+            )
+            slots[prompt_id] += 1
+    return found
+
+
+def check_whole_numbers(
+    prompts: Sequence[Sequence[int]], sampling: t.SamplingParams, names: Mapping[str, str]
+) -> None:
+    """Refuse whole numbers that the protocol has no room for; the gateway checks the rest."""
+    given: list[tuple[str, Sequence[int | None], range]] = [
+        (name, [getattr(sampling, name)], _COUNTS) for name in ("max_tokens", "min_tokens", "top_k")
+    ]
+    given.append(("stop_token_ids", sampling.stop_token_ids, _TOKEN_IDS))
+    given += [("prompt", prompt, _TOKEN_IDS) for prompt in prompts]
+    found = []
+    for name, values, allowed in given:
+        wrong = next((value for value in values if value is not None and value not in allowed), None)
+        if wrong is not None:
+            description = f"{wrong} is not allowed; must be in [{allowed.start}, {allowed.stop})"
+            found.append(Violation(names.get(name, name), description))
+    if found:
+        raise InvalidArgument(found)
+
+
+def checked_count(samples: int, field: str = "n") -> int:
+    """Return the number of samples of a prompt; InvalidArgument unless it is at least 1."""
+    if samples < 1:
+        raise InvalidArgument([Violation(field, f"{samples} is not allowed; must be >= 1")])
+    return samples
+
+
+def top_k_of(top_k: int | None) -> int | None:
+    """Return the SDK's top_k: 0 is off there, -1 in the dialects."""
+    return 0 if top_k == -1 else top_k
+
+
+def finite(logprobs: Iterable[float]) -> list[float]:
+    """Return log-probabilities that JSON can express."""
+    return [max(value, LEAST_LOGPROB) if math.isfinite(value) else LEAST_LOGPROB for value in logprobs]
+
+
+FINISH_REASONS: dict[t.FinishReason, str] = {
+    t.FinishReason.STOP: "stop",
+    t.FinishReason.LENGTH: "length",
+    t.FinishReason.ABORTED: "abort",
+    t.FinishReason.UNSPECIFIED: "abort",
+}
+"""Reasons for the end of a sample, as both dialects have them."""

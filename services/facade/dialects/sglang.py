@@ -1,0 +1,259 @@
+"""Bodies of SGLang's native server. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline import types as t
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+from services.facade.dialects.parameters import FINISH_REASONS, Body, finite, top_k_of
+from services.facade.samples import SampleOutput
+from services.facade.text import Tokenizer, needs_text
+
+Json = dict[str, Any]
+
+NEUTRAL: dict[str, Sequence[Any]] = {
+    "audio_data": ([],),
+    "custom_logit_processor": (),
+    "image_data": ([],),
+    "input_embeds": (),
+    "logprob_start_len": (-1,),
+    "lora_path": (),
+    "modalities": ([],),
+    "priority": (0,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "session_params": (),
+    "token_ids_logprob": (),
+    "top_logprobs_num": (0,),
+    "video_data": ([],),
+}
+"""Parameters of SGLang that are not supported, with the values that ask for nothing."""
+NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
+    "custom_params": ({},),
+    "ebnf": (),
+    "json_schema": (),
+    "logit_bias": ({},),
+    "regex": (),
+    "stop": ([], ""),
+    "stop_regex": ([], ""),
+    "stream_interval": (),
+    "structural_tag": (),
+}
+"""The same of its sampling parameters."""
+NAMES = {
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "prompt": "input_ids",
+    "stop_token_ids": "sampling_params.stop_token_ids",
+    "top_k": "sampling_params.top_k",
+}
+"""SGLang's names where they differ."""
+
+
+class SglangSampling(Body):
+    """Sampling parameters, under SGLang's names and with SGLang's defaults."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 is off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    """With the same seed, the same request has the same samples. Left out: one is drawn."""
+    skip_special_tokens: bool = True
+    """Whether the text is without special tokens."""
+    no_stop_trim: bool = False
+    """Whether the text has the token that ended it."""
+    spaces_between_special_tokens: bool = True
+    """Has no effect."""
+
+
+class GenerateBody(Body):
+    """Body of /generate."""
+
+    text: str | list[str] | None = None
+    """Prompt, or several; or `input_ids`."""
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: SglangSampling | None = None
+    rid: str | None = None
+    """Name of the request, for /abort_request."""
+    return_logprob: bool = False
+    """Whether `meta_info` has `output_token_logprobs`."""
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+
+
+class AbortRequestBody(Body):
+    """Body of /abort_request."""
+
+    rid: str = ""
+    """Requests whose names begin so."""
+    abort_all: bool = False
+
+
+class PauseBody(Body):
+    """Body of /pause_generation."""
+
+    mode: str = "abort"
+    """`abort` ends the requests that run; `retract` and `in_place` let them go on, under the new weights after an
+    update. New requests wait in all of them."""
+
+
+class UpdateFromDiskBody(Body):
+    """Body of /update_weights_from_disk."""
+
+    model_path: str
+    """Folder of the weights, as the instances see it."""
+    weight_version: str | int | None = None
+    """Version that they become, if it is a number above the published one; otherwise that is the next one."""
+    abort_all_requests: bool = False
+    """Whether samples that are unfinished end; otherwise they go on under the new weights."""
+    flush_cache: bool = True
+    """Has no effect: nothing is computed with KV of other weights."""
+    load_format: str | None = None
+    """Has no effect: what is in a folder is found out."""
+
+
+UPDATE_NEUTRAL: dict[str, Sequence[Any]] = {
+    "abort_all_request": (True, False),
+    "is_async": (False,),
+    "keep_pause": (False,),
+    "recapture_cuda_graph": (True, False),
+    "token_step": (0,),
+    "torch_empty_cache": (True, False),
+}
+"""Parameters of an update that ask for nothing; `abort_all_request` is a slip of the pen in AReaL."""
+
+
+def sampling_of(given: SglangSampling) -> t.SamplingParams:
+    """Return the sampling parameters; log-probabilities are of the distribution that is sampled from."""
+    return t.SamplingParams(
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=top_k_of(given.top_k),
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        max_tokens=given.max_new_tokens,
+        min_tokens=given.min_new_tokens,
+        stop_token_ids=tuple(given.stop_token_ids or ()),
+        ignore_eos=given.ignore_eos,
+        # A greedy sample has a distribution of one token, whose log-probability says nothing.
+        logprobs_mode=t.LogprobsMode.PROCESSED if given.temperature else t.LogprobsMode.RAW,
+    )
+
+
+def prompts_of(body: GenerateBody, tokenizer: Tokenizer | None) -> tuple[list[list[int]], bool]:
+    """Return the token ids of the prompts, and True if there is a list of prompts, which has a list of answers."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidArgument(
+            [Violation("input_ids", "either input_ids or text must be given, and not both")]
+        )
+    if body.text is not None:
+        encode = needs_text(tokenizer, "text").encode
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        prompts, several = [encode(text, True) for text in texts], isinstance(body.text, list)
+    else:
+        ids = body.input_ids or []
+        several = bool(ids) and isinstance(ids[0], list)
+        prompts = [list(each) for each in ids] if several else [list(ids)]  # type: ignore[arg-type]
+    if not prompts or not all(prompts):
+        raise InvalidArgument([Violation("text" if body.text is not None else "input_ids", "is empty")])
+    return prompts, several
+
+
+class SglangWriter:
+    """Writes the answer to one request, whole or as events. Events have all tokens so far, as SGLang's do."""
+
+    def __init__(
+        self, body: GenerateBody, several: bool, request_id: str, tokenizer: Tokenizer | None
+    ) -> None:
+        """With `several`, the answer is a list."""
+        self._body = body
+        self._sampling = body.sampling_params or SglangSampling()
+        self._several = several
+        self._request_id = request_id
+        self._tokenizer = tokenizer
+        self._sent: dict[int, int] = {}
+
+    def whole(self, outputs: Sequence[SampleOutput], version: int) -> Json | list[Json]:
+        """Return the answer; `version` of the weights is that of samples that do not know their own."""
+        found = [self._one(index, output, version) for index, output in enumerate(outputs)]
+        return found if self._several else found[0]
+
+    def events(self, outputs: Sequence[SampleOutput]) -> list[Json]:
+        """Return an event for every sample with something new since the last call."""
+        found = []
+        for index, output in enumerate(outputs):
+            measure = len(output.token_ids) + (output.finish_reason is not None)
+            if measure > self._sent.get(index, 0):
+                self._sent[index] = measure
+                event = self._one(index, output, None)
+                found.append({**event, "index": index} if self._several else event)
+        return found
+
+    def _one(self, index: int, output: SampleOutput, version: int | None) -> Json:
+        spans, provenance = output.version_spans, output.provenance
+        version = spans[-1].policy_version if spans else version
+        info: Json = {
+            "id": f"{self._request_id}_{index}" if self._several else self._request_id,
+            "finish_reason": _finish_reason(output),
+            "prompt_tokens": len(output.request.prompt_token_ids),
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": 0,
+            "weight_version": None if version is None else str(version),
+            "weight_versions": [
+                {"begin": span.begin, "end": span.end, "version": span.policy_version} for span in spans
+            ],
+            "spec_accept_token_num": provenance.accepted,
+            "spec_draft_token_num": provenance.drafted,
+            "spec_verify_ct": provenance.verify_steps,
+        }
+        if self._body.return_logprob:
+            pairs = zip(finite(output.logprobs), output.token_ids, strict=True)
+            info["output_token_logprobs"] = [[value, token, self._text_of(token)] for value, token in pairs]
+        return {"text": self._text(output), "output_ids": output.token_ids, "meta_info": info}
+
+    def _text(self, output: SampleOutput) -> str:
+        if self._tokenizer is None:
+            return ""
+        stopped = output.finish_reason is t.FinishReason.STOP and not self._sampling.no_stop_trim
+        tokens = output.token_ids[:-1] if stopped else output.token_ids
+        return self._tokenizer.decode(tokens, self._sampling.skip_special_tokens)
+
+    def _text_of(self, token: int) -> str | None:
+        if self._tokenizer is None or not self._body.return_text_in_logprobs:
+            return None
+        return self._tokenizer.token(token)
+
+
+def _finish_reason(output: SampleOutput) -> Json | None:
+    if output.finish_reason is None:
+        return None
+    kind = FINISH_REASONS[output.finish_reason]
+    if kind == "stop":
+        return {"type": kind, "matched": output.token_ids[-1]}
+    if kind == "length":
+        return {"type": kind, "length": len(output.token_ids)}
+    return {"type": kind, "message": "Aborted"}
+
+
+def version_asked(given: str | int | None, published: int) -> int:
+    """Return the version that an update makes: the one asked for if it is a number above the published one."""
+    try:
+        asked = int(given) if given is not None else 0
+    except ValueError:
+        asked = 0
+    return asked if published < asked < 1 << 63 else published + 1

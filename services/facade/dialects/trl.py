@@ -1,0 +1,85 @@
+"""Bodies of the server that TRL had before it asked vLLM itself (`trl vllm-serve`). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline import types as t
+from services.facade.dialects.parameters import Body, finite, top_k_of
+from services.facade.samples import SampleOutput
+from services.facade.text import Tokenizer, needs_text
+
+NEUTRAL: dict[str, Sequence[Any]] = {
+    "guided_decoding_regex": ("",),
+    "images": ([],),
+    "structured_outputs_regex": ("",),
+    "truncate_prompt_tokens": (),
+}
+"""Parameters that are not supported, with the values that ask for nothing."""
+
+
+class TrlBody(Body):
+    """Body of /generate/, with TRL's names and defaults."""
+
+    prompts: list[str] | list[list[int]]
+    """Texts, or token ids."""
+    n: int = 1
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: int = 16
+    logprobs: int | None = 0
+    """Only 0 and null are supported: those of the sampled tokens, or none."""
+    generation_kwargs: dict[str, Any] | None = None
+    """Of these, `seed`, `stop_token_ids`, `ignore_eos`, `min_tokens` and the penalties."""
+
+
+class TrlSampling(Body):
+    """Supported keys of `generation_kwargs`."""
+
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+def prompts_of(body: TrlBody, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Return the token ids of the prompts. InvalidArgument: they are text, and there is no tokenizer."""
+    return [
+        needs_text(tokenizer, "prompts").encode(each, True) if isinstance(each, str) else list(each)
+        for each in body.prompts
+    ]
+
+
+def sampling_of(body: TrlBody, more: TrlSampling) -> t.SamplingParams:
+    """Return the sampling parameters; log-probabilities are processed ones, as TRL's server gives them."""
+    return t.SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=top_k_of(body.top_k),
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=more.presence_penalty,
+        frequency_penalty=more.frequency_penalty,
+        max_tokens=body.max_tokens,
+        min_tokens=more.min_tokens,
+        stop_token_ids=tuple(more.stop_token_ids or ()),
+        ignore_eos=more.ignore_eos,
+        logprobs_mode=t.LogprobsMode.PROCESSED,
+    )
+
+
+def answer(body: TrlBody, outputs: Sequence[SampleOutput]) -> dict[str, Any]:
+    """Return the answer: prompts once, samples prompt by prompt, log-probabilities as lists of one."""
+    with_logprobs = body.logprobs is not None
+    return {
+        "prompt_ids": [list(output.request.prompt_token_ids) for output in outputs[:: body.n]],
+        "completion_ids": [output.token_ids for output in outputs],
+        "logprobs": [[[value] for value in finite(o.logprobs)] for o in outputs] if with_logprobs else None,
+        "logprob_token_ids": [[[token] for token in o.token_ids] for o in outputs] if with_logprobs else None,
+    }

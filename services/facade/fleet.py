@@ -1,0 +1,78 @@
+"""The model and the state of the fleet, as the gateway tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from paceline import AsyncClient
+from paceline import types as t
+from paceline.errors import PacelineError, UnavailableError, Violation
+from services.contracts.errors import InvalidArgument
+
+HEALTH_SECONDS = 5.0
+"""Deadline of what a probe asks."""
+_LIVE = (t.InstanceState.SERVING, t.InstanceState.PAUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model that the instances serve."""
+
+    name: str
+    max_model_len: int
+
+
+class ServedFleet:
+    """Fleet as requests see it: its model, instances and policy version."""
+
+    def __init__(self, client: Callable[[], AsyncClient], name: str | None) -> None:
+        """`name` replaces the model's own."""
+        self._client = client
+        self._name = name
+        self._model: ServedModel | None = None
+
+    async def model(self) -> ServedModel:
+        """Return the model, which stays the same. UnavailableError: no instance is known."""
+        if self._model is None:
+            self._model = served_model(await self._client().instances(), self._name)
+        return self._model
+
+    async def check_model(self, asked: str | None) -> ServedModel:
+        """Return the model; InvalidArgument if a request names another."""
+        model = await self.model()
+        if asked is not None and asked != model.name:
+            raise InvalidArgument([Violation("model", f"{asked!r} is not served; must be {model.name!r}")])
+        return model
+
+    async def instances(self) -> tuple[t.Instance, ...]:
+        """Return the instances; DeadlineExceededError or another error soon, for a probe."""
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                return await self._client().instances()
+        except TimeoutError:
+            raise UnavailableError(grpc.StatusCode.UNAVAILABLE, "the gateway does not answer") from None
+
+    async def policy_version(self) -> int:
+        """Return the published version of the weights."""
+        return (await self._client().versions()).policy_version
+
+    async def problem(self, *, needs_instance: bool) -> str:
+        """Return why requests cannot be served now; empty if they can."""
+        try:
+            instances = await self.instances()
+        except PacelineError as error:
+            return error.message
+        if needs_instance and not any(each.state in _LIVE for each in instances):
+            return "no instance serves"
+        return ""
+
+
+def served_model(instances: Sequence[t.Instance], name: str | None) -> ServedModel:
+    """Return the model of the instances: the least of their lengths."""
+    if not instances:
+        raise UnavailableError(grpc.StatusCode.UNAVAILABLE, "no instance has registered yet")
+    return ServedModel(name or instances[0].model, min(each.max_model_len for each in instances))

@@ -1,0 +1,57 @@
+"""Client of the gateway with the current token and certificates of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline import AsyncClient, RetryPolicy
+from paceline.channel import Tls
+from services.facade.config import FacadeConfig
+from services.platform.config.settings import is_loopback
+from services.platform.config.sources import ConfigError
+from services.platform.security.certificates import Certificates, watch_certificates
+from services.platform.security.guard import own_token
+
+
+class GatewayClient:
+    """The SDK's client, made anew when token or certificates have changed.
+
+    One that was replaced lives until this is closed, for the streams that are still on it.
+    """
+
+    def __init__(self, config: FacadeConfig) -> None:
+        """Read token and certificates.
+
+        ConfigError if the token would travel in plain text; OSError or Unreadable if the files cannot be used.
+        """
+        self._config = config
+        self._token = own_token(config)
+        self._certificates: Callable[[], Certificates | None] = lambda: None
+        if config.tls is not None:
+            self._certificates = watch_certificates(config.tls).current
+        elif self._token() is not None and not config.insecure:
+            for address in config.gateway.split(","):
+                if not is_loopback(address.strip().rpartition(":")[0]):
+                    raise ConfigError(
+                        [f"will not send the token to {address} in plain text; set tls, or insecure"]
+                    )
+        self._made: list[tuple[tuple[str | None, Certificates | None], AsyncClient]] = []
+
+    def current(self) -> AsyncClient:
+        """Return the client; call it on the event loop."""
+        key = (self._token(), self._certificates())
+        if not self._made or self._made[-1][0] != key:
+            self._made.append((key, self._make(key[0])))
+        return self._made[-1][1]
+
+    async def close(self) -> None:
+        """End all calls and connections."""
+        for _, client in self._made:
+            await client.close()
+
+    def _make(self, token: str | None) -> AsyncClient:
+        config, tls = self._config, self._config.tls
+        files = None if tls is None else Tls(tls.ca_file, tls.cert_file, tls.key_file, tls.server_name)
+        return AsyncClient(
+            config.gateway, token=token, tls=files, retry=RetryPolicy(seconds=config.retry_seconds)
+        )

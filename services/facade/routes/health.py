@@ -1,0 +1,38 @@
+"""Probes, which need no token."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from services.facade.serving import Facade
+
+
+def health_routes(facade: Facade) -> APIRouter:
+    """Return the routes of probes."""
+    router = APIRouter(tags=["health"])
+
+    async def health() -> Response:
+        """200 while a gateway leads and an instance serves, or is paused."""
+        return _answer(await facade.fleet.problem(needs_instance=True))
+
+    for path in ("/health", "/health/", "/health_generate"):
+        router.get(path, include_in_schema=path == "/health")(health)
+
+    @router.get("/readyz")
+    async def ready() -> Response:
+        """200 while a gateway leads; weights can be updated then, even where no instance serves."""
+        return _answer(await facade.fleet.problem(needs_instance=False))
+
+    @router.get("/livez")
+    async def live() -> Response:
+        """200 while this process answers."""
+        return _answer("")
+
+    return router
+
+
+def _answer(problem: str) -> Response:
+    if not problem:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": problem}, status_code=503, headers={"Retry-After": "1"})

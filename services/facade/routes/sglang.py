@@ -1,0 +1,171 @@
+"""Routes of SGLang's native server."""
+
+from __future__ import annotations
+
+import uuid
+from importlib import metadata
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from paceline import types as t
+from paceline.errors import PacelineError, Violation
+from services.contracts.errors import InvalidArgument, Unimplemented
+from services.facade.access import ABSENT
+from services.facade.dialects import sglang
+from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
+from services.facade.http_errors import http_error
+from services.facade.serving import EventResponse, EventStream, Facade
+from services.facade.updates import Updates
+
+_MODES = ("abort", "retract", "in_place")
+
+
+def sglang_routes(facade: Facade, updates: Updates) -> APIRouter:
+    """Return the routes of the dialect."""
+    router = APIRouter(tags=["SGLang"])
+    _generation(router, facade)
+    _control(router, facade, updates)
+    _information(router, facade)
+    return router
+
+
+def _generation(router: APIRouter, facade: Facade) -> None:
+    @router.post("/generate", response_model=None)
+    async def generate(body: sglang.GenerateBody, request: Request) -> Response:
+        """Generate samples of one prompt or several; an aborted request is answered with what it has."""
+        sampling = body.sampling_params or sglang.SglangSampling()
+        check_unsupported(body, sglang.NEUTRAL)
+        check_unsupported(sampling, sglang.NEUTRAL_SAMPLING, "sampling_params.")
+        prompts, several = sglang.prompts_of(body, facade.tokenizer)
+        defaults = facade.defaults(request)
+        requests = sample_requests(
+            prompts,
+            checked_count(sampling.n, "sampling_params.n"),
+            sglang.sampling_of(sampling),
+            run_id=defaults.run_id,
+            seed=run_seed(sampling.sampling_seed, "sampling_params.sampling_seed"),
+            most=defaults.most_samples,
+            names=sglang.NAMES,
+        )
+        request_id = body.rid or uuid.uuid4().hex
+        writer = sglang.SglangWriter(body, several or sampling.n > 1, request_id, facade.tokenizer)
+        if body.stream:
+            events = EventStream(writer.events, lambda _: [])
+            return EventResponse(facade, request, requests, "sglang", events, request_id)
+        outputs = await facade.outputs(request, requests, "sglang", request_id)
+        unknown = any(not output.version_spans for output in outputs)
+        version = await facade.fleet.policy_version() if unknown else 0
+        return JSONResponse(writer.whole(outputs, version))
+
+    @router.post("/abort_request")
+    async def abort_request(body: sglang.AbortRequestBody) -> dict[str, Any]:
+        """End requests by the beginning of their names, or all of this facade."""
+        check_unsupported(body, {"abort_message": ()})
+        if not body.rid and not body.abort_all:
+            raise InvalidArgument([Violation("rid", "is empty; name a request, or set abort_all")])
+        aborted = await facade.samples.abort(lambda own: body.abort_all or own.startswith(body.rid))
+        return {"success": True, "aborted_samples": aborted}
+
+
+def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
+    @router.post("/pause_generation")
+    async def pause_generation(body: sglang.PauseBody | None = None) -> dict[str, Any]:
+        """Let new requests wait until /continue_generation, and end those that run unless `mode` says otherwise."""
+        mode = "abort" if body is None else body.mode
+        if mode not in _MODES:
+            raise InvalidArgument(
+                [Violation("mode", f"{mode!r} is not known; must be one of {', '.join(_MODES)}")]
+            )
+        aborted = await updates.pause(mode)
+        return {"success": True, "message": f"new requests wait; {aborted} samples were ended"}
+
+    @router.post("/continue_generation")
+    async def continue_generation() -> dict[str, Any]:
+        """End a pause."""
+        updates.resume()
+        return {"success": True, "message": "requests go on"}
+
+    async def flush_cache() -> Response:
+        """200 if no request runs. There is nothing to flush: nothing is computed with KV of other weights."""
+        if running := facade.samples.running:
+            return PlainTextResponse(f"{running} samples are running.\n", status_code=400)
+        return PlainTextResponse("Cache flushed.\n")
+
+    router.get("/flush_cache", response_model=None)(flush_cache)
+    router.post("/flush_cache", response_model=None, include_in_schema=False)(flush_cache)
+
+    @router.post("/update_weights_from_disk", response_model=None)
+    async def update_weights_from_disk(body: sglang.UpdateFromDiskBody, request: Request) -> Response:
+        """Publish the weights in a folder as the next version."""
+        check_unsupported(body, sglang.UPDATE_NEUTRAL)
+        in_flight = t.InFlight.ABORT if body.abort_all_requests else t.InFlight.CONTINUE
+        try:
+            outcome = await updates.from_folder(
+                facade.defaults(request).run_id,
+                body.model_path,
+                in_flight,
+                lambda published: sglang.version_asked(body.weight_version, published),
+            )
+        except PacelineError as error:
+            found = http_error(error)
+            answer = {"success": False, "message": error.message, **found.body}
+            return JSONResponse(answer, status_code=found.status, headers=found.headers)
+        answer = {"success": True, "message": outcome.message, "weight_version": str(outcome.version)}
+        return JSONResponse(
+            {**answer, "num_paused_requests": facade.samples.samples - facade.samples.running}
+        )
+
+    async def absent(request: Request) -> None:
+        path = request.url.path
+        raise Unimplemented(path, f"{path} is not there: push weights by a folder, see docs/trainers.md")
+
+    for path in ABSENT:
+        router.post(path, include_in_schema=False)(absent)
+
+
+def _information(router: APIRouter, facade: Facade) -> None:
+    async def server_info(request: Request) -> dict[str, Any]:
+        """Return what trainers check: one server, whatever the number of instances."""
+        if "config_format" in request.query_params:
+            raise Unimplemented("vllm_config", "this is not vLLM: there is no configuration of one")
+        model, version = await facade.fleet.model(), await facade.fleet.policy_version()
+        return {
+            "model_path": model.name,
+            "served_model_name": model.name,
+            "tp_size": 1,
+            "pp_size": 1,
+            "dp_size": 1,
+            "enable_memory_saver": False,
+            "context_length": model.max_model_len,
+            "weight_version": str(version),
+            "version": f"paceline {metadata.version('paceline')}",
+        }
+
+    async def model_info() -> dict[str, Any]:
+        """Return the model and the version of its weights."""
+        model, version = await facade.fleet.model(), await facade.fleet.policy_version()
+        return {
+            "model_path": model.name,
+            "tokenizer_path": str(facade.config.model or ""),
+            "is_generation": True,
+            "weight_version": str(version),
+        }
+
+    for path in ("/get_server_info", "/server_info"):
+        router.get(path, include_in_schema=path == "/get_server_info")(server_info)
+    for path in ("/get_model_info", "/model_info"):
+        router.get(path, include_in_schema=path == "/get_model_info")(model_info)
+
+    @router.get("/get_weight_version")
+    async def get_weight_version() -> dict[str, str]:
+        """Return the published version of the weights."""
+        return {"weight_version": str(await facade.fleet.policy_version())}
+
+    @router.get("/v1/loads")
+    async def loads() -> dict[str, Any]:
+        """Return the samples of this facade that run, and those that wait for the end of a pause."""
+        running, samples = facade.samples.running, facade.samples.samples
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": samples - running}
+        return {"loads": [load]}

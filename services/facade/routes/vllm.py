@@ -1,0 +1,159 @@
+"""Routes of vLLM's server and OpenAI's API, and of TRL's own server."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
+
+from paceline import types as t
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+from services.facade.dialects import trl, vllm
+from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
+from services.facade.http_errors import field_of
+from services.facade.serving import EventResponse, EventStream, Facade
+from services.facade.updates import Updates
+
+
+def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
+    """Return the routes of the dialect."""
+    router = APIRouter(tags=["vLLM and OpenAI"])
+    _control(router, facade, updates)
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """Return the model that is served."""
+        model = await facade.fleet.model()
+        return vllm.models(model.name, model.max_model_len)
+
+    @router.post("/v1/completions", response_model=None)
+    async def completions(body: vllm.CompletionBody, request: Request) -> Response:
+        """Generate samples of one prompt or several, as text or as token ids."""
+        check_unsupported(body, vllm.NEUTRAL)
+        prompts = vllm.completion_prompts(body, facade.tokenizer)
+        return await _generated(facade, body, request, prompts, body.max_tokens, "completion")
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: vllm.ChatBody, request: Request) -> Response:
+        """Generate samples that go on with a conversation, by the model's chat template."""
+        check_unsupported(body, vllm.NEUTRAL)
+        prompt = vllm.chat_prompt(body, facade.tokenizer)
+        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        return await _generated(facade, body, request, [prompt], most, "chat")
+
+    async def world_size() -> dict[str, int]:
+        """Return 1: trainers see one server, whatever the number of instances."""
+        return {"world_size": 1}
+
+    for path in ("/get_world_size", "/get_world_size/"):
+        router.get(path, include_in_schema=path == "/get_world_size")(world_size)
+
+    @router.post("/generate/", response_model=None)
+    async def trl_generate(body: trl.TrlBody, request: Request) -> Response:
+        """Generate samples for the client of `trl vllm-serve`."""
+        check_unsupported(body, trl.NEUTRAL)
+        if body.logprobs:
+            raise InvalidArgument(
+                [Violation("logprobs", f"{body.logprobs} is not supported; must be 0 or null")]
+            )
+        more = _trl_sampling(body)
+        defaults = facade.defaults(request)
+        requests = sample_requests(
+            trl.prompts_of(body, facade.tokenizer),
+            checked_count(body.n),
+            trl.sampling_of(body, more),
+            run_id=defaults.run_id,
+            seed=run_seed(more.seed, "generation_kwargs.seed"),
+            most=defaults.most_samples,
+            names={"prompt": "prompts"},
+        )
+        outputs = await facade.outputs(request, requests, "trl") if requests else []
+        return JSONResponse(trl.answer(body, outputs))
+
+    return router
+
+
+def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
+    @router.post("/pause")
+    async def pause(
+        mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
+    ) -> dict[str, Any]:
+        """Let new requests wait; those that run end, are waited for, or go on. `clear_cache` has no effect."""
+        aborted = await updates.pause(mode)
+        return {"status": "paused", "aborted_samples": aborted}
+
+    @router.post("/resume")
+    async def resume() -> dict[str, Any]:
+        """End a pause."""
+        updates.resume()
+        return {"status": "resumed"}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        """Return whether new requests wait."""
+        return {"is_paused": facade.samples.paused}
+
+    @router.post("/reset_prefix_cache", response_model=None)
+    async def reset_prefix_cache() -> Response:
+        """Do nothing: nothing is computed with KV of other weights."""
+        return Response(status_code=200)
+
+    @router.post("/abort_requests")
+    async def abort_requests(body: vllm.AbortRequestsBody) -> dict[str, Any]:
+        """End requests; they are answered with what they have."""
+        check_unsupported(body, {})
+        return {"aborted_samples": await facade.samples.abort(set(body.request_ids).__contains__)}
+
+    @router.post("/update_weights")
+    async def update_weights(body: vllm.UpdateBody, request: Request) -> dict[str, Any]:
+        """Publish the weights in a folder as the next version; samples that run go on under it."""
+        check_unsupported(body, {"reset_prefix_cache": (True, False)})
+        run_id = facade.defaults(request).run_id
+        outcome = await updates.from_folder(
+            run_id, body.weight_dir, t.InFlight.CONTINUE, lambda published: published + 1
+        )
+        return {"status": "ok", "message": outcome.message, "weight_version": outcome.version}
+
+
+async def _generated(
+    facade: Facade,
+    body: vllm.SamplingBody,
+    request: Request,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    kind: Literal["completion", "chat"],
+) -> Response:
+    model = await facade.fleet.check_model(body.model)
+    defaults = facade.defaults(request)
+    sampling: t.SamplingParams = vllm.sampling_of(body, max_tokens, defaults.logprobs_mode)
+    requests = sample_requests(
+        prompts,
+        checked_count(body.n),
+        sampling,
+        run_id=defaults.run_id,
+        seed=run_seed(body.seed),
+        most=defaults.most_samples,
+    )
+    request_id = body.request_id or uuid.uuid4().hex
+    head = (f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}", int(time.time()), model.name)
+    writer = vllm.AnswerWriter(body, kind, head, facade.tokenizer)
+    if body.stream:
+        events = EventStream(writer.events, writer.last_events)
+        return EventResponse(facade, request, requests, "vllm", events, request_id)
+    return JSONResponse(writer.whole(await facade.outputs(request, requests, "vllm", request_id)))
+
+
+def _trl_sampling(body: trl.TrlBody) -> trl.TrlSampling:
+    try:
+        more = trl.TrlSampling(**(body.generation_kwargs or {}))
+    except ValidationError as error:
+        found = [Violation(f"generation_kwargs.{field_of(e['loc'])}", e["msg"]) for e in error.errors()]
+        raise InvalidArgument(found) from error
+    check_unsupported(more, {}, "generation_kwargs.")
+    return more

@@ -1,0 +1,151 @@
+"""Common part of the routes of all dialects: samples of a request until its client leaves, and streamed answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline import AsyncClient
+from paceline import types as t
+from paceline.errors import CancelledError, PacelineError
+from services.contracts.errors import ServiceError
+from services.facade.config import FacadeConfig
+from services.facade.dialects.parameters import Defaults
+from services.facade.fleet import ServedFleet
+from services.facade.http_errors import http_error
+from services.facade.metrics import FacadeMetrics
+from services.facade.samples import SampleGroup, SampleOutput, SamplesInWork
+from services.facade.text import Tokenizer
+from services.platform.tasks import end
+
+RUN_HEADER = "x-paceline-run"
+"""Header that names the run of a request."""
+
+
+Events = Callable[[Sequence[SampleOutput]], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Facade:
+    """Collaborators of the routes."""
+
+    config: FacadeConfig
+    client: Callable[[], AsyncClient]
+    fleet: ServedFleet
+    samples: SamplesInWork
+    tokenizer: Tokenizer | None
+    metrics: FacadeMetrics
+
+    def defaults(self, request: Request) -> Defaults:
+        """Return what a request has that does not say otherwise."""
+        run_id = request.headers.get(RUN_HEADER) or self.config.run_id
+        return Defaults(run_id, self.config.logprobs_mode, self.config.max_samples_per_request)
+
+    @asynccontextmanager
+    async def generating(
+        self, request: Request, requests: Sequence[t.SampleRequest], request_id: str = ""
+    ) -> AsyncIterator[SampleGroup]:
+        """Generate samples; they end when the context is left, or the client leaves."""
+        async with self.samples.generate(requests, request_id) as group:
+            leaving = asyncio.create_task(self._end_with_client(request, group))
+            try:
+                yield group
+            finally:
+                await end([leaving])
+
+    async def outputs(
+        self, request: Request, requests: Sequence[t.SampleRequest], dialect: str, request_id: str = ""
+    ) -> list[SampleOutput]:
+        """Return the samples once all have ended."""
+        async with self.generating(request, requests, request_id) as group:
+            found = await group.wait()
+        self.count(found, dialect)
+        return found
+
+    async def _end_with_client(self, request: Request, group: SampleGroup) -> None:
+        # The body was read, so what is received next is that the client has left.
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.metrics.disconnects.inc()
+        await group.fail(client_left())
+
+    def count(self, outputs: Sequence[SampleOutput], dialect: str) -> None:
+        """Count the tokens of an answer."""
+        self.metrics.tokens.labels(dialect).inc(sum(len(output.token_ids) for output in outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class EventStream:
+    """The events of an answer, as a dialect writes them."""
+
+    new: Events
+    """Returns the events for what is new."""
+    last: Events
+    """Returns those that follow the samples."""
+    done: str = "[DONE]"
+
+
+class EventResponse(Response):
+    """An answer of server-sent events. An error before the first token is an answer of its own."""
+
+    def __init__(
+        self,
+        facade: Facade,
+        request: Request,
+        requests: Sequence[t.SampleRequest],
+        dialect: str,
+        events: EventStream,
+        request_id: str = "",
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._facade = facade
+        self._request = request
+        self._requests = requests
+        self._dialect = dialect
+        self._events = events
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate the samples and send them as they grow."""
+        async with self._facade.generating(self._request, self._requests, self._request_id) as group:
+            seen = await group.progress(0)
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            try:
+                await _send(send, self._events.new(group.outputs))
+                while not group.ended():
+                    seen = await group.progress(seen)
+                    await _send(send, self._events.new(group.outputs))
+                await _send(send, self._events.last(group.outputs))
+                last = f"data: {self._events.done}\n\n"
+            except (PacelineError, ServiceError) as error:
+                last = _line(http_error(error).body)
+            await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
+            self._facade.count(group.outputs, self._dialect)
+
+
+async def _send(send: Send, events: Sequence[dict[str, Any]]) -> None:
+    if events:
+        body = "".join(map(_line, events)).encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def client_left() -> CancelledError:
+    """Return the error of a request whose client has left; nobody reads it."""
+
+    return CancelledError(grpc.StatusCode.CANCELLED, "the client has left")
+
+
+def _line(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -1,0 +1,106 @@
+"""Text and tokens of the model that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+
+_UNFINISHED = "\ufffd"
+"""What a decoder gives for bytes that are no character yet."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text; with `special`, those around it that the model expects."""
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool) -> str:
+        """Return the text of tokens."""
+
+    def token(self, token_id: int) -> str:
+        """Return the text of one token."""
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], template: str | None
+    ) -> list[int]:
+        """Return the tokens of a conversation; InvalidArgument if its template refuses it, or there is none."""
+
+
+class FolderTokenizer:
+    """Tokenizer of a model folder in Hugging Face layout."""
+
+    def __init__(self, folder: Path) -> None:
+        """OSError or ValueError if the folder has none. Code that the folder may hold is not run."""
+        # Imported late: it takes seconds, and a facade for token ids needs no tokenizer.
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text."""
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool) -> str:
+        """Return the text of tokens, as it is in the model's data: no spaces are tidied."""
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def token(self, token_id: int) -> str:
+        """Return the text of one token."""
+        return self.decode([token_id], skip_special=False)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], template: str | None
+    ) -> list[int]:
+        """Return the tokens of a conversation."""
+        try:
+            found = self._tokenizer.apply_chat_template(
+                list(messages), chat_template=template, tokenize=True, return_dict=False, **options
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise InvalidArgument(
+                [Violation("messages", f"the chat template refuses them: {error}")]
+            ) from error
+        return [int(token) for token in found]
+
+
+def needs_text(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
+    """Return the tokenizer; InvalidArgument that names the field if there is none."""
+    if tokenizer is None:
+        raise InvalidArgument(
+            [Violation(field, "is text, and this facade has no tokenizer; send token ids, or set `model`")]
+        )
+    return tokenizer
+
+
+class TextStream:
+    """Text of a sample that grows: whole characters only, though their bytes may be in several tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._begin = 0
+        self._given = 0
+
+    def grow(self, token_ids: Sequence[int], ended: bool) -> str:
+        """Return the text that is new; `token_ids` are all tokens so far. All of it comes at the end."""
+        if self._tokenizer is None:
+            return ""
+        # Decoded with the tokens before them: some tokenizers write the same token otherwise at a beginning.
+        before = self._tokenizer.decode(token_ids[self._begin : self._given], self._skip_special)
+        now = self._tokenizer.decode(token_ids[self._begin :], self._skip_special)
+        if now.endswith(_UNFINISHED) and not ended:
+            return ""
+        if len(token_ids) > self._given:
+            self._begin, self._given = self._given, len(token_ids)
+        return now[len(before) :]

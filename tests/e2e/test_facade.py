@@ -1,0 +1,66 @@
+"""The facade in front of real engines: the tokens over HTTP are those over gRPC under the same seed."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from paceline import Client, Sample, SampleRequest, SamplingParams
+from services.facade.dialects.parameters import prompt_id_of
+from services.local import Platform
+
+PROMPTS = [[3, 4, 5], [6, 7]]
+SEED = 11
+
+
+@pytest.fixture
+def http(platform: Platform) -> Iterator[httpx.Client]:
+    config = platform.config
+    context: ssl.SSLContext | bool = True
+    if config.tls is not None:
+        context = ssl.create_default_context(cafile=str(config.tls.ca_file))
+        context.load_cert_chain(str(config.tls.cert_file), str(config.tls.key_file))
+    headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
+    with httpx.Client(base_url=platform.http_address, headers=headers, verify=context, timeout=120) as client:
+        yield client
+
+
+def over_grpc(client: Client, prompt: list[int], slot: int) -> Sample:
+    """Return a sample as the native client gets it."""
+    request = SampleRequest(
+        "http", prompt_id_of(prompt), prompt, slot=slot, sampling=SamplingParams(max_tokens=24), run_seed=SEED
+    )
+    *_, sample = client.generate(request)
+    assert isinstance(sample, Sample)
+    return sample
+
+
+def test_tokens_over_http_are_those_over_grpc(http: httpx.Client, client: Client) -> None:
+    body = {
+        "prompt": PROMPTS,
+        "n": 2,
+        "seed": SEED,
+        "max_tokens": 24,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    choices = http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+    samples = [over_grpc(client, prompt, slot) for prompt in PROMPTS for slot in (0, 1)]
+    assert [choice["token_ids"] for choice in choices] == [sample.token_ids.tolist() for sample in samples]
+    for choice, sample in zip(choices, samples, strict=True):
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(sample.logprobs.tolist(), abs=1e-4)
+
+
+def test_tokens_in_sglangs_dialect_are_the_same(http: httpx.Client, client: Client) -> None:
+    params = {"max_new_tokens": 24, "sampling_seed": SEED, "n": 2}
+    body = {"input_ids": PROMPTS, "sampling_params": params, "return_logprob": True}
+    answers = http.post("/generate", json=body).raise_for_status().json()
+    samples = [over_grpc(client, prompt, slot) for prompt in PROMPTS for slot in (0, 1)]
+    assert [answer["output_ids"] for answer in answers] == [sample.token_ids.tolist() for sample in samples]
+    for answer, sample in zip(answers, samples, strict=True):
+        # At temperature 1 and without masks the processed log-probabilities are the raw ones.
+        values = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        assert values == pytest.approx(sample.logprobs.tolist(), abs=1e-4)

@@ -1,0 +1,199 @@
+"""Bodies of the dialects to sample requests, and samples back to bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline import types as t
+from services.contracts.errors import InvalidArgument
+from services.facade.dialects import sglang, trl, vllm
+from services.facade.dialects.parameters import (
+    LEAST_LOGPROB,
+    check_unsupported,
+    finite,
+    prompt_id_of,
+    run_seed,
+    sample_requests,
+)
+from services.facade.samples import SampleOutput
+
+RAW, PROCESSED = t.LogprobsMode.RAW, t.LogprobsMode.PROCESSED
+
+
+def requests_of(prompts: list[list[int]], samples: int, seed: int = 5) -> list[t.SampleRequest]:
+    return sample_requests(prompts, samples, t.SamplingParams(), run_id="r", seed=seed, most=100)
+
+
+def output_of(tokens: list[int], **fields: Any) -> SampleOutput:
+    request = t.SampleRequest("r", "p", [7, 8])
+    return SampleOutput(request, tokens, [-float(token) for token in tokens], **fields)
+
+
+def test_samples_are_named_by_prompt_and_place() -> None:
+    requests = requests_of([[1, 2], [3], [1, 2]], 2)
+    assert [(request.prompt_id, request.slot) for request in requests] == [
+        (prompt_id_of([1, 2]), 0),
+        (prompt_id_of([1, 2]), 1),
+        (prompt_id_of([3]), 0),
+        (prompt_id_of([3]), 1),
+        (prompt_id_of([1, 2]), 2),
+        (prompt_id_of([1, 2]), 3),
+    ]
+    assert {(request.run_id, request.run_seed, request.step) for request in requests} == {("r", 5, 0)}
+    assert requests == requests_of([[1, 2], [3], [1, 2]], 2)
+    # Known: a change would change every sample that a seed names.
+    assert prompt_id_of([1, 2]) == "f59df9f51bfcb52f7ae49756810ec78b"
+    assert prompt_id_of([1, 2]) != prompt_id_of([2, 1])
+
+
+def test_seeds_are_64_bit() -> None:
+    assert run_seed(7) == 7
+    assert run_seed(-1) == (1 << 64) - 1
+    assert run_seed(None) != run_seed(None)
+    for wrong in (1 << 64, -(1 << 63) - 1):
+        with pytest.raises(InvalidArgument, match="seed"):
+            run_seed(wrong)
+
+
+def test_more_samples_than_allowed_are_refused() -> None:
+    assert len(requests_of([[1]] * 10, 10)) == 100
+    with pytest.raises(InvalidArgument, match="101"):
+        requests_of([[1]], 101)
+
+
+def test_vllms_parameters_reach_the_sample() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "min_tokens": 2,
+        "stop_token_ids": [4, 5],
+        "ignore_eos": True,
+    }
+    body = vllm.CompletionBody(prompt=[1], **given)
+    wanted = t.SamplingParams(**{**given, "stop_token_ids": (4, 5)}, max_tokens=9, logprobs_mode=RAW)
+    assert vllm.sampling_of(body, 9, RAW) == wanted
+    assert vllm.sampling_of(vllm.CompletionBody(prompt=[1]), 9, RAW) == t.SamplingParams(max_tokens=9)
+    assert vllm.CompletionBody(prompt=[1]).max_tokens == 16
+    assert vllm.ChatBody(messages=[{}]).max_tokens is None
+    assert vllm.sampling_of(vllm.CompletionBody(prompt=[1], top_k=-1), 9, RAW).top_k == 0
+
+
+def test_sglangs_parameters_reach_the_sample() -> None:
+    given = sglang.SglangSampling(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=-1,
+        max_new_tokens=9,
+        min_new_tokens=2,
+        stop_token_ids=[4],
+        ignore_eos=True,
+    )
+    found = sglang.sampling_of(given)
+    assert (found.temperature, found.top_p, found.top_k) == (0.7, 0.9, 0)
+    assert (found.max_tokens, found.min_tokens, found.stop_token_ids) == (9, 2, (4,))
+    assert (found.ignore_eos, found.logprobs_mode) == (True, PROCESSED)
+    assert sglang.sampling_of(sglang.SglangSampling(temperature=0)).logprobs_mode is RAW
+    assert sglang.sampling_of(sglang.SglangSampling()).max_tokens == 128
+
+
+def test_trls_parameters_reach_the_sample() -> None:
+    body = trl.TrlBody(prompts=[[1]], temperature=0.7, max_tokens=9)
+    found = trl.sampling_of(body, trl.TrlSampling(stop_token_ids=[4], min_tokens=2))
+    assert (found.temperature, found.top_k, found.max_tokens, found.logprobs_mode) == (0.7, 0, 9, PROCESSED)
+    assert (found.stop_token_ids, found.min_tokens) == ((4,), 2)
+
+
+def test_parameters_without_a_field_are_refused_unless_they_ask_for_nothing() -> None:
+    check_unsupported(vllm.CompletionBody(prompt=[1], best_of=1, stop=None, suffix=None), vllm.NEUTRAL)
+    body = vllm.CompletionBody(prompt=[1], best_of=2, typo=1, guided_decoding={"json": {}})
+    with pytest.raises(InvalidArgument) as refused:
+        check_unsupported(body, vllm.NEUTRAL)
+    assert [violation.field for violation in refused.value.violations] == [
+        "best_of",
+        "typo",
+        "guided_decoding",
+    ]
+
+
+def test_no_parameter_is_both_supported_and_not() -> None:
+    pairs = [
+        (vllm.CompletionBody, vllm.NEUTRAL),
+        (sglang.GenerateBody, sglang.NEUTRAL),
+        (sglang.SglangSampling, sglang.NEUTRAL_SAMPLING),
+        (sglang.UpdateFromDiskBody, sglang.UPDATE_NEUTRAL),
+        (trl.TrlBody, trl.NEUTRAL),
+    ]
+    for body, neutral in pairs:
+        assert not set(body.model_fields) & set(neutral)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"), [([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([[1]], [[1]])]
+)
+def test_prompts_are_one_or_several(prompt: Any, prompts: list[list[int]]) -> None:
+    assert vllm.completion_prompts(vllm.CompletionBody(prompt=prompt), None) == prompts
+    several = isinstance(prompt[0], list)
+    assert sglang.prompts_of(sglang.GenerateBody(input_ids=prompt), None) == (prompts, several)
+
+
+def test_log_probabilities_can_be_written_as_json() -> None:
+    assert finite([-0.5, float("-inf"), float("nan"), -1e30]) == [-0.5] + [LEAST_LOGPROB] * 3
+
+
+def test_reasons_and_stop_tokens() -> None:
+    body = vllm.CompletionBody(prompt=[1], stop_token_ids=[5], return_token_ids=True, logprobs=0)
+    writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
+    ends = [
+        (output_of([4, 5], finish_reason=t.FinishReason.STOP), "stop", 5),
+        (output_of([4, 1], finish_reason=t.FinishReason.STOP), "stop", None),
+        (output_of([4, 5], finish_reason=t.FinishReason.LENGTH), "length", None),
+        (output_of([4], finish_reason=t.FinishReason.ABORTED), "abort", None),
+    ]
+    choices = writer.whole([output for output, _, _ in ends])["choices"]
+    assert [(c["finish_reason"], c["stop_reason"]) for c in choices] == [(why, last) for _, why, last in ends]
+    found = [
+        sglang.SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None).whole([output], 3)
+        for output, _, _ in ends
+    ]
+    infos = [each["meta_info"] for each in found if isinstance(each, dict)]
+    assert [info["finish_reason"]["type"] for info in infos] == ["stop", "stop", "length", "abort"]
+    assert {info["weight_version"] for info in infos} == {"3"}
+    assert infos[0]["finish_reason"]["matched"] == 5
+
+
+def test_events_of_vllm_have_what_is_new() -> None:
+    body = vllm.CompletionBody(
+        prompt=[1], return_token_ids=True, logprobs=0, stream_options=vllm.StreamOptions(include_usage=True)
+    )
+    writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
+    output = output_of([1, 2])
+    (first,) = writer.events([output])
+    assert writer.events([output]) == []
+    output.token_ids.append(3)
+    output.logprobs.append(-3.0)
+    output.finish_reason = t.FinishReason.LENGTH
+    (last,) = writer.events([output])
+    assert writer.events([output]) == []
+    choices = [first["choices"][0], last["choices"][0]]
+    assert [choice["token_ids"] for choice in choices] == [[1, 2], [3]]
+    assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [[-1.0, -2.0], [-3.0]]
+    assert [choice["finish_reason"] for choice in choices] == [None, "length"]
+    assert choices[0]["prompt_token_ids"] == [7, 8]
+    assert "prompt_token_ids" not in choices[1]
+    (end,) = writer.last_events([output])
+    assert end["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("given", "version"),
+    [(None, 5), ("9", 9), (9, 9), ("4", 5), ("0", 5), ("default", 5), (-1, 5), (1 << 70, 5)],
+)
+def test_an_update_has_the_number_asked_for_or_the_next_one(given: str | int | None, version: int) -> None:
+    assert sglang.version_asked(given, 4) == version

@@ -1,0 +1,172 @@
+"""Samples in work, on a client that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import numpy as np
+import pytest
+
+from paceline import types as t
+from paceline.errors import PacelineError, UnavailableError
+from services.contracts.errors import ResourceExhausted
+from services.facade.samples import SamplesInWork
+
+LENGTH = 6
+
+
+def request(slot: int = 0) -> t.SampleRequest:
+    return t.SampleRequest("run", "p", [1], slot=slot)
+
+
+def delta(slot: int, begin: int, end: int) -> t.TokenDelta:
+    """Tokens [begin, end) of a sample: those of a slot are its own, whoever generates them."""
+    places = np.arange(begin, end) + 100 * slot
+    return t.TokenDelta(places, -places.astype(np.float32))
+
+
+class Scripted:
+    """Generates LENGTH tokens one by one; is lost at some places, and waits while it is held."""
+
+    def __init__(self, lost_at: tuple[int, ...] = ()) -> None:
+        self.lost_at = list(lost_at)
+        self.prefixes: list[list[int]] = []
+        self.held = asyncio.Event()
+        self.held.set()
+        self.running = 0
+
+    async def generate(self, request: t.SampleRequest) -> AsyncIterator[t.TokenDelta | t.Sample]:
+        begin = len(request.prefix_token_ids)
+        self.prefixes.append([int(token) for token in request.prefix_token_ids])
+        self.running += 1
+        try:
+            for place in range(begin, LENGTH):
+                await asyncio.sleep(0)
+                if place in self.lost_at:
+                    self.lost_at.remove(place)
+                    raise UnavailableError(grpc.StatusCode.UNAVAILABLE, "lost")
+                if place == 3:
+                    await self.held.wait()
+                yield delta(request.slot, place, place + 1)
+            whole = delta(request.slot, begin, LENGTH)
+            yield t.Sample(
+                request.prompt_id,
+                request.slot,
+                whole.token_ids,
+                whole.logprobs,
+                t.FinishReason.LENGTH,
+                t.SampleStatus.TRUNCATED,
+                (t.VersionSpan(0, LENGTH, 4),),
+                t.Provenance(),
+                seed=1,
+            )
+        finally:
+            self.running -= 1
+
+
+def in_work(
+    client: Scripted, *, most: int = 8, show: Callable[[int], None] = lambda _: None
+) -> SamplesInWork:
+    return SamplesInWork(lambda: client, most, 60.0, show)
+
+
+async def test_a_lost_gateway_costs_nothing_and_the_last_token_is_sampled_again() -> None:
+    client = Scripted(lost_at=(2, 5))
+    async with in_work(client).generate([request(1)]) as group:
+        (output,) = await group.wait()
+    assert output.token_ids == [100, 101, 102, 103, 104, 105]
+    assert output.logprobs == [-100.0, -101.0, -102.0, -103.0, -104.0, -105.0]
+    assert client.prefixes == [[], [100], [100, 101, 102, 103]]
+
+
+async def test_a_gateway_that_gives_nothing_is_an_error() -> None:
+    client = Scripted(lost_at=(2, 2, 1))
+    with pytest.raises(UnavailableError):
+        async with in_work(client).generate([request()]) as group:
+            await group.wait()
+    assert client.running == 0
+
+
+async def test_an_aborted_request_keeps_its_tokens() -> None:
+    client, samples = Scripted(), None
+    client.held.clear()
+    samples = in_work(client)
+    async with samples.generate([request(0), request(1)], "rid-7") as group:
+        seen = 0
+        while seen < 6:
+            seen = await group.progress(seen)
+        assert await samples.abort("other".__eq__) == 0
+        assert samples.running == 2
+        assert await samples.abort("rid-7".__eq__) == 2
+        assert samples.running == 0
+        outputs = await group.wait()
+    assert [output.token_ids for output in outputs] == [[0, 1, 2], [100, 101, 102]]
+    assert {output.finish_reason for output in outputs} == {t.FinishReason.ABORTED}
+    assert client.running == 0
+
+
+async def test_leaving_ends_everything_and_gives_its_place_back() -> None:
+    client = Scripted()
+    client.held.clear()
+    shown: list[int] = []
+    samples = in_work(client, most=3, show=shown.append)
+    async with samples.generate([request(0), request(1)]) as group:
+        await group.progress(0)
+        with pytest.raises(ResourceExhausted):
+            async with samples.generate([request(2), request(3)]):
+                pytest.fail("there is no place")
+    assert client.running == 0
+    assert shown == [2, 0]
+    # Alone, a request may be larger than the bound: it could never come otherwise.
+    client.held.set()
+    async with samples.generate([request(slot) for slot in range(5)]) as group:
+        assert len(await group.wait()) == 5
+
+
+async def test_a_request_that_fails_raises_its_first_error() -> None:
+    class Failing(Scripted):
+        async def generate(self, request: t.SampleRequest) -> AsyncIterator[t.TokenDelta | t.Sample]:
+            if request.slot == 1:
+                raise PacelineError(grpc.StatusCode.INVALID_ARGUMENT, "bad")
+            async for event in super().generate(request):
+                yield event
+
+    client = Failing()
+    client.held.clear()
+    with pytest.raises(PacelineError, match="bad"):
+        async with in_work(client).generate([request(0), request(1)]) as group:
+            await group.wait()
+    assert client.running == 0
+
+
+async def test_requests_wait_during_a_pause() -> None:
+    client = Scripted()
+    client.held.clear()
+    samples = in_work(client)
+    async with samples.generate([request(0)]) as before:
+        await before.progress(0)
+        samples.pause()
+        draining = asyncio.create_task(samples.drained())
+        async with samples.generate([request(1), request(2)]) as after:
+            assert (samples.running, samples.samples) == (1, 3)
+            client.held.set()
+            await before.wait()
+            assert samples.running == 0
+            assert [output.token_ids for output in after.outputs] == [[], []]
+            assert client.running == 0
+            samples.resume()
+            outputs = await after.wait()
+        assert [len(output.token_ids) for output in outputs] == [LENGTH, LENGTH]
+        assert not draining.done(), "the first request is not left yet"
+    await draining
+
+
+async def test_a_request_that_waits_can_be_aborted() -> None:
+    samples = in_work(Scripted())
+    samples.pause()
+    async with samples.generate([request()]) as group:
+        assert await samples.abort() == 1
+        (output,) = await group.wait()
+    assert (output.finish_reason, output.token_ids) == (t.FinishReason.ABORTED, [])
