@@ -1,0 +1,239 @@
+"""A `rollout_func` for TRL's GRPOTrainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline import types as t
+from paceline.adapters import Adapter
+from paceline.errors import PacelineError, UnimplementedError
+from paceline.integrations.trl import policy, requests
+from paceline.integrations.trl.grouping import RepeatedPrompts, group_repeated, in_order
+from paceline.integrations.trl.processes import gathered, on_main
+from paceline.integrations.trl.schedule import Cadence, Lookahead
+
+if TYPE_CHECKING:
+    from paceline.client import Rollout, Run
+
+_log = logging.getLogger("paceline")
+_EVALUATION = "eval."
+
+
+class PacelineRollout:
+    """Samples a trainer's completions on Paceline; one object for one trainer.
+
+        GRPOTrainer(model, reward, args, data, rollout_func=PacelineRollout(run))
+
+    Prompts that TRL repeats become groups. Before the first rollout after each update the policy's weights are
+    pushed. With several processes the main one does both for all, and only its `run` is called.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        logprobs_mode: t.LogprobsMode = t.LogprobsMode.PROCESSED,
+        exactness: t.Exactness | None = None,
+        lora: Literal["merged", "adapter"] = "merged",
+        in_flight: t.InFlight = t.InFlight.REFUSE,
+        hints: bool = True,
+    ) -> None:
+        """Use a run, which the caller closes after training.
+
+        Args:
+            run: a training job, whose seed makes the samples.
+            logprobs_mode: the kind of log-probabilities given to TRL, whose own are PROCESSED ones.
+            exactness: how samples may use earlier rollouts; exact unless told otherwise.
+            lora: of a model with a LoRA adapter, what is pushed: the full weights with the adapter merged, or
+                the adapter alone, after the weights below it once, for which the run needs a `WeightFolder`.
+            in_flight: what becomes of unfinished samples, of any run, when weights are pushed.
+            hints: announce the next prompts, for idle instances to pre-generate, where their order is known.
+        """
+        self._run = run
+        self._mode = logprobs_mode
+        self._exactness = exactness
+        self._lora = lora
+        self._in_flight = in_flight
+        self._hints = hints
+        self._checked = False
+        self._pushed_at: int | None = None
+        """Global step of the weights that the fleet has."""
+        self._last = (-1, -1, -1)
+        """Global step, number after it, and index of the last rollout in training."""
+        self._lookahead: Lookahead | None = None
+        self._announced: list[list[int]] | None = None
+        """Prompts of the last hint, tokenized."""
+        self._rewarded: tuple[Rollout, RepeatedPrompts] | None = None
+        """The last rollout in training, until its rewards are reported."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Return the prompts' tokens, and a completion of each with its log-probabilities, in their order.
+
+        Lists of [prompts] each: `prompt_ids` [prompt_len], `completion_ids` [completion_len] with the token that
+        ended it, and `logprobs` [completion_len].
+
+        Raises:
+            UnsupportedTrainerError: the trainer or a prompt wants what this cannot do.
+            RolloutFailedError: a sample could not be had; or, not in the main process, that one failed.
+            PacelineError: a call was refused.
+        """
+        if not self._checked:
+            requests.check(trainer)
+            self._checked = True
+        sampling = requests.sampling_of(trainer, self._mode)
+        own = requests.tokenize(trainer, prompts)
+        self.push(trainer)
+        accelerator = trainer.accelerator
+        ranks = gathered(accelerator, own)
+        everyone = [ids for rank in ranks for ids in rank]
+        training = bool(trainer.model.training)
+        completed = on_main(accelerator, lambda: self._complete(trainer, everyone, sampling, training))
+        first = sum(len(rank) for rank in ranks[: accelerator.process_index])
+        mine = completed[first : first + len(own)]
+        return {
+            "prompt_ids": own,
+            "completion_ids": [tokens for tokens, _ in mine],
+            "logprobs": [logprobs for _, logprobs in mine],
+        }
+
+    def push(self, trainer: Any) -> None:
+        """Push the policy's weights, unless the fleet has those of this global step; all processes call it.
+
+        Rollouts do it by themselves. After training it gives the fleet the last weights.
+
+        Raises:
+            UnsupportedTrainerError: an adapter cannot be merged here.
+            PacelineError: the push was refused; in other processes RolloutFailedError.
+        """
+        step = trainer.state.global_step
+        if step == self._pushed_at:
+            return
+        if self._lora == "adapter" and policy.is_peft(trainer.accelerator.unwrap_model(trainer.model)):
+            adapter, base = policy.adapter_of(trainer)
+            on_main(trainer.accelerator, lambda: self._push_adapter(adapter, base))
+        else:
+            weights = policy.weights_of(trainer)
+            on_main(trainer.accelerator, lambda: self._push_weights(weights))
+        self._pushed_at = step
+
+    def report_rewards(self, rewards: Sequence[float]) -> int:
+        """Report the rewards of the last rollout in training; return how many samples were known.
+
+        For the main process. `rewards` are those of all processes' prompts, in order of rank; NaN is left out.
+        ValueError: they are not as many as the samples.
+        """
+        if self._rewarded is None:
+            return 0
+        (rollout, repeated), self._rewarded = self._rewarded, None
+        pairs = zip(repeated.keys, rewards, strict=True)
+        named = [t.Reward(key.prompt_id, key.slot, reward) for key, reward in pairs if reward == reward]
+        try:
+            return rollout.report_rewards(named)
+        except UnimplementedError:
+            return 0
+
+    def _push_adapter(self, adapter: Adapter, base: Any) -> None:
+        if self._pushed_at is None:
+            # An adapter builds on the last full version, which may be another trainer's.
+            self._push_weights(base)
+        self._run.push_adapter(adapter, in_flight=self._in_flight)
+
+    def _push_weights(self, weights: Any) -> None:
+        self._run.push_weights(weights, in_flight=self._in_flight)
+
+    def _complete(
+        self, trainer: Any, prompt_ids: list[list[int]], sampling: t.SamplingParams, training: bool
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return tokens and log-probabilities of each completion, in the main process."""
+        repeated = group_repeated(prompt_ids, "" if training else _EVALUATION)
+        step = self._next_step(trainer) if training else max(self._last[2], 0)
+        rollout = self._run.rollout(step, repeated.groups, sampling, exactness=self._exactness)
+        if training:
+            self._rewarded = (rollout, repeated)
+            self._hint(trainer, repeated, sampling, rollout.batch.policy_version)
+        samples = in_order(repeated.keys, rollout)
+        return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
+
+    def _next_step(self, trainer: Any) -> int:
+        """Return the index of this rollout, larger than that of the last one."""
+        now = int(trainer.state.global_step)
+        before, nth, last = self._last
+        nth = nth + 1 if now == before else 0
+        step = max(_cadence(trainer).step(now, nth), last + 1)
+        self._last = (now, nth, step)
+        return step
+
+    def _hint(self, trainer: Any, present: RepeatedPrompts, sampling: t.SamplingParams, version: int) -> None:
+        """Announce the next batch. Training goes on without: what fails here is logged, and tried no more."""
+        if not self._hints:
+            return
+        try:
+            coming = self._coming(trainer, present)
+            cadence, step = _cadence(trainer), self._last[2]
+            updates = cadence.updates_before(step + 1)
+            if coming is not None and updates < trainer.state.max_steps:
+                groups = group_repeated(
+                    [ids for ids in coming for _ in range(trainer.num_generations)]
+                ).groups
+                newer = updates > cadence.updates_before(step)
+                self._run.hint(
+                    step + 1, groups, sampling, policy_version=version + newer, exactness=self._exactness
+                )
+        except PacelineError as error:
+            self._hints = False
+            if not isinstance(error, UnimplementedError):
+                _log.warning("coming prompts are announced no more: %s", error)
+
+    def _coming(self, trainer: Any, present: RepeatedPrompts) -> list[list[int]] | None:
+        """Return the prompts of the next batch, tokenized; None where the order is not known."""
+        if self._lookahead is None:
+            self._lookahead = _lookahead(trainer)
+        wanted = {group.prompt_id for group in present.groups}
+
+        def is_present(batch: Sequence[int]) -> bool:
+            ids = self._announced if self._announced is not None else _prompts(trainer, batch)
+            self._announced = None
+            return {group.prompt_id for group in group_repeated(ids).groups} == wanted
+
+        batch = self._lookahead.after(is_present)
+        if batch is None:
+            self._hints = False
+            return None
+        self._announced = _prompts(trainer, batch)
+        return self._announced
+
+
+def _cadence(trainer: Any) -> Cadence:
+    args = trainer.args
+    return Cadence(args.steps_per_generation * trainer.num_iterations, args.gradient_accumulation_steps)
+
+
+def _lookahead(trainer: Any) -> Lookahead:
+    """Repeat the order of the trainer's data loader, which is that of TRL's sampler and a seed."""
+    data = trainer.train_dataset
+    size = trainer.args.generation_batch_size // trainer.num_generations
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) < size:
+        return Lookahead(iter(()), 0)
+    from trl.trainer.utils import RepeatSampler
+
+    sampler = RepeatSampler(
+        data_source=data,
+        mini_repeat_count=1,
+        batch_size=size,
+        shuffle=trainer.shuffle_dataset,
+        seed=trainer.args.seed,
+    )
+
+    def batches() -> Iterator[Sequence[int]]:
+        while True:
+            indices = list(sampler)
+            yield from (indices[first : first + size] for first in range(0, len(indices), size))
+
+    return Lookahead(batches(), 2 * (len(data) // size))
+
+
+def _prompts(trainer: Any, batch: Sequence[int]) -> list[list[int]]:
+    data = trainer.train_dataset
+    return requests.tokenize(trainer, [data[index]["prompt"] for index in batch])
