@@ -35,6 +35,8 @@ class Journey:
     place: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    # The policy version that sampled each token.
+    versions: list[int] = field(default_factory=list)
     finished: pb.Finished | None = None
     refused: pb.Refused | None = None
     moves: int = 0
@@ -175,7 +177,7 @@ class Movers:
         await self._write(where, pb.WorkRequest(claim=[claim]))
 
     async def resume(self, handle: int, place: int) -> None:
-        """Go on with a sample by its prefix."""
+        """Go on with a sample by its prefix, under the version that its item names."""
         journey = self.journeys[handle]
         item = pb.WorkItem()
         item.CopyFrom(journey.item)
@@ -212,6 +214,7 @@ class Movers:
             assert len(delta.token_ids) == len(delta.logprobs) > 0
             journey.tokens += delta.token_ids
             journey.logprobs += delta.logprobs
+            journey.versions += [delta.policy_version] * len(delta.token_ids)
         for moved in response.moved:
             journey = self._here(place, moved.handle)
             assert moved.response_tokens == len(journey.item.prefix_token_ids) + len(journey.tokens)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import weight_pb2
 from tests.support.instances import CALL, InstanceProcess, item
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.moving import Movers, moving
@@ -117,9 +118,13 @@ async def stage_weights(movers: Movers, place: int, version: int, model: Path) -
     await movers.generation[place].StageWeights(staging, timeout=CALL)
 
 
-async def apply_weights(movers: Movers, place: int, version: int) -> None:
-    """Have an instance serve what it has staged."""
-    await movers.generation[place].ApplyWeights(pb.ApplyWeightsRequest(policy_version=version), timeout=CALL)
+async def apply_weights(
+    movers: Movers, place: int, version: int, in_flight: weight_pb2.InFlight = weight_pb2.IN_FLIGHT_REFUSE
+) -> int:
+    """Have an instance serve what it has staged; return how many samples go on."""
+    request = pb.ApplyWeightsRequest(policy_version=version, in_flight=in_flight)
+    applied: pb.ApplyWeightsResponse = await movers.generation[place].ApplyWeights(request, timeout=CALL)
+    return applied.continued_samples
 
 
 async def level(movers: Movers, model: Path) -> None:

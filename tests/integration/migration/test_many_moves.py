@@ -74,8 +74,20 @@ async def wander(
         found[why or result] += 1
 
 
+def counts(pair: tuple[InstanceProcess, InstanceProcess]) -> tuple[float, float]:
+    """Return how many samples the instances have moved, and claimed, until now."""
+    shown = [each.metrics() for each in pair]
+    names = (
+        'paceline_migration_moves_total{outcome="moved",reason=""}',
+        'paceline_migration_arrivals_total{state="claimed"}',
+    )
+    moved, claimed = (sum(each.get(name, 0.0) for each in shown) for name in names)
+    return moved, claimed
+
+
 async def test_no_token_changes(movers: Movers, pair: tuple[InstanceProcess, InstanceProcess]) -> None:
-    chosen = random.Random(7)
+    # Samples of other tests are moved and never claimed.
+    before, chosen = counts(pair), random.Random(7)
     left, found = [MOVES], Counter[str]()
     wave = moved_again = 0
     while left[0] > 0:
@@ -98,7 +110,5 @@ async def test_no_token_changes(movers: Movers, pair: tuple[InstanceProcess, Ins
             moved_again += journey.moves > 1
         assert wave < MOVES, f"hardly anything moves: {found}"
     assert moved_again
-    counted = [each.metrics() for each in pair]
-    moved = sum(each['paceline_migration_moves_total{outcome="moved",reason=""}'] for each in counted)
-    claimed = sum(each['paceline_migration_arrivals_total{state="claimed"}'] for each in counted)
+    moved, claimed = (now - earlier for now, earlier in zip(counts(pair), before, strict=True))
     assert moved == claimed >= MOVES

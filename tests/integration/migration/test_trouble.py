@@ -13,7 +13,14 @@ import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import duration
-from tests.integration.migration.conftest import apply_weights, asked, level, stage_weights, until_empty
+from tests.integration.migration.conftest import (
+    BLOCK,
+    apply_weights,
+    asked,
+    level,
+    stage_weights,
+    until_empty,
+)
 from tests.support.instances import InstanceProcess, generate
 from tests.support.moving import Movers, moving, outcome, reason
 from tests.support.relay import Relay, Trouble, relaying
@@ -38,7 +45,8 @@ async def started(movers: Movers) -> pb.WorkItem:
         item = asked(next(_prompts), policy_version=movers.version, max_tokens=900)
         item.handle = 1
         await movers.start(0, item)
-        await movers.tokens(30, 1)
+        # Of fewer, all full blocks are the prompt's, which the receiver has by then: no KV would be sent.
+        await movers.tokens(4 * BLOCK, 1)
         await movers.pause(0)
         if (await movers.samples(0)).samples:
             return item

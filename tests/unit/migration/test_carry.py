@@ -13,16 +13,17 @@ from prometheus_client import CollectorRegistry
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import EngineSampleState
 from services.generation.loop.metrics import EngineMetrics
-from services.generation.speculation.drafter import DraftContext, MigratableDrafter
+from services.generation.speculation.drafter import DraftContext
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import Speculation
+from tests.support.proposals import unbatched
 
 TOKENS = st.lists(st.integers(0, 3), min_size=8, max_size=60)
 
 
 def offered(drafter: ReferenceDrafter, response: list[int]) -> list[int]:
-    proposals = drafter.propose([EngineSampleState("s", [9], response, 8, 1 + len(response))], 8)
-    first = None if proposals is None else proposals[0]
+    proposals = drafter.propose([EngineSampleState("s", [9], response, 8, 1 + len(response))], 8, {})
+    (first,) = unbatched(proposals, 1)
     return [] if first is None else list(first.tokens)
 
 
@@ -69,7 +70,6 @@ class Unwanted(FixedLengthPlanner):
 
 def test_a_drafter_that_not_all_samples_want_takes_it_along() -> None:
     drafter = ReferenceDrafter()
-    assert isinstance(drafter, MigratableDrafter)
     speculation = Speculation([drafter], Unwanted(4), 512, EngineMetrics(CollectorRegistry()))
     speculation.begin(DraftContext("s", [9], [1, 2, 3]))
     assert speculation.carry("s") == {"reference": drafter.carry("s")}
