@@ -54,7 +54,7 @@ class GrpcServer:
     @property
     def address(self) -> str:
         """ "host:port" as peers should dial it; the port is known after `start`."""
-        return f"{_advertised(self._config)}:{self.port}"
+        return f"{advertised(self._config)}:{self.port}"
 
     async def start(self) -> None:
         """Bind and serve. ConfigError if the address is not allowed, RuntimeError if it is taken."""
@@ -174,7 +174,8 @@ class _NamingServer:
         self._server.add_generic_rpc_handlers(handlers)
 
 
-def _advertised(config: ServiceConfig) -> str:
+def advertised(config: ServiceConfig) -> str:
+    """Return the host that peers should dial."""
     if config.advertise_host is not None:
         return _bracketed(config.advertise_host)
     if config.host in _WILDCARDS:

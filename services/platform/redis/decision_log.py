@@ -23,10 +23,11 @@ from services.platform.tasks import is_cancelled
 log = structlog.get_logger(__name__)
 
 KEPT = 10_000
-"""Least number of decisions that are kept; older ones are dropped."""
+"""Least number of decisions that are kept; older ones are dropped. They take 175 MB at most."""
 BEGINNING, NOW = "0", "$"
 """Entry to read from: the oldest kept, or only future ones."""
 _MAX_DETAIL_BYTES = 16 * 1024
+_MAX_REASON = 1000
 _MAX_POSTED = 1000
 # Below the command timeout of `store.connect`.
 _BLOCK_MS, _BATCH, _PAUSE = 1000, 256, 0.5
@@ -51,7 +52,8 @@ class DecisionRecord:
     def to_fields(self) -> dict[str, str]:
         """Return the fields of its stream entry.
 
-        Details that are too large or not JSON are replaced by a note that says so.
+        Details that are too large or not JSON are replaced by a note that says so, and a long reason is cut,
+        so that the number of entries bounds the bytes.
         """
         try:
             details = json.dumps(dict(self.details), separators=(",", ":"), default=str, allow_nan=False)
@@ -63,7 +65,7 @@ class DecisionRecord:
         numbers = {"predicted_gain": repr(float(gain)), "time": repr(float(self.time))}
         return {
             "kind": self.kind,
-            "reason": self.reason,
+            "reason": self.reason[:_MAX_REASON],
             "details": details,
             "run_id": self.run_id,
             **numbers,

@@ -58,6 +58,8 @@ async def test_the_stream_is_bounded_and_odd_entries_are_passed_over(fleet: Flee
     (kept,) = await log.recent()
     assert (kept.reason, kept.predicted_gain) == ("big", 0.0)
     assert "100011 bytes" in kept.details["left_out"]
+    await log.write(DecisionRecord("knobs", "long" * 10_000))
+    assert (await log.recent(1))[0].reason == "long" * 250
     await log.write(DecisionRecord("knobs", "odd", details={"share": float("nan")}))
     assert "left_out" in (await log.recent(1))[0].details, "what is no JSON would end every watch"
     async with fleet.redis.pipeline(transaction=False) as pipe:
