@@ -19,7 +19,7 @@ Curve = tuple[list[float], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class InstanceLane:
     """One instance in one step; times are seconds from the begin of the step."""
 
     own: Curve
@@ -35,7 +35,7 @@ class Lane:
         return max([0, *self.own[1], *self.background[1]])
 
 
-def lane(record: StepRecord, instance_id: str) -> Lane:
+def lane(record: StepRecord, instance_id: str) -> InstanceLane:
     """Return an instance's timeline from the begin of a step until the new weights served."""
     own = by_instance(record.spans).get(instance_id, [])
     ahead = [
@@ -45,7 +45,7 @@ def lane(record: StepRecord, instance_id: str) -> Lane:
         for _ in range(stretch.samples)
     ]
     idle = gaps(busy(record, instance_id), record.seconds)
-    return Lane(active_samples(own), active_samples(ahead), idle)
+    return InstanceLane(active_samples(own), active_samples(ahead), idle)
 
 
 def busy(record: StepRecord, instance_id: str) -> list[Interval]:

@@ -19,7 +19,7 @@ from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
 from examples.tinymath.drafter import HeldOutComparison
-from examples.tinymath.lanes import Lane, lane
+from examples.tinymath.lanes import InstanceLane, lane
 from examples.tinymath.records import StepRecord, percentiles
 from examples.tinymath.spans import step_seconds
 
@@ -193,7 +193,7 @@ def timelines(records: Sequence[StepRecord]) -> str:
     return _svg(figure)
 
 
-def _draw_lane(axes: Any, drawn: Lane, record: StepRecord, color: str) -> None:
+def _draw_lane(axes: Any, drawn: InstanceLane, record: StepRecord, color: str) -> None:
     """One instance in one step. Heights are square roots, or a lone last sample could not be seen."""
     for (times, counts), alpha in ((drawn.background, _PALE), (drawn.own, _DARK)):
         axes.fill_between(times, np.sqrt(counts), step="post", color=color, alpha=alpha, linewidth=0)
