@@ -20,6 +20,7 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
+from paceline.overlapped_sha256 import OverlappedSha256
 from paceline.tensor_bytes import Entry, entry_of
 
 SHARD_BYTES = 2 * 10**9
@@ -64,7 +65,7 @@ class ShardLayout:
         self.number = number
         self.names: list[str] = []
         self.bytes = _HEADER_BYTES
-        self.digest = hashlib.sha256()
+        self.digest = OverlappedSha256()
         self._header = [_HEADER_START]
         # The length in front, and the bracket at the end.
         self._room = _HEADER_BYTES - 8 - len(_HEADER_START) - 1
@@ -96,6 +97,8 @@ class ShardLayout:
             chunk = content[start : start + _READ_BYTES]
             self.digest.update(chunk)
             yield FileWrite(self.number, begin + start, chunk)
+        # Nobody reads the tensor any more: it may be changed, or its memory used for the next one.
+        self.digest.settle()
 
     @property
     def written(self) -> WrittenFile:

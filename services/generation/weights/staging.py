@@ -7,12 +7,12 @@ reads into one buffer. What passed is mapped from the same files when it is appl
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from paceline.errors import Violation
 from paceline.expansion import checksum as folder_checksum
+from paceline.overlapped_sha256 import OverlappedSha256
 from paceline.safetensors import index_checksum
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
@@ -113,7 +114,7 @@ def stage(
     _drop_tied_head(placed, expected)
     if violations := _compare(placed, expected):
         raise InvalidArgument(violations)
-    whole = hashlib.sha256()
+    whole = OverlappedSha256()
     violations = [violation for shard in shards for violation in _check_content(shard, whole, read or {})]
     computed = index or f"sha256:{whole.hexdigest()}"
     if checksum not in ("", computed):
@@ -186,7 +187,7 @@ def _compare(placed: Mapping[str, WeightShard], expected: Mapping[str, TensorSpe
 
 
 def _check_content(
-    shard: WeightShard, whole: hashlib._Hash, read: Mapping[tuple[int, ...], ShardContent]
+    shard: WeightShard, whole: OverlappedSha256, read: Mapping[tuple[int, ...], ShardContent]
 ) -> list[Violation]:
     """Return the tensors that are not finite; check the file's checksum, or else add it to `whole`.
 
@@ -206,22 +207,23 @@ def _check_content(
     ]
 
 
-def read_content(shard: WeightShard, whole: hashlib._Hash | None = None) -> ShardContent:
+def read_content(shard: WeightShard, whole: OverlappedSha256 | None = None) -> ShardContent:
     """Read a file once. Its SHA-256 is of its tensors and then its header, as the index has it.
 
     Without an index the file is added to `whole` as it is. DataLoss: it changed since its header was read.
     """
-    digest = hashlib.sha256() if whole is None else whole
-    buffer = memoryview(bytearray(max(_CHUNK_BYTES, shard.header_bytes)))
+    digest = OverlappedSha256() if whole is None else whole
+    # One is filled and looked at while the other is hashed.
+    buffers = cycle([memoryview(bytearray(max(_CHUNK_BYTES, shard.header_bytes))) for _ in range(2)])
     found: dict[str, int] = {}
     with os.fdopen(shard.open(), "rb", buffering=0) as file:
-        header = bytes(_filled(file, buffer[: shard.header_bytes]))
+        header = bytes(_filled(file, next(buffers)[: shard.header_bytes]))
         if whole is not None:
             digest.update(header)
         for name, stored in shard.tensors.items():
             bad = 0
             for start in range(0, stored.size, _CHUNK_BYTES):
-                chunk = _filled(file, buffer[: min(_CHUNK_BYTES, stored.size - start)])
+                chunk = _filled(file, next(buffers)[: min(_CHUNK_BYTES, stored.size - start)])
                 digest.update(chunk)
                 bad += _count_nonfinite(chunk, stored)
             if bad:
