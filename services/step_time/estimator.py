@@ -56,11 +56,8 @@ class StepTimeEstimator:
         self._places: dict[tuple[int, int, int], int] = {}
         self._table = np.zeros((_MAX_CELLS, 6))
         # What is derived of the cells, and the solution of the regression.
-        self._derived, self._shares, self._weights = (
-            np.zeros((_MAX_CELLS, 8)),
-            np.zeros(4),
-            np.zeros(_MAX_CELLS),
-        )
+        self._derived = np.zeros((_MAX_CELLS, 8))
+        self._shares, self._weights = np.zeros(4), np.zeros(_MAX_CELLS)
         self._solved = True
         for each in sweep:
             if each.context > SHORT_CONTEXT * each.samples:
