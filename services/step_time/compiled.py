@@ -114,8 +114,8 @@ def solve(prior, cells, now, derived, shares, weights):
     for i in range(len(cells)):
         derive(prior, cells[i, SAMPLES], cells[i, ROWS], cells[i, CONTEXT], derived[i])
     regress(derived, cells, now, shares, weights)
-    # No context makes a step faster.
-    if shares[1:].min() < 0.0:
+    # No context makes a step faster. Without one term another may come to do so.
+    while shares[1:].min() < 0.0:
         for k in range(1, len(shares)):
             if shares[k] < 0.0:
                 derived[:, FEATURES + k] = 0.0
