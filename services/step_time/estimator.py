@@ -80,13 +80,10 @@ class StepTimeEstimator:
 
         tokens = np.ascontiguousarray(rows, np.float64).ravel()
         found, used = np.empty(len(tokens)), len(self._places)
-        derived, weights = self._derived[:used], self._weights[:used]
-        if not self._solved:
-            now = float(self._observed)
-            compiled.solve(self._prior, self._table[:used], now, derived, self._shares, weights)
-            self._solved = True
-        shape = (float(samples), tokens, float(context))
-        compiled.predict(self._prior, derived, self._shares, weights, *shape, found)
+        # Solved once after each measurement.
+        now, self._solved = 0.0 if self._solved else float(self._observed), True
+        known = (self._table[:used], now, self._derived[:used], self._shares, self._weights[:used])
+        compiled.predict(self._prior, *known, float(samples), tokens, float(context), found)
         return found
 
     def seconds(self, samples: int, rows: int, context: float) -> float:
