@@ -82,8 +82,8 @@ class StepTimeEstimator:
         found, used = np.empty(len(tokens)), len(self._places)
         # Solved once after each measurement.
         now, self._solved = 0.0 if self._solved else float(self._observed), True
-        known = (self._table[:used], now, self._derived[:used], self._shares, self._weights[:used])
-        compiled.predict(self._prior, *known, float(samples), tokens, float(context), found)
+        fitted = (self._table[:used], now, self._derived[:used], self._shares, self._weights[:used])
+        compiled.predict(self._prior, *fitted, float(samples), tokens, float(context), found)
         return found
 
     def seconds(self, samples: int, rows: int, context: float) -> float:
