@@ -5,7 +5,7 @@ and drafts of which 2, 15, 40 or 95 % of the tokens are wrong: a cell. In each, 
 a sweep of the device and nothing else, and are compared with plain decoding and with every fixed draft length,
 over the first 32 steps and over those after them; see `simulation`. Writes runs/bench/deciding.json.
 
-    python -m bench.deciding [--devices H100,B200] [--modes planner,toggle] [--seed 0]
+    python -m bench.deciding [--devices H100,B200] [--modes planner,toggle] [--seed 0] [--late 2]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
         row
         for device in devices()
         if not arguments.devices or any(name in device.name for name in arguments.devices)
-        for row in cells(device, arguments.modes, seed=arguments.seed)
+        for row in cells(device, arguments.modes, seed=arguments.seed, late=arguments.late)
     ]
     figures = figures_of(rows)
     tables = sorted({row["device"] for row in rows})
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def cells(
-    device: DeviceTable, modes: Sequence[str], samples: Sequence[int] = SAMPLES, seed: int = 0
+    device: DeviceTable, modes: Sequence[str], samples: Sequence[int] = SAMPLES, seed: int = 0, late: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of the cells of a device, for each mode."""
     sweep = swept(device, max(SAMPLES), seed)
@@ -78,7 +78,7 @@ def cells(
                 fixed = {length: fixed_rates(cell, length) for length in (0, *FIXED)}
                 best = max(fixed, key=lambda length: fixed[length].later)
                 for mode in modes:
-                    rates = SimulatedBatch(cell, mode, sweep, seed=seed).rates()
+                    rates = SimulatedBatch(cell, mode, sweep, late, seed).rates()
                     yield {
                         "device": device.name,
                         "samples": n,
@@ -121,6 +121,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--devices", type=_names, default=[], help="parts of their names; all by default")
     parser.add_argument("--modes", type=_names, default=["planner", "toggle", "solver", "adaptive"])
     parser.add_argument("--seed", type=int, default=0, help="of the noise and of what is accepted")
+    parser.add_argument(
+        "--late",
+        type=int,
+        default=0,
+        help="decisions made before the outcomes and the time of a step are known",
+    )
     return parser.parse_args()
 
 

@@ -29,6 +29,7 @@ from bench.policy.rounds import (
     WINDOW,
     MeasuredRound,
     RoundOrigin,
+    StepErrors,
     fixed,
     make_kernels,
     planner_of,
@@ -153,17 +154,15 @@ class _Turns:
         vocab = self._vocab = engine.limits.vocab_size
         tokens = round_tokens(StepTimeEstimator(sweep).seconds(samples, samples, samples * _TOKENS[0]))
         requests = requests_of(samples, tokens, vocab)
-        self._truth = run_round(engine, requests, None).responses
-        self._requests = with_drafts(requests, self._truth, wrong, vocab)
-        self._origin = RoundOrigin()
+        self._requests, self._truth = requests, run_round(engine, requests, None).responses
+        self._origin, self._errors = RoundOrigin(), StepErrors()
         steer = partial(steered, sweep, vocab=vocab, origin_of=self._origin)
         self._learners = {
             **{f"{TOGGLE} {cap}": steer("toggle", cap) for cap in _TOGGLED},
             ADAPTIVE: steer("adaptive", WINDOW),
             SOLVER: steer("solver", WINDOW),
-            PLANNER: steer("planner", WINDOW),
+            PLANNER: steer("planner", WINDOW, metrics=self._errors),
         }
-        self._errors: list[float] = []
 
     def measure(self, rounds: int) -> MeasuredCell:
         """Sift the fixed lengths, let the other modes learn, then run the rounds."""
@@ -171,38 +170,40 @@ class _Turns:
             f"{FIXED} {length}": fixed(length, self._vocab) for length in self._contenders()
         }
         cold = {mode: self._learn(mode) for mode in self._learners}
+        # Of the rounds only.
+        self._errors.errors.clear()
         modes = {PLAIN: None, **fixed_modes, **self._learners}
         seconds: dict[str, list[float]] = {mode: [] for mode in modes}
         for turn in range(rounds):
             for mode in rotated(list(modes), turn):
-                found = self._round(modes[mode])
-                seconds[mode].append(found.seconds)
-                if mode == PLANNER:
-                    self._errors += found.errors
-        tokens = sum(map(len, self._truth.values()))
-        return MeasuredCell(self._model, self._samples, self._wrong, tokens, seconds, cold, self._errors)
+                seconds[mode].append(self._round(modes[mode], turn).seconds)
+        tokens, errors = sum(map(len, self._truth.values())), self._errors.errors
+        return MeasuredCell(self._model, self._samples, self._wrong, tokens, seconds, cold, errors)
 
     def _contenders(self) -> list[int]:
         """Return the fixed lengths that may be the best."""
         seconds: dict[int, list[float]] = {length: [] for length in _LENGTHS}
         left = list(_LENGTHS)
-        for _ in range(_SIFTED):
+        for turn in range(_SIFTED):
             for length in left:
-                seconds[length].append(self._round(fixed(length, self._vocab)).seconds)
+                seconds[length].append(self._round(fixed(length, self._vocab), -1 - turn).seconds)
             left = promising({length: seconds[length] for length in left}, len(_LENGTHS), _FAR)
         return promising({length: seconds[length] for length in left}, _CONTENDERS, _CLOSE)
 
     def _learn(self, mode: str) -> float:
         """Let a mode decode until it should know the machine; return the seconds of its first round."""
-        first = self._round(self._learners[mode])
-        steps = first.steps
+        first = self._round(self._learners[mode], -1)
+        steps, turn = first.steps, -1
         while steps < _LEARNING_STEPS:
-            steps += self._round(self._learners[mode]).steps
+            turn -= 1
+            steps += self._round(self._learners[mode], turn).steps
         return first.seconds
 
-    def _round(self, speculation: Speculation | None) -> MeasuredRound:
+    def _round(self, speculation: Speculation | None, turn: int) -> MeasuredRound:
+        """Decode the batch with the drafts of this turn; those before the first that counts are negative."""
         self._origin.step += 1
-        found = run_round(self._engine, self._requests, speculation)
+        requests = with_drafts(self._requests, self._truth, self._wrong, self._vocab, turn)
+        found = run_round(self._engine, requests, speculation)
         if found.responses != self._truth:
             raise RuntimeError("a mode changed tokens")
         return found

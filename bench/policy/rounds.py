@@ -17,6 +17,7 @@ from services.generation.speculation.active_knobs import OriginOf
 from services.generation.speculation.batch_sizes import draft_token_counts
 from services.generation.speculation.drafter import DraftContext
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
+from services.generation.speculation.modes.decision import PlanDecision
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import DraftPlanner, Speculation
 from services.step_time.estimator import StepTimeEstimator
@@ -38,8 +39,6 @@ class MeasuredRound:
     responses: dict[str, list[int]]
     seconds: float = 0.0
     steps: int = 0
-    errors: list[float] = field(default_factory=list)
-    """Relative errors of predicted step times."""
 
 
 @dataclass(slots=True)
@@ -51,6 +50,20 @@ class RoundOrigin:
     def __call__(self, sample_id: str) -> Origin:
         """Return the origin of a sample."""
         return Origin("bench", step=self.step)
+
+
+@dataclass(slots=True)
+class StepErrors:
+    """Relative errors of predicted step times; in the place of a planner's metrics, which take time as well."""
+
+    errors: list[float] = field(default_factory=list)
+
+    def planned(self, decision: PlanDecision) -> None:
+        """Nothing."""
+
+    def predicted(self, predicted: float, measured: float) -> None:
+        """Note the error of a step."""
+        self.errors.append(abs(predicted / measured - 1))
 
 
 class IgnoredVerifications:
@@ -83,10 +96,17 @@ def requests_of(samples: int, tokens: int, vocab: int) -> list[EngineRequest]:
 
 
 def with_drafts(
-    requests: Sequence[EngineRequest], truth: Mapping[str, Sequence[int]], wrong: float, vocab: int
+    requests: Sequence[EngineRequest],
+    truth: Mapping[str, Sequence[int]],
+    wrong: float,
+    vocab: int,
+    turn: int = 0,
 ) -> list[EngineRequest]:
-    """Return the requests with their true responses as references, of which a share of the tokens is wrong."""
-    random = Random(len(requests))
+    """Return the requests with their true responses as references, of which a share of the tokens is wrong.
+
+    Others are in each turn: which draft length needs the fewest steps for the same few wrong tokens is chance.
+    """
+    random = Random(f"{len(requests)} {turn}")
     return [
         replace(request, given=spoilt(truth[request.sample_id], wrong, vocab, random)) for request in requests
     ]
@@ -105,16 +125,18 @@ def fixed(length: int, vocab: int) -> Speculation:
 
 
 def steered(
-    sweep: Sequence[MeasuredStep], mode: Any, cap: int, vocab: int, origin_of: OriginOf
+    sweep: Sequence[MeasuredStep], mode: Any, cap: int, vocab: int, origin_of: OriginOf, metrics: Any = None
 ) -> Speculation:
     """Return the speculation of an instance whose knobs say so."""
-    return _speculation(planner_of(sweep, mode, cap, origin_of), vocab)
+    return _speculation(planner_of(sweep, mode, cap, origin_of, metrics), vocab)
 
 
-def planner_of(sweep: Sequence[MeasuredStep], mode: Any, cap: int, origin_of: OriginOf) -> KnobDrivenPlanner:
+def planner_of(
+    sweep: Sequence[MeasuredStep], mode: Any, cap: int, origin_of: OriginOf, metrics: Any = None
+) -> KnobDrivenPlanner:
     """Return the planner of an instance that knows only its sweep."""
     knobs = Knobs(mode=mode, draft_cap=cap, margin=_MARGIN)
-    return KnobDrivenPlanner(knobs, StepTimeEstimator(sweep), origin_of)
+    return KnobDrivenPlanner(knobs, StepTimeEstimator(sweep), origin_of, metrics=metrics)
 
 
 def _speculation(plan: DraftPlanner, vocab: int) -> Speculation:
@@ -174,9 +196,6 @@ def _step(engine: Engine, measured: MeasuredRound, speculation: Speculation | No
     steps = engine.step()
     seconds = time.process_time() - began
     if speculation is not None and shape is not None:
-        if isinstance(speculation.plan, KnobDrivenPlanner):
-            predicted = speculation.plan.step_time.seconds(shape.requests, shape.rows, shape.context)
-            measured.errors.append(abs(predicted / seconds - 1))
         speculation.stepped(shape, seconds)
     _record(measured, steps, speculation)
 

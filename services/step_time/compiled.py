@@ -108,14 +108,14 @@ def regress(derived, cells, now, shares, weights):
             shares[k] += derived[i, FEATURES + k] * weights[i]
 
 
-@_entry
+@jit.kernel
 def solve(prior, cells, now, derived, shares, weights):
     """Fill what is derived of the cells [m, 8], the shares of the features [4] and the weights of the cells [m]."""
     for i in range(len(cells)):
         derive(prior, cells[i, SAMPLES], cells[i, ROWS], cells[i, CONTEXT], derived[i])
     regress(derived, cells, now, shares, weights)
-    # No context makes a step faster.
-    if shares[1:].min() < 0.0:
+    # No context makes a step faster. Without one term another may come to do so.
+    while shares[1:].min() < 0.0:
         for k in range(1, len(shares)):
             if shares[k] < 0.0:
                 derived[:, FEATURES + k] = 0.0
@@ -123,14 +123,16 @@ def solve(prior, cells, now, derived, shares, weights):
 
 
 @_entry
-def predict(prior, cells, shares, weights, samples, rows, context, seconds):
-    """Fill seconds [k] of steps with rows [k], which rise; the seconds never fall. `cells` are those derived."""
+def predict(prior, cells, now, derived, shares, weights, samples, rows, context, seconds):
+    """Fill seconds [k] of steps with rows [k], which rise; the seconds never fall. Solves first if now is not 0."""
+    if now > 0.0:
+        solve(prior, cells, now, derived, shares, weights)
     longest, shape = 0.0, np.empty(_DERIVED)
     for k in range(len(rows)):
         derive(prior, samples, rows[k], context, shape)
         found = shape[PRIOR]
         for i in range(len(cells)):
-            found += weights[i] * shared(cells[i], shape)
+            found += weights[i] * shared(derived[i], shape)
         for j in range(len(shares)):
             found += shares[j] * shape[FEATURES + j]
         longest = max(longest, found, shape[PRIOR] * _LEAST)

@@ -56,11 +56,8 @@ class StepTimeEstimator:
         self._places: dict[tuple[int, int, int], int] = {}
         self._table = np.zeros((_MAX_CELLS, 6))
         # What is derived of the cells, and the solution of the regression.
-        self._derived, self._shares, self._weights = (
-            np.zeros((_MAX_CELLS, 8)),
-            np.zeros(4),
-            np.zeros(_MAX_CELLS),
-        )
+        self._derived = np.zeros((_MAX_CELLS, 8))
+        self._shares, self._weights = np.zeros(4), np.zeros(_MAX_CELLS)
         self._solved = True
         for each in sweep:
             if each.context > SHORT_CONTEXT * each.samples:
@@ -83,13 +80,10 @@ class StepTimeEstimator:
 
         tokens = np.ascontiguousarray(rows, np.float64).ravel()
         found, used = np.empty(len(tokens)), len(self._places)
-        derived, weights = self._derived[:used], self._weights[:used]
-        if not self._solved:
-            now = float(self._observed)
-            compiled.solve(self._prior, self._table[:used], now, derived, self._shares, weights)
-            self._solved = True
-        shape = (float(samples), tokens, float(context))
-        compiled.predict(self._prior, derived, self._shares, weights, *shape, found)
+        # Solved once after each measurement.
+        now, self._solved = 0.0 if self._solved else float(self._observed), True
+        fitted = (self._table[:used], now, self._derived[:used], self._shares, self._weights[:used])
+        compiled.predict(self._prior, *fitted, float(samples), tokens, float(context), found)
         return found
 
     def seconds(self, samples: int, rows: int, context: float) -> float:

@@ -72,17 +72,31 @@ class StepTimePrior(NamedTuple):
         if len(samples) < 2:
             return cls.unknown(plain[0][1]) if plain else cls.unknown()
         seconds = [min(time for n, time in plain if n == each) for each in samples]
-        plains = np.array([samples, np.maximum.accumulate(seconds)])
+        plains = np.array([samples, rising(seconds)])
         corners, per_sample, verifying = _by_rows(sweep)
         return cls(corners, plains, per_sample, verifying, seconds[0] / _CONTEXT_TOKENS)
 
 
+def rising(values: Sequence[float] | Floats) -> Floats:
+    """Return the values with each run that falls replaced by its mean: isotonic regression by pooling neighbours.
+
+    A running maximum would keep each time that noise made too long, for all larger steps up to the next longer one.
+    """
+    # Sum and number of the values that are pooled.
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        total, count = float(value), 1
+        while pools and pools[-1][0] * count >= total * pools[-1][1]:
+            more, number = pools.pop()
+            total, count = total + more, count + number
+        pools.append((total, count))
+    return np.repeat([total / count for total, count in pools], [count for _, count in pools])
+
+
 def _by_rows(sweep: Sequence[MeasuredStep]) -> tuple[Floats, float, float]:
     """Return the corners of `by_rows`, and the terms of samples and of any verification."""
-    samples, rows, seconds = (
-        np.array([getattr(each, name) for each in sweep], np.float64)
-        for name in ("samples", "rows", "seconds")
-    )
+    shapes = [(each.samples, each.rows, each.seconds) for each in sweep]
+    samples, rows, seconds = np.array(shapes, np.float64).T
     corners, verifying = np.unique(rows), rows > samples
     # Hat functions: the share of each corner in the time of a step.
     hats = np.array([np.interp(rows, corners, one) for one in np.eye(len(corners))]).T
@@ -94,5 +108,5 @@ def _by_rows(sweep: Sequence[MeasuredStep]) -> tuple[Floats, float, float]:
     left = np.vstack([design, _SMOOTHNESS * np.pad(bends, ((0, 0), (0, 2)))])
     right = np.concatenate([weights * seconds, np.zeros(len(bends))])
     solved = np.linalg.lstsq(left, right, rcond=None)[0]
-    by_rows = np.maximum.accumulate(np.maximum(solved[:-2], _LEAST * seconds.min()))
+    by_rows = np.maximum(rising(solved[:-2]), _LEAST * seconds.min())
     return np.array([corners, by_rows]), float(solved[-2]), float(solved[-1])

@@ -136,10 +136,9 @@ def speculate(engine: Any, requests: Sequence[EngineRequest], window: int) -> Ro
         engine.put_drafts(speculation.drafts(engine.decoding(), engine.row_capacity))
         for step in engine.step():
             sample_id = step.sample_id.removeprefix(prefix)
-            source = speculation.drafter_of(step.sample_id)
+            source = speculation.learn(step)
             if step.drafted:
                 found.sources.setdefault(sample_id, []).append((source, step.drafted, step.accepted))
-            speculation.learn(step)
             found.tokens[sample_id] += step.token_ids
             found.drafted += step.drafted
             found.accepted += step.accepted

@@ -138,10 +138,7 @@ class SampleDrafts:
         if reused is not None:
             self._metrics.reused(reused.tokens, reused.rows)
             return reuse.SOURCE
-        if self.speculation is None:
-            return ""
-        self.speculation.learn(step)
-        return self.speculation.drafter_of(step.sample_id)
+        return "" if self.speculation is None else self.speculation.learn(step)
 
 
 def _context(sample: RunningSample, version: int, carried: Mapping[str, bytes]) -> DraftContext:

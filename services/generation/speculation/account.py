@@ -77,9 +77,7 @@ class SpeculationAccount:
 
     def verified(self, source: str, drafted: int, accepted: int) -> None:
         """Book the outcome of one draft."""
-        counted = self._verified.get(source)
-        if counted is None:
-            counted = self._verified[source] = [0, 0, 0]
+        counted = self._verified.setdefault(source, [0, 0, 0])
         counted[0] += 1
         counted[1] += drafted
         counted[2] += accepted

@@ -52,11 +52,13 @@ class ActiveKnobs:
             caps: draft caps that the ladders of runs have reached, within their knobs' caps.
         """
         knobs = resolved(self._base, [shared])
-        each = {
-            run_id: _capped(resolved(knobs, [runs[run_id]] if run_id in runs else []), caps.get(run_id))
-            for run_id in {*runs, *caps}
-        }
-        return PreparedKnobs(revision, knobs, each)
+        own = {}
+        for run_id in {*runs, *caps}:
+            found = resolved(knobs, [runs[run_id]] if run_id in runs else [])
+            cap = max(1, min(found.draft_cap, caps.get(run_id, found.draft_cap)))
+            # The same object where nothing is its own, so that its samples share a mode with others.
+            own[run_id] = found if cap == found.draft_cap else found.model_copy(update={"draft_cap": cap})
+        return PreparedKnobs(revision, knobs, own)
 
     def apply(self, prepared: PreparedKnobs) -> bool:
         """Put knobs in force; return False if later ones are in force already."""
@@ -116,9 +118,3 @@ class ActiveKnobs:
 def _wants(knobs: Knobs, drafter: str) -> bool:
     # Drafters without a knob are always on.
     return knobs.speculation and getattr(knobs.drafters, drafter, True)
-
-
-def _capped(knobs: Knobs, cap: int | None) -> Knobs:
-    if cap is None or cap >= knobs.draft_cap:
-        return knobs
-    return knobs.model_copy(update={"draft_cap": max(1, cap)})

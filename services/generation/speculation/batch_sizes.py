@@ -19,13 +19,6 @@ _FINE, _OCTAVES = 16, 16
 _GRID = np.concatenate([np.arange(1, _FINE), *[np.arange(_FINE, 2 * _FINE) << k for k in range(_OCTAVES)]])
 
 
-@lru_cache(maxsize=8)
-def _sizes(graphs: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return the sizes of steps: those of graphs, and the grid beyond the largest."""
-    beyond = np.searchsorted(_GRID, max(graphs, default=0), side="right")
-    return np.concatenate((np.array(graphs, np.int64), _GRID[beyond:]))
-
-
 @lru_cache(maxsize=1024)
 def draft_token_counts(num_samples: int, limit: int, graphs: tuple[int, ...] = ()) -> NDArray[np.int64]:
     """Return the numbers of draft tokens that a step may verify, from 0 to at most `limit`, rising.
@@ -39,10 +32,11 @@ def draft_token_counts(num_samples: int, limit: int, graphs: tuple[int, ...] = (
         limit: most draft tokens.
         graphs: numbers of verified tokens for which the engine has graphs, rising.
     """
-    sizes = _sizes(graphs)
+    largest = max(graphs, default=0)
+    sizes = np.concatenate((np.array(graphs, np.int64), _GRID[largest < _GRID]))
     first, last = np.searchsorted(sizes, (num_samples, num_samples + limit), side="right")
     counts = np.concatenate(([0], sizes[first:last] - num_samples))
-    if counts[-1] < limit and (len(counts) == 1 or num_samples + limit < max(graphs, default=0)):
+    if counts[-1] < limit and (len(counts) == 1 or num_samples + limit < largest):
         counts = np.append(counts, limit)
     counts.flags.writeable = False
     return counts

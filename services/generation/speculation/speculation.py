@@ -10,6 +10,7 @@ plainly, and the fault is counted for the drafter `planner` and logged once. No 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan
@@ -82,15 +83,19 @@ class Speculation:
     metrics: VerificationMetrics
     clock: Callable[[], float] = time.perf_counter
     """Seconds."""
+    late: int = 0
+    """Decisions that an engine which schedules ahead asks for before the outcomes of an earlier one are known."""
     # Drafters that are queried after the others come last.
     _guarded: dict[str, tuple[TokenDrafter, _Guard]] = field(init=False)
     _planner: _Guard = field(init=False)
-    _drafts: Drafts = field(init=False, default_factory=Drafts)
+    # Of the drafts whose outcomes may still come, drafter and source by sample id; the latest decision's last.
+    _origins: deque[dict[str, tuple[str, str]]] = field(init=False)
     _backoff: DraftBackoff = field(init=False, default_factory=DraftBackoff)
     # Drafting is skipped in the step being planned.
     _skipped: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
+        self._origins = deque(maxlen=1 + self.late)
         self._planner = _Guard(PLANNER, self.metrics, PLANNER, inf)
         ordered = sorted(self.drafters, key=lambda each: each.sequential)
         self._guarded = {each.name: (each, _Guard(each.name, self.metrics)) for each in ordered}
@@ -122,13 +127,15 @@ class Speculation:
 
     def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
         """Release a sample that left the engine, with its response if known."""
-        self._drafts.origins.pop(sample_id, None)
+        for origins in self._origins:
+            origins.pop(sample_id, None)
         for drafter, guard in self._guarded.values():
             guard.call(None, drafter.end, sample_id, response)
 
     def drafts(self, samples: Samples, rows: int = UNBOUNDED) -> dict[str, list[int]]:
         """Return the tokens to verify in the next step, by sample id; see `DraftPlanner.choose`."""
-        self._drafts = Drafts()
+        drafts = Drafts()
+        self._origins.append(drafts.origins)
         if not samples:
             return {}
         self._skipped = not self._backoff.should_draft(len(samples))
@@ -137,10 +144,11 @@ class Speculation:
             return {}
         began = self.clock()
         made = self._proposals(samples)
-        self._drafts = self._planner.call(self._drafts, self._choose, samples, made, rows)
-        saved = self._drafts.saved if self._drafts.tokens else 0.0
+        drafts = self._planner.call(drafts, self._choose, samples, made, rows)
+        self._origins[-1] = drafts.origins
+        saved = drafts.saved if drafts.tokens else 0.0
         self._backoff.record_drafted_step(len(samples), saved, self.clock() - began)
-        return dict(self._drafts.tokens)
+        return drafts.tokens
 
     def shape(self, samples: Samples, drafts: Mapping[str, Sequence[int]]) -> StepShape | None:
         """Return the shape of the next step if its time should be measured, else None.
@@ -156,19 +164,21 @@ class Speculation:
         """Report the measured time of a step of this shape; it may come some steps late."""
         self._planner.call(None, self.plan.stepped, shape, seconds)
 
-    def drafter_of(self, sample_id: str) -> str:
-        """Return the origin, in results, of the tokens that the last step verified for a sample; "" for none."""
-        return self._drafts.origins.get(sample_id, ("", ""))[1]
+    def learn(self, step: SampleStep) -> str:
+        """Report a sample's verification to the drafter that made its draft.
 
-    def learn(self, step: SampleStep) -> None:
-        """Report a sample's verification to the drafter that made its draft."""
-        if step.sample_id not in self._drafts.origins or not step.drafted:
-            return
-        name, source = self._drafts.origins[step.sample_id]
+        Returns:
+            The origin of the draft in results; "" without one.
+        """
+        origins = next((each for each in self._origins if step.sample_id in each), None)
+        if origins is None or not step.drafted:
+            return ""
+        name, source = origins.pop(step.sample_id)
         self.metrics.verified(source, step.drafted, step.accepted)
         self._planner.call(None, self.plan.verified, source, step.drafted, step.accepted)
         drafter, guard = self._guarded[name]
         guard.call(None, drafter.learn, step.sample_id, step.drafted, step.accepted)
+        return source
 
     def _choose(self, samples: Samples, proposals: ProposalsByName, rows: int) -> Drafts:
         """Return the planner's drafts of the next step; ValueError where the samples have no room for them."""

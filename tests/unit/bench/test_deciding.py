@@ -6,6 +6,7 @@ import pytest
 
 from bench.deciding.devices import devices
 from bench.deciding.simulation import Cell, SimulatedBatch, fixed_rates, swept
+from services.step_time.estimator import StepTimeEstimator
 
 DEVICES = {device.name: device for device in devices()}
 
@@ -46,3 +47,14 @@ def test_noise_in_the_sweep_keeps_no_long_context_from_drafting(seed: int) -> No
     cell = Cell(DEVICES["70B 8xH100"], 16, 65536, 0.02)
     found = SimulatedBatch(cell, "planner", swept(cell.device, 512, seed), seed=seed).rates()
     assert found.later >= 0.95 * fixed_rates(cell, 16).later
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4])
+def test_few_drafts_in_steps_that_were_short_by_chance_do_not_make_many_free(seed: int) -> None:
+    device, n, context = DEVICES["70B 8xH100"], 256, 256 * 4096
+    estimator = StepTimeEstimator(swept(device, 512, seed))
+    for _ in range(16):
+        estimator.observe(n, n, context, device.seconds(n, n, context))
+    for noise in (1.0, 0.92):
+        estimator.observe(n, n + 16, context, noise * device.seconds(n, n + 16, context))
+    assert estimator.seconds(n, 17 * n, context) > 0.8 * device.seconds(n, 17 * n, context)

@@ -129,6 +129,12 @@ def test_so_many_tokens_of_a_draft_are_wrong() -> None:
     request = requests_of(8, 48, 64)
     drafted = with_drafts(request, {each.sample_id: truth[:48] for each in request}, 0.0, 64)
     assert [each.given for each in drafted] == [tuple(truth[:48])] * 8
+    turns = [
+        with_drafts(request, {each.sample_id: truth[:48] for each in request}, 0.4, 64, turn)
+        for turn in (-1, 0, 0, 1)
+    ]
+    assert turns[1] == turns[2], "every mode has the same drafts in a round"
+    assert len({each[0].given for each in turns}) == 3
 
 
 def test_a_slow_engine_gets_shorter_rounds() -> None:

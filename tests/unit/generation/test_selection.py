@@ -78,7 +78,7 @@ def test_the_best_count_is_found_and_cut_from_the_likeliest_tokens(
     assert found.rate == pytest.approx(rates[found.tokens], rel=ALIKE)
     assert found.seconds == pytest.approx(by_count[found.tokens])
     assert found.expected == pytest.approx(tokens[: found.tokens].sum(), rel=ALIKE, abs=TINY)
-    lengths, expected = cut(survival, found, found.tokens)
+    lengths, expected = cut(survival, found)
     assert lengths.sum() == found.tokens
     taken = sum(picked[i, :length].sum() for i, length in enumerate(lengths))
     assert expected == pytest.approx(taken)
@@ -93,4 +93,4 @@ def test_fewer_tokens_than_the_first_count_of_the_grid_are_tried_whole() -> None
     # A step takes as long with a few tokens as without.
     found = search(survival, counts, np.ones(len(counts)))
     assert (found.tokens, found.expected) == (3, pytest.approx(2.7))
-    assert list(cut(survival, found, 3)[0][:4]) == [1, 1, 1, 0]
+    assert list(cut(survival, found)[0][:4]) == [1, 1, 1, 0]

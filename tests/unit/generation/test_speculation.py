@@ -196,9 +196,9 @@ def good(name: str = "good", p: float = 0.6) -> Scripted:
     return Scripted(name, lambda samples, window: [proposal(7, p=p) for _ in samples])
 
 
-def speculation(*drafters: Any) -> tuple[Speculation, Counts]:
+def speculation(*drafters: Any, late: int = 0) -> tuple[Speculation, Counts]:
     counts = Counts()
-    return Speculation(drafters, FixedLengthPlanner(WINDOW), VOCAB, counts), counts
+    return Speculation(drafters, FixedLengthPlanner(WINDOW), VOCAB, counts, late=late), counts
 
 
 def raising(samples: Sequence[EngineSampleState], window: int) -> Any:
@@ -260,7 +260,7 @@ def test_a_faulty_drafter_loses_its_say_and_the_others_go_on(what: str) -> None:
     with structlog.testing.capture_logs() as logs:
         for _ in range(MAX_FAULTS + 2):
             assert spec.drafts(states("a", "b")) == {"a": [7], "b": [7]}
-            assert spec.drafter_of("a") == "good"
+            assert spec.learn(SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1)) == "good"
     assert counts.faults["bad"] >= MAX_FAULTS
     assert counts.faults["good"] == 0
     assert bad.asked == MAX_FAULTS
@@ -324,10 +324,43 @@ def test_outcomes_are_counted_by_the_source_of_the_draft() -> None:
     )
     spec, counts = speculation(aligned)
     spec.drafts(states("a", "b"))
-    assert (spec.drafter_of("a"), spec.drafter_of("b")) == ("history", "aligned")
-    spec.learn(SampleStep("a", [1, 5], [0.0, 0.0], None, drafted=1, accepted=1))
-    assert aligned.learned == [("a", 1, 1)]
-    assert counts.outcomes == [("history", 1, 1)]
+    assert spec.learn(SampleStep("a", [1, 5], [0.0, 0.0], None, drafted=1, accepted=1)) == "history"
+    assert spec.learn(SampleStep("b", [2, 5], [0.0, 0.0], None, drafted=1, accepted=1)) == "aligned"
+    assert aligned.learned == [("a", 1, 1), ("b", 1, 1)]
+    assert counts.outcomes == [("history", 1, 1), ("aligned", 1, 1)]
+
+
+def test_outcomes_that_come_two_decisions_late_go_to_the_drafter_of_their_own_draft() -> None:
+    """An engine that schedules ahead asks for the drafts of two more steps before the first one's outcome."""
+    left, right = (Scripted(name, lambda *_: [proposal(1, p=0.9), None]) for name in ("left", "right"))
+    spec, counts = speculation(left, right, late=2)
+    wanted = ["left", "right", "", "right", "left", "", "", "left"]
+    for step in range(len(wanted) + 2):
+        if step < len(wanted):
+            for drafter in (left, right):
+                p = 0.9 if drafter.name == wanted[step] else 0.5
+                drafter.answer = every(proposal(1, p=p)) if wanted[step] else lambda *_: None
+            assert set(spec.drafts(states("a"))) == ({"a"} if wanted[step] else set())
+        else:
+            spec.drafts([])
+        if step >= 2:
+            # How many were accepted says which step it was.
+            due = int(wanted[step - 2] != "")
+            found = spec.learn(SampleStep("a", [1, 1], [0.0, 0.0], None, drafted=due, accepted=due * step))
+            assert found == wanted[step - 2]
+    assert [each for each, _, _ in counts.outcomes] == [each for each in wanted if each]
+    assert [accepted for _, _, accepted in left.learned] == [2, 6, 9]
+    assert [accepted for _, _, accepted in right.learned] == [3, 5]
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_draft_whose_outcome_never_came_is_forgotten(late: int) -> None:
+    spec, counts = speculation(good(), late=late)
+    spec.drafts(states("a"))
+    for _ in range(1 + late):
+        spec.drafts(states("b"))
+    assert spec.learn(SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1)) == ""
+    assert not counts.outcomes
 
 
 def test_arrivals_and_ends_reach_every_drafter() -> None:
@@ -357,11 +390,13 @@ def test_a_drafter_that_raises_while_the_engine_idles_does_not_keep_it_awake() -
 
 def test_an_ended_sample_and_an_idle_step_have_no_draft() -> None:
     spec, _ = speculation(good())
+    steps = [SampleStep(each, [7, 8], [0.0, 0.0], None, drafted=1, accepted=1) for each in "ab"]
     spec.drafts(states("a", "b"))
     spec.end("a")
-    assert (spec.drafter_of("a"), spec.drafter_of("b")) == ("", "good")
+    assert [spec.learn(each) for each in steps] == ["", "good"]
+    spec.drafts(states("b"))
     assert spec.drafts([]) == {}
-    assert spec.drafter_of("b") == ""
+    assert spec.learn(steps[1]) == ""
 
 
 anything = st.recursive(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.step_time.estimator import StepTimeEstimator
-from services.step_time.prior import MeasuredStep, StepTimePrior
+from services.step_time.prior import MeasuredStep, StepTimePrior, rising
 from tests.support.step_times import KnownStepTime
 
 machines = st.builds(
@@ -152,3 +152,27 @@ def test_any_sweep_makes_a_prior_that_rises(measured: list[tuple[int, int, int, 
     assert (prior.corners > 0).all()
     assert (np.diff(prior.plains) >= 0).all()
     assert (prior.plains > 0).all()
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20))
+def test_what_should_rise_is_taken_as_near_to_what_was_measured_as_it_can_be(values: list[float]) -> None:
+    found = rising(values)
+    assert (np.diff(found) >= 0).all()
+    # The greatest of the means from any place before that are least up to any place behind.
+    means = [[np.mean(values[j : k + 1]) for k in range(j, len(values))] for j in range(len(values))]
+    wanted = [max(min(means[j][i - j :]) for j in range(i + 1)) for i in range(len(values))]
+    assert found == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize(("width", "bias"), [(1, 0.01), (2, 0.02)])
+def test_noise_of_a_sweep_makes_steps_hardly_longer_on_average(width: int, bias: float) -> None:
+    """Where steps of many sizes take as long, the longest of their times is not the typical one."""
+    random, predicted = Random(0), []
+    shapes = [each for each in KnownStepTime().sweep() if each.context <= 64 * each.samples]
+    for _ in range(100):
+        noisy = [
+            each.model_copy(update={"seconds": 1e-3 * random.lognormvariate(0, 0.03)}) for each in shapes
+        ]
+        estimator = StepTimeEstimator(noisy)
+        predicted += [estimator.seconds(n, n * width, 8 * n) for n in (1, 4, 16, 64, 256)]
+    assert float(np.mean(predicted)) == pytest.approx(1e-3, rel=bias)

@@ -60,7 +60,7 @@ class PlannerMode(Mode):
             if reason == PlanReason.PLAIN_IS_BEST and gain > 1.0:
                 reason = PlanReason.WITHIN_MARGIN
             return self.plain(reason, max(gain, 1.0), plain)
-        chosen = drafts(samples, proposals, found.picks, *cut(survival, found, found.tokens))
+        chosen = drafts(samples, proposals, found.picks, *cut(survival, found))
         self.draft(reason, n, chosen, plain, found.seconds)
         chosen.saved = self.last.saved
         return chosen

@@ -52,7 +52,8 @@ def pick(survival, price, picks):
 @jit.kernel
 def bucket_of(bits):
     """Return the bucket of a survival by its bits: the exponent and the first bits of the fraction."""
-    return max((bits >> (52 - _BITS)) - _LOWEST, 0)
+    # Nothing checks bounds here, so what is no probability must not lie outside them.
+    return min(max((bits >> (52 - _BITS)) - _LOWEST, 0), BUCKETS - 1)
 
 
 @jit.kernel
@@ -116,7 +117,7 @@ def search(survival, counts, seconds, price, picks, buckets):
 def cut(survival, picks, buckets, count, lengths):
     """Fill how many of the best `count` > 0 tokens each sample has [n]; return the sum of their survival.
 
-    Of the last bucket the first samples' tokens are taken.
+    There are as many in the buckets at least. Of the last bucket the first samples' tokens are taken.
     """
     n, width = survival.shape[1:]
     bits = survival.view(np.int64)

@@ -42,7 +42,7 @@ def warm_up() -> None:
     survival = survivals([Proposals(np.zeros((1, 1), np.int32), np.ones((1, 1)))], np.ones(1, np.int64), 1)
     # A read-only array of the grid, as in real steps.
     found = search(survival, draft_token_counts(1, 1), np.ones(2))
-    cut(survival, found, 1)
+    cut(survival, found)
 
 
 def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
@@ -75,12 +75,13 @@ def search(survival: Floats, counts: Ints, seconds: Floats, price: float = 0.0) 
     return SelectedCount(picks, buckets, *compiled.search(survival, counts, seconds, price, picks, buckets))
 
 
-def cut(survival: Floats, found: SelectedCount, count: int) -> tuple[Ints, float]:
-    """Return how many of the `count` > 0 highest-ranked tokens each sample has [n], and the sum of their survival.
+def cut(survival: Floats, found: SelectedCount) -> tuple[Ints, float]:
+    """Return how many of the tokens found, more than 0, each sample has [n], and the sum of their survival.
 
-    They are tokens of the picked drafters, and beginnings of proposals, because survival falls along a proposal.
+    They are the highest-ranked of the picked drafters, and beginnings of proposals, because survival falls along a
+    proposal.
     """
     from services.generation.speculation.selection import compiled
 
     lengths = np.empty_like(found.picks)
-    return lengths, compiled.cut(survival, found.picks, found.buckets, count, lengths)
+    return lengths, compiled.cut(survival, found.picks, found.buckets, found.tokens, lengths)
