@@ -2,10 +2,10 @@
 
     python -m kernels.tune [--out runs/tune] [--seconds 500] [--device cuda] [--fresh]
 
-A call ends after `--seconds`, half a minute later at the latest, and the next one goes on where it ended. Status 0:
-all is done; 1: all is done, and steps failed; 2: no such device, or another run's folder; 3: call again. In the
-folder: state.json (everything), report.md (table, sweeps, failures). The parameters that were fastest, and with which
-all results were right, are written where the kernels read them (kernels/tuned/DEVICE.json).
+A call ends after `--seconds`, half a minute later at the latest, and the next one goes on where it ended. Status
+0: all is done; 1: all is done, and steps failed; 2: no such device, or another run's folder; 3: call again. In the
+folder: state.json (everything), report.md (table, sweeps, failures). The parameters that were fastest, and with
+which all results were right, are written where the kernels read them (kernels/tuned/DEVICE.json).
 
 `--device cpu` runs every step in Triton's interpreter on tiny shapes: to test this program, not to measure.
 """

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton.language as tl
 
 from kernels.backend import KernelMismatch
-from kernels.short_query_attention import AttentionStep, triton_attend
+from kernels.short_query_attention import AttentionStep, triton_attend, triton_queue
 from kernels.short_query_attention.launch import Scratch, tile_rows
 from kernels.short_query_attention.reference import attend_reference
 from kernels.short_query_attention.selfcheck import check_attention
@@ -88,7 +89,7 @@ def share_among(monkeypatch, programs, **changes):
         (torch.float32, {"tree": True, "packed": True, "size": 80}),
     ],
 )
-@pytest.mark.parametrize("programs", [1, 3, 64])
+@pytest.mark.parametrize("programs", [1, 5, 40])
 def test_attention_is_within_rounding_of_float64(dtype, options, programs, device, monkeypatch):
     step = make_step(*MIXED, dtype, **options)
     step.check()
@@ -138,12 +139,12 @@ def test_a_launch_into_given_memory_takes_none_and_leaves_padding_alone(rows, de
     assert (found[:26].double() - exact).abs().max() / exact.abs().max() < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("programs", [5, 300])
-def test_one_long_context_among_many_short_ones_is_right(programs, device, monkeypatch):
+def test_one_long_context_among_many_short_ones_is_right(device, monkeypatch):
     """More requests than are looked at together, most of them without a query, and one that many programs share."""
-    share_among(monkeypatch, programs)
-    lengths, queries = [3] * 140, [0] * 140
-    for place, length, own in ((0, 20, 2), (131, 400, 1), (139, 40, 3)):
+    monkeypatch.setattr(triton_queue, "_REQUESTS_AT_ONCE", tl.constexpr(4))
+    share_among(monkeypatch, 5)
+    lengths, queries = [3] * 11, [0] * 11
+    for place, length, own in ((0, 20, 2), (6, 200, 1), (10, 40, 3)):
         lengths[place], queries[place] = length, own
     step = make_step(lengths, queries, torch.float32)
     exact = attend_reference(step, torch.float64).double()
