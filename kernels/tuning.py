@@ -44,9 +44,9 @@ class Tuning:
     search_block: int = 1024
     search_warps: int = 4
     search_programs: int = 4
-    attention_across: int = 64
+    attention_across: int = 32
     attention_chunk: int = 256
-    attention_stages: int = 5
+    attention_stages: int = 7
     attention_warps: int = 4
     attention_programs: int = 2
     attention_tile: int = 32

@@ -71,7 +71,7 @@ def attend_triton(
         step.block_table.stride(0), step.block_table.shape[1], step.keys.shape[0],
         **shape, BLOCK=step.keys.shape[1], TREE=step.tree is not None, ACROSS=across,
         STAGES=chosen.attention_stages,
-        # Four warps have no registers for more than 32 rows, two stages ahead.
+        # Four warps have no registers for more than 32 rows.
         num_warps=chosen.attention_warps * (2 if tile > 32 else 1), enable_fp_fusion=True,
     )  # fmt: skip
     tiles = triton.cdiv(step.longest_query * step.group, tile)

@@ -101,9 +101,9 @@ def _copy(device: torch.device, sizes: cases.Sizes) -> dict[str, Run]:
 
 
 SWEEPS = (
+    Sweep("attention_across", (32, 64, 128), _attention, 20),
+    Sweep("attention_stages", (7, 5, 3, 2), _attention, 15),
     Sweep("attention_programs", (2, 1, 3, 4), _attention, 15),
-    Sweep("attention_stages", (5, 3, 7, 2), _attention, 15),
-    Sweep("attention_across", (64, 32, 128), _attention, 20),
     Sweep("attention_warps", (4, 8), _attention, 15),
     Sweep("attention_tile", (32, 16, 64, 128), _attention, 20),
     Sweep("attention_chunk", (256, 128, 512, 1024), _attention, 15),
