@@ -14,9 +14,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kernels import backend
 from kernels.backend import Backend, KernelMismatch
-from kernels.bench_rivals import vllm_unified_attention
 from kernels.short_query_attention import AttentionStep
 from kernels.short_query_attention.reference import attend_reference
+from kernels.tune.rivals import vllm_unified_attention
 from services.generation.engine.attention import backend as attention
 from services.generation.engine.attention.backend import (
     ShortQueryFlashBackend,
