@@ -87,6 +87,10 @@ def _table(name: str, bench: Bench, *, ours: bool) -> dict[str, Any]:
         makers = {name: maker for name, maker in case.makers.items() if wanted is None or name in wanted}
         timed = measure.timer(bench.device, 100 if ours else 300)
         rows.extend(measure.measured(replace(case, makers=makers), ceilings, timed))
+    # A setting that ours fails in is a failure of the run, and the other settings are measured all the same.
+    for row in rows:
+        if row["by"] == "ours" and "error" in row:
+            bench.state.failed[f"{name}, {row['setting']}"] = row["error"]
     return {"rows": rows}
 
 

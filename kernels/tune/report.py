@@ -64,7 +64,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['flops'] / 1e12:.1f}" if row["flops"] else "-",
         row["bound_by"],
         f"{row['of_bound']:.0%}",
-        f"{row['ours_is']:.2f} x faster",
+        "-" if row["ours_is"] is None else f"{row['ours_is']:.2f} x faster",
     )
 
 

@@ -187,3 +187,21 @@ def test_a_row_has_its_share_of_whatever_bounds_it_and_rivals_may_fail():
     printed = list(report.table(rows))
     assert printed[-1] == "- FlashInfer (2 rows): ModuleNotFoundError: flashinfer"
     assert "40%" in printed[2]
+
+
+def test_a_setting_that_ours_fails_in_is_a_failure_and_the_others_are_measured(tmp_path, monkeypatch):
+    def fails():
+        raise RuntimeError("out of shared memory")
+
+    def made(device, sizes):
+        yield cases.Case("sampler", "wide", {"ours": fails, "torch": lambda: int}, 1)
+        yield cases.Case("sampler", "narrow", {"ours": lambda: int, "torch": lambda: int}, 1)
+
+    monkeypatch.setitem(cases.CASES, "sampler", made)
+    ceilings = {"seconds": 1.0, "result": {"bytes_per_second": 1.0, "flops": 1.0, "words_per_second": 1.0}}
+    tried = bench(tmp_path, done={"ceilings": ceilings})
+    assert run(next(step for step in steps(CPU) if step.name == "tuned: sampler"), tried)
+    assert tried.state.failed == {"sampler, wide": "RuntimeError: out of shared memory"}
+    assert [row["by"] for row in tried.state.done["tuned: sampler"]["result"]["rows"] if "seconds" in row] == [
+        "torch", "ours", "torch",
+    ]  # fmt: skip
