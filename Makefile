@@ -4,9 +4,10 @@ SOURCES := paceline services kernels deploy helm bench examples tests
 DEMO_ARGS ?=
 TEST_ARGS ?=
 SOAK_ARGS ?=
+GPU_ARGS ?=
 NAME ?= gateway
 
-.PHONY: demo test soak lint docs format protos lock bench clean setup help
+.PHONY: demo test soak lint docs format protos lock gpu bench clean setup help
 
 help:           ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -43,6 +44,9 @@ protos: setup   ## Generate the gRPC stubs
 
 lock: setup     ## Resolve requirements/cpu.lock anew
 	scripts/lock
+
+gpu:            ## The kernels on this machine's GPU, in slices of 9 minutes: answers, sweeps, table (runs/tune)
+	@test -x $(PYTHON) && python=$(PYTHON) || python=python3; PYTHONPATH=$(CURDIR) $$python -m kernels.tune $(GPU_ARGS)
 
 bench: setup    ## One benchmark (NAME=gateway), result in runs/bench/NAME.json
 	$(PYTHON) -m bench.$(NAME)

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.coupled_sampler import coupled_argmax, coupled_verify, warm_up
+from kernels.coupled_sampler.cpu import coupled_argmax, coupled_verify, warm_up
 
 VOCABULARIES = (128, 512, 32_000, 151_936)
 ROWS = (64, 1088)

@@ -16,7 +16,7 @@ from kernels.backend import Backend, KernelMismatch
 from kernels.coupled_sampler.noise import gumbel
 from kernels.coupled_sampler.sample import Sampled, sample
 from kernels.kv_pack import pack, packed_shape, unpack
-from kernels.w4a16 import dequantise, matmul, quantise
+from kernels.w4a16 import quantise
 
 _WIDTH = 1500
 """Entries of a row: more than one block of noise, and not a multiple of it."""
@@ -83,10 +83,9 @@ def check_sampler(device: torch.device) -> None:
 
 
 def check_w4a16(device: torch.device) -> None:
-    """KernelMismatch unless 4-bit weights are the reference's to the bit, and products within rounding."""
+    """KernelMismatch unless 4-bit weights are the reference's to the bit."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(70, 600, generator=generator).bfloat16()
-    x = torch.randn(3, 600, generator=generator).bfloat16()
     for symmetric in (True, False):
         expected = quantise(weight, symmetric=symmetric, backend=Backend.REFERENCE)
         found = quantise(weight.to(device), symmetric=symmetric, backend=Backend.TRITON)
@@ -97,10 +96,6 @@ def check_w4a16(device: torch.device) -> None:
             same &= torch.equal(found.zeros.cpu(), expected.zeros)
         if not same:
             raise KernelMismatch(f"quantising on {device} gives other integers or scales than the reference")
-        product = matmul(x.to(device), found, backend=Backend.TRITON).cpu().double()
-        exact = x.double() @ dequantise(expected, torch.float64).T
-        if not (product - exact).abs().max() < 0.01 * exact.abs().max():
-            raise KernelMismatch(f"a product with a 4-bit weight on {device} is off by more than rounding")
 
 
 def check_kv_pack(device: torch.device) -> None:

@@ -2,11 +2,11 @@
 
 - noise.py: the specification of the noise and its plain reference
 - reference.py: the definition of a coupled sample
-- cpu.py: the fast CPU path: coupled_argmax, coupled_verify, warm_up
+- cpu.py: the fast CPU path: coupled_argmax, coupled_verify, warm_up; not imported here, since it needs numba
+- sample.py: masks, noise, arg-max and verification of a step, where the logits are
 - verify.py: acceptance of drafts, given the target's tokens
 """
 
-from kernels.coupled_sampler.cpu import coupled_argmax, coupled_verify, warm_up
 from kernels.coupled_sampler.noise import Domain, Purpose, gumbel, uniform
 from kernels.coupled_sampler.reference import INVALID, coupled_argmax_reference
 from kernels.coupled_sampler.verify import UNSAMPLED, verify
@@ -16,11 +16,8 @@ __all__ = [
     "UNSAMPLED",
     "Domain",
     "Purpose",
-    "coupled_argmax",
     "coupled_argmax_reference",
-    "coupled_verify",
     "gumbel",
     "uniform",
     "verify",
-    "warm_up",
 ]

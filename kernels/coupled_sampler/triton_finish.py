@@ -14,55 +14,72 @@ from kernels.coupled_sampler.noise import MAX_POSITION
 from kernels.coupled_sampler.reference import INVALID
 from kernels.coupled_sampler.verify import UNSAMPLED
 
+MOST_PIECES = 64
+"""Most pieces of a row, and the distance of two rows in what the scan leaves."""
+
 _INVALID, _UNSAMPLED = tl.constexpr(INVALID), tl.constexpr(UNSAMPLED)
 _MAX_POSITION, _NO_TOKEN = tl.constexpr(MAX_POSITION), tl.constexpr(0x7FFFFFFF)
 
 
+_ROWS, _PIECES = tl.constexpr(16), tl.constexpr(MOST_PIECES)
+
+
 @triton.jit
 def _log_of_sum(largest, total, place, mask):
+    """Return log of sum exp of rows whose pieces lie along axis 1; NaN where one of their sums is."""
     m = tl.load(largest + place, mask=mask, other=-float("inf"))
     s = tl.load(total + place, mask=mask, other=0.0)
-    top = tl.max(m, axis=0)
+    top = tl.max(m, axis=1)
     shift = tl.where(top > -float("inf"), top, 0.0)
-    return top + tl.log(tl.sum(s * tl.exp(m - shift), axis=0))
+    return top + tl.log(tl.sum(s * tl.exp(m - shift[:, None]), axis=1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def finish(
     logits, stride, cu_rows, drafts, positions, temperatures,
-    scores, tokens, bad, raw_largest, raw_total, largest, total,
-    out_tokens, out_counts, out_raw, out_processed, pieces, PIECES: tl.constexpr,
+    scores, tokens, raw_largest, raw_total, largest, total,
+    out_tokens, out_counts, out_raw, out_processed, pieces,
 ):  # fmt: skip
-    """Request `program_id(0)`: write its rows' tokens [R] int64 and log-probabilities [R], and its count [N]."""
+    """Request `program_id(0)`: write its rows' tokens [R] int64 and log-probabilities [R], and its count [N].
+
+    Sixteen rows are taken at a time. Inputs of the scan are [rows, MOST_PIECES].
+    """
     request = tl.program_id(0).to(tl.int64)
     first, end = tl.load(cu_rows + request), tl.load(cu_rows + request + 1)
     position, temperature = tl.load(positions + request), tl.load(temperatures + request)
-    sound = (temperature >= 0.0) & (temperature < float("inf"))
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
-    piece = tl.arange(0, PIECES)
-    mask = piece < pieces
+    piece = tl.arange(0, _PIECES)
+    lane = tl.arange(0, _ROWS)
+    # A vector like what it is combined with: the interpreter mistakes the type of one that is not.
+    heat = temperature + tl.zeros((_ROWS,), tl.float32)
+    sound = (heat >= 0.0) & (heat < float("inf"))
     going = tl.full((), 1, tl.int32)
     count = tl.full((), 0, tl.int64)
-    for row in range(first, end):
-        place = row * pieces + piece
+    for start in range(first, end, _ROWS):
+        row = start + lane
+        here = row < end
+        place = row[:, None] * _PIECES + piece[None, :]
+        mask = here[:, None] & (piece < pieces)[None, :]
         score = tl.load(scores + place, mask=mask, other=-float("inf"))
         found = tl.load(tokens + place, mask=mask, other=_NO_TOKEN)
-        best = tl.max(score, axis=0)
-        token = tl.min(tl.where(score == best, found, _NO_TOKEN), axis=0).to(tl.int64)
-        spoiled = tl.max(tl.load(bad + place, mask=mask, other=0), axis=0) > 0
+        best = tl.max(score, axis=1)
+        token = tl.min(tl.where(score == best[:, None], found, _NO_TOKEN), axis=1).to(tl.int64)
+        raw_sum = _log_of_sum(raw_largest, raw_total, place, mask)
         at = position + row - first
-        valid = sound & (best > -float("inf")) & (spoiled == 0) & (at >= 0) & (at <= _MAX_POSITION)
-        logit = tl.load(logits + row * stride + tl.where(valid, token, 0)).to(tl.float32)
-        raw = logit - _log_of_sum(raw_largest, raw_total, place, mask)
+        valid = sound & (best > -float("inf")) & (raw_sum == raw_sum) & (at >= 0) & (at <= _MAX_POSITION)
+        logit = tl.load(logits + row * stride + tl.where(valid, token, 0), mask=here, other=0.0).to(
+            tl.float32
+        )
         processed = logit / divisor - _log_of_sum(largest, total, place, mask)
         token = tl.where(valid, token, _INVALID)
-        emitted = going > 0
-        reported = emitted & valid
-        tl.store(out_tokens + row, tl.where(emitted, token, _UNSAMPLED))
-        tl.store(out_raw + row, tl.where(reported, raw, float("nan")))
-        tl.store(out_processed + row, tl.where(reported, processed, float("nan")))
-        count += going
         # The drafts of a request start as many entries before its rows as there are requests before it.
         draft = tl.load(drafts + row - request, mask=row + 1 < end, other=_UNSAMPLED)
-        going = tl.where(emitted & valid & (token == draft), 1, 0)
+        stops = tl.min(tl.where(valid & (token == draft), _ROWS, lane), axis=0)
+        emitted = here & (going > 0) & (lane <= stops)
+        reported = emitted & valid
+        tl.store(out_tokens + row, tl.where(emitted, token, _UNSAMPLED), mask=here)
+        tl.store(out_raw + row, tl.where(reported, logit - raw_sum, float("nan")), mask=here)
+        tl.store(out_processed + row, tl.where(reported, processed, float("nan")), mask=here)
+        count += tl.sum(emitted.to(tl.int64), axis=0)
+        going = tl.where((going > 0) & (stops == _ROWS), 1, 0)
     tl.store(out_counts + request, count)

@@ -22,10 +22,23 @@ _EXPONENT_SHIFT = tl.constexpr(int(EXPONENT_SHIFT))
 
 
 @triton.jit
-def words_of(seed, position, domain, first, BLOCK: tl.constexpr):
-    """Return the words of `BLOCK` tokens from `first`, a multiple of 4: [BLOCK] uint32.
+def _product(a, m: tl.constexpr, WIDE: tl.constexpr):
+    """Return the upper and the lower 32 bits of uint32 `a` times `m`."""
+    if WIDE:
+        wide = a.to(tl.uint64) * m
+        return (wide >> 32).to(tl.uint32), wide.to(tl.uint32)
+    else:
+        factor = tl.full((1,), m, tl.uint32)
+        return tl.umulhi(a, factor), a * factor
 
-    The seed is uint64, the position int64.
+
+@triton.jit
+def words_of(seed, position, domain, first, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Return the words of `BLOCK` tokens from `first`, a multiple of 4: four of [BLOCK / 4] uint32.
+
+    Those of tokens first + 4 i come first, then those of first + 4 i + 1, and so on. They are left apart: put
+    together again, the compiler draws all of them twice, once for each layout that it wants them in. The seed is
+    uint64, the position int64.
     """
     c0 = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = tl.zeros((BLOCK // 4,), tl.uint32)
@@ -35,15 +48,13 @@ def words_of(seed, position, domain, first, BLOCK: tl.constexpr):
     c3 = zero
     # 64 bits wide, so that a step of a key overflows nothing.
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
-    m0, m1 = tl.full((1,), _M0, tl.uint32), tl.full((1,), _M1, tl.uint32)
     for _ in tl.static_range(_ROUNDS):
-        high0, low0 = tl.umulhi(c0, m0), c0 * m0
-        high1, low1 = tl.umulhi(c2, m1), c2 * m1
+        high0, low0 = _product(c0, _M0, WIDE)
+        high1, low1 = _product(c2, _M1, WIDE)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0.to(tl.uint32), low1, high0 ^ c3 ^ k1.to(tl.uint32), low0
         k0 = (k0 + _W0) & 0xFFFFFFFF
         k1 = (k1 + _W1) & 0xFFFFFFFF
-    # Token 4 i + 2 a + b at [i, a, b].
-    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (BLOCK,))
+    return c0, c1, c2, c3
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 Noise is drawn where it could matter, as in cpu_row.py: a block whose gap to the best score so far no noise
 bridges costs its load and a maximum; one whose integers all stay below the word that the gap needs costs Philox,
-but no logarithm. Nothing is written but eight numbers a piece; triton_finish.py puts the pieces together.
+but no logarithm. Sums are kept by every lane for itself, so a block makes threads wait for each other only where it
+decides whether noise is drawn. Nothing is written but six numbers a piece; triton_finish.py puts pieces together.
 
 Must be launched with enable_fp_fusion=False (noise.py says why).
 """
@@ -45,31 +46,60 @@ def _word_needed(best, scaled, table):
 
 
 @triton.jit
-def _first_of(values, wanted, offset):
-    return tl.min(tl.where(values == wanted, offset, _NO_TOKEN), axis=0)
+def _most(a, b, c, d):
+    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
 
 
 @triton.jit
-def _sum_up(largest, total, block_largest, values):
-    """Add a block to a running sum of exp(value - largest); -inf entries add nothing."""
-    new = tl.maximum(largest, block_largest)
+def _first_of(wanted, a, b, c, d, offset):
+    """Return the lowest token that has the score; lane i of a to d has offset[i] and the three behind it."""
+    last = tl.where(d == wanted, offset + 3, _NO_TOKEN)
+    last = tl.where(c == wanted, offset + 2, last)
+    last = tl.where(b == wanted, offset + 1, last)
+    return tl.min(tl.where(a == wanted, offset, last), axis=0)
+
+
+@triton.jit
+def _sum_up(largest, total, a, b, c, d):
+    """Add to each lane's running sum of exp(value - largest); -inf entries add nothing, NaN and +inf leave NaN."""
+    new = tl.maximum(largest, _most(a, b, c, d))
     shift = tl.where(new > -float("inf"), new, 0.0)
-    return new, total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
+    four = (tl.exp(a - shift) + tl.exp(b - shift)) + (tl.exp(c - shift) + tl.exp(d - shift))
+    return new, total * tl.exp(largest - shift) + four
 
 
 @triton.jit
+def _store_sum(largest, total, place, out_largest, out_total):
+    """Put the lanes' sums together."""
+    top = tl.max(largest, axis=0)
+    shift = tl.where(top > -float("inf"), top, 0.0)
+    tl.store(out_largest + place, top)
+    tl.store(out_total + place, tl.sum(total * tl.exp(largest - shift), axis=0))
+
+
+@triton.jit
+def _in_fours(x, BLOCK: tl.constexpr):
+    """[BLOCK] -> four of [BLOCK / 4]: entries 4 i, 4 i + 1, 4 i + 2, 4 i + 3."""
+    even, odd = tl.split(tl.reshape(x, (BLOCK // 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit(do_not_specialize=["blocks", "rows_stride"])
 def scan(
     logits, stride, width, owners, seeds, positions, temperatures, first_rows, thresholds, table, domain,
-    scores, tokens, bad, raw_largest, raw_total, largest, total,
-    piece, pieces, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    scores, tokens, raw_largest, raw_total, largest, total, blocks, rows_stride,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Piece `program_id(1)` of row `program_id(0)`; the seven outputs are [rows, pieces].
+    """Piece `program_id(1)`, of `blocks` blocks, of row `program_id(0)`; the six outputs are [rows, rows_stride].
 
-    scores and tokens: the best and the lowest token that has it; bad: whether a logit is NaN or +inf. The others:
-    maximum and sum of exp(entry - maximum) of the logits, and of the scaled ones that are kept.
+    scores and tokens: the best and the lowest token that has it. The others: maximum and sum of exp(entry -
+    maximum) of the logits, a sum of NaN if one of them is NaN or +inf, and of the scaled ones that are kept.
     """
     which = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * piece
+    # In blocks, so that the compiler knows how loads are aligned.
+    begin = tl.program_id(1) * blocks * BLOCK
     row = logits + which * stride
     owner = tl.load(owners + which)
     seed = tl.load(seeds + owner).to(tl.uint64, bitcast=True)
@@ -77,57 +107,65 @@ def scan(
     temperature = tl.load(temperatures + owner)
     greedy = temperature == 0.0
     divisor = tl.where(greedy, 1.0, temperature)
+    threshold = tl.full((), -float("inf"), tl.float32)
     if MASKED:
         threshold = tl.load(thresholds + which)
     best = tl.full((), -float("inf"), tl.float32)
     token = tl.full((), _NO_TOKEN, tl.int32)
-    spoiled = tl.full((), 0, tl.int32)
-    m_raw, m = tl.full((), -float("inf"), tl.float32), tl.full((), -float("inf"), tl.float32)
-    s_raw, s = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    for start in range(begin, tl.minimum(begin + piece, width), BLOCK):
+    lanes = 4 * tl.arange(0, BLOCK // 4)
+    nothing = tl.full((BLOCK // 4,), -float("inf"), tl.float32)
+    by = divisor + tl.zeros((BLOCK // 4,), tl.float32)
+    m_raw, s_raw = nothing, tl.zeros((BLOCK // 4,), tl.float32)
+    m, s = nothing, s_raw
+    for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, width), BLOCK, num_stages=STAGES):
         offset = start + tl.arange(0, BLOCK)
         x = tl.load(row + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
-        spoiled |= tl.max(((x != x) | (x == float("inf"))).to(tl.int32), axis=0)
-        top = tl.max(x, axis=0)
-        m_raw, s_raw = _sum_up(m_raw, s_raw, top, x)
-        if MASKED:
-            scaled = tl.div_rn(x, divisor + tl.zeros_like(x))
-            kept = tl.where(scaled >= threshold, scaled, -float("inf"))
-            peak = tl.max(kept, axis=0)
-        else:
-            # Near enough for a sum; what decides is divided as specified.
-            kept = x * (1.0 / divisor)
-            peak = tl.max(kept, axis=0)
-        m, s = _sum_up(m, s, peak, kept)
-        if greedy:
-            if top > best:
-                best = top
-                token = _first_of(x, top, offset)
-        else:
+        x0, x1, x2, x3 = _in_fours(x, BLOCK)
+        m_raw, s_raw = _sum_up(m_raw, s_raw, x0, x1, x2, x3)
+        top = tl.max(_most(x0, x1, x2, x3), axis=0)
+        bound = tl.max(tl.div_rn(top + tl.zeros((1,), tl.float32), divisor + tl.zeros((1,), tl.float32)))
+        # A block with nothing that is kept adds nothing. (NaN is in the raw sums already.)
+        if bound >= threshold:
             if MASKED:
-                bound = peak
+                x0, x1, x2, x3 = tl.div_rn(x0, by), tl.div_rn(x1, by), tl.div_rn(x2, by), tl.div_rn(x3, by)
+                x0 = tl.where(x0 >= threshold, x0, -float("inf"))
+                x1 = tl.where(x1 >= threshold, x1, -float("inf"))
+                x2 = tl.where(x2 >= threshold, x2, -float("inf"))
+                x3 = tl.where(x3 >= threshold, x3, -float("inf"))
+                m, s = _sum_up(m, s, x0, x1, x2, x3)
             else:
-                bound = tl.max(
-                    tl.div_rn(top + tl.zeros((1,), tl.float32), divisor + tl.zeros((1,), tl.float32))
-                )
-            needed = _word_needed(best, bound, table)
-            if needed < _UNREACHABLE:
-                words = words_of(seed, position, domain, start, BLOCK)
-                if tl.max(words.to(tl.int64), axis=0) >= needed:
-                    if not MASKED:
-                        scaled = tl.div_rn(x, divisor + tl.zeros_like(x))
-                        score = scaled + gumbel_of(words)
-                    else:
-                        score = tl.where(kept > -float("inf"), kept + gumbel_of(words), -float("inf"))
-                    winner = tl.max(score, axis=0)
-                    if winner > best:
-                        best = winner
-                        token = _first_of(score, winner, offset)
-    place = which * pieces + tl.program_id(1)
+                # Near enough for a sum; what decides is divided as specified. At 1 it is the sum of the logits.
+                if divisor != 1.0:
+                    near = 1.0 / divisor
+                    m, s = _sum_up(m, s, x0 * near, x1 * near, x2 * near, x3 * near)
+            if greedy:
+                if top > best:
+                    best = top
+                    token = _first_of(top, x0, x1, x2, x3, start + lanes)
+            else:
+                needed = _word_needed(best, bound, table)
+                if needed < _UNREACHABLE:
+                    w0, w1, w2, w3 = words_of(seed, position, domain, start, BLOCK, WIDE)
+                    if tl.max(_most(w0, w1, w2, w3), axis=0) >= needed.to(tl.uint32):
+                        if not MASKED:
+                            x0, x1, x2, x3 = (
+                                tl.div_rn(x0, by),
+                                tl.div_rn(x1, by),
+                                tl.div_rn(x2, by),
+                                tl.div_rn(x3, by),
+                            )
+                        # Noise is finite: -inf stays -inf.
+                        x0, x1 = x0 + gumbel_of(w0), x1 + gumbel_of(w1)
+                        x2, x3 = x2 + gumbel_of(w2), x3 + gumbel_of(w3)
+                        winner = tl.max(_most(x0, x1, x2, x3), axis=0)
+                        if winner > best:
+                            best = winner
+                            token = _first_of(winner, x0, x1, x2, x3, start + lanes)
+    place = which * rows_stride + tl.program_id(1)
     tl.store(scores + place, best)
     tl.store(tokens + place, token)
-    tl.store(bad + place, spoiled)
-    tl.store(raw_largest + place, m_raw)
-    tl.store(raw_total + place, s_raw)
-    tl.store(largest + place, m)
-    tl.store(total + place, s)
+    if not MASKED:
+        same = divisor == 1.0
+        m, s = tl.where(same, m_raw, m), tl.where(same, s_raw, s)
+    _store_sum(m_raw, s_raw, place, raw_largest, raw_total)
+    _store_sum(m, s, place, largest, total)

@@ -1,8 +1,11 @@
-"""The thresholds of masks.py in Triton, without a sort: a search over the order keys of a row, four bits a pass.
+"""The thresholds of masks.py in Triton, without a sort, by all multiprocessors whatever the number of rows.
 
-For a measure that falls as the key rises (how many entries have at least this key, or their mass) the search
-finds the largest key whose measure still reaches a target: eight passes over the row, whatever it holds, and a
-block whose largest key lies below what is already known adds nothing. A program does one row.
+For a measure that falls as entries get smaller (how many there are, or their mass) a search finds the largest key
+at which the measure of all entries with at least this key still reaches a target. Entries lie in 16 buckets of
+two units below the row's largest one, and those of the bucket in which the target is reached in 16 of an eighth:
+two passes, in which each program sums up a piece of a row and adds its 16 integers to the row's. A third pass
+collects the keys of the last bucket, some thousands, among which one program finds the key, four bits at a time.
+Integers have no order of summation, so the result is that of masks.py to the bit however rows are cut.
 """
 
 # mypy: disable-error-code="no-untyped-def,import-untyped"
@@ -12,12 +15,19 @@ import triton
 import triton.language as tl
 
 from kernels.coupled_sampler.masks import EXP_SERIES, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, MASS_BITS, ROUND
+from kernels.coupled_sampler.triton_finish import MOST_PIECES
 from kernels.coupled_sampler.triton_noise import of_order_key, order_key
 
+CAPACITY = 1 << 14
+"""Keys of a row that there is room for; from a fuller bucket they are read out of the row again."""
+STATE = 40
+"""int64 of a row: the sums of two levels, the number of keys collected, and room to keep rows aligned."""
 _E0, _E1, _E2, _E3, _E4, _E5, _E6, _E7 = (tl.constexpr(float(c)) for c in EXP_SERIES)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(float(LN2_HIGH)), tl.constexpr(float(LN2_LOW))
 _LOG2E, _LOWEST, _ROUND = (tl.constexpr(float(c)) for c in (LOG2E, LOWEST, ROUND))
 _BIAS = tl.constexpr(127 + MASS_BITS)
+_PIECES, _CAPACITY, _STATE = tl.constexpr(MOST_PIECES), tl.constexpr(CAPACITY), tl.constexpr(STATE)
+_BUCKETS, _COLLECTED = tl.constexpr(16), tl.constexpr(32)
 
 
 @triton.jit
@@ -37,78 +47,190 @@ def mass_of(below):
     return tl.where(below > _LOWEST, (series * scale).to(tl.int64), 0)
 
 
-@triton.jit
-def _scaled(row, offset, width, temperature):
-    """Scaled logits of a block, -inf behind the row's end."""
-    x = tl.load(row + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
-    return tl.div_rn(x, temperature + tl.zeros_like(x))
-
-
-@triton.jit
-def _search(row, width, temperature, largest, target, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest key at which the measure of entries with at least this key reaches `target`, float64."""
-    found = tl.zeros((), tl.int64)
-    for digit in range(8):
-        shift = 28 - 4 * digit
-        pivots = found + (tl.arange(0, 16).to(tl.int64) << shift)
-        measures = tl.zeros((16,), tl.int64)
-        for start in range(0, width, BLOCK):
-            offset = start + tl.arange(0, BLOCK)
-            x = _scaled(row, offset, width, temperature)
-            key = order_key(x).to(tl.int64)
-            counted = (offset < width) & (key >= found)
-            if tl.max(counted.to(tl.int32), axis=0) > 0:
-                weight = counted.to(tl.int64)
-                if MASS:
-                    weight *= mass_of(x - largest)
-                above = key[None, :] >= pivots[:, None]
-                measures += tl.sum(tl.where(above, weight[None, :], 0), axis=1)
-        # Pivot 0 is what is known to reach it; of the others as many do as the digit says.
-        reached = (measures.to(tl.float64) >= target) & (tl.arange(0, 16) > 0)
-        found += tl.sum(reached.to(tl.int64), axis=0) << shift
-    return found
-
-
-@triton.jit
-def thresholds(
-    logits, stride, width, owners, temperatures, top_k, top_p, out,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the threshold of each row, float32; -inf for a row that is greedy, unmasked or not valid."""
+@triton.jit(do_not_specialize=["blocks"])
+def peaks(logits, stride, width, out, lowest, blocks, BLOCK: tl.constexpr):
+    """Write a piece's largest logit to `out` [rows, MOST_PIECES], +inf if one is NaN; no threshold to `lowest`."""
     which = tl.program_id(0).to(tl.int64)
-    row = logits + which * stride
+    begin = tl.program_id(1) * blocks * BLOCK
+    most = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, width), BLOCK, num_stages=3):
+        offset = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + which * stride + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
+        most = tl.maximum(most, tl.where(x == x, x, float("inf")))
+    tl.store(out + which * _PIECES + tl.program_id(1), tl.max(most, axis=0))
+    if tl.program_id(1) == 0:
+        tl.store(lowest + which, -float("inf"))
+
+
+@triton.jit
+def _row(which, width, owners, temperatures, limits, peak, pieces, MASS: tl.constexpr):
+    """Return whether the row is searched, its temperature, largest scaled logit, and limit (k, or p), float64."""
     owner = tl.load(owners + which)
     temperature = tl.load(temperatures + owner)
-    result = tl.full((), -float("inf"), tl.float32)
-    if (temperature > 0.0) & (temperature < float("inf")):
-        maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
-        spoiled = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, width, BLOCK):
-            x = _scaled(row, start + tl.arange(0, BLOCK), width, temperature)
-            maxima = tl.maximum(maxima, x)
-            spoiled |= (x != x).to(tl.int32)
-        largest = tl.max(maxima, axis=0)
-        finite = (largest < float("inf")) & (largest > -float("inf"))
-        if finite & (tl.max(spoiled, axis=0) == 0):
-            floor = tl.zeros((), tl.int64)
-            if TOP_K:
-                k = tl.load(top_k + owner)
-                if (k >= 1) & (k < width):
-                    target = k.to(tl.float64)
-                    floor = _search(row, width, temperature, largest, target, MASS=False, BLOCK=BLOCK)
-                    result = of_order_key(floor.to(tl.uint32))
-            if TOP_P:
-                p = tl.load(top_p + owner)
-                if p < 1.0:
-                    total = tl.zeros((BLOCK,), tl.int64)
-                    for start in range(0, width, BLOCK):
-                        offset = start + tl.arange(0, BLOCK)
-                        x = _scaled(row, offset, width, temperature)
-                        counted = (offset < width) & (order_key(x).to(tl.int64) >= floor)
-                        total += tl.where(counted, mass_of(x - largest), 0)
-                    target = p.to(tl.float64) * tl.sum(total, axis=0).to(tl.float64)
-                    # All that top-k keeps reaches the target, so the key is not below its.
-                    key = _search(row, width, temperature, largest, target, MASS=True, BLOCK=BLOCK)
-                    # With p of 0 every key reaches the target; the largest entry is kept all the same.
-                    result = tl.minimum(of_order_key(key.to(tl.uint32)), largest)
-    tl.store(out + which, result)
+    piece = tl.arange(0, _PIECES)
+    largest = tl.max(
+        tl.load(peak + which * _PIECES + piece, mask=piece < pieces, other=-float("inf")), axis=0
+    )
+    active = (temperature > 0.0) & (temperature < float("inf"))
+    active &= (largest < float("inf")) & (largest > -float("inf"))
+    divisor = tl.where(active, temperature, 1.0)
+    # Dividing keeps the order: the largest logit has the largest quotient.
+    largest = tl.max(tl.div_rn(largest + tl.zeros((1,), tl.float32), divisor + tl.zeros((1,), tl.float32)))
+    active &= (largest < float("inf")) & (largest > -float("inf"))
+    limit = tl.load(limits + owner).to(tl.float64)
+    if MASS:
+        active &= limit < 1.0
+    else:
+        active &= (limit >= 1.0) & (limit < width)
+    return active, divisor, largest, limit
+
+
+@triton.jit
+def _scaled(row, offset, width, divisor):
+    """Scaled logits of a block, -inf behind the row's end."""
+    x = tl.load(row + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
+    return tl.div_rn(x, divisor + tl.zeros_like(x))
+
+
+@triton.jit
+def _bucket(x, largest):
+    """Bucket of the first level: the larger an entry, the lower or equal its bucket."""
+    return tl.minimum((largest - x) * 0.5, 15.0).to(tl.int32)
+
+
+@triton.jit
+def _bucket_within(x, largest, coarse):
+    """Bucket of the second level, for entries in bucket `coarse`."""
+    return tl.minimum(tl.maximum(((largest - x) - 2.0 * coarse) * 8.0, 0.0), 15.0).to(tl.int32)
+
+
+@triton.jit
+def _target(state, limit, MASS: tl.constexpr):
+    if MASS:
+        return limit * tl.sum(tl.load(state + tl.arange(0, _BUCKETS)), axis=0).to(tl.float64)
+    else:
+        return limit
+
+
+@triton.jit
+def _reached(sums, base, target):
+    """Return the first of 16 buckets with which the measure reaches the target, and the measure before it."""
+    number = tl.arange(0, _BUCKETS)
+    each = tl.load(sums + number)
+    enough = (base + tl.cumsum(each, axis=0)).to(tl.float64) >= target
+    found = tl.min(tl.where(enough, number, _BUCKETS - 1), axis=0)
+    return found, base + tl.sum(tl.where(number < found, each, 0), axis=0)
+
+
+@triton.jit(do_not_specialize=["blocks", "pieces"])
+def bucket_sums(
+    logits, stride, width, owners, temperatures, limits, peak, lowest, state, blocks, pieces,
+    MASS: tl.constexpr, LEVEL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the measures of a piece's entries, by bucket, to those of its row. Below `lowest` nothing counts."""
+    which = tl.program_id(0).to(tl.int64)
+    active, divisor, largest, limit = _row(which, width, owners, temperatures, limits, peak, pieces, MASS)
+    if active:
+        own = state + which * _STATE
+        coarse = tl.full((), 0, tl.int32)
+        if LEVEL == 1:
+            coarse, _ = _reached(own, tl.full((), 0, tl.int64), _target(own, limit, MASS))
+        floor = tl.load(lowest + which)
+        begin = tl.program_id(1) * blocks * BLOCK
+        number = tl.arange(0, _BUCKETS)
+        sums = tl.zeros((_BUCKETS,), tl.int64)
+        for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, width), BLOCK, num_stages=3):
+            offset = start + tl.arange(0, BLOCK)
+            x = _scaled(logits + which * stride, offset, width, divisor)
+            counted = (offset < width) & (x >= floor)
+            bucket = _bucket(x, largest)
+            if LEVEL == 1:
+                counted &= bucket == coarse
+                bucket = _bucket_within(x, largest, coarse)
+            if tl.max(counted.to(tl.int32), axis=0) > 0:
+                measure = tl.where(counted, mass_of(x - largest), 0) if MASS else counted.to(tl.int64)
+                sums += tl.sum(tl.where(bucket[None, :] == number[:, None], measure[None, :], 0), axis=1)
+        tl.atomic_add(own + LEVEL * _BUCKETS + number, sums, mask=sums > 0, sem="relaxed")
+
+
+@triton.jit
+def _last_bucket(own, limit, MASS: tl.constexpr):
+    """Return both buckets in which the target is reached, the measure before them, and the target."""
+    target = _target(own, limit, MASS)
+    coarse, base = _reached(own, tl.full((), 0, tl.int64), target)
+    fine, base = _reached(own + _BUCKETS, base, target)
+    return coarse, fine, base, target
+
+
+@triton.jit
+def _inside(x, offset, width, floor, largest, coarse, fine):
+    """Return which entries lie in the last bucket."""
+    there = (offset < width) & (x >= floor) & (_bucket(x, largest) == coarse)
+    return there & (_bucket_within(x, largest, coarse) == fine)
+
+
+@triton.jit(do_not_specialize=["blocks", "pieces"])
+def collect(
+    logits, stride, width, owners, temperatures, limits, peak, lowest, state, keys, blocks, pieces,
+    MASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the keys of a piece's entries in the last bucket to `keys` [rows, CAPACITY], in any order."""
+    which = tl.program_id(0).to(tl.int64)
+    active, divisor, largest, limit = _row(which, width, owners, temperatures, limits, peak, pieces, MASS)
+    if active:
+        own = state + which * _STATE
+        coarse, fine, _, _ = _last_bucket(own, limit, MASS)
+        floor = tl.load(lowest + which)
+        begin = tl.program_id(1) * blocks * BLOCK
+        for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, width), BLOCK, num_stages=3):
+            offset = start + tl.arange(0, BLOCK)
+            x = _scaled(logits + which * stride, offset, width, divisor)
+            inside = _inside(x, offset, width, floor, largest, coarse, fine).to(tl.int32)
+            count = tl.sum(inside, axis=0)
+            if count > 0:
+                slot = tl.atomic_add(own + _COLLECTED, count.to(tl.int64), sem="relaxed")
+                slot += tl.cumsum(inside, axis=0) - 1
+                key = order_key(x).to(tl.int32, bitcast=True)
+                tl.store(keys + which * _CAPACITY + slot, key, mask=(inside > 0) & (slot < _CAPACITY))
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def select(
+    logits, stride, width, owners, temperatures, limits, peak, lowest, state, keys, pieces,
+    MASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the key of a row among those collected, and write its entry to `lowest`."""
+    which = tl.program_id(0).to(tl.int64)
+    active, divisor, largest, limit = _row(which, width, owners, temperatures, limits, peak, pieces, MASS)
+    if active:
+        own = state + which * _STATE
+        coarse, fine, base, target = _last_bucket(own, limit, MASS)
+        floor = tl.load(lowest + which)
+        count = tl.load(own + _COLLECTED)
+        full = count > _CAPACITY
+        end = tl.where(full, tl.cast(width, tl.int64), count)
+        found = tl.zeros((), tl.int64)
+        for digit in range(8):
+            shift = 28 - 4 * digit
+            pivots = found + (tl.arange(0, _BUCKETS).to(tl.int64) << shift)
+            measures = tl.zeros((_BUCKETS,), tl.int64)
+            for start in range(0, end, BLOCK):
+                offset = start + tl.arange(0, BLOCK)
+                if full:
+                    x = _scaled(logits + which * stride, offset, width, divisor)
+                    inside = _inside(x, offset, width, floor, largest, coarse, fine)
+                    key = order_key(x)
+                else:
+                    inside = offset < end
+                    key = tl.load(keys + which * _CAPACITY + offset, mask=inside, other=0)
+                    key = key.to(tl.uint32, bitcast=True)
+                mass = mass_of(of_order_key(key) - largest)
+                measure = tl.where(inside, mass, 0) if MASS else inside.to(tl.int64)
+                above = key.to(tl.int64)[None, :] >= pivots[:, None]
+                measures += tl.sum(tl.where(above, measure[None, :], 0), axis=1)
+            # Pivot 0 is what is known to reach it; of the others as many do as the digit says.
+            reached = ((base + measures).to(tl.float64) >= target) & (tl.arange(0, _BUCKETS) > 0)
+            found += tl.sum(reached.to(tl.int64), axis=0) << shift
+        # With p of 0 every key reaches the target; the largest entry is kept all the same.
+        result = tl.minimum(of_order_key(found.to(tl.uint32)), largest)
+        tl.store(lowest + which, result)

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from kernels.kv_pack.layout import BlockRuns
+from kernels.transfer import uploaded
+from kernels.tuning import tuning
 
-PIECE = 2048
-"""Most units that a program copies: 16 KiB of 8-byte units, several loads in flight for each of 128 threads."""
 WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -41,12 +41,12 @@ def copy(
     width = math.gcd(common, 8)
     full_runs, rest_runs = shape.outer * shape.full, shape.outer * shape.before if shape.rest else 0
     longest = max(block_bytes if full_runs else 0, rest_bytes) // width
-    piece = min(PIECE, triton.next_power_of_2(longest))
-    device = buffer.device
+    piece = min(tuning(buffer.device).copy_piece, triton.next_power_of_2(longest))
+    there = uploaded({"pointers": torch.tensor(pointers), "blocks": blocks.long()}, buffer.device)
     grid = (full_runs + rest_runs, triton.cdiv(longest, piece), len(kv_caches))
     _copy_runs[grid](
-        torch.tensor(pointers, dtype=torch.int64, device=device),
-        blocks.to(device, torch.int64),
+        there["pointers"],
+        there["blocks"],
         buffer.view(WIDTHS[width]) if size >= width else _widened(buffer, width),
         full_runs, shape.full, shape.blocks, shape.before,
         block_bytes // width, rest_bytes // width,
@@ -61,7 +61,10 @@ def _widened(buffer: torch.Tensor, width: int) -> torch.Tensor:
     return buffer.view(-1).view(torch.uint8).view(WIDTHS[width])
 
 
-@triton.jit
+# What a request makes of them is no reason to compile: of these only `block_units` is the model's.
+@triton.jit(
+    do_not_specialize=["full_runs", "full", "num_blocks", "before", "rest_units", "row_units", "layer_units"]
+)
 def _copy_runs(
     caches, blocks, buffer, full_runs, full, num_blocks, before, block_units, rest_units, row_units, layer_units,
     UNPACKING: tl.constexpr, PIECE: tl.constexpr, ALIGNED: tl.constexpr,
@@ -83,10 +86,15 @@ def _copy_runs(
     offsets = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     mask = offsets < length
     cache = tl.load(caches + layer).to(buffer.dtype)
+    here += layer * layer_units
     if ALIGNED:
+        # Everything begins at a multiple of 16 bytes, two units: loads and stores are as wide.
         cache = tl.multiple_of(cache, 16)
+        there, here = tl.multiple_of(there, 2), tl.multiple_of(here, 2)
+        length = tl.multiple_of(length, 2)
+        mask = offsets < length
     outside = cache + there + offsets
-    packed = buffer + layer * layer_units + here + offsets
+    packed = buffer + here + offsets
     if UNPACKING:
         tl.store(outside, tl.load(packed, mask=mask), mask=mask)
     else:

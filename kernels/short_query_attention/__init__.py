@@ -6,8 +6,9 @@ a key-value head fill one tile of the tensor cores, so a few more query tokens c
 - inputs.py: what a step is, and what is allowed
 - reference.py: plain PyTorch
 - attend.py: the entry function
-- launch.py: how a step is cut into programs, and the memory between the kernels
-- triton_attend.py: the kernels: attention over a piece of each context, and the sum of the pieces
+- launch.py: how many programs share a step, and the memory between the kernels
+- triton_queue.py: the shares, worked out on the device
+- triton_attend.py: the kernels: attention over a program's share, and the sum of what several left
 - selfcheck.py: whether they are right on the device at hand
 """
 

@@ -12,8 +12,8 @@ from kernels.short_query_attention.reference import attend_reference
 def attend(step: AttentionStep, *, backend: Backend | str | None = None) -> torch.Tensor:
     """softmax(scale * q k) v over what each query token sees: [T, Hq, D] in the query's dtype.
 
-    Sums are float32. The result of a request does not depend on the others but through `longest`, which with the
-    batch decides where contexts are split. `backend`: see kernels/backend.py.
+    Sums are float32. The lengths of all requests decide where contexts are cut into parts that are summed up, and
+    so how a result is rounded, and nothing else of it. `backend`: see kernels/backend.py.
 
     ValueError for inputs that do not fit (see AttentionStep). Values in device memory are trusted, but for
     positions outside the block table, which are not read.

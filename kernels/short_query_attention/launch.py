@@ -1,7 +1,10 @@
-"""Divide a step into programs, and size the memory between its two kernels. Plain arithmetic: no Triton.
+"""Size a launch, and the memory between its two kernels. Plain arithmetic: no Triton.
 
-The number of programs follows from shapes and upper bounds only, never from a tensor's values, so that a captured
-CUDA graph works for contexts of any length. The kernels compute the length of the pieces themselves.
+The number of programs follows from the device and from shapes, never from a tensor's values, so that a captured
+CUDA graph works for contexts of any length. The work is a queue of units: `chunk` positions of one request, one
+key-value head and one tile of its rows. Each program takes an equal share of the queue, wherever that begins and
+ends, so one long context among short ones is walked by as many programs as it is worth. The kernels work out the
+shares themselves, from the lengths on the device.
 """
 
 from __future__ import annotations
@@ -10,55 +13,29 @@ from dataclasses import dataclass
 
 import torch
 
-PROGRAMS_WANTED = 264
-"""Two for each multiprocessor of a large GPU: contexts are cut into pieces until there are as many."""
-MOST_PIECES = 64
+from kernels.tuning import Tuning, multiprocessors
+
 LEAST_TILE = 16
-LARGEST_TILE = 128
-LEAST_PIECE = 256
-"""Positions; shorter pieces cost more in their sum than they gain."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Programs of a launch: requests x key-value heads x (tiles x pieces); a tile has `tile` rows."""
-
-    tile: int
-    tiles: int
-    pieces: int
-
-
-def tile_rows(longest_query: int, group: int) -> int:
+def tile_rows(longest_query: int, group: int, largest: int) -> int:
     """Rows of a tile: a power of two that holds a request's rows, as far as a program can have so many."""
     rows = max(1, longest_query * group)
-    return min(LARGEST_TILE, max(LEAST_TILE, 1 << (rows - 1).bit_length()))
+    return min(max(largest, LEAST_TILE), max(LEAST_TILE, 1 << (rows - 1).bit_length()))
 
 
-def cut(
-    requests: int,
-    kv_heads: int,
-    longest_query: int,
-    group: int,
-    reach: int,
-    wanted: int = PROGRAMS_WANTED,
-    least: int = LEAST_PIECE,
-) -> Cut:
-    """Return the cut of a step whose requests see at most `reach` positions, for about `wanted` programs.
-
-    A context has no more pieces than it has times `least` positions, and MOST_PIECES at most.
-    """
-    tile = tile_rows(longest_query, group)
-    tiles = max(1, -(-longest_query * group // tile))
-    pieces = min(MOST_PIECES, wanted // max(1, requests * kv_heads * tiles), reach // max(1, least))
-    return Cut(tile, tiles, max(1, pieces))
+def programs_for(device: torch.device, chosen: Tuning) -> int:
+    """Return how many programs share the queue: all that run at the same time."""
+    return chosen.attention_programs * multiprocessors(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Partial results of the pieces of a step, float32: `parts` [R, D], `peaks` and `sums` [R].
+    """Partial results of the programs of a launch, float32: `parts` [R, D], `peaks` and `sums` [R].
 
-    A row is a piece with a query token and a head. One serves any number of launches, one after the other on one
-    stream; a launch that does not fit into it cuts contexts into fewer pieces.
+    A program leaves at most two: of the end of what another one began, and of the beginning of what it does not
+    end. A row is a row of its tile in one of them. One serves any number of launches, one after the other on one
+    stream.
     """
 
     parts: torch.Tensor
@@ -73,12 +50,9 @@ class Scratch:
         return Scratch(parts, peaks, sums)
 
     @staticmethod
-    def rows_for(longest_query: int, group: int, wanted: int = PROGRAMS_WANTED) -> int:
-        """Rows that any step with query lengths up to `longest_query` needs, however many requests it has.
-
-        Pieces are only made until there are `wanted` programs, and a program fills the rows of its tile at most.
-        """
-        return wanted * tile_rows(longest_query, group)
+    def rows_for(longest_query: int, group: int, device: torch.device, chosen: Tuning) -> int:
+        """Rows that any step with query lengths up to `longest_query` needs, however many requests it has."""
+        return 2 * programs_for(device, chosen) * tile_rows(longest_query, group, chosen.attention_tile)
 
     @property
     def rows(self) -> int:

@@ -1,14 +1,16 @@
 """W4A16: weights in 4 bits, rounded to nearest by groups of columns; activations in 16 bits (or float32).
 
+Ours is the rounding, at every update of the weights. The product is vLLM's Machete or Marlin where they take it.
+
 - weight.py: the format
 - reference.py: what quantising, dequantising and multiplying mean
 - quantise.py, matmul.py: the entry functions
-- triton_quantise.py, triton_matmul.py: the kernels
+- triton_quantise.py: the kernel that rounds
 """
 
-from kernels.w4a16.matmul import SMALL_BATCH, matmul
+from kernels.w4a16.matmul import matmul
 from kernels.w4a16.quantise import quantise
 from kernels.w4a16.reference import dequantise
 from kernels.w4a16.weight import GROUPS, W4Weight
 
-__all__ = ["GROUPS", "SMALL_BATCH", "W4Weight", "dequantise", "matmul", "quantise"]
+__all__ = ["GROUPS", "W4Weight", "dequantise", "matmul", "quantise"]

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kernels.coupled_sampler import INVALID, UNSAMPLED, Purpose, coupled_argmax, coupled_verify, uniform
+from kernels.coupled_sampler import INVALID, UNSAMPLED, Purpose, uniform
+from kernels.coupled_sampler.cpu import coupled_argmax, coupled_verify
 from services.generation.engine.sampling.rejection import rejection_verify, uniforms
 from tests.support.chi_square import chi_square, histogram
 

@@ -5,15 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.coupled_sampler import (
-    INVALID,
-    Domain,
-    coupled_argmax,
-    coupled_argmax_reference,
-    cpu,
-    gumbel,
-    warm_up,
-)
+from kernels.coupled_sampler import INVALID, Domain, coupled_argmax_reference, cpu, gumbel
+from kernels.coupled_sampler.cpu import coupled_argmax, warm_up
 from kernels.coupled_sampler.cpu_row import CHUNK
 
 PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

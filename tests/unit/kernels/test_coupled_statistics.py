@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels.coupled_sampler import coupled_argmax
+from kernels.coupled_sampler.cpu import coupled_argmax
 
 DRAWS = 100_000
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5, -3.0, 0.1], dtype=np.float32)

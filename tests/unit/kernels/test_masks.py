@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler import INVALID, UNSAMPLED
+from kernels.coupled_sampler import sample as sampling
 from kernels.coupled_sampler.masks import MASS_BITS, mass_of, threshold
 from kernels.coupled_sampler.sample import sample
 
@@ -121,3 +122,23 @@ def test_what_does_not_fit_is_refused(change, message):
     }
     with pytest.raises(ValueError, match=message):
         sample(**arguments | change)
+
+
+def test_without_numba_the_definition_samples_the_same(monkeypatch):
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(rng.normal(0, 2, (7, 300)).astype(np.float32))
+    logits[3] = torch.nan
+    seeds, positions, cu = (
+        torch.tensor([3, -4, 5]),
+        torch.tensor([0, 7, 2**32 - 9]),
+        torch.tensor([0, 1, 5, 7]),
+    )
+    options = {"top_p": torch.tensor([0.9, 1.0, 0.5]), "backend": "reference"}
+    arguments = (logits, seeds, positions, torch.tensor([1.0, 0.7, 0.0]))
+    right = sample(*arguments, torch.tensor([1, 2, 3, 4]), cu, **options).tokens
+    drafts = torch.tensor([right[1], 2, 3, right[5]])
+    expected = sample(*arguments, drafts, cu, **options)
+    monkeypatch.setattr(sampling, "find_spec", lambda name: None)
+    found = sample(*arguments, drafts, cu, **options)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.counts.tolist() == expected.counts.tolist() == [1, 2, 2]

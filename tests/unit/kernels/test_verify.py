@@ -5,14 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.coupled_sampler import (
-    INVALID,
-    UNSAMPLED,
-    coupled_argmax,
-    coupled_argmax_reference,
-    coupled_verify,
-    verify,
-)
+from kernels.coupled_sampler import INVALID, UNSAMPLED, coupled_argmax_reference, verify
+from kernels.coupled_sampler.cpu import coupled_argmax, coupled_verify
 
 draft_lengths = st.lists(st.integers(0, 6), min_size=0, max_size=12)
 

@@ -28,6 +28,7 @@ from kernels.backend import Backend, choose, in_use
 from kernels.short_query_attention import AttentionStep
 from kernels.short_query_attention.launch import Scratch
 from kernels.short_query_attention.selfcheck import check_attention
+from kernels.tuning import tuning
 from services.generation.engine.attention.rules import LONGEST_SHORT_QUERY, LayerTraits, is_short, refusal
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class ShortQueryMixin:
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As vLLM's: `output` [T, Hq, D] is written for the query tokens of requests, and returned."""
-        scratch = _scratch(self._rows, self.head_size, query.device) if self._ours else None
+        scratch = self._scratch(query.device) if self._ours else None
         scales = (output_scale, output_block_scale)
         if scratch is None or not self._takes(query, kv_cache, attn_metadata, output, scales):
             rest = (layer, query, key, value, kv_cache, attn_metadata, output, *scales)
@@ -83,9 +84,10 @@ class ShortQueryMixin:
         attend_triton(step, out=output[: len(step.query)], scratch=scratch)
         return output
 
-    @property
-    def _rows(self) -> int:
-        return Scratch.rows_for(LONGEST_SHORT_QUERY, self.num_heads // self.num_kv_heads)
+    def _scratch(self, device: torch.device) -> Scratch:
+        group = self.num_heads // self.num_kv_heads
+        rows = Scratch.rows_for(LONGEST_SHORT_QUERY, group, device, tuning(device))
+        return _shared_scratch(rows, self.head_size, device)
 
     def _takes(
         self,
@@ -213,8 +215,8 @@ def _is_right(model_config: Any, parallel_config: Any, device: torch.device) -> 
 
 
 @cache
-def _scratch(rows: int, size: int, device: torch.device) -> Scratch:
-    """Memory of the pieces, one for all layers of a shape: they come one after the other."""
+def _shared_scratch(rows: int, size: int, device: torch.device) -> Scratch:
+    """Memory of the programs' parts, one for all layers of a shape: they come one after the other."""
     return Scratch.of(rows, size, device)
 
 

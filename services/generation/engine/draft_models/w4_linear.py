@@ -1,7 +1,8 @@
 """Linear layer in 4 bits: rounded to nearest by groups, multiplied by the fastest kernel that fits.
 
 16-bit activations go through vLLM's own mixed-precision kernels (CPUWNA16 on CPU, Machete or Marlin on CUDA), all
-else through `kernels.w4a16`, which multiplies the packed weight without ever keeping it unpacked.
+else through `kernels.w4a16.matmul`: float32, and shapes that those do not take; it
+unpacks the weight at every call.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from services.generation.engine.sampling.noise import SampleNoise
 from services.generation.engine.sampling.rows import Rows
 
 
-def temperatures(metadata: SamplingMetadata, n: int) -> npt.NDArray[np.float32]:
-    """Return the temperature of each sample, [n]; 0 is greedy."""
+def temperatures(metadata: SamplingMetadata, n: int) -> torch.Tensor:
+    """Return the temperature of each sample, [n] float32, where vLLM has them; 0 is greedy."""
     if metadata.all_greedy or metadata.temperature is None:
-        return np.zeros(n, np.float32)
-    return metadata.temperature[:n].cpu().numpy()  # type: ignore[no-any-return]
+        return torch.zeros(n, dtype=torch.float32)
+    return metadata.temperature[:n]  # type: ignore[no-any-return]
 
 
 def constrain(

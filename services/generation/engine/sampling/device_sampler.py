@@ -39,31 +39,29 @@ def only_masked(metadata: SamplingMetadata, noise: list[SampleNoise]) -> bool:
 def draw(
     logits: torch.Tensor,
     rows: Rows,
-    temperature: npt.NDArray[np.float32],
+    temperature: torch.Tensor,
     noise: list[SampleNoise],
     metadata: SamplingMetadata | None = None,
 ) -> Drawn:
-    """Sample and verify all rows.
+    """Sample and verify all rows: one copy to the device, which is not waited for, and one from it, which is.
 
     Args:
         logits: [R, V], any float type.
         rows: the layout.
-        temperature: what the logits are still to be divided by, [n]; 0 is greedy.
+        temperature: what the logits are still to be divided by, [n] float32 here or on the device; 0 is greedy.
         noise: one per sample.
         metadata: with the top-k and top-p masks that are still to be applied.
     """
-    device, n = logits.device, len(noise)
+    n = len(noise)
     seeds = np.fromiter((item.seed for item in noise), np.uint64, n).view(np.int64)
     drawn = sample(
         logits,
-        torch.from_numpy(seeds).to(device),
-        torch.from_numpy(rows.positions).to(device),
-        torch.from_numpy(temperature).to(device),
-        torch.from_numpy(rows.drafts).to(device),
+        torch.from_numpy(seeds),
+        torch.from_numpy(rows.positions),
+        temperature,
+        torch.from_numpy(rows.drafts),
         torch.from_numpy(rows.cu),
         top_k=None if metadata is None or metadata.top_k is None else metadata.top_k[:n],
         top_p=None if metadata is None or metadata.top_p is None else metadata.top_p[:n],
-    )
-    return Drawn(
-        *(part.cpu().numpy() for part in (drawn.tokens, drawn.counts, drawn.logprobs, drawn.processed))
-    )
+    ).to_host()
+    return Drawn(*(part.numpy() for part in (drawn.tokens, drawn.counts, drawn.logprobs, drawn.processed)))

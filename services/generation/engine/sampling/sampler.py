@@ -124,19 +124,20 @@ def sample(
         noise: one per sample.
         followed: by its index, the cached rollout of each sample that has taken over all its tokens so far.
     """
-    temperature = temperatures(metadata, len(noise))
     by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
     on_device = not followed and device_sampler.samples_on(logits.device, noise)
     if on_device and device_sampler.only_masked(metadata, noise):
-        drawn = device_sampler.draw(logits, rows, temperature, noise, metadata)
+        # Temperatures stay where they are: to read them here would wait for the forward pass.
+        drawn = device_sampler.draw(logits, rows, temperatures(metadata, len(noise)), noise, metadata)
         logprobs = np.where(by_processed[rows.samples], drawn.processed, drawn.logprobs)
         return Verified(drawn.tokens, drawn.counts, np.zeros(len(noise), np.int64), logprobs)
+    temperature = temperatures(metadata, len(noise)).cpu().numpy()
     raw = logits.float()
     processed, divided = constrain(raw, rows, metadata, noise, temperature)
     scores = _Scores(raw, processed, divided, temperature, by_processed)
     taken = _take_over(scores, rows, noise, followed) if followed else None
     if on_device:
-        drawn = device_sampler.draw(processed, rows, scores.divisor, noise)
+        drawn = device_sampler.draw(processed, rows, torch.from_numpy(scores.divisor), noise)
         tokens, counts = drawn.tokens, drawn.counts
     else:
         tokens, counts = _verify(_numpy(processed), rows, scores.divisor, noise, taken)

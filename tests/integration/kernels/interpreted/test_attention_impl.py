@@ -14,9 +14,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kernels import backend
 from kernels.backend import Backend, KernelMismatch
-from kernels.bench_rivals import vllm_unified_attention
 from kernels.short_query_attention import AttentionStep
 from kernels.short_query_attention.reference import attend_reference
+from kernels.tune.rivals import vllm_unified_attention
 from services.generation.engine.attention import backend as attention
 from services.generation.engine.attention.backend import (
     ShortQueryFlashBackend,
@@ -225,11 +225,11 @@ def test_a_step_with_other_masks_is_vllms(config):
 
 
 def test_without_metadata_the_memory_of_the_pieces_is_there_already(config):
-    attention._scratch.cache_clear()
+    attention._shared_scratch.cache_clear()
     impl = make_impl(config)
     batch = Batch(config, [50], [1])
     assert (batch.forward(impl, None) == 0).all()
-    assert attention._scratch.cache_info().currsize == 1
+    assert attention._shared_scratch.cache_info().currsize == 1
 
 
 def test_metadata_of_flash_attention_is_read_alike(config, launches):

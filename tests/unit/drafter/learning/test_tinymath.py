@@ -12,7 +12,7 @@ import transformers
 
 import examples.tinymath
 from examples.tinymath import tokenizer
-from kernels.coupled_sampler import coupled_argmax
+from kernels.coupled_sampler.cpu import coupled_argmax
 from services.drafter.learning.data import TrainingSample
 from services.drafter.learning.learner import Learner
 from services.drafter.learning.settings import LearningSettings

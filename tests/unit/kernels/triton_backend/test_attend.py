@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton.language as tl
 
 from kernels.backend import KernelMismatch
-from kernels.short_query_attention import AttentionStep, triton_attend
-from kernels.short_query_attention.launch import Scratch
+from kernels.short_query_attention import AttentionStep, triton_attend, triton_queue
+from kernels.short_query_attention.launch import Scratch, tile_rows
 from kernels.short_query_attention.reference import attend_reference
 from kernels.short_query_attention.selfcheck import check_attention
 from kernels.short_query_attention.triton_attend import attend_triton, prepare
+from kernels.tuning import Tuning
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BLOCK = 16
@@ -69,6 +71,13 @@ def moved(step, device):
     return AttentionStep(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
 
 
+def share_among(monkeypatch, programs, **changes):
+    """Have so many programs share units of 32 positions, or as `changes` say."""
+    monkeypatch.setattr(triton_attend, "programs_for", lambda device, chosen: programs)
+    chosen = Tuning(**{"attention_chunk": 32, "attention_across": 32, "attention_stages": 2, **changes})
+    monkeypatch.setattr(triton_attend, "tuning", lambda device: chosen)
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -80,19 +89,20 @@ def moved(step, device):
         (torch.float32, {"tree": True, "packed": True, "size": 80}),
     ],
 )
-@pytest.mark.parametrize("pieces", ["whole", "split"])
-def test_attention_is_within_rounding_of_float64(dtype, options, pieces, device):
+@pytest.mark.parametrize("programs", [1, 5, 40])
+def test_attention_is_within_rounding_of_float64(dtype, options, programs, device, monkeypatch):
     step = make_step(*MIXED, dtype, **options)
     step.check()
     exact = attend_reference(step, torch.float64).double()
-    split = {"programs_wanted": 64, "least_piece": 32} if pieces == "split" else {"programs_wanted": 1}
-    found = attend_triton(moved(step, device), **split).cpu().double()
+    share_among(monkeypatch, programs)
+    found = attend_triton(moved(step, device)).cpu().double()
     assert (found - exact).abs().max() / exact.abs().max() < TOLERANCE[dtype]
 
 
-def test_a_request_does_not_see_the_others(device):
+def test_a_request_does_not_see_the_others(device, monkeypatch):
+    share_among(monkeypatch, 1)
     alone = make_step([70], [4], torch.float32)
-    found = attend_triton(moved(alone, device), programs_wanted=1).cpu()
+    found = attend_triton(moved(alone, device)).cpu()
     fields = {name: getattr(alone, name) for name in alone.__slots__}
     cu = torch.tensor([0, 0, 4, 4], dtype=torch.int32)
     fields |= {
@@ -100,58 +110,72 @@ def test_a_request_does_not_see_the_others(device):
         "cu_queries": cu,
         "block_table": alone.block_table.expand(3, -1),
     }
-    among = attend_triton(moved(AttentionStep(**fields), device), programs_wanted=1).cpu()
+    among = attend_triton(moved(AttentionStep(**fields), device)).cpu()
     assert torch.equal(found, among)
 
 
-def test_extreme_scores_leave_a_distribution(device):
+def test_extreme_scores_leave_a_distribution(device, monkeypatch):
+    share_among(monkeypatch, 64, attention_chunk=16, attention_across=16)
     step = make_step([40], [3], torch.float32)
     step.keys.mul_(1e4)
     exact = attend_reference(step, torch.float64).double()
-    found = attend_triton(moved(step, device), programs_wanted=64, least_piece=16).cpu().double()
+    found = attend_triton(moved(step, device)).cpu().double()
     assert torch.isfinite(found).all()
     assert (found - exact).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("rows", [1024, 3 * 29 * 4, 29 * 4], ids=["room", "for three pieces", "for one"])
-def test_a_launch_into_given_memory_takes_none_and_leaves_padding_alone(rows, device):
+@pytest.mark.parametrize("rows", [1024, 2 * 3 * 32, 2 * 32], ids=["room", "for three programs", "for one"])
+def test_a_launch_into_given_memory_takes_none_and_leaves_padding_alone(rows, device, monkeypatch):
+    share_among(monkeypatch, 12)
     step = make_step(*MIXED, torch.float32)
     padded = replace(step, query=torch.cat((step.query, torch.full((3, 4, 16), torch.nan))))
     out = torch.full((29, 4, 16), 7.0, device=device)
     scratch = Scratch.of(rows, 16, device)
     scratch.parts.fill_(torch.nan)
-    split = {"programs_wanted": 48, "least_piece": 16}
-    assert attend_triton(moved(padded, device), **split, out=out, scratch=scratch) is out
+    assert attend_triton(moved(padded, device), out=out, scratch=scratch) is out
     found = out.cpu()
     assert (found[26:] == 7).all()
     exact = attend_reference(step, torch.float64).double()
     assert (found[:26].double() - exact).abs().max() / exact.abs().max() < TOLERANCE[torch.float32]
 
 
-def test_bounds_shape_a_launch_and_not_its_result(device):
+def test_one_long_context_among_many_short_ones_is_right(device, monkeypatch):
+    """More requests than are looked at together, most of them without a query, and one that many programs share."""
+    monkeypatch.setattr(triton_queue, "_REQUESTS_AT_ONCE", tl.constexpr(4))
+    share_among(monkeypatch, 5)
+    lengths, queries = [3] * 11, [0] * 11
+    for place, length, own in ((0, 20, 2), (6, 200, 1), (10, 40, 3)):
+        lengths[place], queries[place] = length, own
+    step = make_step(lengths, queries, torch.float32)
+    exact = attend_reference(step, torch.float64).double()
+    found = attend_triton(moved(step, device)).cpu().double()
+    assert (found - exact).abs().max() / exact.abs().max() < TOLERANCE[torch.float32]
+
+
+def test_bounds_shape_a_launch_and_not_its_result(device, monkeypatch):
     """As a captured graph has it: bounds of the longest context there may be, lengths of those there are."""
+    share_among(monkeypatch, 7)
     step = moved(make_step(*MIXED, torch.float32), device)
     exact = attend_reference(make_step(*MIXED, torch.float32), torch.float64).double()
-    found = attend_triton(replace(step, longest=10**6, longest_query=20), 100, 16).cpu().double()
+    found = attend_triton(replace(step, longest=10**6, longest_query=20)).cpu().double()
     assert (found - exact).abs().max() / exact.abs().max() < TOLERANCE[torch.float32]
 
 
 def test_preparing_launches_each_kind_of_step_and_writes_nothing(device, monkeypatch):
     step = moved(make_step(*MIXED, torch.float32, heads=8), device)
-    scratch = Scratch.of(Scratch.rows_for(16, 4), 16, device)
+    scratch = Scratch.of(Scratch.rows_for(16, 4, device, Tuning()), 16, device)
     for part in (scratch.parts, scratch.peaks, scratch.sums):
         part.fill_(7)
     launched = set()
-    real = triton_attend.cut
+    real = triton_attend.attend_triton
 
-    def cut(*shape):
-        made = real(*shape)
-        launched.add((made.tile, made.pieces > 1))
-        return made
+    def attend(step, **options):
+        launched.add(tile_rows(step.longest_query, 4, 32))
+        return real(step, **options)
 
-    monkeypatch.setattr(triton_attend, "cut", cut)
+    monkeypatch.setattr(triton_attend, "attend_triton", attend)
     prepare(step, 16, scratch)
-    assert launched == {(tile, split) for tile in (16, 32, 64) for split in (False, True)}
+    assert launched == {16, 32}
     assert all((part == 7).all() for part in (scratch.parts, scratch.peaks, scratch.sums))
 
 

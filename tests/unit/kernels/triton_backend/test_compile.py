@@ -1,23 +1,28 @@
-"""What the entry functions launch, compiled to machine code for CUDA devices without having one."""
+"""What the entry functions launch, compiled to machine code for CUDA devices without having one.
+
+What was slow once is asserted: registers that spill, narrow loads, loops that wait for each load, Philox drawn
+twice, and kernels compiled anew for another batch.
+"""
 
 import re
+import subprocess
+from dataclasses import dataclass
 
 import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels.coupled_sampler import Domain
-from kernels.coupled_sampler.triton_sample import sample_triton
+from kernels.coupled_sampler.sample import sample
 from kernels.kd_loss.triton_kd import FusedLoss
 from kernels.kv_pack.layout import BlockLayout, runs
 from kernels.kv_pack.triton_copy import copy
 from kernels.short_query_attention import AttentionStep
 from kernels.short_query_attention.triton_attend import attend_triton
-from kernels.w4a16 import quantise
-from kernels.w4a16.triton_matmul import matmul_triton
+from kernels.tuning import Tuning, using
 from kernels.w4a16.triton_quantise import quantise_triton
 
 NAMES = {
@@ -29,25 +34,34 @@ NAMES = {
     torch.int16: "i16",
     torch.uint8: "u8",
 }
+WIDTH = 151_936
+_compiled = {}
+"""By specialisation: tests ask for the same kernels."""
 
 
-@pytest.fixture
-def launched(monkeypatch, tmp_path):
-    """Collect launches instead of making them: name -> PTX of the kernel as it would have been launched."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = {}
+@dataclass(frozen=True)
+class Compiled:
+    """PTX, and what the machine code takes: registers a thread, bytes spilled, bytes of shared memory."""
 
-    def run(kernel, *args, grid, warmup, **kwargs):
-        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        options = {name: values.pop(name) for name in set(values) - set(kernel.arg_names)}
-        found[kernel.fn.__name__] = compiled(kernel, values, options)
+    ptx: str
+    registers: int
+    spilled: int
+    shared: int
 
-    monkeypatch.setattr(JITFunction, "run", run)
-    return found
+    def count(self, pattern):
+        return len(re.findall(pattern, self.ptx))
+
+    @property
+    def bytes_ahead(self):
+        """Bytes of each asynchronous copy: what a loop loads before it is needed."""
+        return {
+            int(size, 0)
+            for size in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x\w+|\d+)", self.ptx)
+        }
 
 
-def compiled(kernel, values, options):
-    """PTX for compute capability 9.0; raises if any stage down to machine code fails."""
+def specialised(kernel, values):
+    """Signature, constants and alignments, by which Triton tells variants of a kernel apart."""
     signature, constants, aligned = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
@@ -56,86 +70,223 @@ def compiled(kernel, values, options):
             signature[parameter.name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + NAMES[value.dtype]
-            aligned[(index,)] = [["tt.divisibility", 16]]
+            if value.data_ptr() % 16 == 0:
+                aligned[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if special and value % 16 == 0:
                 aligned[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, aligned)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return signature, constants, aligned
+
+
+def intercept(monkeypatch, take):
+    """Give launches to `take` (name, kernel, specialisation, options) instead of making them."""
+
+    def run(kernel, *args, grid, warmup, **kwargs):
+        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        options = {name: values.pop(name) for name in set(values) - set(kernel.arg_names)}
+        take(kernel.fn.__name__, kernel, specialised(kernel, values), options)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Collect launches: name -> what the kernel as it would have been launched compiles to."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = {}
+
+    def take(name, kernel, special, options):
+        key = repr((name, special, sorted(options.items())))
+        if key not in _compiled:
+            _compiled[key] = compiled(kernel, special, options, tmp_path)
+        found[name] = _compiled[key]
+
+    intercept(monkeypatch, take)
+    return found
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    """Collect launches: name -> the variants that Triton would have compiled."""
+    found = {}
+
+    def take(name, kernel, special, options):
+        found.setdefault(name, set()).add(repr((special, sorted(options.items()))))
+
+    intercept(monkeypatch, take)
+    return found
+
+
+def compiled(kernel, special, options, folder):
+    """Compile for compute capability 9.0; raises if any stage down to machine code fails."""
+    result = triton.compile(ASTSource(kernel, *special), target=GPUTarget("cuda", 90, 32), options=options)
     assert result.asm["cubin"]
-    return result.asm["ptx"]
+    path = folder / "kernel.ptx"
+    path.write_text(result.asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(folder / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = (
+        re.search(r"Used (\d+) registers", said),
+        re.search(r"(\d+) bytes spill stores", said),
+    )
+    return Compiled(
+        result.asm["ptx"], int(registers[1]), int(spilled[1]) if spilled else 0, result.metadata.shared
+    )
 
 
-@pytest.mark.parametrize(
-    ("cu", "width", "dtype"), [([0, 1, 4], 5000, torch.bfloat16), ([0, 1], 1, torch.float32)]
-)
-def test_sampler_compiles_and_fuses_no_specified_operation(cu, width, dtype, launched):
-    logits = torch.zeros(cu[-1], width, dtype=dtype)
-    ids = torch.zeros(len(cu) - 1, dtype=torch.int64)
-    floats = torch.ones(len(cu) - 1)
-    for masks in ((None, None), (ids, floats)):
-        sample_triton(logits, ids, ids, floats, ids, torch.tensor(cu), *masks, Domain.TOKEN)
-        assert "fma" not in launched["scan"]
-        assert "div.rn.f32" in launched["scan"]
+def draw(rows, width=WIDTH, dtype=torch.bfloat16, drafts=0, masked=False):
+    """Sample `rows` rows, of which the last request has `drafts` + 1."""
+    cu = torch.tensor([*range(rows - drafts), rows])
+    count = len(cu) - 1
+    ids = torch.zeros(count, dtype=torch.int64)
+    masks = {"top_k": ids, "top_p": torch.ones(count)} if masked else {}
+    sample(
+        torch.empty(rows, width, dtype=dtype), ids, ids, torch.ones(count), ids.new_zeros(drafts), cu,
+        backend="triton", **masks,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Entry functions launch, although tensors are in host memory."""
+    monkeypatch.setattr("kernels.backend.interpreted", lambda: True)
+
+
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(4, WIDTH, torch.bfloat16), (1, 1, torch.float32)])
+def test_sampler_compiles_and_fuses_no_specified_operation(rows, width, dtype, launched, as_on_cuda):
+    for masked in (False, True):
+        draw(rows, width, dtype, drafts=rows // 2, masked=masked)
+        scan = launched["scan"]
+        assert "fma" not in scan.ptx
+        assert "div.rn.f32" in scan.ptx
         # Numbers too small to be normal are not flushed to 0.
-        assert not re.search(r"(add|sub|mul|div)\.rn\.ftz", launched["scan"])
-    assert "fma" not in launched["thresholds"]
+        assert not scan.count(r"(add|sub|mul|div)\.rn\.ftz")
+    for name in ("peaks", "bucket_sums", "collect", "select"):
+        assert "fma" not in launched[name].ptx
     assert "finish" in launched
 
 
-@pytest.mark.parametrize(
-    ("cu", "window", "tree", "kv_heads", "size"),
-    [([0, 2, 7], None, False, 2, 128), ([0, 1], 100, False, 1, 256), ([0, 0, 3], None, True, 8, 80)],
-)
-def test_attention_compiles_to_tensor_cores(cu, window, tree, kv_heads, size, launched):
-    keys = torch.zeros(9, 16, kv_heads, size, dtype=torch.bfloat16)
-    step = AttentionStep(
-        query=torch.zeros(cu[-1], 8, size, dtype=torch.bfloat16),
+@pytest.mark.parametrize("wide", [True, False])
+def test_the_scan_draws_philox_once_and_loads_16_bytes_ahead(wide, launched, as_on_cuda):
+    with using(Tuning(wide_products=wide)):
+        draw(4)
+    scan = launched["scan"]
+    assert (scan.spilled, scan.bytes_ahead) == (0, {16})
+    # Eight blocks a SM of 128 threads.
+    assert scan.registers <= 64
+    # Two blocks of Philox a thread, of 20 products each; some are of constants. Drawn twice it is 72.
+    products = scan.count(r"mul\.lo\.s64|mul\.wide\.u32") if wide else scan.count(r"mul\.hi\.u32")
+    assert 25 <= products <= 40
+    assert wide is not ("mul.hi.u32" in scan.ptx)
+
+
+def test_passes_over_the_vocabulary_load_16_bytes_ahead(launched, as_on_cuda):
+    draw(4, masked=True)
+    for name in ("peaks", "bucket_sums", "collect"):
+        assert (launched[name].spilled, launched[name].bytes_ahead) == (0, {16}), name
+    assert launched["select"].spilled == 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_batch_is_a_reason_to_compile_the_sampler_anew(masked, variants, as_on_cuda):
+    for rows, drafts in [(rows, 0) for rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 127, 128)] + [
+        (5, 3),
+        (48, 31),
+    ]:
+        draw(rows, drafts=drafts, masked=masked)
+    # The search has a variant for top-k and one for top-p, and one more for each of its levels.
+    assert {name: len(found) for name, found in variants.items()} == (
+        {"peaks": 1, "bucket_sums": 4, "collect": 2, "select": 2, "scan": 1, "finish": 1}
+        if masked
+        else {"scan": 1, "finish": 1}
+    )
+
+
+def attention_step(queries, group, kv_heads=8, size=128, window=None, tree=False, longest=5):
+    cu = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+    cache = torch.zeros(9, 16, kv_heads, 2 * size, dtype=torch.bfloat16)
+    keys, values = cache.split(size, dim=-1)
+    return AttentionStep(
+        query=torch.zeros(int(cu[-1]), group * kv_heads, size, dtype=torch.bfloat16),
         keys=keys,
-        values=keys,
-        block_table=torch.zeros(len(cu) - 1, 64, dtype=torch.int32),
-        lengths=torch.zeros(len(cu) - 1, dtype=torch.int32),
-        cu_queries=torch.tensor(cu, dtype=torch.int32),
-        longest_query=5,
+        values=values,
+        block_table=torch.zeros(len(queries), 64, dtype=torch.int32),
+        lengths=torch.zeros(len(queries), dtype=torch.int32),
+        cu_queries=cu,
+        longest_query=longest,
         longest=1024,
         scale=0.1,
         window=window,
-        tree=torch.zeros(cu[-1], dtype=torch.int64) if tree else None,
+        tree=torch.zeros(int(cu[-1]), dtype=torch.int64) if tree else None,
     )
-    attend_triton(step, programs_wanted=264, least_piece=16)
-    assert "mma" in launched["_attend"]
-    assert "cp.async.cg" in launched["_attend"]  # keys and values come 16 bytes at a time, ahead of their use
-    assert "_sum_pieces" in launched
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64])
-def test_w4a16_compiles(rows, launched):
-    weight = torch.zeros(256, 1024, dtype=torch.bfloat16)
-    quantise_triton(weight, 128, False, torch.bfloat16)
-    assert "fma" not in launched["_quantise"]
-    matmul_triton(
-        torch.zeros(rows, 1024, dtype=torch.bfloat16), quantise(weight, symmetric=False, backend="reference")
-    )
-    assert "mma" in launched["_matmul"]
-    assert "_add" in launched
+@pytest.mark.parametrize(
+    ("queries", "window", "tree", "kv_heads", "size"),
+    [([2, 5], None, False, 2, 128), ([1], 100, False, 1, 256), ([0, 3], None, True, 8, 80)],
+)
+def test_attention_compiles_to_tensor_cores(queries, window, tree, kv_heads, size, launched):
+    attend_triton(attention_step(queries, 8 // kv_heads, kv_heads, size, window, tree))
+    assert "mma" in launched["_attend"].ptx
+    assert 16 in launched["_attend"].bytes_ahead
+    assert "_sum_parts" in launched
 
 
-@pytest.mark.parametrize(("blocks", "tokens"), [([3, 1, 2], 40), ([3], 16), ([3], 1)])
-def test_copy_compiles(blocks, tokens, launched):
-    caches = [torch.zeros(9, 2, 16, 256, dtype=torch.bfloat16)] * 2
+@pytest.mark.parametrize(("group", "longest"), [(2, 1), (4, 5), (8, 16)])
+def test_attention_has_three_pieces_of_keys_and_values_and_two_programs_a_multiprocessor(
+    group, longest, launched
+):
+    attend_triton(attention_step([longest] * 4, group, longest=longest))
+    code = launched["_attend"]
+    assert code.spilled == 0
+    # Keys and values in pieces of 16 bytes; entries of the block table, of 4 bytes, earlier still.
+    assert code.bytes_ahead == {4, 16}
+    piece = 2 * 32 * 128 * 2
+    assert 3 * piece <= code.shared <= 227 * 1024 // 2
+    assert code.registers * 128 * 2 <= 65536
+    assert launched["_sum_parts"].spilled == 0
+
+
+def test_no_batch_is_a_reason_to_compile_attention_anew(variants):
+    for requests in (1, 2, 15, 16, 17, 128):
+        for longest in (1, 4, 16):
+            attend_triton(attention_step([1] * requests, 2, longest=longest))
+    # Tiles of 16 and of 32 rows.
+    assert {name: len(found) for name, found in variants.items()} == {"_attend": 2, "_sum_parts": 2}
+
+
+def test_rounding_to_4_bits_compiles_and_fuses_nothing(launched):
+    quantise_triton(torch.zeros(256, 1024, dtype=torch.bfloat16), 128, False, torch.bfloat16)
+    assert "fma" not in launched["_quantise"].ptx
+    assert launched["_quantise"].spilled == 0
+
+
+def copy_blocks(caches, blocks, tokens):
     shape = runs(caches[0].shape, BlockLayout(), len(blocks), tokens)
-    copy(
-        caches,
-        torch.tensor(blocks),
-        torch.zeros(2, shape.elements, dtype=torch.bfloat16),
-        shape,
-        unpacking=False,
-    )
-    assert "ld.global" in launched["_copy_runs"]
+    buffer = torch.empty(len(caches), shape.elements, dtype=torch.bfloat16)
+    copy(caches, torch.tensor(blocks), buffer, shape, unpacking=False)
 
 
-def test_loss_compiles(launched):
-    student = torch.zeros(3, 5000, dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.parametrize(("blocks", "tokens"), [([3, 1, 2], 40), ([3], 16)])
+def test_a_copy_moves_16_bytes_at_once(blocks, tokens, launched):
+    copy_blocks([torch.zeros(9, 2, 16, 256, dtype=torch.bfloat16)] * 2, blocks, tokens)
+    assert launched["_copy_runs"].count(r"ld\.global\.v2\.b64")
+    assert launched["_copy_runs"].count(r"st\.global\.v2\.b64")
+
+
+def test_no_request_is_a_reason_to_compile_the_copy_anew(variants):
+    caches = [torch.zeros(99, 2, 16, 256, dtype=torch.bfloat16)] * 2
+    for count in (3, 16, 17, 48):
+        for rest in (1, 5, 16):
+            copy_blocks(caches, list(range(count)), (count - 1) * 16 + rest)
+    assert len(variants["_copy_runs"]) == 1
+
+
+def test_the_loss_loads_16_bytes_ahead(launched):
+    student = torch.empty(3, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     FusedLoss.apply(student, student.detach(), torch.ones(3), 1.0).sum().backward()
     assert set(launched) == {"_forward", "_backward"}
+    assert launched["_forward"].bytes_ahead == {16}
+    assert launched["_backward"].count(r"ld\.global\.v4\.b32")
+    assert launched["_forward"].spilled == launched["_backward"].spilled == 0

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels.kd_loss import kd_loss, triton_kd
+from kernels.kd_loss import kd_loss
+from kernels.tuning import Tuning, using
 
 INFINITY = float("inf")
 
@@ -33,8 +34,7 @@ def losses_and_gradients(student, teacher, weights, temperature, up, backend):
     ("of_student", "of_teacher"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)],
 )
-def test_losses_and_gradients_are_the_references(width, of_student, of_teacher, device, monkeypatch):
-    monkeypatch.setattr(triton_kd, "BLOCK", 64)
+def test_losses_and_gradients_are_the_references(width, of_student, of_teacher, device):
     torch.manual_seed(width)
     student, teacher = make_rows(width)
     student, teacher = student.to(device, of_student), teacher.to(device, of_teacher)
@@ -42,7 +42,8 @@ def test_losses_and_gradients_are_the_references(width, of_student, of_teacher, 
     up = torch.randn(6, device=device)
     arguments = (student, teacher, weights, 1.7, up)
     expected = losses_and_gradients(*arguments, "reference")
-    found = losses_and_gradients(*arguments, "triton")
+    with using(Tuning(loss_block=64)):
+        found = losses_and_gradients(*arguments, "triton")
     narrow = of_student != torch.float32
     for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         rough = narrow and i == 1

@@ -6,23 +6,31 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.coupled_sampler import Domain, gumbel, triton_sample
+from kernels.coupled_sampler import Domain, gumbel, triton_threshold
 from kernels.coupled_sampler.masks import mass_of
 from kernels.coupled_sampler.masks import thresholds as specified
 from kernels.coupled_sampler.noise import words
 from kernels.coupled_sampler.sample import sample
 from kernels.coupled_sampler.triton_noise import gumbel_of, of_order_key, order_key, words_of
+from kernels.coupled_sampler.triton_sample import thresholds
 from kernels.coupled_sampler.triton_threshold import mass_of as mass_in_triton
-from kernels.coupled_sampler.triton_threshold import thresholds
+from kernels.tuning import Tuning, multiprocessors, using
 
 
 @triton.jit
-def _noise(seed, position, domain, out_words, out_gumbel, BLOCK: tl.constexpr):
+def _noise(seed, position, domain, out_words, out_gumbel, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     start = tl.program_id(0) * BLOCK
-    word = words_of(tl.load(seed).to(tl.uint64, bitcast=True), tl.load(position), domain, start, BLOCK)
-    offset = start + tl.arange(0, BLOCK)
-    tl.store(out_words + offset, word.to(tl.int64))
-    tl.store(out_gumbel + offset, gumbel_of(word))
+    key = tl.load(seed).to(tl.uint64, bitcast=True)
+    w0, w1, w2, w3 = words_of(key, tl.load(position), domain, start, BLOCK, WIDE)
+    offset = start + 4 * tl.arange(0, BLOCK // 4)
+    tl.store(out_words + offset, w0.to(tl.int64))
+    tl.store(out_words + offset + 1, w1.to(tl.int64))
+    tl.store(out_words + offset + 2, w2.to(tl.int64))
+    tl.store(out_words + offset + 3, w3.to(tl.int64))
+    tl.store(out_gumbel + offset, gumbel_of(w0))
+    tl.store(out_gumbel + offset + 1, gumbel_of(w1))
+    tl.store(out_gumbel + offset + 2, gumbel_of(w2))
+    tl.store(out_gumbel + offset + 3, gumbel_of(w3))
 
 
 @triton.jit
@@ -36,14 +44,14 @@ def _maps(x, masses, keys, back, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("seed", [0x0123456789ABCDEF, 0, 2**64 - 1])
-@pytest.mark.parametrize("position", [7, 2**32 - 1])
-def test_noise_is_the_specifications_to_the_bit(seed, position, device):
+@pytest.mark.parametrize(("position", "wide"), [(7, True), (7, False), (2**32 - 1, True)])
+def test_noise_is_the_specifications_to_the_bit(seed, position, wide, device):
     size = 4096
     out = torch.empty(size, dtype=torch.int64, device=device)
     floats = torch.empty(size, dtype=torch.float32, device=device)
     key = torch.from_numpy(np.array([seed], np.uint64).view(np.int64)).to(device)
     place = torch.tensor([position], device=device)
-    _noise[(2,)](key, place, int(Domain.RESIDUAL), out, floats, BLOCK=2048, enable_fp_fusion=False)
+    _noise[(2,)](key, place, int(Domain.RESIDUAL), out, floats, BLOCK=2048, WIDE=wide, enable_fp_fusion=False)
     expected = words(seed, position, size, Domain.RESIDUAL)
     np.testing.assert_array_equal(out.cpu().numpy().astype(np.uint32), expected)
     expected = gumbel(seed, position, size, Domain.RESIDUAL)
@@ -77,6 +85,8 @@ def make_logits(kind, rows, width, rng):
         logits *= 1e30
     elif kind == "zeros":
         logits = np.where(logits > 0, 0.0, -0.0)
+    elif kind == "far":
+        logits *= 20
     elif kind == "bad":
         logits[0, width // 2], logits[1, 0], logits[2] = np.nan, np.inf, -np.inf
     return torch.from_numpy(logits.astype(np.float32))
@@ -106,6 +116,14 @@ def sample_both(logits, temperatures, device, top_k=None, top_p=None):
     return expected, found
 
 
+def small(rows, device):
+    """Small blocks, several in a piece and two pieces a row: a block is barred by those before it in its piece."""
+    programs = -(-2 * rows // multiprocessors(device))
+    return Tuning(
+        scan_block=64, scan_programs=programs, scan_stages=1, search_block=128, search_programs=programs
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "width", "dtype", "temperatures", "top_k", "top_p"),
     [
@@ -125,13 +143,10 @@ def sample_both(logits, temperatures, device, top_k=None, top_p=None):
         ("masked", 200, torch.float32, (0.7, 1.0, 1.0), [150, 40, 2], [0.99, 0.5, 0.95]),
     ],
 )
-def test_tokens_are_the_cpu_samplers(kind, width, dtype, temperatures, top_k, top_p, device, monkeypatch):
-    # Small, but several blocks in a piece and pieces in a row: a block is barred by those before it in its piece.
-    monkeypatch.setattr(triton_sample, "BLOCK", 64)
-    monkeypatch.setattr(triton_sample, "MOST_PIECES", 2)
-    monkeypatch.setattr(triton_sample, "SEARCH_BLOCK", 128)
+def test_tokens_are_the_cpu_samplers(kind, width, dtype, temperatures, top_k, top_p, device):
     logits = make_logits(kind, 6, width, np.random.default_rng(width)).to(dtype)
-    expected, found = sample_both(logits, temperatures, device, top_k, top_p)
+    with using(small(len(logits), device)):
+        expected, found = sample_both(logits, temperatures, device, top_k, top_p)
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.counts.tolist() == expected.counts.tolist()
     torch.testing.assert_close(found.logprobs.cpu(), expected.logprobs, equal_nan=True, rtol=1e-5, atol=1e-4)
@@ -151,14 +166,12 @@ def test_tokens_are_the_cpu_samplers(kind, width, dtype, temperatures, top_k, to
         ("blocks", 3e4, 0.01),
     ],
 )
-def test_tokens_are_the_cpu_samplers_when_scores_nearly_tie(tied, level, rise, device, monkeypatch):
+def test_tokens_are_the_cpu_samplers_when_scores_nearly_tie(tied, level, rise, device):
     """Scores of all entries, or of each block's best, agree up to rounding: a wrong operation shows.
 
     With a rise each block is just better than those before it, and a bound that is a little too high shows.
     """
     block, size, rows = 64, 320, 4
-    monkeypatch.setattr(triton_sample, "BLOCK", block)
-    monkeypatch.setattr(triton_sample, "MOST_PIECES", 2)
     seeds, positions = torch.arange(rows) + 99, torch.arange(rows) * 1000
     noise = np.stack([gumbel(int(s), int(p), size) for s, p in zip(seeds, positions, strict=True)])
     if tied == "blocks":
@@ -167,23 +180,24 @@ def test_tokens_are_the_cpu_samplers_when_scores_nearly_tie(tied, level, rise, d
     logits = torch.from_numpy((np.float32(level) - noise + rises).astype(np.float32))
     arguments = (logits, seeds, positions, torch.ones(rows), seeds[:0])
     expected = sample(*arguments, torch.arange(rows + 1), backend="reference")
-    found = sample(*(a.to(device) for a in arguments), torch.arange(rows + 1), backend="triton")
+    with using(small(rows, device)):
+        found = sample(*(a.to(device) for a in arguments), torch.arange(rows + 1), backend="triton")
     assert found.tokens.tolist() == expected.tokens.tolist()
 
 
-@pytest.mark.parametrize("kind", ["flat", "ties", "masked"])
-def test_thresholds_are_the_specifications_to_the_bit(kind, device):
-    rows, width = 4, 150
+@pytest.mark.parametrize("capacity", [triton_threshold.CAPACITY, 8], ids=["room", "no room"])
+@pytest.mark.parametrize("kind", ["flat", "ties", "masked", "far"])
+def test_thresholds_are_the_specifications_to_the_bit(kind, capacity, device, monkeypatch):
+    monkeypatch.setattr(triton_threshold, "CAPACITY", capacity)
+    monkeypatch.setattr(triton_threshold, "_CAPACITY", tl.constexpr(capacity))
+    rows, width = 5, 150
     logits = make_logits(kind, rows, width, np.random.default_rng(3))
-    temperatures = np.array([1.0, 0.7, 3.0, 1.0], np.float32)
-    top_k, top_p = np.array([5, 0, 149, 40]), np.array([1.0, 0.9, 0.3, 0.99], np.float32)
+    temperatures = np.array([1.0, 0.7, 3.0, 1.0, 0.5], np.float32)
+    top_k, top_p = np.array([5, 0, 149, 40, 3]), np.array([1.0, 0.9, 0.3, 0.99, 0.0], np.float32)
     out = torch.empty(rows, device=device)
-    thresholds[(rows,)](
-        logits.to(device), width, width, torch.arange(rows, device=device),
-        torch.from_numpy(temperatures).to(device), torch.from_numpy(top_k).to(device),
-        torch.from_numpy(top_p).to(device), out,
-        TOP_K=True, TOP_P=True, BLOCK=128, num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
+    there = (torch.from_numpy(vector).to(device) for vector in (temperatures, top_k, top_p))
+    with using(small(rows, device)):
+        thresholds(logits.to(device), torch.arange(rows, device=device), *there, out)
     expected = specified(logits.numpy() / temperatures[:, None], top_k, top_p)
     np.testing.assert_array_equal(out.cpu().numpy(), expected)
 

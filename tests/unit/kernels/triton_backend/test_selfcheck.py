@@ -27,9 +27,11 @@ def test_wrong_kernels_are_an_error_or_left_out(device, monkeypatch, caplog):
     cases = selfcheck._cases()[2:]
     monkeypatch.setattr(selfcheck, "_cases", lambda: cases)
     real = triton_sample.sample_triton
-    monkeypatch.setattr(
-        triton_sample, "sample_triton", lambda logits, seeds, *rest: real(logits, seeds + 1, *rest)
-    )
+
+    def of_other_seeds(logits, vectors, *rest):
+        real(logits, {**vectors, "seeds": vectors["seeds"] + 1}, *rest)
+
+    monkeypatch.setattr(triton_sample, "sample_triton", of_other_seeds)
     with pytest.raises(KernelMismatch, match="the reference"):
         check_sampler(device)
     with pytest.raises(KernelMismatch):

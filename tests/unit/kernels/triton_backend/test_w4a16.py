@@ -1,12 +1,11 @@
-"""4-bit weights: bit for bit the reference's, and products within rounding of float64."""
+"""4-bit weights are bit for bit the reference's."""
 
 import pytest
 import torch
 
-from kernels.w4a16 import dequantise, matmul, quantise
-from kernels.w4a16.triton_matmul import matmul_triton
+from kernels.w4a16 import dequantise, quantise
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def make_weight(rows, columns, dtype, device):
@@ -18,7 +17,7 @@ def make_weight(rows, columns, dtype, device):
     return weight.to(device)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("group", "rows", "columns"), [(128, 33, 300), (32, 70, 33), (256, 5, 520)])
 def test_quantises_to_the_references_bits(dtype, symmetric, group, rows, columns, device):
@@ -44,26 +43,3 @@ def test_refuses_weights_that_are_not_finite(bad, device):
     for symmetric in (True, False):
         with pytest.raises(ValueError, match="finite"):
             quantise(weight, 32, symmetric=symmetric, backend="triton")
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    ("rows", "symmetric", "group", "outputs", "columns"),
-    [(1, True, 128, 70, 264), (17, False, 32, 33, 300), (64, False, 256, 64, 520)],
-)
-@pytest.mark.parametrize("programs", [1, 8])
-def test_product_is_within_rounding_of_float64(
-    dtype, rows, symmetric, group, outputs, columns, programs, device
-):
-    weight = quantise(make_weight(outputs, columns, dtype, device), group, symmetric=symmetric)
-    x = torch.randn(rows, columns).to(dtype).to(device)
-    exact = x.double() @ dequantise(weight, torch.float64).T
-    found = matmul_triton(x, weight, programs_wanted=programs).double()
-    assert ((found - exact).abs().max() / exact.abs().max()) < TOLERANCE[dtype]
-
-
-def test_more_rows_than_the_kernel_takes_are_multiplied_all_the_same(device):
-    weight = quantise(torch.randn(40, 96, device=device), 32)
-    x = torch.randn(65, 96, device=device)
-    found = matmul(x, weight, backend="triton")
-    torch.testing.assert_close(found, matmul(x, weight, backend="reference"), rtol=1e-4, atol=1e-4)

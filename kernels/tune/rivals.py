@@ -18,8 +18,8 @@ from kernels.short_query_attention import AttentionStep
 Run = Callable[[], Any]
 
 
-def vllm_attention(step: AttentionStep) -> Run:
-    """vLLM's FlashAttention over the same paged cache."""
+def vllm_attention(step: AttentionStep, generation: int) -> Run:
+    """vLLM's FlashAttention over the same paged cache; 3 is the generation that vLLM takes on Hopper."""
     attention = import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
 
     def run() -> torch.Tensor:
@@ -34,6 +34,7 @@ def vllm_attention(step: AttentionStep) -> Run:
             softmax_scale=step.scale,
             causal=True,
             block_table=step.block_table,
+            fa_version=generation,
         )
 
     return run
@@ -106,22 +107,10 @@ def flashinfer_attention(step: AttentionStep) -> Run:
     return lambda: wrapper.run(step.query, (step.keys, step.values))
 
 
-def marlin_matmul(x: torch.Tensor, weight: torch.Tensor, group: int) -> Run:
-    """vLLM's Marlin with the [N, K] weight in its own 4-bit format."""
-    folder = "vllm.model_executor.layers.quantization.utils."
-    scalar = import_module("vllm.scalar_type").scalar_types.uint4b8
-    utils = import_module(folder + "marlin_utils")
-    _, packed, scales, *_ = import_module(folder + "marlin_utils_test").marlin_quantize(
-        weight.T.contiguous(), scalar, group
-    )
-    workspace = utils.marlin_make_workspace_new(x.device)
-    none = torch.empty(0, dtype=torch.int, device=x.device)
-    return lambda: utils.apply_gptq_marlin_linear(
-        x, packed, scales, none, workspace, scalar, weight.shape[0], weight.shape[1]
-    )
-
-
-def flashinfer_sampling(logits: torch.Tensor, top_p: torch.Tensor) -> Run:
-    """FlashInfer's top-p sampling from probabilities: one token a row, no seed of a sample's own."""
+def flashinfer_sampling(logits: torch.Tensor, top_p: float | None) -> Run:
+    """FlashInfer's sampling, one token a row, by no seed of a sample's own; top-p as vLLM calls it."""
     sampling = import_module("flashinfer.sampling")
-    return lambda: sampling.top_p_sampling_from_probs(logits.float().softmax(dim=-1), top_p)
+    if top_p is None:
+        return lambda: sampling.sampling_from_logits(logits.float())
+    p = torch.full((len(logits),), top_p, device=logits.device)
+    return lambda: sampling.top_p_sampling_from_probs(logits.softmax(dim=-1, dtype=torch.float32), p)

@@ -1,0 +1,57 @@
+"""Vectors of a step in one block of memory: one copy to the device before it, one copy back after it.
+
+Each copy of its own would cost the host some microseconds, and from memory that is not pinned it waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+_ALIGNED = 16
+"""Bytes: vectors begin at multiples, whatever the length of those before, so no kernel is compiled for others."""
+
+Layout = dict[str, tuple[int, int, torch.dtype]]
+"""By name: the first byte, the number of elements, and their type."""
+
+
+def layout_of(**vectors: tuple[int, torch.dtype]) -> tuple[Layout, int]:
+    """Return where vectors of these lengths and types lie, and how many bytes they take."""
+    layout, end = {}, 0
+    for name, (count, dtype) in vectors.items():
+        layout[name] = (end, count, dtype)
+        end += -(-count * dtype.itemsize // _ALIGNED) * _ALIGNED
+    return layout, end
+
+
+def views(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """Return the vectors that lie in `memory`, uint8."""
+    return {
+        name: memory[begin : begin + count * dtype.itemsize].view(dtype)
+        for name, (begin, count, dtype) in layout.items()
+    }
+
+
+def uploaded(vectors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the vectors on `device`; those that are elsewhere go there together, and nobody waits for it."""
+    away = {name: vector for name, vector in vectors.items() if vector.device != device}
+    if not away:
+        return dict(vectors)
+    layout, size = layout_of(**{name: (len(vector), vector.dtype) for name, vector in away.items()})
+    # torch takes pinned memory from its cache, and not before the copy out of it is over.
+    staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for name, part in views(staged, layout).items():
+        part.copy_(away[name])
+    return {**vectors, **views(staged.to(device, non_blocking=True), layout)}
+
+
+def downloaded(memory: torch.Tensor) -> torch.Tensor:
+    """Return `memory` in host memory: waits for the device."""
+    if memory.device.type == "cpu":
+        return memory
+    there = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=memory.device.type == "cuda")
+    there.copy_(memory, non_blocking=True)
+    torch.cuda.current_stream(memory.device).synchronize()
+    return there

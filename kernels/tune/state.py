@@ -1,0 +1,93 @@
+"""What has been done so far, in a JSON file that is replaced whole after every step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class OtherRun(ValueError):
+    """The file belongs to another device, other software or other sources."""
+
+
+@dataclass(slots=True)
+class State:
+    """A run: what it runs on, and per step its result or why it failed.
+
+    `values` are the launch parameters that the sweeps have chosen so far; `running` is the step that a worker is
+    at, with the time when it began (seconds since the epoch).
+    """
+
+    path: Path
+    about: dict[str, Any]
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    running: tuple[str, float] | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> State | None:
+        """Return what is in the file; None if there is none."""
+        if not path.exists():
+            return None
+        data = json.loads(path.read_text())
+        running = data.pop("running")
+        return cls(path, **data, running=None if running is None else (running[0], running[1]))
+
+    @classmethod
+    def resume(cls, path: Path, about: dict[str, Any]) -> State:
+        """Return the state in the file, or a new one. OtherRun if it is not this run's."""
+        state = cls.load(path)
+        if state is None:
+            return cls(path, about)
+        for name, value in about.items():
+            if state.about.get(name) != value:
+                raise OtherRun(
+                    f"{path} is of another {name} ({state.about.get(name)!r}, not {value!r}): "
+                    "give --fresh to begin anew, or another --out"
+                )
+        return state
+
+    def save(self) -> None:
+        """Replace the file."""
+        data = asdict(self)
+        del data["path"]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps(data, indent=1, default=str) + "\n")
+        os.replace(fresh, self.path)
+
+    def begin(self, step: str) -> None:
+        """Record that a step runs, so that one that ends its process is known."""
+        self.running = (step, time.time())
+        self.save()
+
+    def finish(self, step: str, result: dict[str, Any] | None, error: str | None) -> float:
+        """Record how a step ended; return its seconds."""
+        began = self.running[1] if self.running else time.time()
+        seconds = time.time() - began
+        self.running = None
+        if error is None:
+            self.done[step] = {"seconds": seconds, "result": result}
+        else:
+            self.failed[step] = error
+        self.save()
+        return seconds
+
+    def over(self, step: str) -> bool:
+        """Return whether a step has been run, well or not."""
+        return step in self.done or step in self.failed
+
+
+def sources() -> str:
+    """Return a digest of all sources of the kernels."""
+    digest = hashlib.blake2b(digest_size=8)
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()

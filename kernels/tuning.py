@@ -1,0 +1,126 @@
+"""Parameters of the kernels' launches: defaults, and what `python -m kernels.tune` found to be the fastest.
+
+They change how long a kernel takes and never a token: what exactness stands on has no order of sums in it. Kernels
+ask for those of their device with every launch, and nothing is read from the disk after the first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent / "tuned"
+_WITHOUT_DEVICE = 2
+"""Multiprocessors that launches in Triton's interpreter are cut for."""
+
+
+class InvalidTuning(ValueError):
+    """A file of tuned parameters names what no kernel has, or a value that none can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Launch parameters. Blocks are entries, `programs` are those wanted for each multiprocessor.
+
+    scan, search, loss: passes over the vocabulary. attention_across: positions that a program loads at once;
+    attention_chunk: positions of the units that the queue shares out; attention_tile: most rows of a program.
+    copy_piece: units of 8 bytes that a program copies. wide_products: 64-bit products in Philox, of which the
+    halves are taken, instead of two products.
+    """
+
+    scan_block: int = 1024
+    scan_stages: int = 3
+    scan_warps: int = 4
+    scan_programs: int = 4
+    wide_products: bool = True
+    search_block: int = 1024
+    search_warps: int = 4
+    search_programs: int = 4
+    attention_across: int = 32
+    attention_chunk: int = 256
+    attention_stages: int = 7
+    attention_warps: int = 4
+    attention_programs: int = 2
+    attention_tile: int = 32
+    loss_block: int = 2048
+    loss_stages: int = 3
+    loss_warps: int = 8
+    copy_piece: int = 2048
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool":
+                if not isinstance(value, bool):
+                    raise InvalidTuning(f"{field.name} must be true or false, got {value!r}")
+            elif type(value) is not int or not 1 <= value <= 1 << 16:
+                raise InvalidTuning(f"{field.name} must be an integer in 1..65536, got {value!r}")
+            elif not field.name.endswith(("programs", "stages")) and value & (value - 1):
+                raise InvalidTuning(f"{field.name} must be a power of two, got {value}")
+
+
+_forced: Tuning | None = None
+
+
+def tuning(device: torch.device) -> Tuning:
+    """Return the parameters for a device. InvalidTuning for a file of its that cannot be used."""
+    return _forced or _read_for(device_name(device))
+
+
+@contextmanager
+def using(forced: Tuning) -> Iterator[None]:
+    """Launch with these parameters, in this process, until the context ends: for sweeps and tests."""
+    global _forced
+    before, _forced = _forced, forced
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """Return the name of a device as its driver gives it; "cpu" for Triton's interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has."""
+    if device.type != "cuda":
+        return _WITHOUT_DEVICE
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def path_for(name: str, folder: Path = FOLDER) -> Path:
+    """Return where the parameters of the device of this name lie."""
+    return folder / (re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json")
+
+
+def write(path: Path, values: Tuning, about: dict[str, Any]) -> None:
+    """Write parameters, and about what they were measured on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**about, "values": asdict(values)}, indent=2) + "\n")
+
+
+def read(path: Path) -> Tuning:
+    """Return the parameters in a file that `write` made. InvalidTuning for any other."""
+    try:
+        values = json.loads(path.read_text())["values"]
+        return Tuning(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidTuning(f"{path}: {error}") from error
+
+
+@cache
+def _read_for(name: str) -> Tuning:
+    path = path_for(name)
+    return read(path) if path.exists() else Tuning()
