@@ -8,7 +8,7 @@ step times. An event is the end of a span of like steps, so a step of 100,000 sa
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 
@@ -57,6 +57,8 @@ class ClusterSimulation:
             self._idle = IdleWork(setup.bubbles, setup.workload.prompt_tokens)
         self._moves = self._reallocator()
         self.now = 0.0
+        self.covered: dict[tuple[int, int], int] = {}
+        """Tokens of the present step that were pre-generated, by prompt and slot."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._unfinished = self._moved = 0
@@ -83,11 +85,10 @@ class ClusterSimulation:
 
     def _begin(self, step: int) -> list[SimulatedSample]:
         """Begin a step: place its samples, and announce the next one."""
-        covered: dict[tuple[int, int], int] = {}
         if self._idle is not None:
             for each in self.instances:
                 self._return_tasks(each)
-            covered = self._idle.coverage(step)
+            self.covered = self._idle.coverage(step)
         self._step, lengths = step, self._drawn[step][0]
         if not step:
             self._foresee(0)
@@ -98,7 +99,7 @@ class ClusterSimulation:
         ]
         self._unfinished, self._moved = len(samples), 0
         for sample in samples:
-            sample.covered = covered.get((sample.prompt, sample.slot), 0)
+            sample.covered = self.covered.get((sample.prompt, sample.slot), 0)
             self._enqueue(sample)
         self._pump()
         self._foresee(step + 1)
@@ -107,7 +108,7 @@ class ClusterSimulation:
             expected = [self._predicted(step + 1, prompt) for prompt in range(self._setup.workload.prompts)]
             self._idle.hint(step + 1, self._drawn[step + 1][0], expected, self.now)
             for each in self.instances:
-                self._rest(each, ())
+                self._rest(each)
         if self._moves is not None:
             self._at(self._moves.next_poll(self.instances, self.now), self._decide_moves)
         return samples
@@ -196,7 +197,7 @@ class ClusterSimulation:
             return
         ended = instance.finish_span()
         if instance.background:
-            self._rest(instance, ended)
+            self._rest(instance)
             return
         for sample in ended:
             self._unfinished -= 1
@@ -213,11 +214,11 @@ class ClusterSimulation:
         if instance.span is None:
             self._begin_span(instance)
         if instance.span is None:
-            self._rest(instance, ())
+            self._rest(instance)
 
     # Bubbles ---------------------------------------------------------------------------------------------
 
-    def _rest(self, instance: ModelledInstance, ended: Sequence[SimulatedSample]) -> None:
+    def _rest(self, instance: ModelledInstance) -> None:
         """Give an instance without samples of the step something to pre-generate, or let it go on with that."""
         if (
             self._idle is None
@@ -226,8 +227,7 @@ class ClusterSimulation:
         ):
             return
         instance.background = True
-        if ended or not instance.samples:
-            self._idle.poll(instance, ended, self.now)
+        self._idle.poll(instance, self.now)
         self._begin_span(instance)
         instance.background = instance.span is not None
 

@@ -23,11 +23,12 @@ class IdleWork:
     def __init__(self, config: BubblesConfig, prompt_tokens: int) -> None:
         self._ledger = BubbleLedger(config)
         self._plan = PregenerationPlan(self._ledger)
-        self._coupled = config.coupled
+        self._coupled, self._poll_steps = config.coupled, config.poll_steps
         self._prompt_tokens = prompt_tokens
         self._status = pb.SetRunRequest(run_id=_RUN)
         self._lengths: dict[int, Ints] = {}
-        # The tasks of each instance, by lease.
+        # Steps of each instance when it polled last, and its tasks by lease.
+        self._polled_at: dict[str, int] = {}
         self._held: dict[str, dict[int, tuple[TaskLease, SimulatedSample]]] = {}
 
     def begin(self, step: int, samples: Mapping[str, int], now: float) -> None:
@@ -56,10 +57,16 @@ class IdleWork:
             (int(task.group.prompt_id), task.slot): task.covered for task in self._ledger.coverage(_RUN, step)
         }
 
-    def poll(self, instance: ModelledInstance, ended: Iterable[SimulatedSample], now: float) -> bool:
-        """Report what an instance does and has ended, and give it more; return True if there was any."""
+    def poll(self, instance: ModelledInstance, now: float) -> None:
+        """Report what an instance does and has ended, and give it more.
+
+        As an instance does, every `poll_steps` steps, and when it has nothing to do.
+        """
+        if instance.samples and instance.steps - self._polled_at.get(instance.name, 0) < self._poll_steps:
+            return
+        self._polled_at[instance.name] = instance.steps
         held = self._held.setdefault(instance.name, {})
-        gone = {sample.lease for sample in ended}
+        gone = {lease for lease, (_, sample) in held.items() if sample.ends}
         progress = [
             _progress(lease, sample.length, finished=True)
             if lease in gone
@@ -69,13 +76,11 @@ class IdleWork:
         for lease in gone:
             del held[lease]
         room = instance.max_running - instance.samples
-        answer = self._answered(instance, progress, room, now)
-        for lease in answer:
-            sample = self._sample(lease)
-            held[lease.number] = lease, sample
+        for given in self._answered(instance, progress, room, now):
+            sample = self._sample(given)
+            held[given.number] = given, sample
             instance.waiting.append(sample)
             instance.prefill(round(sample.context))
-        return bool(answer)
 
     def stop(self, instance: ModelledInstance, now: float) -> None:
         """Let an instance return its tasks, unfinished, with the tokens that there are."""
@@ -89,7 +94,7 @@ class IdleWork:
         instance.waiting = type(instance.waiting)(each for each in instance.waiting if not each.lease)
         self._answered(instance, progress, 0, now)
 
-    def _say(self, phase: pb.RunPhase.ValueType, step: int, now: float) -> None:
+    def _say(self, phase: pb.RunPhase, step: int, now: float) -> None:
         rolls = phase == pb.RUN_PHASE_ROLLOUT
         self._status.phase, self._status.step, self._status.policy_version = phase, step, step + 1
         self._status.unfinished = int(rolls)

@@ -18,6 +18,7 @@ from services.reallocator.planning.throughput import Roofline, ThroughputCurve
 from services.reallocator.planning.trigger import Name, Trigger
 from services.simulator.device_tables import DeviceTable
 from services.simulator.modelled_instance import ModelledInstance
+from services.simulator.sample_batch import SimulatedSample
 
 _MODEL, _BLOCK = "model", 16
 # Longest interval between polls, in multiples of the configured one, as in the service.
@@ -111,8 +112,8 @@ class SampleMoves:
         self, each: ModelledInstance, curve: ThroughputCurve, threshold: int, now: float
     ) -> InstanceView:
         samples = [] if each.background else each.batch.samples
-        grown = {sample.number: int(each.generated(sample, now)) for sample in samples}
-        self._lengths.saw(each.name, grown, self._left.pop(each.name, ()))  # type: ignore[arg-type]
+        grown: dict[Hashable, int] = {one.number: int(each.generated(one, now)) for one in samples}
+        self._lengths.saw(each.name, grown, self._left.pop(each.name, ()))
         free = each.device.kv_tokens - (0 if each.background else each.batch.context)
         count = 0 if each.background else each.samples
         return InstanceView(
@@ -122,23 +123,18 @@ class SampleMoves:
             max(0, int(free // _BLOCK)),
             curve,
             threshold,
-            tuple(
-                self._candidate(sample.number, sample.prompt_tokens, grown[sample.number], each, sample)
-                for sample in samples
-            ),
+            tuple(self._candidate(each, sample, grown[sample.number]) for sample in samples),
             gives=self._cooldown.gives(each.name),
             receives=self._cooldown.receives(each.name),
         )
 
-    def _candidate(
-        self, number: int, prompt: int, response: int, each: ModelledInstance, sample
-    ) -> Candidate:
+    def _candidate(self, each: ModelledInstance, sample: SimulatedSample, response: int) -> Candidate:
         remaining = self._remaining.get(response)
         if remaining is None:
             remaining = self._remaining[response] = self._lengths.remaining(response, self._limit)
-        tokens = prompt + response
+        tokens = sample.prompt_tokens + response
         accepted = each.span.decision.tokens[each.batch.kind(sample)] - 1 if each.span is not None else 0.0
-        return Candidate(str(number), tokens, accepted, remaining, tokens // _BLOCK + 1)
+        return Candidate(str(sample.number), tokens, accepted, remaining, tokens // _BLOCK + 1)
 
 
 def _steps(instances: Sequence[ModelledInstance], now: float) -> dict[Name, int]:

@@ -140,6 +140,9 @@ class StepDecider:
         for i, name in enumerate(chosen):
             if lengths[i]:
                 brought[i] += float(np.cumprod(true[name][i, : lengths[i]]).sum())
+        if not lengths.any():
+            # An instance backs off from drafting what it does not verify.
+            passes, drafted_for = 0, 0.0
         place = {kind: np.array([each == kind for each in kinds]) for kind in counts}
         return StepDecision(
             {kind: float(brought[here].mean()) for kind, here in place.items()},

@@ -190,6 +190,31 @@ def test_moves_empty_a_loaded_instance_sooner() -> None:
     assert moved.seconds < 0.9 * still.seconds
 
 
+def test_what_a_move_costs_is_paid() -> None:
+    rows = [[3000] * 96, *[[60] * 96] * 3]
+    setup = SimulationSetup(
+        DEVICE,
+        4,
+        SimulatedWorkload(Given(rows), 4, 96, 20),
+        reallocation=ReallocatorConfig.model_construct(),
+        foreseen=False,
+        affinity_slack=200.0,
+    )
+    cheap, dear = (next(ClusterSimulation(replace(setup, kv_seconds=each)).run()) for each in (1e-6, 5e-3))
+    assert dear.moved
+    assert cheap.seconds < dear.seconds
+
+
+def test_moves_do_no_harm_to_samples_that_are_placed_evenly() -> None:
+    for seed in range(3):
+        setup = SimulationSetup(DEVICE, 4, WORK, seed=seed)
+        still = next(ClusterSimulation(setup).run())
+        moved = next(
+            ClusterSimulation(replace(setup, reallocation=ReallocatorConfig.model_construct())).run()
+        )
+        assert moved.seconds <= 1.02 * still.seconds
+
+
 def test_where_kv_is_short_samples_wait_their_turn() -> None:
     work = SimulatedWorkload(Given([[400] * 8]), 1, 8, 20)
     roomy, tight = (
