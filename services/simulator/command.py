@@ -82,6 +82,9 @@ def simulate(
             seed=seed,
         )
         status = _run(setup, as_json) if deadline is None else _search(setup, deadline, least, most, as_json)
+    except ModuleNotFoundError as error:
+        typer.echo(f"paceline: deciding on drafts needs pip install 'paceline[cpu]': {error}", err=True)
+        raise typer.Exit(2) from None
     except (OSError, ValueError) as error:
         typer.echo(f"paceline: {error}", err=True)
         raise typer.Exit(2) from None
