@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from services.contracts.knobs import Knobs
 from services.reallocator.config import ReallocatorConfig
 from services.simulator.capacity import instances_for
 from services.simulator.cluster_simulation import ClusterSimulation
+from services.simulator.device_file import read_device
 from services.simulator.device_tables import DeviceTable, devices
 from services.simulator.draft_source import PREGENERATED, DraftSource
 from services.simulator.progress import SimulationProgress
@@ -30,7 +31,9 @@ _SEARCH = 10
 
 @app.command()
 def simulate(
+    context: typer.Context,
     device: Annotated[str, typer.Option(help="Model and device, or a part of the name.")] = "8B H100",
+    table: Annotated[Path | None, typer.Option(help="Take step times from this JSON file instead.")] = None,
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 8,
     deadline: Annotated[
         float | None, typer.Option(help="Seconds: find the fewest instances whose step is done by then.")
@@ -66,22 +69,7 @@ def simulate(
     Exit status 2: an option cannot be used; 3: no number of instances meets the deadline.
     """
     try:
-        lengths = LogNormalLengths(median, spread, limit) if trace is None else read_trace(trace)
-        setup = SimulationSetup(
-            _device(device),
-            instances,
-            SimulatedWorkload(lengths, prompts, samples),
-            steps or (3 if pregenerate is not None else 1),
-            Knobs(mode=cast(Mode, mode)),
-            tuple(_source(each) for each in draft or ()),
-            None if pregenerate is None else DraftSource(PREGENERATED, pregenerate),
-            # Without what the environment may say: the same options give the same answer.
-            None if pregenerate is None else BubblesConfig.model_construct(),
-            ReallocatorConfig.model_construct(decision_steps=decision_steps) if reallocate else None,
-            update_seconds,
-            seed=seed,
-        )
-        status = _run(setup, as_json) if deadline is None else _search(setup, deadline, least, most, as_json)
+        status = _answer(**context.params)
     except ModuleNotFoundError as error:
         typer.echo(f"paceline: deciding on drafts needs pip install 'paceline[cpu]': {error}", err=True)
         raise typer.Exit(2) from None
@@ -89,6 +77,50 @@ def simulate(
         typer.echo(f"paceline: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)
+
+
+def _answer(deadline: float | None, least: int, most: int, as_json: bool, **given: Any) -> int:
+    """Show what is asked for, and return the exit status."""
+    setup = _setup(**given)
+    return _run(setup, as_json) if deadline is None else _search(setup, deadline, least, most, as_json)
+
+
+def _setup(
+    *,
+    device: str,
+    table: Path | None,
+    instances: int,
+    prompts: int,
+    samples: int,
+    median: float,
+    spread: float,
+    limit: int,
+    trace: Path | None,
+    draft: list[str] | None,
+    pregenerate: float | None,
+    reallocate: bool,
+    decision_steps: int,
+    mode: Mode,
+    update_seconds: float,
+    steps: int | None,
+    seed: int,
+) -> SimulationSetup:
+    lengths = LogNormalLengths(median, spread, limit) if trace is None else read_trace(trace)
+    fills = pregenerate is not None
+    return SimulationSetup(
+        _device(device) if table is None else read_device(table),
+        instances,
+        SimulatedWorkload(lengths, prompts, samples),
+        steps or (3 if fills else 1),
+        Knobs(mode=mode),
+        tuple(_source(each) for each in draft or ()),
+        None if pregenerate is None else DraftSource(PREGENERATED, pregenerate),
+        # Without what the environment may say: the same options give the same answer.
+        BubblesConfig.model_construct() if fills else None,
+        ReallocatorConfig.model_construct(decision_steps=decision_steps) if reallocate else None,
+        update_seconds,
+        seed=seed,
+    )
 
 
 def _device(name: str) -> DeviceTable:

@@ -87,6 +87,28 @@ def test_lengths_come_from_a_trace(tmp_path: Path) -> None:
             read_trace(path)
 
 
+def test_step_times_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
+    known = {"kv_tokens": 10_000, "rows": [1, 8], "milliseconds": [10.0, 10.0]}
+    path.write_text(json.dumps(known))
+    options = ["--table", str(path), "--prompts", "1", "--samples", "1", "--median", "50.5", "--json"]
+    done = CliRunner().invoke(app, [*options, "--spread", "0"])
+    assert done.exit_code == 0, done.output
+    # 50 whole tokens, and the prefill of the prompt in one step of the largest size.
+    assert json.loads(done.output)[0]["seconds"] == pytest.approx(0.51)
+    for wrong, said in (
+        ({"rows": [8, 1]}, "rows"),
+        ({"milliseconds": [10.0]}, "milliseconds"),
+        ({"milliseconds": [10.0, 9.0]}, "milliseconds"),
+        ({"kv_tokens": 0}, "kv_tokens"),
+        ({"flops": 1}, "flops"),
+    ):
+        path.write_text(json.dumps(known | wrong))
+        done = CliRunner().invoke(app, options)
+        assert done.exit_code == 2
+        assert said in done.output
+
+
 def test_progress_says_what_is_left_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
     progress = SimulationProgress(300, lambda: now)
