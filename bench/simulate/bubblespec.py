@@ -27,7 +27,7 @@ from services.simulator.device_tables import (
     decoding_table,
     with_host,
 )
-from services.simulator.draft_source import DraftSource
+from services.simulator.simulated_source import SimulatedSource
 from services.simulator.simulated_step import SimulatedStep
 from services.simulator.simulation_setup import SimulationSetup
 from services.simulator.workload import LogNormalLengths, SimulatedWorkload
@@ -37,7 +37,7 @@ _STEPS, _PROMPTS, _SAMPLES = 8, 64, 16
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedModel:
+class BubbleSpecModel:
     """Row of Tables 2 and 3: rollout time of Verl, then figures of BubbleSpec. Times in seconds."""
 
     name: str
@@ -55,15 +55,15 @@ class PublishedModel:
 
 
 MODELS = (
-    PublishedModel(
+    BubbleSpecModel(
         "Qwen3-1.7B", QWEN3_1_7B, 49152, 6741, 39361, 306.2, (167.6, 2913, 15908),
         (2.15, 3.84, 0.2994), (61.9, 109.1), (4169, 24029),
     ),
-    PublishedModel(
+    BubbleSpecModel(
         "Qwen3-4B", QWEN3_4B, 49152, 6481, 37910, 399.6, (235.0, 2895, 17616),
         (2.09, 3.81, 0.286), (91.1, 164.7), (4434, 25188),
     ),
-    PublishedModel(
+    BubbleSpecModel(
         "Qwen2.5-VL-7B", QWEN25_7B, 65536, 9500, 60509, 571.9, (400.1, 4853, 34027),
         (1.81, 3.73, 0.217), (157.7, 283.2), (6802, 46824),
     ),
@@ -110,7 +110,7 @@ class RolloutFigures:
 
 
 def rollout(
-    model: PublishedModel, host: float, drafting: bool, per_prompt: int = _SAMPLES, steps: int = _STEPS
+    model: BubbleSpecModel, host: float, drafting: bool, per_prompt: int = _SAMPLES, steps: int = _STEPS
 ) -> RolloutFigures:
     """Simulate the steps of a run, with or without drafts; the first step has none, and does not count."""
     work = SimulatedWorkload(_lengths(model), _PROMPTS, _SAMPLES, 256)
@@ -127,7 +127,7 @@ def rollout(
     if drafting:
         setup = replace(
             setup,
-            sources=(DraftSource("suffix", acceptance_for(model.accepted[2], DRAFT_LENGTH)),),
+            sources=(SimulatedSource("suffix", acceptance_for(model.accepted[2], DRAFT_LENGTH)),),
             bubbles=BubblesConfig.model_construct(during_update="halt", coupled=False, per_prompt=per_prompt),
         )
     simulation, done, drafts = ClusterSimulation(setup), list[SimulatedStep](), list[list[int]]()
@@ -138,7 +138,7 @@ def rollout(
 
 
 @cache
-def _lengths(model: PublishedModel) -> LogNormalLengths:
+def _lengths(model: BubbleSpecModel) -> LogNormalLengths:
     return lengths_with(model.mean, model.longest, model.limit, _PROMPTS * _SAMPLES)
 
 
@@ -161,7 +161,7 @@ def replay() -> list[ReplayedCell]:
     return cells
 
 
-def _table_2(model: PublishedModel, plain: RolloutFigures, drafted: RolloutFigures) -> list[ReplayedCell]:
+def _table_2(model: BubbleSpecModel, plain: RolloutFigures, drafted: RolloutFigures) -> list[ReplayedCell]:
     names = ("rollout s", "steps", "most steps", "acceptance length", "draft length")
     own = (drafted.seconds, drafted.steps, drafted.most_steps, drafted.accepted, drafted.drafted)
     published = (*model.bubblespec, *model.accepted[:2])
@@ -177,7 +177,7 @@ def _table_2(model: PublishedModel, plain: RolloutFigures, drafted: RolloutFigur
     ]
 
 
-def _table_3(model: PublishedModel, drafted: RolloutFigures) -> list[ReplayedCell]:
+def _table_3(model: BubbleSpecModel, drafted: RolloutFigures) -> list[ReplayedCell]:
     found = (drafted.bubble, drafted.longest_bubble, drafted.draft, drafted.longest_draft)
     names = ("bubble s", "longest bubble s", "draft length", "longest draft")
     return [

@@ -12,8 +12,8 @@ from services.bubbles.config import BubblesConfig
 from services.reallocator.config import ReallocatorConfig
 from services.simulator.capacity import instances_for, last_step
 from services.simulator.device_tables import devices
-from services.simulator.draft_source import PREGENERATED, DraftSource
 from services.simulator.progress import SimulationProgress
+from services.simulator.simulated_source import PREGENERATED, SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
 from services.simulator.workload import LogNormalLengths, SimulatedWorkload
 
@@ -44,12 +44,12 @@ def simulated(samples: int) -> dict[str, Any]:
 
 def _methods(plain: SimulationSetup) -> dict[str, SimulationSetup]:
     """Return the setups of methods: suffix drafts, moves, pre-generation through a minute of update, and all."""
-    drafts = (DraftSource("suffix", 0.6),)
+    drafts = (SimulatedSource("suffix", 0.6),)
     moves = ReallocatorConfig.model_construct(decision_steps=_DECISION_STEPS)
     filled = replace(
         plain,
         steps=2,
-        pregenerated=DraftSource(PREGENERATED, 0.9),
+        pregenerated=SimulatedSource(PREGENERATED, 0.9),
         bubbles=BubblesConfig.model_construct(),
         update_seconds=60.0,
     )

@@ -33,7 +33,7 @@ from services.simulator.device_tables import (
     decoding_table,
     with_host,
 )
-from services.simulator.draft_source import DraftSource
+from services.simulator.simulated_source import SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
 from services.simulator.workload import LogNormalLengths, SimulatedWorkload
 
@@ -42,7 +42,7 @@ _PROMPTS, _SAMPLES, _STEPS, _W4 = 128, 8, 6, 0.36
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedRow:
+class EfficientRolloutRow:
     """Row of a method: mode, draft length, acceptance, and seconds of preparation, rollout and step."""
 
     name: str
@@ -55,7 +55,7 @@ class PublishedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedModel:
+class EfficientRolloutModel:
     """Model of Table 2: its mean response in tokens, plain times, EAGLE-3 pass in milliseconds, and methods."""
 
     name: str
@@ -64,24 +64,24 @@ class PublishedModel:
     rollout: float
     step: float
     eagle: float
-    rows: tuple[PublishedRow, ...]
+    rows: tuple[EfficientRolloutRow, ...]
 
 
 MODELS = (
-    PublishedModel("Qwen2.5-7B", QWEN25_7B, 661.4, 82.4, 132.6, 0.82, (
-        PublishedRow("Learned auxiliary", "fixed", 3, 0.573, 2.2, 81.9, 132.1),
-        PublishedRow("Quantized self-SD", "fixed", 7, 0.982, 1.3, 75.6, 127.6),
-        PublishedRow("EfficientRollout", "toggle", 8, 0.982, 1.3, 66.3, 115.7),
+    EfficientRolloutModel("Qwen2.5-7B", QWEN25_7B, 661.4, 82.4, 132.6, 0.82, (
+        EfficientRolloutRow("Learned auxiliary", "fixed", 3, 0.573, 2.2, 81.9, 132.1),
+        EfficientRolloutRow("Quantized self-SD", "fixed", 7, 0.982, 1.3, 75.6, 127.6),
+        EfficientRolloutRow("EfficientRollout", "toggle", 8, 0.982, 1.3, 66.3, 115.7),
     )),
-    PublishedModel("Qwen2.5-14B", QWEN25_14B, 622.9, 126.6, 221.1, 0.91, (
-        PublishedRow("Learned auxiliary", "fixed", 3, 0.603, 2.1, 115.4, 213.8),
-        PublishedRow("Quantized self-SD", "fixed", 5, 0.973, 2.6, 135.0, 225.4),
-        PublishedRow("EfficientRollout", "toggle", 7, 0.976, 2.6, 105.3, 197.2),
+    EfficientRolloutModel("Qwen2.5-14B", QWEN25_14B, 622.9, 126.6, 221.1, 0.91, (
+        EfficientRolloutRow("Learned auxiliary", "fixed", 3, 0.603, 2.1, 115.4, 213.8),
+        EfficientRolloutRow("Quantized self-SD", "fixed", 5, 0.973, 2.6, 135.0, 225.4),
+        EfficientRolloutRow("EfficientRollout", "toggle", 7, 0.976, 2.6, 105.3, 197.2),
     )),
-    PublishedModel("Llama3.1-8B", LLAMA_8B, 646.2, 126.4, 186.9, 0.85, (
-        PublishedRow("Learned auxiliary", "fixed", 3, 0.543, 2.6, 172.8, 234.8),
-        PublishedRow("Quantized self-SD", "fixed", 5, 0.963, 1.4, 118.9, 178.2),
-        PublishedRow("EfficientRollout", "toggle", 5, 0.958, 1.4, 112.9, 172.2),
+    EfficientRolloutModel("Llama3.1-8B", LLAMA_8B, 646.2, 126.4, 186.9, 0.85, (
+        EfficientRolloutRow("Learned auxiliary", "fixed", 3, 0.543, 2.6, 172.8, 234.8),
+        EfficientRolloutRow("Quantized self-SD", "fixed", 5, 0.963, 1.4, 118.9, 178.2),
+        EfficientRolloutRow("EfficientRollout", "toggle", 5, 0.958, 1.4, 112.9, 172.2),
     )),
 )  # fmt: skip
 
@@ -101,7 +101,7 @@ def replay() -> list[ReplayedCell]:
 
 
 def _cells(
-    model: PublishedModel,
+    model: EfficientRolloutModel,
     method: str,
     published: tuple[float, float],
     rollout: float,
@@ -116,7 +116,7 @@ def _cells(
     return cells
 
 
-def _rollout(model: PublishedModel, host: float, row: PublishedRow | None = None) -> float:
+def _rollout(model: EfficientRolloutModel, host: float, row: EfficientRolloutRow | None = None) -> float:
     """Return the seconds of a rollout, on average over the steps of a run."""
     setup = SimulationSetup(
         with_host(decoding_table(model.name, model.sizes, A100), host),
@@ -129,15 +129,15 @@ def _rollout(model: PublishedModel, host: float, row: PublishedRow | None = None
     if row is not None:
         passes = _eagle(model) if row.name == "Learned auxiliary" else _quantized(model)
         knobs = Knobs(mode=row.mode, draft_cap=row.length, latch=row.mode == "toggle")  # type: ignore[arg-type]
-        setup = replace(setup, knobs=knobs, sources=(DraftSource("model", row.acceptance, passes),))
+        setup = replace(setup, knobs=knobs, sources=(SimulatedSource("model", row.acceptance, passes),))
     return fmean(step.seconds for step in ClusterSimulation(setup).run())
 
 
-def _quantized(model: PublishedModel) -> DeviceTable:
+def _quantized(model: EfficientRolloutModel) -> DeviceTable:
     return decoding_table("W4", model.sizes, A100, weight_bytes=2 * _W4)
 
 
-def _eagle(model: PublishedModel) -> DeviceTable:
+def _eagle(model: EfficientRolloutModel) -> DeviceTable:
     return DeviceTable("EAGLE-3", 1, np.array([1.0, 1024.0]), np.full(2, model.eagle))
 
 

@@ -28,7 +28,7 @@ from services.simulator.device_tables import (
     decoding_table,
     with_host,
 )
-from services.simulator.draft_source import DraftSource
+from services.simulator.simulated_source import SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
 from services.simulator.step_decider import StepDecider
 from services.simulator.workload import LogNormalLengths, SimulatedWorkload
@@ -62,7 +62,7 @@ def figure_7() -> list[ReplayedCell]:
 def _speedup(acceptance: float, samples: int) -> float:
     plain = decoding_table("7B", QWEN25_7B, H100)
     drafting = with_host(plain, _PASSES * _HEAD_7B.seconds(samples, samples, samples * _CONTEXT))
-    source = (DraftSource("eagle3", acceptance),)
+    source = (SimulatedSource("eagle3", acceptance),)
     decided = StepDecider(drafting, Knobs(mode="fixed", draft_cap=_NODES), source).decide(
         {"open": samples}, _CONTEXT
     )
@@ -103,5 +103,5 @@ def _rollout(acceptance: float | None, mode: str) -> float:
         foreseen=False,
     )
     if acceptance is not None:
-        setup = replace(setup, sources=(DraftSource("eagle3", acceptance, _HEAD_14B),))
+        setup = replace(setup, sources=(SimulatedSource("eagle3", acceptance, _HEAD_14B),))
     return fmean(step.seconds for step in ClusterSimulation(setup).run())

@@ -28,7 +28,7 @@ from services.reallocator.planning.records import Candidate, InstanceView, Reall
 from services.reallocator.planning.throughput import ThroughputCurve
 from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.device_tables import L40S, LLAMA_8B, ModelSizes, decoding_table, with_host
-from services.simulator.draft_source import DraftSource
+from services.simulator.simulated_source import SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
 from services.simulator.step_decider import StepDecider
 from services.simulator.workload import LogNormalLengths, SimulatedWorkload
@@ -117,8 +117,8 @@ def figure_13() -> list[ReplayedCell]:
     ]
 
 
-def _sources(acceptance: float) -> tuple[DraftSource, ...]:
-    return (DraftSource("eagle3", acceptance),)
+def _sources(acceptance: float) -> tuple[SimulatedSource, ...]:
+    return (SimulatedSource("eagle3", acceptance),)
 
 
 def _curve(acceptance: float, most: int) -> ThroughputCurve:

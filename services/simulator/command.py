@@ -18,8 +18,8 @@ from services.simulator.capacity import instances_for
 from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.device_file import read_device
 from services.simulator.device_tables import DeviceTable, devices
-from services.simulator.draft_source import PREGENERATED, DraftSource
 from services.simulator.progress import SimulationProgress
+from services.simulator.simulated_source import PREGENERATED, SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
 from services.simulator.workload import LogNormalLengths, SimulatedWorkload, read_trace
 
@@ -114,7 +114,7 @@ def _setup(
         steps or (3 if fills else 1),
         Knobs(mode=mode),
         tuple(_source(each) for each in draft or ()),
-        None if pregenerate is None else DraftSource(PREGENERATED, pregenerate),
+        None if pregenerate is None else SimulatedSource(PREGENERATED, pregenerate),
         # Without what the environment may say: the same options give the same answer.
         BubblesConfig.model_construct() if fills else None,
         ReallocatorConfig.model_construct(decision_steps=decision_steps) if reallocate else None,
@@ -132,10 +132,10 @@ def _device(name: str) -> DeviceTable:
     return found[0]
 
 
-def _source(text: str) -> DraftSource:
+def _source(text: str) -> SimulatedSource:
     name, _, acceptance = text.partition("=")
     try:
-        return DraftSource(name, float(acceptance))
+        return SimulatedSource(name, float(acceptance))
     except ValueError as error:
         raise ValueError(f"--draft {text!r} is not NAME=ACCEPTANCE with a number from 0 to 1") from error
 

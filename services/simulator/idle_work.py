@@ -18,7 +18,7 @@ _FRESH = 5.0
 
 
 class IdleWork:
-    """What instances without samples of a step pre-generate, and how much of a step is there when it begins."""
+    """Pre-generation of instances without samples of a step, and how much of a step is there when it begins."""
 
     def __init__(self, config: BubblesConfig, prompt_tokens: int) -> None:
         self._ledger = BubbleLedger(config)

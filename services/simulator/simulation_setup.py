@@ -8,7 +8,7 @@ from services.bubbles.config import BubblesConfig
 from services.contracts.knobs import Knobs
 from services.reallocator.config import ReallocatorConfig
 from services.simulator.device_tables import DeviceTable
-from services.simulator.draft_source import DraftSource
+from services.simulator.simulated_source import SimulatedSource
 from services.simulator.workload import SimulatedWorkload
 
 
@@ -26,8 +26,8 @@ class SimulationSetup:
     workload: SimulatedWorkload
     steps: int = 1
     knobs: Knobs = field(default_factory=Knobs)
-    sources: tuple[DraftSource, ...] = ()
-    pregenerated: DraftSource | None = None
+    sources: tuple[SimulatedSource, ...] = ()
+    pregenerated: SimulatedSource | None = None
     bubbles: BubblesConfig | None = None
     reallocation: ReallocatorConfig | None = None
     update_seconds: float = 0.0

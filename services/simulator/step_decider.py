@@ -22,7 +22,7 @@ from services.generation.speculation.exploration import Exploration
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import StepShape
 from services.simulator.device_tables import DeviceTable
-from services.simulator.draft_source import DraftSource, Floats
+from services.simulator.simulated_source import Floats, SimulatedSource
 from services.simulator.simulated_sweep import swept
 from services.step_time.estimator import StepTimeEstimator
 
@@ -63,8 +63,8 @@ class StepDecider:
         self,
         device: DeviceTable,
         knobs: Knobs,
-        sources: Sequence[DraftSource],
-        pregenerated: DraftSource | None = None,
+        sources: Sequence[SimulatedSource],
+        pregenerated: SimulatedSource | None = None,
         seed: int = 0,
     ) -> None:
         """Begin with a sweep of the device.

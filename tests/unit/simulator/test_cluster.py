@@ -13,7 +13,7 @@ from services.bubbles.config import BubblesConfig
 from services.reallocator.config import ReallocatorConfig
 from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.device_tables import H100, QWEN3_8B, DeviceTable, decoding_table
-from services.simulator.draft_source import PREGENERATED, DraftSource
+from services.simulator.simulated_source import PREGENERATED, SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
 from services.simulator.workload import Ints, LogNormalLengths, SimulatedWorkload
 
@@ -48,8 +48,8 @@ def setups() -> st.SearchStrategy[SimulationSetup]:
             instances,
             SimulatedWorkload(Given(rows), len(rows), len(rows[0]), 20),
             steps=3,
-            sources=(DraftSource("suffix", 0.6),) if suffix else (),
-            pregenerated=DraftSource(PREGENERATED, 0.9) if bubbles else None,
+            sources=(SimulatedSource("suffix", 0.6),) if suffix else (),
+            pregenerated=SimulatedSource(PREGENERATED, 0.9) if bubbles else None,
             bubbles=BubblesConfig.model_construct(during_update=bubbles) if bubbles else None,
             reallocation=ReallocatorConfig.model_construct(
                 decision_steps=8, poll_seconds=0.05, least_balance_gain=0.0, payback=0.0
@@ -144,7 +144,7 @@ def test_a_plain_step_takes_what_the_table_says() -> None:
 
 def test_drafts_save_steps_and_time() -> None:
     plain = next(ClusterSimulation(SimulationSetup(DEVICE, 2, WORK)).run())
-    source = (DraftSource("suffix", 0.8),)
+    source = (SimulatedSource("suffix", 0.8),)
     drafted = next(ClusterSimulation(SimulationSetup(DEVICE, 2, WORK, sources=source)).run())
     assert drafted.seconds < 0.5 * plain.seconds
     assert drafted.decode_steps < 0.5 * plain.decode_steps
@@ -152,7 +152,7 @@ def test_drafts_save_steps_and_time() -> None:
 
 
 def test_a_draft_model_that_is_slow_is_not_used() -> None:
-    slow = (DraftSource("quantized", 0.9, passes=DEVICE),)
+    slow = (SimulatedSource("quantized", 0.9, passes=DEVICE),)
     plain = next(ClusterSimulation(SimulationSetup(DEVICE, 2, WORK)).run())
     drafted = next(ClusterSimulation(SimulationSetup(DEVICE, 2, WORK, sources=slow)).run())
     assert drafted.draft_length == 0
@@ -165,7 +165,7 @@ def test_bubbles_and_the_update_leave_drafts_for_the_next_step() -> None:
         4,
         WORK,
         steps=2,
-        pregenerated=DraftSource(PREGENERATED, 0.95),
+        pregenerated=SimulatedSource(PREGENERATED, 0.95),
         bubbles=BubblesConfig.model_construct(),
         update_seconds=2.0,
     )

@@ -17,7 +17,7 @@ from services.reallocator.config import ReallocatorConfig
 from services.simulator import cluster_simulation, sample_moves, step_decider
 from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.device_tables import H100, QWEN3_8B, decoding_table
-from services.simulator.draft_source import PREGENERATED, DraftSource
+from services.simulator.simulated_source import PREGENERATED, SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
 from services.simulator.workload import LogNormalLengths, SimulatedWorkload
 
@@ -26,8 +26,8 @@ SETUP = SimulationSetup(
     3,
     SimulatedWorkload(LogNormalLengths(300, 0.9, 4000), 8, 8),
     steps=2,
-    sources=(DraftSource("suffix", 0.6),),
-    pregenerated=DraftSource(PREGENERATED, 0.9),
+    sources=(SimulatedSource("suffix", 0.6),),
+    pregenerated=SimulatedSource(PREGENERATED, 0.9),
     bubbles=BubblesConfig.model_construct(),
     reallocation=ReallocatorConfig.model_construct(decision_steps=8, poll_seconds=0.01),
 )

@@ -15,7 +15,7 @@ PREGENERATED = "pregenerated"
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSource:
+class SimulatedSource:
     """Source of drafts with the same acceptance for all samples.
 
     `acceptance` is the probability that a token is accepted if all before it in its draft are; a sequence has one
