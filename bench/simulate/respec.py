@@ -3,7 +3,7 @@
 Figure 7 gives in words one configuration at two batch sizes: the best at 2, which slows 32 down. Its (s, t, n)
 are not named; assumed are 5 passes and 32 draft tokens, in a tree that is simulated as RLHFSpec's is here: its
 nodes in the order of their weights, which fall by one factor. The number of tokens was chosen with the slowdown
-in view. What other numbers of tokens give is simulated beside it. That factor is fitted by the speedup at 2.
+in view. What other numbers of tokens give is simulated beside it. The weights are fitted by the speedup at 2.
 
 Figure 14 is the training of Qwen2.5-14B as methods are added. Generation takes 0.85 of a plain step (Table 1:
 0.83 to 0.86). Fitted is the acceptance, by the gain of the learned drafter with a static configuration
