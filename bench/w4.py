@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.deciding.devices import H100, H200, QWEN3_8B, decoding_table
-from bench.deciding.simulation import swept
 from bench.report import Figures, cores, show, show_rows, write
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import QUANTIZED, EngineOptions, EngineRequest, W4Options
 from services.generation.speculation.draft_lengths import DraftableBatch, choose_lengths
+from services.simulator.device_tables import H100, H200, QWEN3_8B, decoding_table
+from services.simulator.simulated_sweep import swept
 from services.step_time.estimator import StepTimeEstimator
 
 MODEL = Path("examples/tinymath/model")

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from bench.deciding.devices import DeviceTable, devices
-from bench.deciding.simulation import FIRST, FIXED, LATER, Cell, SimulatedBatch, fixed_rates, swept
+from bench.deciding.simulation import FIRST, FIXED, LATER, Cell, SimulatedBatch, fixed_rates
 from bench.report import format_value, show_rows, write
+from services.simulator.device_tables import DeviceTable, devices
+from services.simulator.simulated_sweep import swept
 from services.step_time.estimator import warm_up
 
 SAMPLES = (1, 4, 16, 64, 128, 256, 512)

@@ -15,28 +15,26 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.deciding.devices import DeviceTable
 from services.contracts.knobs import Knobs
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.acceptance.table import AcceptanceTable
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import StepShape
+from services.simulator.device_tables import DeviceTable
+from services.simulator.simulated_sweep import NOISE
 from services.step_time.estimator import StepTimeEstimator
 from services.step_time.prior import MeasuredStep
-from services.step_time.sweep import SWEEP_SECONDS, swept_batches
 
 WINDOW = 16
 FIXED = (1, 2, 4, 8, 12, 16)
 FIRST, LATER = 32, 64
 """Steps of a cold start, and those after them that are rated."""
-_NOISE = 0.03
 _MARGIN = 0.02
 # As the drafter of references begins.
 _BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 1 << 30)
@@ -82,21 +80,6 @@ def fixed_rates(cell: Cell, length: int) -> Rates:
     tokens = cell.tokens(np.full(cell.samples, length))
     rows = cell.samples * (1 + length)
     return Rates(tokens / cell.seconds(rows), tokens / cell.seconds(rows, step=FIRST))
-
-
-def swept(device: DeviceTable, max_samples: int, seed: int = 0) -> list[MeasuredStep]:
-    """Return the steps that a sweep of the device measures before its time is over."""
-    random, found, left = Random(seed), list[MeasuredStep](), SWEEP_SECONDS
-    for batch in swept_batches(max_samples, 16384, 1 << 16, device.graphs):
-        for rows in batch.rows:
-            if left <= 0:
-                return found
-            context = batch.samples * batch.prompt
-            seconds = device.seconds(batch.samples, rows, context)
-            left -= 2 * seconds
-            measured = seconds * random.lognormvariate(0, _NOISE)
-            found.append(MeasuredStep(samples=batch.samples, rows=rows, context=context, seconds=measured))
-    return found
 
 
 @dataclass(slots=True)
@@ -152,7 +135,7 @@ class SimulatedBatch:
             kept = np.minimum(agreed, compared)
             streak = _compare(table, streak, compared, kept)
             shape = StepShape(n, rows, n * cell.context)
-            measured = seconds * float(self._random.lognormal(0, _NOISE))
+            measured = seconds * float(self._random.lognormal(0, NOISE))
             due.append((shape, measured, list(zip(lengths.tolist(), accepted.tolist(), strict=True))))
             if len(due) > self.late:
                 self._report(*due.pop(0))

@@ -57,7 +57,10 @@ def without(gone: set[str], *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("command", "option"), [("up", "--instances"), ("calibrate", "--max-num-seqs")])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("up", "--instances"), ("calibrate", "--max-num-seqs"), ("simulate", "--deadline")],
+)
 def test_commands_that_start_services_are_registered(
     command: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,7 +72,7 @@ def test_commands_that_start_services_are_registered(
 def test_help_lists_all_commands_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    commands = ("status", "policy", "drafter", "token", "up", "calibrate", "demo")
+    commands = ("status", "policy", "drafter", "token", "up", "calibrate", "simulate", "demo")
     for command in commands:
         (line,) = [line for line in lines if line.split()[:1] == [command]]
         assert len(line.split()) > 3

@@ -1,4 +1,4 @@
-"""Tables of step times of devices that are not at hand, for the simulation of decisions.
+"""Tables of step times of devices that are not at hand, for simulations.
 
 A table has the milliseconds of a step by verified tokens (rows), at the sizes for which graphs are captured and at
 larger ones, and what context and samples add. The estimator knows none of it; it sees the times of simulated steps.
@@ -8,6 +8,8 @@ Tables are made from data sheets by rooflines, and checked against published dec
   that. A decoding step of 8B then takes 6.7 ms; vLLM's published single-stream speeds are 130 to 150 tokens/s.
 - H200: the same with 4.8 TB/s and 141 GB (NVIDIA H200 data sheet).
 - B200: 2.25 PFLOP/s dense bfloat16, 8 TB/s, 180 GB (NVIDIA DGX B200 data sheet), 0.6 and 0.8 of it reached.
+- A100 SXM: 312 TFLOP/s dense bfloat16, 2.04 TB/s, 80 GB; L40S: 362 TFLOP/s, 864 GB/s, 48 GB (NVIDIA). The same
+  shares are reached as of an H100; EfficientRollout (D.2) fits 1.56 to 1.62 TB/s to an A100, which is 0.76 to 0.79.
 - 8B: Qwen3-8B, 70B: Llama-3.1-70B, MoE: Qwen3-30B-A3B, each by the sizes in its config.json, in bfloat16.
 - TP=8: two all-reduces a layer, each 12 us and 225 GB/s over NVLink (nccl-tests all_reduce_perf, 8 x H100).
 - Mixture of experts: a step reads the experts that its rows are routed to, 128 (1 - (1 - 8/128)^rows) of 128 in
@@ -88,6 +90,8 @@ class Chip:
 H100 = Chip(0.65 * 989e12, 0.8 * 3.35e12, 80e9)
 H200 = Chip(0.65 * 989e12, 0.8 * 4.8e12, 141e9)
 B200 = Chip(0.6 * 2250e12, 0.8 * 8e12, 180e9)
+A100 = Chip(0.65 * 312e12, 0.8 * 2.04e12, 80e9)
+L40S = Chip(0.65 * 362e12, 0.8 * 864e9, 48e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,11 @@ class ModelSizes:
 
 
 QWEN3_8B = ModelSizes(7.57e9, 36, 4096, 32, 8)
+QWEN3_1_7B = ModelSizes(1.72e9, 28, 2048, 16, 8)
+QWEN3_4B = ModelSizes(4.02e9, 36, 2560, 32, 8)
+QWEN25_7B = ModelSizes(7.07e9, 28, 3584, 28, 4)
+QWEN25_14B = ModelSizes(14.0e9, 48, 5120, 40, 8)
+LLAMA_8B = ModelSizes(7.5e9, 32, 4096, 32, 8)
 LLAMA_70B = ModelSizes(69.5e9, 80, 8192, 64, 8)
 QWEN3_30B_A3B = ModelSizes(1.2e9, 48, 2048, 32, 4, experts=29.0e9)
 _ROUTED, _EXPERTS = 8, 128
@@ -150,6 +159,11 @@ def decoding_table(
         graphs=_GRAPHS,
         attended=1e3 * 4 * model.layers * model.heads * model.head_dim / (0.5 * compute),
     )
+
+
+def with_host(device: DeviceTable, seconds: float) -> DeviceTable:
+    """Return a table whose steps take `seconds` longer, each: what the engine's host does between two steps."""
+    return replace(device, milliseconds=device.milliseconds + 1e3 * seconds)
 
 
 def _cpu() -> DeviceTable:

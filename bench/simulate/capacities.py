@@ -1,0 +1,133 @@
+"""Capacity: a step of many samples on 8 to 4,096 instances, and the fewest instances for deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from bench.report import format_value, show_rows
+from services.bubbles.config import BubblesConfig
+from services.reallocator.config import ReallocatorConfig
+from services.simulator.capacity import instances_for, last_step
+from services.simulator.device_tables import devices
+from services.simulator.progress import SimulationProgress
+from services.simulator.simulated_source import PREGENERATED, SimulatedSource
+from services.simulator.simulation_setup import SimulationSetup
+from services.simulator.workload import LogNormalLengths, SimulatedWorkload
+
+INSTANCES = (8, 64, 512, 1000, 4096)
+DEVICES = ("8B H100", "70B 8xH100")
+# Of plain decoding on as many instances as run all samples at once, these are shares.
+DEADLINES = (1.25, 2.0, 4.0)
+_SAMPLES = 16
+# At 1,000 instances a decision of the reallocator looks at 100,000 samples.
+_DECISION_STEPS = 512
+
+
+def simulated(samples: int) -> dict[str, Any]:
+    """Return the steps by device, method and number of instances, and the instances for deadlines."""
+    known = {each.name: each for each in devices()}
+    lengths = LogNormalLengths(2000, 0.8, 16384)
+    work = SimulatedWorkload(lengths, samples // _SAMPLES, _SAMPLES, 256)
+    found: dict[str, Any] = {"samples": work.prompts * _SAMPLES, "lengths": asdict(lengths), "steps": []}
+    plain = SimulationSetup(known[DEVICES[0]], 1, work)
+    for name in DEVICES:
+        for count in INSTANCES:
+            found["steps"].append(_step(name, "plain", replace(plain, device=known[name], instances=count)))
+    for method, setup in _methods(plain).items():
+        found["steps"].append(_step(DEVICES[0], method, replace(setup, instances=1000)))
+    found["deadlines"] = [_deadline(plain, found["steps"], share) for share in DEADLINES]
+    return found
+
+
+def _methods(plain: SimulationSetup) -> dict[str, SimulationSetup]:
+    """Return the setups of methods: suffix drafts, moves, pre-generation through a minute of update, and all."""
+    drafts = (SimulatedSource("suffix", 0.6),)
+    moves = ReallocatorConfig.model_construct(decision_steps=_DECISION_STEPS)
+    filled = replace(
+        plain,
+        steps=2,
+        pregenerated=SimulatedSource(PREGENERATED, 0.9),
+        bubbles=BubblesConfig.model_construct(),
+        update_seconds=60.0,
+    )
+    return {
+        "suffix drafts": replace(plain, sources=drafts),
+        "moves": replace(plain, reallocation=moves),
+        "pre-generation": filled,
+        "all of them": replace(filled, sources=drafts, reallocation=moves),
+    }
+
+
+def _step(device: str, method: str, setup: SimulationSetup) -> dict[str, Any]:
+    began = time.monotonic()
+    step = last_step(setup, SimulationProgress(setup.samples))
+    took = time.monotonic() - began
+    return {
+        "device": device,
+        "method": method,
+        "instances": setup.instances,
+        "simulated_in_seconds": took / setup.steps,
+        **asdict(step),
+        "tokens_per_second": step.tokens_per_second,
+    }
+
+
+def _deadline(setup: SimulationSetup, steps: list[dict[str, Any]], share: float) -> dict[str, Any]:
+    soonest = min(
+        each["seconds"] for each in steps if each["device"] == DEVICES[0] and each["method"] == "plain"
+    )
+    answer = instances_for(setup, share * soonest, on_end=SimulationProgress(8 * setup.samples))
+    return {
+        "device": DEVICES[0],
+        "deadline": answer.deadline,
+        "instances": answer.instances,
+        "seconds": None if answer.instances is None else answer.tried[answer.instances].seconds,
+        "tried": sorted(answer.tried),
+    }
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print the tables."""
+    columns = (
+        "device",
+        "method",
+        "instances",
+        "step s",
+        "bubble s",
+        "longest",
+        "busy",
+        "tokens/s",
+        "simulated in s",
+    )
+    keys = (
+        "seconds",
+        "bubble_seconds",
+        "longest_bubble",
+        "busy",
+        "tokens_per_second",
+        "simulated_in_seconds",
+    )
+    show_rows(
+        f"a step of {found['samples']:,} samples",
+        columns,
+        [
+            (
+                each["device"],
+                each["method"],
+                str(each["instances"]),
+                *(format_value(each[key]) for key in keys),
+            )
+            for each in found["steps"]
+        ],
+    )
+    show_rows(
+        f"instances for a deadline: {DEVICES[0]}, plain",
+        ("deadline s", "instances", "step s"),
+        [
+            (format_value(each["deadline"]), str(each["instances"]), format_value(each["seconds"]))
+            for each in found["deadlines"]
+        ],
+    )

@@ -1,1 +1,0 @@
-"""A cluster without machines: loads of samples run through the reallocator's own plan."""

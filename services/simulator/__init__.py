@@ -1,0 +1,1 @@
+"""Simulator of a rollout cluster on the decision code of the services."""

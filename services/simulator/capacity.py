@@ -1,0 +1,68 @@
+"""Number of instances with which a step meets a deadline, found by simulating steps. Deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import sqrt
+
+from services.simulator.cluster_simulation import ClusterSimulation
+from services.simulator.simulated_step import SimulatedStep
+from services.simulator.simulation_setup import SimulationSetup
+
+# The answer is this close to the fewest instances, as a share.
+_CLOSE = 0.01
+OnEnd = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityAnswer:
+    """Fewest instances that meet a deadline (seconds), None if even the most do not; and the steps simulated."""
+
+    deadline: float
+    instances: int | None
+    tried: dict[int, SimulatedStep] = field(default_factory=dict)
+
+
+def last_step(setup: SimulationSetup, on_end: OnEnd = lambda ended, left: None) -> SimulatedStep:
+    """Return the last step of a run, which has the drafts that the steps before it left."""
+    *_, last = ClusterSimulation(setup, on_end).run()
+    return last
+
+
+def instances_for(
+    setup: SimulationSetup,
+    deadline: float,
+    least: int = 8,
+    most: int = 4096,
+    on_end: OnEnd = lambda ended, left: None,
+) -> CapacityAnswer:
+    """Return the fewest instances from `least` to `most` whose step is done by the deadline, to one percent.
+
+    More instances are taken to be no slower, as they are but for how samples happen to be placed.
+
+    Raises:
+        ValueError: `least` is below 1 or above `most`, or the deadline is not above 0.
+    """
+    if not 1 <= least <= most:
+        raise ValueError(f"least must be from 1 to most ({most}), not {least}")
+    if not deadline > 0:
+        raise ValueError(f"deadline must be above 0 seconds, not {deadline}")
+    tried: dict[int, SimulatedStep] = {}
+
+    def meets(instances: int) -> bool:
+        tried[instances] = last_step(replace(setup, instances=instances), on_end)
+        return tried[instances].seconds <= deadline
+
+    if not meets(most):
+        return CapacityAnswer(deadline, None, tried)
+    if least == most or meets(least):
+        return CapacityAnswer(deadline, least, tried)
+    too_few, enough = least, most
+    while enough - too_few > max(1, int(_CLOSE * too_few)):
+        middle = min(max(round(sqrt(too_few * enough)), too_few + 1), enough - 1)
+        if meets(middle):
+            enough = middle
+        else:
+            too_few = middle
+    return CapacityAnswer(deadline, enough, tried)
