@@ -66,6 +66,10 @@ class PacelineError(Exception):
         self.served: Mapping[str, int] = {}
         """Versions that the shards serve, by name, after a push to several that failed, as far as is known."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes it again in another process, such as the one that called a Ray actor."""
+        return type(self), (self.code, self.message, self.details, self.request_id), self.__dict__
+
     @property
     def violations(self) -> tuple[Violation, ...]:
         """Field, precondition and quota violations, in the service's order."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.integrations.trl.errors import RolloutFailedError, UnsupportedTrainerError
+from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
 from paceline.integrations.trl.rollout import PacelineRollout
 
 if TYPE_CHECKING:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from paceline import types as t
-from paceline.integrations.trl.errors import RolloutFailedError
+from paceline.integrations.errors import RolloutFailedError
+from paceline.integrations.prompts import prompt_id_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,6 @@ def group_repeated(prompt_ids: Sequence[Sequence[int]], prefix: str = "") -> Rep
         keys.append(t.SampleKey(name, slots[name]))
         slots[name] += 1
     return RepeatedPrompts(tuple(t.Group(name, tokens[name], slots[name]) for name in tokens), tuple(keys))
-
-
-def prompt_id_of(token_ids: Sequence[int]) -> str:
-    """Return the id of a prompt: a hash of its tokens, the same in every epoch and run."""
-    return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=16).hexdigest()
 
 
 def in_order(keys: Sequence[t.SampleKey], samples: Iterable[t.Sample]) -> list[t.Sample]:

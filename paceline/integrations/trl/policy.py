@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.adapters import Adapter
-from paceline.integrations.trl.errors import UnsupportedTrainerError
+from paceline.integrations.errors import UnsupportedTrainerError
 
 _SAVED_MODULE = "modules_to_save.default."
 

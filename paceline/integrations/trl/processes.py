@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from paceline.integrations.trl.errors import RolloutFailedError
+from paceline.integrations.errors import RolloutFailedError
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from paceline import types as t
-from paceline.integrations.trl.errors import UnsupportedTrainerError
+from paceline.integrations.errors import UnsupportedTrainerError
 
 _NAMES = {field.name for field in fields(t.SamplingParams)} - {"logprobs_mode"}
 

@@ -26,8 +26,9 @@ from paceline import (
     SampleStatus,
     UnavailableError,
 )
+from paceline.integrations.prompts import prompt_id_of
 from paceline.integrations.trl import PacelineRollout, RolloutFailedError, UnsupportedTrainerError
-from paceline.integrations.trl.grouping import group_repeated, in_order, prompt_id_of
+from paceline.integrations.trl.grouping import group_repeated, in_order
 from paceline.integrations.trl.requests import check, sampling_of, tokenize
 from paceline.integrations.trl.schedule import Cadence, Lookahead
 from tests.support.trl_alone import import_trl

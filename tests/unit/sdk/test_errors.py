@@ -1,5 +1,7 @@
 """Errors say what was wrong."""
 
+import pickle
+
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import Message
@@ -51,3 +53,12 @@ def test_an_error_reads_well() -> None:
         "  reason FULL (a=1, b=2)",
         "  request r1",
     ]
+
+
+def test_errors_go_to_other_processes_as_they_are() -> None:
+    info = error_details_pb2.ErrorInfo(reason="STALE", metadata={"current": "4"})
+    error = FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, "stale", [info], "request-1")
+    error.shard = "a"
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is FailedPreconditionError
+    assert (str(found), found.reason, found.shard) == (str(error), "STALE", "a")

@@ -1,4 +1,4 @@
-"""The integration's own errors; those of calls are `PacelineError`."""
+"""Errors that integrations raise themselves; those of calls are `PacelineError`."""
 
 
 class UnsupportedTrainerError(ValueError):

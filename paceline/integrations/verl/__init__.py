@@ -1,0 +1,13 @@
+"""Rollouts of verl on Paceline. Needs the extra `verl`.
+
+verl finds it by the entry point `paceline` of the group `verl.plugins`. With
+`actor_rollout_ref.rollout.name=paceline` its trainers and agents generate on the fleet that
+`actor_rollout_ref.rollout.engine_kwargs.paceline` names.
+
+Importing this imports neither verl, torch nor Ray; `paceline.integrations.verl.plugin`, which verl loads, does.
+"""
+
+from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
+from paceline.integrations.verl.settings import FleetSettings
+
+__all__ = ["FleetSettings", "RolloutFailedError", "UnsupportedTrainerError"]

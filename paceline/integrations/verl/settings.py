@@ -1,0 +1,93 @@
+"""Settings of the fleet, as they stand in verl's configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from paceline import AsyncClient, Client, InFlight, Run, Tls, WeightFolder
+from paceline.integrations.errors import UnsupportedTrainerError
+
+TOKEN = "PACELINE_TOKEN"
+"""Environment variable with the bearer token, which would be printed if it stood in the configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """Fleet that samples for a trainer: `engine_kwargs.paceline` of verl's rollout and of its checkpoint engine."""
+
+    address: str | tuple[str, ...]
+    """host:port of the gateway; several, one of each deployment, for several shards."""
+    run_id: str = "verl"
+    """Name of the training job. Earlier rollouts of its prompts, also those before a restart, are drafts."""
+    in_flight: InFlight = InFlight.REFUSE
+    """What becomes of unfinished samples of other jobs when weights are pushed; verl aborts its own before."""
+    weights_root: Path | None = None
+    """Folder that trainer and instances share; weights are written there. None: they go by stream."""
+    weights_model: Path | None = None
+    """With `weights_root`: folder of the model in Hugging Face layout, whose config goes with every version."""
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    server_name: str | None = None
+    """TLS, as in `paceline.Tls`; plain text where none of these is set."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None, place: str) -> Self:
+        """Read the settings that stand at a place of the configuration.
+
+        Raises:
+            UnsupportedTrainerError: a setting is missing, unknown or wrong; it names the setting.
+        """
+        found = {name: value for name, value in (given or {}).items() if value is not None}
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(found.keys() - known):
+            raise UnsupportedTrainerError(
+                f"{place} has {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            )
+        if not found.get("address"):
+            raise UnsupportedTrainerError(f"{place}.address is not set: it is host:port of a gateway")
+        if ("weights_root" in found) != ("weights_model" in found):
+            raise UnsupportedTrainerError(f"{place}: weights_root and weights_model belong together")
+        address = found.pop("address")
+        try:
+            in_flight = InFlight(found.pop("in_flight", InFlight.REFUSE))
+        except ValueError:
+            allowed = ", ".join(InFlight)
+            raise UnsupportedTrainerError(f"{place}.in_flight is none of {allowed}") from None
+        texts: dict[str, Any] = {
+            name: str(value) for name, value in found.items() if name in ("run_id", "server_name")
+        }
+        paths: dict[str, Any] = {name: Path(value) for name, value in found.items() if name not in texts}
+        return cls(address=_address(address), in_flight=in_flight, **texts, **paths)
+
+    @property
+    def name(self) -> str:
+        """The addresses as one text."""
+        return self.address if isinstance(self.address, str) else ";".join(self.address)
+
+    def client(self) -> Client:
+        """Return a client of the fleet, with the token in the environment."""
+        return Client(self.address, token=os.environ.get(TOKEN) or None, tls=self._tls())
+
+    def async_client(self) -> AsyncClient:
+        """Return an asynchronous client of the fleet, with the token in the environment."""
+        return AsyncClient(self.address, token=os.environ.get(TOKEN) or None, tls=self._tls())
+
+    def run(self, client: Client) -> Run:
+        """Return the training job, whose weights go as the settings say."""
+        if self.weights_root is None or self.weights_model is None:
+            return client.run(self.run_id)
+        return client.run(self.run_id, weights=WeightFolder(self.weights_root, self.weights_model))
+
+    def _tls(self) -> Tls | None:
+        if self.ca_file is None and self.cert_file is None:
+            return None
+        return Tls(self.ca_file, self.cert_file, self.key_file, self.server_name)
+
+
+def _address(given: str | Sequence[str]) -> str | tuple[str, ...]:
+    return given if isinstance(given, str) else tuple(str(each) for each in given)

@@ -1,0 +1,136 @@
+"""What the integration with verl decides by itself: settings, sampling parameters, what a failed push leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline import InFlight, LogprobsMode, SamplingParams
+from paceline.integrations.verl import FleetSettings, UnsupportedTrainerError
+from paceline.integrations.verl.sampling import RolloutDefaults, wants_logprobs
+from paceline.integrations.verl.weights import push
+
+
+def rollout(**changed: Any) -> RolloutDefaults:
+    config = {
+        "prompt_length": 10,
+        "response_length": 20,
+        "max_model_len": None,
+        "ignore_eos": False,
+        "repetition_penalty": 1.0,
+        "logprobs_mode": "processed_logprobs",
+    }
+    return RolloutDefaults.read(SimpleNamespace(**config | changed))
+
+
+def test_sampling_parameters_are_those_of_verl() -> None:
+    given = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "logprobs": True, "stop_token_ids": [5]}
+    found = rollout(ignore_eos=True).sampling(given, prompt_tokens=4)
+    assert found == SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=0,
+        repetition_penalty=1.0,
+        max_tokens=20,
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        logprobs_mode=LogprobsMode.PROCESSED,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt", "most", "tokens"),
+    [
+        ({}, 4, None, 20),
+        ({}, 25, None, 5),
+        ({"max_tokens": 50}, 4, None, 50),
+        ({"max_new_tokens": 7}, 4, None, 7),
+        ({"max_tokens": 50}, 4, 30, 26),
+        ({"max_tokens": 0}, 4, None, 1),
+    ],
+)
+def test_responses_end_where_verl_ends_them(given: Any, prompt: int, most: int | None, tokens: int) -> None:
+    assert rollout(max_model_len=most).sampling(given, prompt).max_tokens == tokens
+
+
+def test_sampling_parameters_that_are_not_supported_are_named() -> None:
+    with pytest.raises(UnsupportedTrainerError, match="best_of, prompt_logprobs"):
+        rollout().sampling({"prompt_logprobs": 1, "best_of": 2, "seed": None}, 4)
+    with pytest.raises(UnsupportedTrainerError, match="max_model_len is 4"):
+        rollout(max_model_len=4).sampling({}, 4)
+    with pytest.raises(UnsupportedTrainerError, match="logprobs_mode=raw_logits"):
+        rollout(logprobs_mode="raw_logits")
+
+
+def test_log_probabilities_are_asked_for_by_a_flag_or_a_number() -> None:
+    assert [wants_logprobs({"logprobs": value}) for value in (True, 0, False, None)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not wants_logprobs({})
+
+
+def test_settings_are_read() -> None:
+    found = FleetSettings.read({"address": ["a:1", "b:2"], "in_flight": "abort", "ca_file": "/ca"}, "here")
+    assert found == FleetSettings(address=("a:1", "b:2"), in_flight=InFlight.ABORT, ca_file=Path("/ca"))
+    assert found.name == "a:1;b:2"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "here.address is not set"),
+        ({"address": "a:1", "adress": 1}, "here has adress"),
+        ({"address": "a:1", "in_flight": "drop"}, "here.in_flight"),
+        ({"address": "a:1", "weights_root": "/w"}, "weights_root and weights_model"),
+    ],
+)
+def test_wrong_settings_are_named(given: Any, message: str) -> None:
+    with pytest.raises(UnsupportedTrainerError, match=message):
+        FleetSettings.read(given, "here")
+
+
+class RefusedPush:
+    """Settings of a fleet that refuses weights after the first tensor."""
+
+    in_flight = InFlight.REFUSE
+
+    def client(self) -> Any:
+        return nullcontext()
+
+    def run(self, client: Any) -> Any:
+        return self
+
+    def push_weights(self, weights: Any, *, in_flight: InFlight) -> None:
+        next(weights)
+        raise OSError("no gateway")
+
+
+def test_tensors_are_read_to_their_end_also_when_a_push_fails() -> None:
+    gathered = []
+
+    def weights() -> Iterator[tuple[str, int]]:
+        for number in range(3):
+            gathered.append(number)
+            yield f"t{number}", number
+
+    with pytest.raises(OSError, match="no gateway"):
+        push(weights(), RefusedPush())  # type: ignore[arg-type]
+    assert gathered == [0, 1, 2]
+
+
+def test_importing_it_imports_neither_verl_nor_what_it_needs() -> None:
+    code = (
+        "import paceline.integrations.verl.requests, sys; print({'verl', 'ray', 'torch'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "set()"
