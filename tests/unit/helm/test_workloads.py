@@ -474,6 +474,15 @@ def test_the_rules_are_those_of_the_file() -> None:
     assert rule["metadata"]["labels"]["release"] == "prometheus"
 
 
+def test_alerts_link_to_where_the_runbook_is() -> None:
+    rules = {"enabled": True, "runbookUrl": "https://docs.example.com/runbook/"}
+    (rule,) = render({"monitoring": {"rules": rules}}).all("PrometheusRule")
+    alerts = [each for group in rule["spec"]["groups"] for each in group["rules"] if "alert" in each]
+    for each in alerts:
+        link = f"https://docs.example.com/runbook/#{each['alert'].lower()}"
+        assert each["annotations"]["runbook_url"] == link
+
+
 def test_every_dashboard_is_a_configmap_that_grafana_looks_for() -> None:
     files = {file.name: file.read_text() for file in (CHART / "files/dashboards").glob("*.json")}
     maps = value_set("gpu").all("ConfigMap")
