@@ -58,7 +58,7 @@ def up(
     """
     try:
         model_folder = local_model(model, lambda line: typer.echo(f"model: {line}"))
-    except (DownloadError, SourceError) as error:
+    except (DownloadError, SourceError, OSError) as error:
         typer.echo(f"paceline: {error}", err=True)
         raise typer.Exit(1) from error
     config = PlatformConfig(

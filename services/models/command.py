@@ -44,7 +44,7 @@ def download_model(
             interval = _TERMINAL_SECONDS if sys.stdout.isatty() else _LINES_SECONDS
             receipt = download(Source(address, checksums), folder, _say, interval=interval)
             _say(f"{receipt.resolved} is complete in {folder}")
-    except (DownloadError, SourceError) as error:
+    except (DownloadError, SourceError, OSError) as error:
         typer.echo(f"paceline: {error}", err=True)
         raise typer.Exit(1) from error
 

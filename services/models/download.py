@@ -43,7 +43,7 @@ def download(
     """Bring a model to `folder` and return its receipt; what is there already is left as it is.
 
     `report` gets lines of progress, at most one every `interval` seconds; `pause` waits between attempts.
-    DownloadError, SourceError.
+    DownloadError, SourceError; OSError if the folder cannot be made or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (receipt := present(source.address, folder)) is not None:

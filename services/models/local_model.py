@@ -14,7 +14,7 @@ from services.models.source import Source, as_source
 def local_model(name: str, report: Report) -> Path:
     """Return the folder of a model: the one that is named, or one of the cache, downloaded if it is not there.
 
-    `report` gets lines of progress. DownloadError, SourceError.
+    `report` gets lines of progress. DownloadError, SourceError, OSError.
     """
     folder = Path(name)
     if folder.exists():

@@ -193,6 +193,14 @@ def test_a_source_that_is_none_is_an_error_that_names_it(address: str, said: str
     assert re.search(said, ended.stderr)
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = _program("--source", f"file://{model}", "--folder", str(tmp_path / "file/here"))
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert str(tmp_path / "file/here") in ended.stderr
+
+
 def test_the_program_waits_for_the_model_that_another_one_brings(model: Path, tmp_path: Path) -> None:
     options = ("--source", f"file://{model}", "--folder", str(tmp_path / "here"))
     with subprocess.Popen(
