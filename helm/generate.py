@@ -126,6 +126,8 @@ def generate(chart: Path) -> None:
         for name in where.split("."):
             holder = holder[name] if name == "items" else holder["properties"][name]
         for name in schema["properties"]["pods"]["properties"]:
+            if (where, name) == ("model.download", "updateStrategy"):
+                continue  # a Job has none
             holder["properties"][name] = {"$ref": f"#/properties/pods/properties/{name}"}
     path.write_text(json.dumps(schema, indent=2) + "\n")
 

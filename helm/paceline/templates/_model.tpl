@@ -25,6 +25,13 @@ image
 {{- if or (eq $from "image") (and (eq $from "instance") (eq .component "generation")) }}true{{ end -}}
 {{- end -}}
 
+{{/* Give model.download the values of `pods`, but no sidecars, with which its Job would never end. */}}
+{{- define "paceline.withDownloadValues" -}}
+{{- $download := .Values.model.download -}}
+{{- if not (hasKey $download "extraContainers") }}{{ $_ := set $download "extraContainers" list }}{{ end -}}
+{{- include "paceline.withPodValues" (dict "root" . "values" $download) -}}
+{{- end -}}
+
 {{/* Container that downloads the model, without its name. Takes root and wait, whether it waits for somebody else's
 download instead. */}}
 {{- define "paceline.downloader" -}}
@@ -58,7 +65,7 @@ for an instance that has another one. Takes what `paceline.podTemplate` does. */
 {{- $from := include "paceline.modelFrom" .root -}}
 {{- $own := include "paceline.modelOfItsOwn" . -}}
 {{- if and (or (eq $from "job") (and $own (eq $from "instance"))) (not (hasKey .values.config "model")) -}}
-{{- include "paceline.withPodValues" (dict "root" .root "values" .root.Values.model.download) -}}
+{{- include "paceline.withDownloadValues" .root -}}
 - name: model
   {{- include "paceline.downloader" (dict "root" .root "wait" (eq $from "job")) | nindent 2 }}
   securityContext:
@@ -71,8 +78,8 @@ for an instance that has another one. Takes what `paceline.podTemplate` does. */
     {{- else }}
     {{- include "paceline.weightsMount" .root | nindent 4 }}
     {{- end }}
-    {{- with .root.Values.model.download.extraVolumeMounts }}
-    {{- toYaml . | nindent 4 }}
+    {{- if and $own .root.Values.model.download.extraVolumeMounts }}
+    {{- toYaml .root.Values.model.download.extraVolumeMounts | nindent 4 }}
     {{- end }}
 {{- end -}}
 {{- end -}}
@@ -99,9 +106,6 @@ mounted for writing as well. */}}
   image: {reference: {{ .root.Values.model.image.reference | quote }}, pullPolicy: {{ .root.Values.model.image.pullPolicy }}}
   {{- else }}
   emptyDir: {sizeLimit: {{ .root.Values.model.download.size }}}
-  {{- if .root.Values.model.download.extraVolumes }}
-{{ toYaml .root.Values.model.download.extraVolumes }}
-  {{- end }}
   {{- end }}
 {{- end }}
 {{- end -}}

@@ -94,7 +94,11 @@ spec:
   {{- range list (.volumes | default "") (ternary (include "paceline.modelVolumes" .) "" (default false .reads)) }}
   {{- with trim . }}{{ $volumes = append $volumes . }}{{ end }}
   {{- end }}
-  {{- with .values.extraVolumes }}{{ $volumes = append $volumes (toYaml .) }}{{ end }}
+  {{- $extra := .values.extraVolumes }}
+  {{- if and $model (eq (include "paceline.modelFrom" .root) "instance") }}
+  {{- $extra = concat $extra .root.Values.model.download.extraVolumes | uniq }}
+  {{- end }}
+  {{- with $extra }}{{ $volumes = append $volumes (toYaml .) }}{{ end }}
   {{- with $volumes }}
   volumes:
     {{- join "\n" . | nindent 4 }}

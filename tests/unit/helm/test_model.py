@@ -77,6 +77,26 @@ def test_without_a_shared_volume_each_instance_downloads_its_own() -> None:
     assert not [name for name, pod in release.pods() if "-policy" in name and pod.get("initContainers")]
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_volumes_of_the_download_are_there_once_where_it_downloads_and_nowhere_else(shared: bool) -> None:
+    volume, mount = {"name": "source", "emptyDir": {}}, {"name": "source", "mountPath": "/source"}
+    extra = {"extraVolumes": [volume], "extraVolumeMounts": [mount]}
+    download = {"source": "file:///source/m", **extra}
+    for values in ({}, {"pods": extra}):
+        release = render(
+            {"weights": {"enabled": shared}, "model": {"path": "/weights/m", "download": download}, **values}
+        )
+        for name, pod in release.pods():
+            names = [each["name"] for each in pod.get("volumes", [])]
+            assert len(set(names)) == len(names), name
+            for each in (*pod["containers"], *pod.get("initContainers", [])):
+                assert {found["name"] for found in each["volumeMounts"]} <= {*names, "data", "snapshots"}, (
+                    name
+                )
+                if "--source=file:///source/m" in each.get("args", []) and "--wait" not in each["args"]:
+                    assert mount in each["volumeMounts"]
+
+
 def test_an_image_is_mounted_as_the_model() -> None:
     image = {"reference": "registry.example.com/models/qwen3-8b:1"}
     release = render({"model": {"path": "/model", "image": image}})

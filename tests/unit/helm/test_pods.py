@@ -79,10 +79,21 @@ def test_a_value_of_pods_reaches_all_pods(everything: Release, name: str) -> Non
     }
     for component, workload in workloads.items():
         template, value = workload["spec"]["template"], HATCHES[name]
-        if name in ("labels", "annotations"):
+        if (name, component) == ("extraContainers", "model"):
+            # A Job ends when all of its containers have.
+            assert len(template["spec"]["containers"]) == 1
+        elif name in ("labels", "annotations"):
             assert value.items() <= workload["metadata"][name].items(), component
         else:
             assert _has(template["spec"], template["metadata"], name, value), component
+
+
+def test_the_pod_of_helm_test_has_no_sidecar_that_would_never_end(everything: Release) -> None:
+    (pod,) = [pod for name, pod in everything.pods() if name == "paceline-test-gateway"]
+    assert [each["name"] for each in pod["containers"]] == ["health"]
+    assert "initContainers" not in pod
+    # It is placed as the gateway is.
+    assert pod["nodeSelector"] == HATCHES["nodeSelector"]
 
 
 def test_a_value_of_a_component_replaces_that_of_pods_for_it_alone() -> None:
