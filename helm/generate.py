@@ -2,7 +2,8 @@
 
 - the table of values in README.md, from the comments of values.yaml;
 - the settings of every service in values.schema.json, from its configuration class, so that the chart
-  refuses values that the service would refuse.
+  refuses values that the service would refuse;
+- there, too, the values of `pods`, which every component takes as well.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ CHOSEN = {
     *("kubernetes_namespace", "kubernetes_url", "kubernetes_ca_file"),
 }
 """Settings of single services that the chart makes itself, from other values."""
+PODS = (
+    *("gateway", "reallocator", "bubbles", "policy", "facade", "drafter", "drafts", "redis.embedded"),
+    *("generation.defaults", "generation.pools.items", "model.download"),
+)
+"""Where the schema has the values of `pods` again: each component replaces what is said for all."""
 _TABLE = re.compile(r"(?<=<!-- values -->\n).*(?=<!-- end of values -->)", re.DOTALL)
 _KEY = re.compile(r"^( *)(?:- )?([A-Za-z_][\w]*):(?: (.*))?$")
 _KEPT = (
@@ -115,6 +121,14 @@ def generate(chart: Path) -> None:
     for name, where in SETTINGS.items():
         module, _, cls = where.partition(":")
         schema["$defs"][f"{name}Settings"] = settings(getattr(importlib.import_module(module), cls))
+    for where in PODS:
+        holder = schema
+        for name in where.split("."):
+            holder = holder[name] if name == "items" else holder["properties"][name]
+        for name in schema["properties"]["pods"]["properties"]:
+            if (where, name) == ("model.download", "updateStrategy"):
+                continue  # a Job has none
+            holder["properties"][name] = {"$ref": f"#/properties/pods/properties/{name}"}
     path.write_text(json.dumps(schema, indent=2) + "\n")
 
 

@@ -16,6 +16,11 @@ from paceline.cli.options import Token
 from paceline.cli.output import add_columns, plain_table
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.config import RestartPolicy
+from services.local.doctor import examine, findings_table
+from services.local.findings import State
+from services.models.download import DownloadError
+from services.models.local_model import local_model
+from services.models.source import SourceError
 
 _CHECK_SECONDS = 1.0
 
@@ -26,7 +31,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def up(
     context: typer.Context,
-    model: Annotated[Path, typer.Option(help="Model folder in Hugging Face layout.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Model folder in Hugging Face layout, or organization/name on the hub, or an address."
+        ),
+    ],
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 picks a free one.")] = 7400,
     http_port: Annotated[
@@ -46,8 +56,13 @@ def up(
 
     Options after `--` go to every instance: paceline up --model DIR -- --max-num-seqs 64
     """
+    try:
+        model_folder = local_model(model, lambda line: typer.echo(f"model: {line}"))
+    except (DownloadError, SourceError, OSError) as error:
+        typer.echo(f"paceline: {error}", err=True)
+        raise typer.Exit(1) from error
     config = PlatformConfig(
-        model=model.absolute(),
+        model=model_folder,
         instances=instances,
         port=port,
         http_port=http_port,
@@ -82,10 +97,19 @@ def run_until_stopped(config: PlatformConfig) -> int:
             console.print("Stopping ...")
     except PlatformError as error:
         console.print(f"paceline: {error}", markup=False, highlight=False, soft_wrap=True)
+        _explain(console, config)
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _explain(console: Console, config: PlatformConfig) -> None:
+    """Show what this machine lacks, if it lacks anything."""
+    lacking = [each for each in examine(config) if each.state is not State.FINE]
+    if lacking:
+        console.print("\nThis machine may be the reason (paceline doctor):")
+        console.print(findings_table(lacking))
 
 
 def processes_table(platform: Platform) -> Table:

@@ -85,28 +85,6 @@ numbers only where it is the one to. */}}
 {{- end }}
 {{- end -}}
 
-{{/* Address of Redis. The password comes from a variable, so that it is in no manifest. */}}
-{{- define "paceline.redisEnvironment" -}}
-{{- $redis := .Values.redis -}}
-{{- if $redis.embedded.enabled -}}
-{{- $host := include "paceline.host" (dict "root" . "component" "redis") -}}
-{{- $tls := include "paceline.tls" . -}}
-{{- $files := "ssl_ca_certs=/etc/paceline/tls/ca.crt&ssl_certfile=/etc/paceline/tls/tls.crt&ssl_keyfile=/etc/paceline/tls/tls.key" -}}
-{{- /* The client verifies no name but the dialled one; the signature of our authority suffices. */ -}}
-{{- if and .Values.tls.serverName (eq .Values.tls.mode "secrets") }}{{ $files = printf "%s&ssl_check_hostname=false" $files }}{{ end -}}
-- name: REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ include "paceline.redisSecret" . }}, key: {{ $redis.embedded.secretKey }}}}
-- name: PACELINE_REDIS_URL
-  value: {{ printf "%s://:$(REDIS_PASSWORD)@%s:6379/0%s" (ternary "rediss" "redis" (eq $tls "true")) $host (ternary (printf "?%s" $files) "" (eq $tls "true")) | quote }}
-{{- else if $redis.external.existingSecret -}}
-- name: PACELINE_REDIS_URL
-  valueFrom: {secretKeyRef: {name: {{ $redis.external.existingSecret }}, key: {{ $redis.external.secretKey }}}}
-{{- else -}}
-- name: PACELINE_REDIS_URL
-  value: {{ required "redis.external.url or redis.external.existingSecret is needed without redis.embedded.enabled" $redis.external.url | quote }}
-{{- end -}}
-{{- end -}}
-
 {{/* No model is downloaded, unless `extraEnv`, which is taken here, says otherwise. */}}
 {{- define "paceline.offline" -}}
 {{- $own := false -}}

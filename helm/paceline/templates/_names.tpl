@@ -96,6 +96,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- range $key, $value := $.Values.generation.defaults.config }}{{ $_ := set $config $key $value }}{{ end -}}
 {{- range $key, $value := (.config | default dict) }}{{ $_ := set $config $key $value }}{{ end -}}
 {{- $_ := set $pool "config" $config -}}
+{{- include "paceline.withPodValues" (dict "root" $ "values" $pool) -}}
 {{- if gt (int $pool.minReplicas) (int $pool.maxReplicas) }}
 {{- fail (printf "generation.pools: minReplicas of %s is above maxReplicas" $pool.name) }}
 {{- end -}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,9 +12,9 @@ import structlog
 from services.generation.config import GenerationConfig
 from services.generation.weights.shards import read_header, weight_files
 from services.generation.weights.update_room import AdoptedDisk, HostMemory, WeightSizes, check_update_room
+from services.platform.memory_limits import own_memory_limits
 
 _log = structlog.get_logger(__name__)
-_CGROUPS = Path("/sys/fs/cgroup")
 _IN_MEMORY = {"tmpfs", "ramfs"}
 
 
@@ -44,28 +43,9 @@ def host_memory() -> HostMemory:
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     # Ranks on other machines are not among them.
     private = [private_dirty(process.pid) for process in processes]
-    ours = Path("/proc/self/cgroup")
-    limits = memory_limits(ours.read_text().splitlines() if ours.is_file() else [], _CGROUPS)
-    return HostMemory(min([psutil.virtual_memory().total, *limits]), sum(private), len(processes))
-
-
-def memory_limits(lines: Iterable[str], root: Path) -> list[int]:
-    """Return the limits of the control groups that `/proc/self/cgroup` names, of version 2 and 1, in bytes."""
-    found = []
-    for line in lines:
-        _, controllers, place = line.split(":", 2)
-        if not controllers:
-            top, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # A container may see its own group as the root: what is not there has no limit of its own.
-        group = top / place.lstrip("/")
-        for folder in [group, *(each for each in group.parents if each.is_relative_to(top))]:
-            with suppress(OSError, ValueError):  # "max" is no number, and no limit
-                found.append(int((folder / name).read_text()))
-    return found
+    return HostMemory(
+        min([psutil.virtual_memory().total, *own_memory_limits()]), sum(private), len(processes)
+    )
 
 
 def adopted_disk(path: Path) -> AdoptedDisk:

@@ -25,7 +25,7 @@ ARGUMENTS, STAGES = read_stages((FOLDER / "Dockerfile").read_text())
 IGNORE = (FOLDER / "Dockerfile.dockerignore").read_text()
 TARGETS = ("control", "generation-cuda", "generation-cpu")
 EXTRAS = {
-    "control": {"http", "k8s", "tracing"},
+    "control": {"http", "k8s", "models", "tracing"},
     "generation-cpu": {"cpu", "tracing"},
     "generation-cuda": {"cuda", "tracing"},
 }
@@ -53,7 +53,8 @@ def test_every_stage_builds_on_one_that_is_there_or_on_a_pinned_image() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_image_does_not_run_as_root_and_writes_where_volumes_are(target: str) -> None:
     (user,) = STAGES[target].all("USER")
-    security = yaml.safe_load((ROOT / "helm/paceline/values.yaml").read_text())["podSecurity"]
+    security = yaml.safe_load((ROOT / "helm/paceline/values.yaml").read_text())["pods"]
+    security = security["podSecurityContext"]
     assert user == f"{security['runAsUser']}:{security['fsGroup']}"
     # Nothing is changed after that.
     rest = [keyword for keyword, _ in STAGES[target].instructions]
@@ -140,6 +141,7 @@ def _check_install(words: list[str], stage: Stage) -> None:
         assert all("==" in word for word in named), words
     if words[:3] == ["uv", "pip", "install"]:
         assert "--no-deps" in words
+        assert ("--require-hashes" in words) is (words[-1] != "/wheels/*.whl")
         named = [word for word in words[3:] if not word.startswith("-") and word != "cpu"]
         if named != ["/wheels/*.whl"]:
             assert words[-2] == "--requirements"
@@ -181,6 +183,37 @@ def test_the_cuda_lock_satisfies_the_project_and_runs_the_services_with_the_test
     assert "+cpu" not in lock["torch"]
 
 
+@pytest.mark.parametrize("lock", [*TARGETS, "generation-cuda-ray"])
+def test_every_version_of_a_lock_has_the_hashes_of_its_files(lock: str) -> None:
+    text = (FOLDER / f"{lock}.lock").read_text()
+    entries = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:]
+    assert len(entries) == len(_pins(FOLDER / f"{lock}.lock"))
+    assert not [entry.split()[0] for entry in entries if "--hash=sha256:" not in entry]
+
+
+def test_the_builder_is_the_one_that_the_file_is_written_for() -> None:
+    # Mounts of RUN need it, and older daemons would read the file by a syntax of their own.
+    assert re.match(r"# syntax=docker/dockerfile:1\.\d+\n", (FOLDER / "Dockerfile").read_text())
+
+
+def test_the_cache_that_the_file_tells_to_mount_can_be_executed_from() -> None:
+    (options,) = re.findall(r"--tmpfs /cache:(\S+)", (FOLDER / "Dockerfile").read_text())
+    assert {"exec", "uid=10001"} <= set(options.split(","))
+
+
+def test_the_image_of_ray_is_that_for_gpus_with_what_kuberay_needs() -> None:
+    stage = STAGES["generation-cuda-ray"]
+    assert stage.base == "generation-cuda"
+    assert stage.all("USER")[-1] == STAGES["generation-cuda"].all("USER")[-1]
+    (command,) = stage.all("RUN")
+    assert {"wget", "/usr/local/bin/ray"} <= set(shlex.split(command))
+    ray, cuda = (_pins(FOLDER / f"{name}.lock") for name in ("generation-cuda-ray", "generation-cuda"))
+    assert {name: ray[name] for name in cuda} == cuda
+    manifest = (ROOT / "deploy/ray/raycluster.yaml").read_text()
+    assert re.findall(r"image: REGISTRY/paceline-(\S+):TAG", manifest) == [stage.name] * 2
+    assert f'rayVersion: "{ray["ray"]}"' in manifest
+
+
 def test_a_linter_of_container_files_finds_nothing() -> None:
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if linter is None:
@@ -191,7 +224,7 @@ def test_a_linter_of_container_files_finds_nothing() -> None:
 
 def _pins(lock: Path) -> dict[str, str]:
     lines = [line for line in lock.read_text().splitlines() if line and line[0] not in "# "]
-    pins = [Requirement(line) for line in lines]
+    pins = [Requirement(line.removesuffix("\\")) for line in lines]
     assert all(len(pin.specifier) == 1 and str(pin.specifier).startswith("==") for pin in pins)
     return {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in pins}
 

@@ -20,7 +20,6 @@ from services.generation.weights.host_room import (
     adopted_disk,
     check_host,
     host_memory,
-    memory_limits,
     private_dirty,
     weight_sizes,
 )
@@ -31,6 +30,7 @@ from services.generation.weights.update_room import (
     WeightSizes,
     check_update_room,
 )
+from services.platform.memory_limits import memory_limits
 
 GB = 10**9
 SIZES = WeightSizes(model=140 * GB, tensor=2 * GB)

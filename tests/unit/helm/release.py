@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -62,8 +63,10 @@ class Release:
         return [*self.all("Deployment"), *self.all("StatefulSet")]
 
     def pods(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Return name and spec of every kind of pod, including that of `helm test`."""
+        """Return name and spec of every kind of pod, including those of Jobs and of `helm test`."""
         for each in self.workloads():
+            yield each["metadata"]["name"], each["spec"]["template"]["spec"]
+        for each in self.all("Job"):
             yield each["metadata"]["name"], each["spec"]["template"]["spec"]
         for each in self.all("Pod"):
             yield each["metadata"]["name"], each["spec"]
@@ -76,9 +79,13 @@ class Release:
                 yield component, each
 
 
-def render(values: Mapping[str, Any] | None = None, name: str = "paceline") -> Release:
-    """Render the chart as `helm install` does, without a cluster."""
-    texts = chart().render(dict(values or {}), name=name, namespace=NAMESPACE)
+def render(
+    values: Mapping[str, Any] | None = None, name: str = "paceline", *, upgrade: bool = False
+) -> Release:
+    """Render the chart as `helm install` or `helm upgrade` does, without a cluster."""
+    # The library keeps the values that it is given, and the chart adds to them.
+    given = copy.deepcopy(dict(values or {}))
+    texts = chart().render(given, name=name, namespace=NAMESPACE, is_install=not upgrade, is_upgrade=upgrade)
     notes = next(text for path, text in texts.items() if path.endswith("NOTES.txt"))
     documents = [
         document
@@ -97,9 +104,9 @@ def value_set(name: str) -> Release:
 
 
 def container(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one container of a workload's pods."""
-    (only,) = workload["spec"]["template"]["spec"]["containers"]
-    return only
+    """Return the service's container of a workload's pods, which is the first; sidecars follow."""
+    first: dict[str, Any] = workload["spec"]["template"]["spec"]["containers"][0]
+    return first
 
 
 def environment(holder: Mapping[str, Any], pod: str = "paceline-x-0") -> dict[str, str]:

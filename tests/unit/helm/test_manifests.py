@@ -15,7 +15,7 @@ from tests.unit.helm.release import CHART, VALUE_SETS, Release, container, envir
 
 VERSIONS = ("1.27", "1.36")
 # Of operators, whose kinds Kubernetes has no schema of.
-FOREIGN = ("cert-manager.io/", "monitoring.coreos.com/", "keda.sh/")
+FOREIGN = ("cert-manager.io/", "monitoring.coreos.com/", "keda.sh/", "gateway.networking.k8s.io/")
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
@@ -108,7 +108,8 @@ def test_ports_of_services_and_monitors_are_ports_of_the_pods(release: Release) 
             if _selects(
                 selector.get("matchLabels", selector), workload["spec"]["template"]["metadata"]["labels"]
             ):
-                ports = {port["name"] for port in container(workload)["ports"]}
+                containers = workload["spec"]["template"]["spec"]["containers"]
+                ports = {port["name"] for holder in containers for port in holder.get("ports", [])}
                 wanted = each["spec"].get("ports", each["spec"].get("podMetricsEndpoints"))
                 assert {port.get("targetPort", port.get("port")) for port in wanted} <= ports
 
@@ -123,8 +124,12 @@ def test_what_is_mounted_is_there(release: Release) -> None:
         if name in claims:
             templates = claims[name]["spec"].get("volumeClaimTemplates", [])
             volumes |= {each["metadata"]["name"] for each in templates}
-        for each in pod["containers"]:
-            assert {mount["name"] for mount in each["volumeMounts"]} == volumes
+        mounted = [
+            {mount["name"] for mount in each.get("volumeMounts", [])}
+            for each in (*pod["containers"], *pod.get("initContainers", []))
+        ]
+        assert mounted[0] == volumes
+        assert all(each <= volumes for each in mounted)
         for secret in _secrets(pod):
             # The other secrets are those that the values name.
             assert secret in made["Secret"] | certificates or secret.startswith("platform-"), name
@@ -138,7 +143,7 @@ def test_nothing_that_somebody_else_has_to_make_is_needed_by_default() -> None:
 
 def test_quantities_are_quantities_and_requests_do_not_exceed_limits(release: Release) -> None:
     for name, pod in release.pods():
-        for each in pod["containers"]:
+        for each in (*pod["containers"], *pod.get("initContainers", [])):
             requests, limits = each["resources"]["requests"], each["resources"]["limits"]
             assert {"cpu", "memory"} <= requests.keys(), name
             assert "memory" in limits, name

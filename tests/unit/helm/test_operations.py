@@ -14,7 +14,7 @@ import yaml
 from typer.main import get_command
 
 from paceline.cli.app import app
-from tests.unit.helm.release import ROOT, Release, chart, render
+from tests.unit.helm.release import ROOT, Release, chart, container, environment, render
 
 TEXT = (ROOT / "docs/operations.md").read_text()
 
@@ -54,15 +54,30 @@ def test_the_values_of_the_first_installation_are_taken(values: dict[str, Any]) 
     chart().validate_schema(values)
 
 
-def test_the_manifests_are_valid_and_their_volume_is_the_one_that_instances_read(release: Release) -> None:
-    (text,) = [block for block in blocks("yaml") if not block.startswith("# values.yaml")]
-    claim, pod = yaml.safe_load_all(text)
-    for each in (claim, pod):
-        kubernetes_validate.validate(each, "1.36", strict=True)
-    volumes = release.named("StatefulSet", "-generation-h100")["spec"]["template"]["spec"]["volumes"]
-    assert claim["metadata"]["name"] in [
-        each.get("persistentVolumeClaim", {}).get("claimName") for each in volumes
-    ]
+def test_the_trainers_pod_is_valid_restricted_and_has_the_certificate_of_the_release(
+    release: Release,
+) -> None:
+    (text,) = [block for block in blocks("yaml") if not block.startswith("# ")]
+    pod = yaml.safe_load(text)
+    kubernetes_validate.validate(pod, "1.36", strict=True)
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    (volume,) = pod["spec"]["volumes"]
+    certificates = {each["spec"]["secretName"] for each in release.all("Certificate")}
+    assert volume["secret"]["secretName"] in certificates
+
+
+def test_the_model_is_downloaded_to_where_instances_read_it(release: Release, values: dict[str, Any]) -> None:
+    (job,) = release.all("Job")
+    folder = f"--folder={values['model']['path']}"
+    assert folder in container(job)["args"]
+    told = environment(container(release.named("StatefulSet", "-generation-h100")))
+    assert told["PACELINE_MODEL"] == values["model"]["path"]
+
+
+def test_values_for_openshift_leave_users_to_the_cluster(values: dict[str, Any]) -> None:
+    (text,) = [block for block in blocks("yaml") if block.startswith("# openshift.yaml")]
+    for _, pod in render({**values, **yaml.safe_load(text)}).pods():
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & pod["securityContext"].keys()
 
 
 def test_options_that_are_set_on_the_command_line_are_values_of_the_chart(values: dict[str, Any]) -> None:
@@ -92,7 +107,7 @@ def test_commands_of_paceline_have_these_options() -> None:
 
 
 def test_objects_that_are_named_are_made(release: Release) -> None:
-    made = {each["kind"].lower(): release.names(each["kind"]) | {"loader"} for each in release.manifests}
+    made = {each["kind"].lower(): release.names(each["kind"]) for each in release.manifests}
     made["secret"] |= {each["spec"]["secretName"] for each in release.all("Certificate")}
     seen = set()
     for kind, name in re.findall(r"\b(statefulset|service|secret|deployment)[/ ](paceline[\w-]*)", TEXT):

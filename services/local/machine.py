@@ -1,0 +1,97 @@
+"""Facts about this machine that decide whether a platform runs on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from services.platform.memory_limits import own_memory_limits
+
+_DRIVER = Path("/proc/driver/nvidia")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts, read once; sizes in bytes."""
+
+    system: str
+    """Name of the system, such as Linux."""
+    architecture: str
+    """Such as x86_64."""
+    python: tuple[int, int]
+    flags: frozenset[str]
+    """Instruction sets, as /proc/cpuinfo names them; empty where there is no such file."""
+    cores: int
+    """Cores that this process may use."""
+    memory: int
+    """Memory that is available now, within the limits of the control group."""
+    disk: int
+    """Free space on the file system of the platform's folder."""
+    taken_ports: frozenset[int]
+    """Of the ports that were asked about, those that somebody listens at."""
+    missing_packages: tuple[str, ...]
+    """Of the packages that were asked about, those that are not installed."""
+    driver: str
+    """Version of NVIDIA's driver; empty without one."""
+    gpus: int
+
+
+def read_machine(folder: Path, ports: Iterable[int], packages: Iterable[str]) -> Machine:
+    """Return the facts about this machine. `folder` need not be there yet."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return Machine(
+        system=platform.system(),
+        architecture=platform.machine(),
+        python=sys.version_info[:2],
+        flags=_flags(Path("/proc/cpuinfo")),
+        cores=len(affinity),
+        memory=_memory(),
+        disk=_free(folder.absolute()),
+        taken_ports=frozenset(port for port in ports if port and _is_taken(port)),
+        missing_packages=tuple(name for name in packages if find_spec(name) is None),
+        driver=_driver(_DRIVER / "version"),
+        gpus=len(list((_DRIVER / "gpus").glob("*"))),
+    )
+
+
+def _flags(cpuinfo: Path) -> frozenset[str]:
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    found = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split() if found else ())
+
+
+def _memory() -> int:
+    return min([psutil.virtual_memory().available, *own_memory_limits()])
+
+
+def _free(folder: Path) -> int:
+    there = next(each for each in (folder, *folder.parents) if each.is_dir())
+    return shutil.disk_usage(there).free
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as listener:
+        # As a server does, so that connections that have just ended do not count.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
+def _driver(version: Path) -> str:
+    found = (
+        re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", version.read_text()) if version.is_file() else None
+    )
+    return found[1] if found else ""

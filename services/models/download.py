@@ -1,0 +1,193 @@
+"""Download of a model: resumable, checked, and complete only when its receipt is there."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.models.listing import CONFIGURATION, RemoteFile
+from services.models.progress import Progress, Report
+from services.models.receipt import Receipt, read_receipt
+from services.models.source import Source
+from services.platform.backoff import ExponentialBackoff
+
+WORK = ".paceline-download"
+"""Folder in the model's for what is not complete."""
+_BLOCK = 8 << 20
+_THREADS = 4
+_ATTEMPTS = 5
+_FIRST_DELAY, _LONGEST_DELAY = 1.0, 30.0
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
+"""Errors that another attempt does not cure."""
+
+
+class DownloadError(RuntimeError):
+    """A model could not be downloaded; the message names source and file. What has come is kept."""
+
+
+def download(
+    source: Source,
+    folder: Path,
+    report: Report,
+    *,
+    interval: float = 10.0,
+    pause: Callable[[float], None] = time.sleep,
+) -> Receipt:
+    """Bring a model to `folder` and return its receipt; what is there already is left as it is.
+
+    `report` gets lines of progress, at most one every `interval` seconds; `pause` waits between attempts.
+    DownloadError, SourceError; OSError if the folder cannot be made or written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (receipt := present(source.address, folder)) is not None:
+        report(f"{folder} has {source.address} already")
+        return receipt
+    with _alone(folder):
+        if (receipt := present(source.address, folder)) is not None:  # somebody else has brought it meanwhile
+            return receipt
+        files = source.files()
+        if not any(each.checksum for each in files):
+            report(f"{source.address} gives no checksums: sizes alone are compared")
+        _check_room(folder, files)
+        total = sum(each.size or 0 for each in files)
+        fetch = _Fetch(source, folder, Progress(total, len(files), report, interval), pause)
+        last = [each for each in files if each.path == CONFIGURATION]
+        with ThreadPoolExecutor(_THREADS, "download") as threads:
+            list(threads.map(fetch.file, [each for each in files if each not in last]))
+        for each in last:
+            fetch.file(each)
+        receipt = Receipt(
+            source.address,
+            source.resolved,
+            {each.path: (folder / each.path).stat().st_size for each in files},
+        )
+        receipt.write(folder)
+        return receipt
+
+
+def present(address: str, folder: Path) -> Receipt | None:
+    """Return the receipt of a model that is complete, None if there is none; DownloadError for another model's."""
+    receipt = read_receipt(folder)
+    if receipt is not None and receipt.source != address:
+        raise DownloadError(f"{folder} has {receipt.source}: give {address} another folder, or remove it")
+    return receipt if receipt is not None and receipt.holds(folder) else None
+
+
+class _Fetch:
+    """Fetches files, each in a thread of its own."""
+
+    def __init__(
+        self, source: Source, folder: Path, progress: Progress, pause: Callable[[float], None]
+    ) -> None:
+        self._source = source
+        self._folder = folder
+        self._progress = progress
+        self._pause = pause
+
+    def file(self, file: RemoteFile) -> None:
+        """Fetch a file, unless it is there with its checksum."""
+        target = self._folder / file.path
+        if not _is_there(target, file):
+            part = self._folder / WORK / f"{file.path}.part"
+            part.parent.mkdir(parents=True, exist_ok=True)
+            self._until_complete(file, part)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part.replace(target)
+        else:
+            self._progress.found(target.stat().st_size)
+        self._progress.finished_file()
+
+    def _until_complete(self, file: RemoteFile, part: Path) -> None:
+        backoff = ExponentialBackoff(_FIRST_DELAY, _LONGEST_DELAY)
+        if part.exists():
+            self._progress.found(part.stat().st_size)
+        while True:
+            try:
+                return self._attempt(file, part)
+            except _FINAL as error:
+                raise DownloadError(f"{self._source.address}: {file.path}: {error}") from error
+            except Exception as error:  # every library has its own; all are transient until they repeat
+                delay = backoff.failed()
+                if backoff.failures == _ATTEMPTS:
+                    text = f"{self._source.address}: {file.path}: {error or type(error).__name__}"
+                    raise DownloadError(text) from error
+                self._pause(delay)
+
+    def _attempt(self, file: RemoteFile, part: Path) -> None:
+        """Fetch what is missing of a file; what has come stays if it breaks off, and goes if it is wrong."""
+        digest = _digest(file)
+        offset = _fed(digest, part)
+        with part.open("ab") as out:
+            if file.size is None or offset < file.size:
+                with self._source.open(file.path, offset) as remote:
+                    while block := remote.read(_BLOCK):
+                        out.write(block)
+                        digest.update(block)
+                        self._progress.received(len(block))
+            out.flush()
+            os.fsync(out.fileno())
+        size = part.stat().st_size
+        if file.size is not None and size < file.size:
+            raise DownloadError(f"ended after {size} of {file.size} bytes")
+        if (file.size is not None and size != file.size) or digest.hexdigest() != (
+            file.checksum or digest.hexdigest()
+        ):
+            part.unlink()
+            self._progress.lost(size)
+            raise DownloadError(f"has not the {file.algorithm} checksum or size that its source gives")
+
+
+def _is_there(target: Path, file: RemoteFile) -> bool:
+    if not file.checksum or not target.is_file() or file.size not in (None, target.stat().st_size):
+        return False
+    digest = _digest(file)
+    _fed(digest, target)
+    return digest.hexdigest() == file.checksum
+
+
+def _digest(file: RemoteFile) -> hashlib._Hash:
+    if file.algorithm == "git":
+        return hashlib.sha1(b"blob %d\0" % (file.size or 0), usedforsecurity=False)
+    return hashlib.sha256()
+
+
+def _fed(digest: hashlib._Hash, path: Path) -> int:
+    """Give a digest what is in a file, if it is there, and return its size."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return path.stat().st_size
+
+
+def _check_room(folder: Path, files: list[RemoteFile]) -> None:
+    parts = [folder / WORK / f"{each.path}.part" for each in files]
+    here = [*(folder / each.path for each in files), *parts]
+    needed = sum(each.size or 0 for each in files) - sum(
+        each.stat().st_size for each in here if each.exists()
+    )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DownloadError(
+            f"{folder} has room for {free / 1e9:.1f} GB, and {needed / 1e9:.1f} GB are to come"
+        )
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until nobody else downloads to the folder, and keep others out."""
+    work = folder / WORK
+    work.mkdir(exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    # Whoever waits for the file that is removed here finds the model complete.
+    shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,148 @@
+"""Sources of models: folders of whatever fsspec opens, and repositories of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import IO, Any, cast
+
+from services.models.listing import ListingError, RemoteFile, inside, read_checksums, wanted
+
+CHECKSUMS = "SHA256SUMS"
+"""Name of the list that a folder may have, as `sha256sum *` prints it."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_BLOCK = 8 << 20
+_WEB = ("http", "https")
+"""Schemes whose folders cannot be listed."""
+
+
+class SourceError(RuntimeError):
+    """A source cannot be read; the message names it."""
+
+
+def as_source(name: str) -> str:
+    """Return the address of a model that a person names: an address as it is, organization/name on the hub.
+
+    SourceError if it is neither.
+    """
+    if "://" in name:
+        return name
+    if _HUB_NAME.fullmatch(name):
+        return f"hf://{name}"
+    raise SourceError(f"{name!r} is neither a folder, nor organization/name on the hub, nor an address")
+
+
+class Source:
+    """Folder of a model elsewhere, opened by its address. `checksums` is the address of a list, if there is one."""
+
+    def __init__(self, address: str, checksums: str = "") -> None:
+        """SourceError if no such thing can be opened, or a package for that is missing."""
+        self.address = address
+        """Address as it was given."""
+        self._checksums = checksums
+        self._files, self._root = _opened(address)
+        if address.startswith("hf://"):
+            self._root = _at_one_commit(address, self._files, self._root)
+
+    @property
+    def resolved(self) -> str:
+        """Place of the files, with the commit that a branch of the hub meant."""
+        return self._root
+
+    def files(self) -> list[RemoteFile]:
+        """Return the files that are wanted, with what is known of them; SourceError if they cannot be listed."""
+        try:
+            listed = self._by_checksums(self._checksum_text())
+            if listed is None:
+                listed = wanted(self._listed())
+        except SourceError:
+            raise
+        except ListingError as error:
+            raise SourceError(f"{self.address}: {error}") from error
+        except Exception as error:  # every library has its own
+            raise SourceError(f"{self.address} cannot be listed: {_text(error)}") from error
+        if not listed:
+            raise SourceError(f"{self.address} has no files")
+        return listed
+
+    def open(self, path: str, offset: int) -> IO[bytes]:
+        """Open a file for reading from `offset`."""
+        name = f"{self._root}/{path}"
+        web = self.address.partition("://")[0] in _WEB
+        if not web or (offset and self._files.info(name).get("partial")):
+            file = cast(IO[bytes], self._files.open(name, "rb"))
+            file.seek(offset)
+        else:  # as a stream; a web server that sends files as a whole only sends the beginning again
+            file = cast(IO[bytes], self._files.open(name, "rb", block_size=0))
+            _skip(file, offset)
+        return file
+
+    def _checksum_text(self) -> str | None:
+        if self._checksums:
+            files, path = _opened(self._checksums)
+            return str(files.cat_file(path).decode())
+        try:
+            return str(self._files.cat_file(f"{self._root}/{CHECKSUMS}").decode())
+        except FileNotFoundError:
+            if self.address.partition("://")[0] in _WEB:
+                raise SourceError(
+                    f"{self.address} has no {CHECKSUMS}, and a web server lists no files"
+                ) from None
+            return None
+
+    def _by_checksums(self, text: str | None) -> list[RemoteFile] | None:
+        if text is None:
+            return None
+        return [
+            RemoteFile(path, self._files.info(f"{self._root}/{path}").get("size"), checksum)
+            for path, checksum in read_checksums(text).items()
+        ]
+
+    def _listed(self) -> list[RemoteFile]:
+        found = self._files.find(self._root, detail=True)
+        start = f"{self._root.rstrip('/')}/"
+        return [
+            _remote(inside(name.removeprefix(start)), details)
+            for name, details in sorted(found.items())
+            if details["type"] == "file"
+        ]
+
+
+def _skip(file: IO[bytes], size: int) -> None:
+    while size and (block := file.read(min(size, _BLOCK))):
+        size -= len(block)
+
+
+def _remote(path: str, details: Mapping[str, Any]) -> RemoteFile:
+    if (large := details.get("lfs")) is not None:
+        return RemoteFile(path, details["size"], large["sha256"])
+    if blob := details.get("blob_id"):
+        return RemoteFile(path, details["size"], blob, "git")
+    return RemoteFile(path, details["size"])
+
+
+def _opened(address: str) -> tuple[Any, str]:
+    # Imported late: an address may need a package that is installed for it alone.
+    from fsspec.core import url_to_fs
+
+    try:
+        files, root = url_to_fs(address)
+    except (ImportError, ValueError, OSError) as error:
+        raise SourceError(f"{address} cannot be opened: {_text(error)}") from error
+    return files, str(root).rstrip("/")
+
+
+def _at_one_commit(address: str, files: Any, root: str) -> str:
+    """Return the root at the commit that its branch means now, so that all files are of one."""
+    from huggingface_hub import HfApi
+
+    try:
+        place = files.resolve_path(root)
+        commit = HfApi().repo_info(place.repo_id, repo_type=place.repo_type, revision=place.revision).sha
+    except Exception as error:  # HTTP, a name that is none, a repository that is gated
+        raise SourceError(f"{address} cannot be found: {_text(error)}") from error
+    return f"{place.repo_id}@{commit}/{place.path}".rstrip("/")
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
