@@ -271,6 +271,8 @@ def _record(config: GenerationConfig, engine: Any) -> InstanceRecord:
         max_running=config.max_num_seqs,
         max_model_len=engine.limits.max_model_len,
         vocab_size=engine.limits.vocab_size,
+        has_text=engine.limits.has_text,
+        end_tokens=list(engine.limits.end_tokens),
         model=config.model,
         device=engine.device,
         registered_at=time.time(),

@@ -90,6 +90,9 @@ class Oracle:
         if len(output) < sampling.min_tokens:
             own = () if sampling.ignore_eos else self._end_tokens
             logits[[*sampling.stop_token_ids, *own]] = -np.inf
+        if sampling.allowed_token_ids:
+            others = np.setdiff1d(np.arange(len(row)), sampling.allowed_token_ids)
+            logits[others] = -np.inf
         logits /= sampling.temperature or 1
         return _top_p(_top_k(_min_p(logits, sampling.min_p), sampling.top_k), sampling.top_p)
 

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from services.generation.engine.draft_models.features import Features
 from services.generation.engine.marks import pack
+from services.generation.engine.prompt_scores import PromptReading
 from services.generation.engine.sampling.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import Verified, sample
@@ -30,6 +31,8 @@ class CoupledRunnerMixin:
     input_batch: Any
     speculative_config: Any
     discard_request_mask: Any
+    query_start_loc: Any
+    get_model: Any
     # What a drafter reads of the target's hidden states; None: nobody asks for them.
     features: Features | None
     _scheduled: int
@@ -40,6 +43,8 @@ class CoupledRunnerMixin:
         # Of the samples that have taken over every token so far; preemption leaves them here.
         self._followed: dict[str, CachedRollout] = {}
         self.features = None
+        # Of the samples that ask for scores of their prompts; preemption leaves them here.
+        self._prompts: dict[str, PromptReading] = {}
 
     def adopt_sample(
         self,
@@ -123,13 +128,35 @@ class CoupledRunnerMixin:
             params = self.requests[sample_id].sampling_params
             known = SampleNoise(**params.extra_args[NOISE_KEY])  # type: ignore[union-attr,index]
             self._noise[sample_id] = known
+            if known.prompt_logprobs is not None:
+                prompt = self.requests[sample_id].prompt_token_ids
+                self._prompts[sample_id] = PromptReading(list(prompt or ()), known.prompt_logprobs)
             if CACHED_KEY in params.extra_args:  # type: ignore[union-attr,operator]
                 self._followed[sample_id] = params.extra_args[CACHED_KEY]  # type: ignore[union-attr,index]
         return known
 
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:
+        """Score the prompts that the step has computed; returns those that are complete, with the first tokens."""
+        found, discarded = {}, self.discard_request_mask.np
+        for sample_id, reading in self._prompts.items() if self._prompts else ():
+            place = self.input_batch.req_id_to_index.get(sample_id)
+            if reading.told or place is None or sample_id not in num_scheduled_tokens:
+                continue
+            begin = self.requests[sample_id].num_computed_tokens
+            first = int(self.query_start_loc.np[place])
+            states = hidden_states[first : first + num_scheduled_tokens[sample_id]]
+            reading.read(states, begin, self.get_model().compute_logits)
+            if not discarded[place]:
+                reading.told = True
+                found[sample_id] = reading.scores
+        return found
+
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         self._noise.pop(req_id, None)
         self._followed.pop(req_id, None)
+        self._prompts.pop(req_id, None)
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
 
 
@@ -141,13 +168,17 @@ def _sampler_output(rows: Rows, verified: Verified, device: torch.device) -> Sam
     # A row that could not be sampled is shown as token 0 with a NaN log-probability; the engine ends it.
     tokens = np.where(keep, np.maximum(verified.tokens[source], 0), FILLER).astype(np.int32)
     logprobs = np.where(keep, verified.logprobs[source], 0).astype(np.float32)
+    # Behind each token the likeliest ones of its position.
+    told = np.maximum(tokens, 0).reshape(n * width, 1)
+    told = np.concatenate((told, verified.top_tokens[source.reshape(-1)]), axis=1)
+    values = np.concatenate(
+        (logprobs.reshape(n * width, 1), verified.top_logprobs[source.reshape(-1)]), axis=1
+    )
     marks = pack(np.diff(rows.cu) - 1, verified.reused, width)
     return SamplerOutput(
         sampled_token_ids=torch.from_numpy(tokens).to(device),
         logprobs_tensors=LogprobsTensors(
-            torch.from_numpy(np.maximum(tokens, 0).reshape(n * width, 1)),
-            torch.from_numpy(logprobs.reshape(n * width, 1)),
-            torch.from_numpy(marks),
+            torch.from_numpy(told.astype(np.int32)), torch.from_numpy(values), torch.from_numpy(marks)
         ),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -30,8 +32,9 @@ def constrain(
     """Apply penalties and masks by row. Returns the logits and whether they were divided by temperature."""
     penalised = not metadata.no_penalties
     withheld = any(item.min_tokens for item in noise) and _withheld(rows, noise)
+    limited = any(item.allowed for item in noise)
     masked = metadata.top_k is not None or metadata.top_p is not None or any(item.min_p for item in noise)
-    if not (penalised or withheld or masked):
+    if not (penalised or withheld or limited or masked):
         return raw, False
     logits = raw.clone()
     index = torch.from_numpy(rows.samples).to(logits.device)
@@ -39,6 +42,8 @@ def constrain(
         logits = _penalise(logits, index, rows, metadata)
     for row, tokens in withheld or ():
         logits[row, tokens] = float("-inf")
+    if limited:
+        _limit(logits, rows, noise)
     if masked:
         _mask(logits, index, metadata, noise, temperature)
     return logits, masked
@@ -53,6 +58,19 @@ def _withheld(rows: Rows, noise: list[SampleNoise]) -> list[tuple[int, list[int]
         if item.forbidden and positions[row] < item.min_tokens:
             found.append((row, list(item.forbidden)))
     return found
+
+
+def _limit(logits: torch.Tensor, rows: Rows, noise: list[SampleNoise]) -> None:
+    """Mask all but the allowed tokens in the rows of samples that have some, in place."""
+    limited = {row: noise[owner].allowed for row, owner in enumerate(rows.samples) if noise[owner].allowed}
+    counts = [len(allowed) for allowed in limited.values()]
+    index = np.fromiter(limited, np.int64, len(limited))
+    row = torch.from_numpy(np.repeat(index, counts)).to(logits.device)
+    tokens = np.fromiter(chain.from_iterable(limited.values()), np.int64, sum(counts))
+    token = torch.from_numpy(tokens).to(logits.device)
+    kept = logits[row, token]
+    logits[torch.from_numpy(index).to(logits.device)] = float("-inf")
+    logits[row, token] = kept
 
 
 def _penalise(
