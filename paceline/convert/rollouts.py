@@ -36,8 +36,10 @@ def sampling_to_proto(params: t.SamplingParams) -> sample_pb2.SamplingParams:
     return sample_pb2.SamplingParams(
         **given,
         stop_token_ids=params.stop_token_ids,
-        stop=params.stop,
+        # A lone string is a sequence of strings too: of its characters.
+        stop=[params.stop] if isinstance(params.stop, str) else params.stop,
         allowed_token_ids=params.allowed_token_ids,
+        json_schema=params.json_schema,
         top_logprobs=params.top_logprobs,
         ignore_eos=params.ignore_eos,
         logprobs_mode=_MODE.number(params.logprobs_mode),

@@ -6,15 +6,19 @@ the caller decides whether a request or only one of its items is refused.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from paceline.errors import Violation
 from paceline.v1 import sample_pb2
 
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256
 """Most stop strings of a sample, and most bytes of one in UTF-8."""
+LONGEST_SCHEMA, DEEPEST_SCHEMA = 1 << 16, 64
+"""Most bytes of a JSON schema, and how deep it may be nested."""
 MOST_TOP_LOGPROBS = 20
 """Most of the likeliest tokens of a position that are told."""
 MOST_ALLOWED = 4096
@@ -41,6 +45,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     """Nothing else is sampled; empty: everything may be."""
+    json_schema: str = ""
+    """Schema of the response as JSON; empty: it may be anything."""
     top_logprobs: int = 0
     """Likeliest tokens that are told of each position."""
     prompt_logprobs: int | None = None
@@ -80,6 +86,7 @@ def resolve(params: sample_pb2.SamplingParams | None) -> Sampling:
         stop_token_ids=tuple(params.stop_token_ids),
         stop=tuple(params.stop),
         allowed_token_ids=tuple(params.allowed_token_ids),
+        json_schema=params.json_schema,
         top_logprobs=params.top_logprobs,
         ignore_eos=params.ignore_eos,
         processed_logprobs=mode == sample_pb2.LOGPROBS_MODE_PROCESSED,
@@ -103,6 +110,8 @@ def check_sampling(sampling: Sampling, limits: ModelLimits, field: str) -> list[
         for name in ("top_logprobs", "prompt_logprobs")
         if not 0 <= (getattr(sampling, name) or 0) <= most
     ]
+    if sampling.json_schema:
+        found += _check_schema(sampling, limits, field)
     found += _check_stop(sampling.stop, limits, _join(field, "stop"))
     if sampling.unknown_logprobs_mode:
         allowed = ", ".join(sample_pb2.LogprobsMode.keys())
@@ -168,6 +177,45 @@ def _check_allowed(sampling: Sampling, limits: ModelLimits, field: str) -> list[
     if allowed and sampling.min_tokens > 0 and sampling.stops(limits).issuperset(allowed):
         return [Violation(field, "has nothing but stop tokens, which min_tokens forbids at first")]
     return check_tokens(allowed, limits, field, allow_empty=True)
+
+
+def _check_schema(sampling: Sampling, limits: ModelLimits, path: str) -> list[Violation]:
+    field, found = _join(path, "json_schema"), []
+    if not limits.has_text:
+        found.append(
+            Violation(field, "is set, and the model has no tokenizer that tells the text of its tokens")
+        )
+    if len(sampling.json_schema.encode()) > LONGEST_SCHEMA:
+        return [*found, Violation(field, f"has more than {LONGEST_SCHEMA} bytes")]
+    try:
+        schema = json.loads(sampling.json_schema)
+        if not isinstance(schema, dict):
+            found.append(Violation(field, "is no JSON object"))
+        elif not _is_shallow(schema):
+            found.append(Violation(field, f"is nested more than {DEEPEST_SCHEMA} deep"))
+    except (ValueError, RecursionError) as error:
+        found.append(Violation(field, f"is no JSON: {error}"))
+    if sampling.allowed_token_ids:
+        found.append(Violation(_join(path, "allowed_token_ids"), "is not allowed together with json_schema"))
+    if sampling.min_tokens > 0:
+        found.append(Violation(_join(path, "min_tokens"), "is not allowed together with json_schema"))
+    if sampling.ignore_eos and not sampling.stop_token_ids:
+        ends = "is not allowed together with json_schema: nothing would end the sample"
+        found.append(Violation(_join(path, "ignore_eos"), ends))
+    return found
+
+
+def _is_shallow(value: object) -> bool:
+    """Return whether a JSON value is nested as deep as a schema may be: compilers recurse."""
+    level = [value]
+    for _ in range(DEEPEST_SCHEMA + 1):
+        nested = [each for each in level if isinstance(each, dict | list)]
+        if not nested:
+            return True
+        level = list(
+            chain.from_iterable(each.values() if isinstance(each, dict) else each for each in nested)
+        )
+    return False
 
 
 def _check_stop(stop: Sequence[str], limits: ModelLimits, field: str) -> list[Violation]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kernels.coupled_sampler.noise import gumbel
 from services.generation.engine.types import EngineRequest
@@ -41,6 +41,22 @@ class Oracle:
     def __init__(self, folder: Path, end_tokens: Sequence[int] = ()) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._end_tokens = tuple(end_tokens)
+        self._folder = folder
+
+    def allowed(self, request: EngineRequest, output: list[int]) -> npt.NDArray[np.bool_]:
+        """Return which tokens the schema of a request allows after an output, [V]; by a new matcher each time."""
+        import xgrammar
+
+        size = self._model.config.vocab_size
+        vocabulary = xgrammar.TokenizerInfo.from_huggingface(
+            AutoTokenizer.from_pretrained(self._folder), vocab_size=size
+        )
+        compiled = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(request.sampling.json_schema)
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(self._end_tokens))
+        assert all(matcher.accept_token(token) for token in output)
+        mask = xgrammar.allocate_token_bitmask(1, size)
+        matcher.fill_next_token_bitmask(mask)
+        return np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:size].astype(bool)
 
     def logits(self, tokens: Sequence[int]) -> FloatArray:
         """Return the logits after each token, [n, V]."""
@@ -90,6 +106,8 @@ class Oracle:
         if len(output) < sampling.min_tokens:
             own = () if sampling.ignore_eos else self._end_tokens
             logits[[*sampling.stop_token_ids, *own]] = -np.inf
+        if sampling.json_schema:
+            logits[~self.allowed(request, output)] = -np.inf
         if sampling.allowed_token_ids:
             others = np.setdiff1d(np.arange(len(row)), sampling.allowed_token_ids)
             logits[others] = -np.inf

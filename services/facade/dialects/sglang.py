@@ -39,7 +39,6 @@ NEUTRAL: dict[str, Sequence[Any]] = {
 NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "custom_params": ({},),
     "ebnf": (),
-    "json_schema": (),
     "logit_bias": ({},),
     "regex": (),
     "stop_regex": ([], ""),
@@ -74,6 +73,8 @@ class SglangSampling(Body):
     stop_token_ids: list[int] | None = None
     stop: str | list[str] | None = None
     """Strings that end a sample."""
+    json_schema: str | None = None
+    """JSON schema of the response, as text."""
     ignore_eos: bool = False
     sampling_seed: int | None = None
     """With the same seed, the same request has the same samples. Left out: one is drawn."""
@@ -163,6 +164,7 @@ def sampling_of(given: SglangSampling, body: GenerateBody | None = None) -> t.Sa
         stop_token_ids=tuple(given.stop_token_ids or ()),
         stop=stops_of(given.stop),
         ignore_eos=given.ignore_eos,
+        json_schema=given.json_schema or "",
         top_logprobs=told,
         prompt_logprobs=told if of_prompt else None,
         # A greedy sample has a distribution of one token, whose log-probability says nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -32,9 +33,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "length_penalty": (1.0,),
     "logit_bias": ({},),
     "priority": (0,),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -80,6 +79,10 @@ class SamplingBody(Body):
     """Whether the text is without special tokens; the token ids have them."""
     stream: bool = False
     stream_options: StreamOptions | None = None
+    response_format: Json | None = None
+    """`{"type": "json_schema", "json_schema": {"schema": ...}}`, or `{"type": "text"}`."""
+    structured_outputs: Json | None = None
+    """`{"json": ...}`, a JSON schema as an object or as text. Nothing else of vLLM's is supported."""
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens, and of so many of the likeliest of each position; at most 20."""
     return_token_ids: bool = False
@@ -138,6 +141,28 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: Json | None = None
 
 
+def schema_of(body: SamplingBody) -> str:
+    """Return the JSON schema of a body as text; InvalidArgument for other formats, and for two schemas."""
+    found = []
+    if (given := body.response_format) is not None and given != {"type": "text"}:
+        schema = (
+            (given.get("json_schema") or {}).get("schema") if given.get("type") == "json_schema" else None
+        )
+        found.append(_schema_text(schema, "response_format", "{'type': 'json_schema', 'json_schema': ...}"))
+    if (outputs := body.structured_outputs) is not None:
+        schema = outputs.get("json") if set(outputs) == {"json"} else None
+        found.append(_schema_text(schema, "structured_outputs", "{'json': ...}"))
+    if len(found) > 1:
+        raise InvalidArgument([Violation("structured_outputs", "is set beside response_format")])
+    return found[0] if found else ""
+
+
+def _schema_text(schema: Any, field: str, allowed: str) -> str:
+    if not isinstance(schema, dict | str):
+        raise InvalidArgument([Violation(field, f"is not supported; must be {allowed}")])
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
 def likeliest_of(body: CompletionBody | ChatBody) -> int:
     """Return how many of the likeliest tokens of each position a body asks for.
 
@@ -168,6 +193,7 @@ def sampling_of(
         stop=stops_of(body.stop),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         ignore_eos=body.ignore_eos,
+        json_schema=schema_of(body),
         top_logprobs=likeliest_of(body),
         prompt_logprobs=checked_likeliest(body.prompt_logprobs, "prompt_logprobs"),
         logprobs_mode=logprobs_mode,
@@ -333,7 +359,7 @@ class AnswerWriter:
         found: list[Json | None] = [None]
         columns = (told.logprobs.tolist(), told.top_token_ids.tolist(), told.top_logprobs.tolist())
         for token, own, ids, values in zip(output.request.prompt_token_ids[1:], *columns, strict=True):
-            entries = {int(token): (own, None)}
+            entries: dict[int, tuple[float, int | None]] = {int(token): (own, None)}
             entries |= {
                 each: (value, rank + 1) for rank, (each, value) in enumerate(zip(ids, values, strict=True))
             }

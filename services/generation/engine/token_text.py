@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def token_bytes(folder: Path, vocab_size: int) -> Sequence[bytes] | None:
 
     None if the folder has no tokenizer, or none that tells them.
     """
+    vocabulary = vocabulary_of(folder, vocab_size)
+    return None if vocabulary is None else [bytes(each) for each in vocabulary.decoded_vocab]
+
+
+@lru_cache(maxsize=1)
+def vocabulary_of(folder: Path, vocab_size: int) -> Any | None:
+    """Return the tokens of a model in the form of xgrammar, which has their bytes; None as above."""
     if not any((folder / name).exists() for name in _FILES):
         return None
     try:
@@ -38,8 +46,7 @@ def token_bytes(folder: Path, vocab_size: int) -> Sequence[bytes] | None:
         )
         if not _JOINING & _decoders(json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder")):
             raise ValueError("its text is more than the texts of its tokens")
-        vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
-        return [bytes(each) for each in vocabulary.decoded_vocab]
+        return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
     except Exception as error:
         _log.warning("no_text", folder=str(folder), reason=f"{type(error).__name__}: {error}")
         return None

@@ -95,6 +95,8 @@ class VllmRequests:
             processed_logprobs=sampling.processed_logprobs,
             top_logprobs=sampling.top_logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
+            json_schema=sampling.json_schema,
+            stops=stops if sampling.json_schema else (),
             verifier=request.verifier,
         )
         extra: dict[str, Any] = {NOISE_KEY: asdict(noise)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -98,6 +99,45 @@ def test_vllms_parameters_reach_the_sample() -> None:
     for wrong in (chat.model_copy(update={"logprobs": None}), chat.model_copy(update={"top_logprobs": 21})):
         with pytest.raises(InvalidArgument, match="top_logprobs"):
             vllm.sampling_of(wrong, 9, RAW)
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}, "response_format": {"type": "text"}},
+    ],
+)
+def test_a_schema_reaches_the_sample(given: dict[str, Any]) -> None:
+    sampling = vllm.sampling_of(vllm.CompletionBody(prompt=[1], **given), 9, RAW)
+    assert json.loads(sampling.json_schema) == SCHEMA
+    assert sglang.sampling_of(sglang.SglangSampling(json_schema="{}")).json_schema == "{}"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, "structured_outputs"),
+        (
+            {
+                "structured_outputs": {"json": SCHEMA},
+                "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+            },
+            "structured_outputs",
+        ),
+    ],
+)
+def test_other_formats_are_refused_by_name(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        vllm.sampling_of(vllm.CompletionBody(prompt=[1], **given), 9, RAW)
+    assert [violation.field for violation in refused.value.violations] == [field]
 
 
 def test_sglangs_parameters_reach_the_sample() -> None:

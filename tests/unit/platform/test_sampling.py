@@ -123,6 +123,35 @@ def test_something_must_be_left_until_min_tokens(ends: dict[str, Any]) -> None:
     assert check_sampling(replace(sampling, allowed_token_ids=(1, 7, 8)), LIMITS, "s") == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "field", "says"),
+    [
+        ({"json_schema": "{"}, "s.json_schema", "no JSON"),
+        ({"json_schema": "[" * 50_000}, "s.json_schema", "no JSON"),
+        ({"json_schema": "[1]"}, "s.json_schema", "no JSON object"),
+        ({"json_schema": '{"a":' * 65 + "1" + "}" * 65}, "s.json_schema", "64 deep"),
+        ({"json_schema": '{"a":' + "[" * 64 + "]" * 64 + "}"}, "s.json_schema", "64 deep"),
+        ({"json_schema": " " * (1 << 16) + "{}"}, "s.json_schema", "65536 bytes"),
+        ({"allowed_token_ids": (5,)}, "s.allowed_token_ids", "together with json_schema"),
+        ({"min_tokens": 1}, "s.min_tokens", "together with json_schema"),
+        ({"ignore_eos": True}, "s.ignore_eos", "nothing would end"),
+    ],
+)
+def test_a_schema_and_what_does_not_go_with_it(fields: dict[str, Any], field: str, says: str) -> None:
+    (violation,) = check_sampling(Sampling(**({"json_schema": "{}"} | fields)), LIMITS, "s")
+    assert violation.field == field
+    assert says in violation.description
+
+
+def test_a_schema_needs_text_and_something_that_ends_the_sample() -> None:
+    sampling = Sampling(json_schema="{}", ignore_eos=True, stop_token_ids=(4,), stop=("x",), top_logprobs=3)
+    assert check_sampling(sampling, LIMITS, "s") == []
+    nested = '{"a":' * 63 + "1" + "}" * 63
+    assert check_sampling(replace(sampling, json_schema=nested), LIMITS, "s") == []
+    found = check_sampling(sampling, replace(LIMITS, has_text=False), "s")
+    assert [violation.field for violation in found] == ["s.json_schema", "s.stop"]
+
+
 def test_all_violations_are_found_at_once() -> None:
     wrong = Sampling(temperature=math.nan, top_p=0, min_p=2, max_tokens=0, stop_token_ids=(100,))
     fields = [each.field for each in check_sampling(wrong, LIMITS, "")]
@@ -167,12 +196,31 @@ def test_every_field_of_the_message_is_taken_over() -> None:
         stop_token_ids=[4, 5],
         stop=["x", "yé"],
         allowed_token_ids=[3, 4],
+        json_schema="{}",
         top_logprobs=6,
         prompt_logprobs=0,
         ignore_eos=True,
         logprobs_mode=sample_pb2.LOGPROBS_MODE_PROCESSED,
     )
-    expected = (0.5, 0.25, 7, 0.125, 1.5, -0.5, 0.75, 9, 2, (4, 5), ("x", "yé"), (3, 4), 6, 0, True, True)
+    expected = (
+        0.5,
+        0.25,
+        7,
+        0.125,
+        1.5,
+        -0.5,
+        0.75,
+        9,
+        2,
+        (4, 5),
+        ("x", "yé"),
+        (3, 4),
+        "{}",
+        6,
+        0,
+        True,
+        True,
+    )
     assert resolve(params) == Sampling(*expected)
 
 

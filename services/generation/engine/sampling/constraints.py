@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,16 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from services.generation.engine.grammars import apply_masks
 from services.generation.engine.sampling.noise import SampleNoise
 from services.generation.engine.sampling.rows import Rows
+
+
+class RowMasks(NamedTuple):
+    """Masks of grammars, one bit a token, for each row of a step; `rows` are those that they apply to."""
+
+    bits: torch.Tensor
+    rows: list[int]
 
 
 def temperatures(metadata: SamplingMetadata, n: int) -> npt.NDArray[np.float32]:
@@ -28,13 +37,14 @@ def constrain(
     metadata: SamplingMetadata,
     noise: list[SampleNoise],
     temperature: npt.NDArray[np.float32],
+    masks: RowMasks | None = None,
 ) -> tuple[torch.Tensor, bool]:
     """Apply penalties and masks by row. Returns the logits and whether they were divided by temperature."""
     penalised = not metadata.no_penalties
     withheld = any(item.min_tokens for item in noise) and _withheld(rows, noise)
     limited = any(item.allowed for item in noise)
     masked = metadata.top_k is not None or metadata.top_p is not None or any(item.min_p for item in noise)
-    if not (penalised or withheld or limited or masked):
+    if not (penalised or withheld or limited or masked or masks is not None):
         return raw, False
     logits = raw.clone()
     index = torch.from_numpy(rows.samples).to(logits.device)
@@ -44,6 +54,8 @@ def constrain(
         logits[row, tokens] = float("-inf")
     if limited:
         _limit(logits, rows, noise)
+    if masks is not None:
+        apply_masks(logits, masks.bits, masks.rows)
     if masked:
         _mask(logits, index, metadata, noise, temperature)
     return logits, masked

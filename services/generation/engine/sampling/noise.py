@@ -30,12 +30,15 @@ class SampleNoise:
     processed_logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
+    # The schema of the response, and the tokens that may end it.
+    json_schema: str = ""
+    stops: tuple[int, ...] = ()
     verifier: Verifier = Verifier.COUPLED
 
     @property
     def by_row(self) -> bool:
         """True if the kernels alone cannot do what the sample asks for."""
-        return bool(self.min_tokens or self.min_p or self.allowed or self.top_logprobs)
+        return bool(self.min_tokens or self.min_p or self.allowed or self.top_logprobs or self.json_schema)
 
 
 @dataclass(frozen=True, slots=True)

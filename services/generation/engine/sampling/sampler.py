@@ -21,7 +21,7 @@ from kernels.coupled_sampler.cpu import coupled_verify
 from kernels.coupled_sampler.verify import UNSAMPLED
 from services.generation.engine.marks import NO_TOKEN
 from services.generation.engine.sampling import device_sampler
-from services.generation.engine.sampling.constraints import constrain, temperatures
+from services.generation.engine.sampling.constraints import RowMasks, constrain, temperatures
 from services.generation.engine.sampling.lenient import candidates, taken_over
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.rejection import rejection_verify
@@ -140,6 +140,7 @@ def sample(
     metadata: SamplingMetadata,
     noise: list[SampleNoise],
     followed: Mapping[int, CachedRollout],
+    masks: RowMasks | None = None,
 ) -> Verified:
     """Verify the drafts and sample the next token of every sample.
 
@@ -149,6 +150,7 @@ def sample(
         metadata: vLLM's sampling parameters, a row per sample.
         noise: one per sample.
         followed: by its index, the cached rollout of each sample that has taken over all its tokens so far.
+        masks: of the rows of samples that follow a grammar.
     """
     temperature = temperatures(metadata, len(noise))
     by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
@@ -159,7 +161,7 @@ def sample(
         reused, top = np.zeros(len(noise), np.int64), _no_likeliest(len(logits))
         return Verified(drawn.tokens, drawn.counts, reused, logprobs, *top)
     raw = logits.float()
-    processed, divided = constrain(raw, rows, metadata, noise, temperature)
+    processed, divided = constrain(raw, rows, metadata, noise, temperature, masks)
     scores = _Scores(raw, processed, divided, temperature, by_processed)
     taken = _take_over(scores, rows, noise, followed) if followed else None
     if on_device:

@@ -1,17 +1,20 @@
-"""Stop strings end a sample at the same token with any draft, in any batch, and after any resumption."""
+"""Stop strings and JSON schemas: the same tokens and the same end with any draft, batch and resumption."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
+from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineRequest, Finish
 from tests.integration.exactness.conftest import T1, Bench, engine, requests_of, run
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.draft_policies import Drafts
-from tests.support.models import VOCAB_SIZE
+from tests.support.engine_host import Outcome
+from tests.support.models import END_TOKEN, VOCAB_SIZE
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -122,3 +125,98 @@ def test_a_stop_string_at_the_length_limit_is_the_reason(spelled: Spelled) -> No
         for r in spelled.requests
     )
     spelled.check(requests, Drafts("true", truth=spelled.whole))
+
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "answer": {"type": "integer", "minimum": -99, "maximum": 999},
+            "kind": {"enum": ["sum", "product", "sumé"]},
+            "sure": {"type": "boolean"},
+        },
+        "required": ["answer", "kind"],
+        "additionalProperties": False,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """Samples under a schema, and what plain decoding gives of them."""
+
+    requests: tuple[EngineRequest, ...]
+    plain: Outcome
+
+
+@pytest.fixture(scope="module")
+def json_of(spelled: Spelled) -> Json:
+    """Samples of several ways of sampling."""
+    ways = (
+        Sampling(max_tokens=100, json_schema=SCHEMA),
+        Sampling(max_tokens=100, json_schema=SCHEMA, temperature=0.0),
+        Sampling(max_tokens=100, json_schema=SCHEMA, top_p=0.9, temperature=0.7, processed_logprobs=True),
+        Sampling(max_tokens=12, json_schema=SCHEMA, repetition_penalty=1.2),
+    )
+    requests = tuple(
+        replace(request, sampling=ways[i % 4])
+        for i, request in enumerate(requests_of(VOCAB_SIZE, T1, seed=9))
+    )
+    return Json(requests, run(spelled.bench, requests))
+
+
+def test_the_response_is_json_of_the_schema(spelled: Spelled, json_of: Json) -> None:
+    ended = 0
+    for request in json_of.requests:
+        tokens, finish = json_of.plain.tokens[request.sample_id], json_of.plain.finishes[request.sample_id]
+        if finish is Finish.LENGTH:
+            continue
+        ended += 1
+        assert tokens[-1] == END_TOKEN
+        found = json.loads(spelled.text_of(tokens[:-1]))
+        assert {"answer", "kind"} <= found.keys() <= {"answer", "kind", "sure"}
+        assert -99 <= found["answer"] <= 999
+        assert found["kind"] in ("sum", "product", "sumé")
+    assert ended > 8
+
+
+def test_each_token_is_the_masked_rows_own(spelled: Spelled, json_of: Json) -> None:
+    """The oracle masks each row anew, from the whole response before it."""
+    spelled.bench.check(json_of.requests[:8], json_of.plain)
+
+
+@pytest.mark.parametrize("policy", ["true", "varying", "adversarial", "random"])
+def test_no_draft_changes_json(spelled: Spelled, json_of: Json, policy: str) -> None:
+    found = run(spelled.bench, json_of.requests, drafts=Drafts(policy, truth=json_of.plain.tokens))
+    assert found.tokens == json_of.plain.tokens
+    assert found.finishes == json_of.plain.finishes
+    assert found.drafted > 100
+
+
+@pytest.mark.parametrize("policy", ["none", "varying"])
+def test_json_goes_on_where_it_was(spelled: Spelled, json_of: Json, policy: str) -> None:
+    """Resumed samples, beside others that follow no schema."""
+    whole = json_of.plain.tokens
+    resumed = tuple(
+        replace(request, prefix=tuple(whole[request.sample_id][: 1 + i % 7]))
+        for i, request in enumerate(json_of.requests)
+        if len(whole[request.sample_id]) > 1 + i % 7
+    )
+    assert len(resumed) > 15
+    free = tuple(replace(r, sample_id=f"free-{r.sample_id}", sampling=ENDLESS) for r in spelled.requests)
+    truth = whole | {f"free-{key}": tokens for key, tokens in spelled.whole.items()}
+    found = run(spelled.bench, resumed + free, drafts=Drafts(policy, truth=truth))
+    for request in resumed:
+        assert found.tokens[request.sample_id] == whole[request.sample_id][len(request.prefix) :]
+    for request in free:
+        assert found.tokens[request.sample_id] == truth[request.sample_id]
+
+
+def test_a_prefix_that_the_schema_forbids_ends_as_an_error_of_its_own(
+    spelled: Spelled, json_of: Json
+) -> None:
+    """The instance refuses it before; an engine that gets it all the same harms nobody else."""
+    wrong = replace(json_of.requests[0], sample_id="wrong", prefix=(5, 6))
+    found = run(spelled.bench, (wrong, *json_of.requests))
+    assert found.finishes["wrong"] is Finish.ERROR
+    assert {key: found.tokens[key] for key in json_of.plain.tokens} == json_of.plain.tokens
