@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,17 +43,18 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._end_tokens = tuple(end_tokens)
         self._folder = folder
+        self._compiled: dict[str, Any] = {}
 
     def allowed(self, request: EngineRequest, output: list[int]) -> npt.NDArray[np.bool_]:
         """Return which tokens the schema of a request allows after an output, [V]; by a new matcher each time."""
         import xgrammar
 
-        size = self._model.config.vocab_size
-        vocabulary = xgrammar.TokenizerInfo.from_huggingface(
-            AutoTokenizer.from_pretrained(self._folder), vocab_size=size
-        )
-        compiled = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(request.sampling.json_schema)
-        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(self._end_tokens))
+        size, schema = self._model.config.vocab_size, request.sampling.json_schema
+        if schema not in self._compiled:
+            tokenizer = AutoTokenizer.from_pretrained(self._folder)
+            vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+            self._compiled[schema] = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(schema)
+        matcher = xgrammar.GrammarMatcher(self._compiled[schema], override_stop_tokens=list(self._end_tokens))
         assert all(matcher.accept_token(token) for token in output)
         mask = xgrammar.allocate_token_bitmask(1, size)
         matcher.fill_next_token_bitmask(mask)
