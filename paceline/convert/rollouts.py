@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline import types as t
 from paceline.convert.enums import EnumPair
@@ -21,6 +22,7 @@ _OPTIONAL_SAMPLING = (
     "frequency_penalty",
     "max_tokens",
     "min_tokens",
+    "prompt_logprobs",
 )
 _MODE = EnumPair(t.LogprobsMode, sample_pb2.LogprobsMode, "LOGPROBS_MODE")
 _LEVEL = EnumPair(t.ExactnessLevel, sample_pb2.ExactnessLevel, "EXACTNESS_LEVEL")
@@ -34,6 +36,11 @@ def sampling_to_proto(params: t.SamplingParams) -> sample_pb2.SamplingParams:
     return sample_pb2.SamplingParams(
         **given,
         stop_token_ids=params.stop_token_ids,
+        # A lone string is a sequence of strings too: of its characters.
+        stop=[params.stop] if isinstance(params.stop, str) else params.stop,
+        allowed_token_ids=params.allowed_token_ids,
+        json_schema=params.json_schema,
+        top_logprobs=params.top_logprobs,
         ignore_eos=params.ignore_eos,
         logprobs_mode=_MODE.number(params.logprobs_mode),
     )
@@ -150,6 +157,7 @@ def provenance(message: sample_pb2.Provenance) -> t.Provenance:
 
 def sample(message: sample_pb2.Sample) -> t.Sample:
     """Return one response, its tokens as arrays."""
+    top_token_ids, top_logprobs = _likeliest(message, len(message.token_ids))
     return t.Sample(
         prompt_id=message.prompt_id,
         slot=message.slot,
@@ -162,7 +170,26 @@ def sample(message: sample_pb2.Sample) -> t.Sample:
         seed=message.seed,
         error=message.error,
         nonfinite_logprobs=tuple(message.nonfinite_logprobs),
+        stop_string=message.stop_string,
+        top_token_ids=top_token_ids,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=_prompt_logprobs(message) if message.HasField("prompt_logprobs") else None,
     )
+
+
+def _prompt_logprobs(message: sample_pb2.Sample) -> t.PromptLogprobs:
+    told = message.prompt_logprobs
+    logprobs = np.array(told.logprobs, np.float32)
+    return t.PromptLogprobs(logprobs, *_likeliest(told, len(logprobs)))
+
+
+def _likeliest(
+    message: sample_pb2.Sample | sample_pb2.PromptLogprobs | rollout_pb2.TokenDelta, tokens: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Return the likeliest tokens of each position and their log-probabilities, [tokens, k] each."""
+    shape = (tokens, len(message.top_token_ids) // max(1, tokens))
+    ids, logprobs = np.array(message.top_token_ids, np.int64), np.array(message.top_logprobs, np.float32)
+    return ids.reshape(shape), logprobs.reshape(shape)
 
 
 def generate_events(answer: rollout_pb2.GenerateResponse) -> Iterator[t.TokenDelta | t.Sample]:
@@ -171,7 +198,8 @@ def generate_events(answer: rollout_pb2.GenerateResponse) -> Iterator[t.TokenDel
         yield sample(answer.sample)
     else:
         delta = answer.delta
-        yield t.TokenDelta(np.array(delta.token_ids, np.int64), np.array(delta.logprobs, np.float32))
+        tokens, logprobs = np.array(delta.token_ids, np.int64), np.array(delta.logprobs, np.float32)
+        yield t.TokenDelta(tokens, logprobs, *_likeliest(delta, len(tokens)))
 
 
 def batch_status(message: rollout_pb2.BatchStatus) -> t.BatchStatus:

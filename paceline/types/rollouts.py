@@ -60,6 +60,18 @@ class SamplingParams:
     """No stop token before this many response tokens. Default 0."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends the sample and is its last token, beside the model's end-of-sequence token."""
+    stop: tuple[str, ...] = ()
+    """Any of these strings ends the sample where its text, special tokens included, first has one; the token that
+    completes it is the last. At most 16, of 1 to 256 bytes."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else is sampled; at most 4,096. Empty: everything may be."""
+    json_schema: str = ""
+    """JSON schema: the response is JSON that it describes, unless `max_tokens` cuts it. Empty: anything."""
+    top_logprobs: int = 0
+    """So many of the likeliest tokens of each position, with log-probabilities, are on the sample; at most 20."""
+    prompt_logprobs: int | None = None
+    """Not None: the sample has log-probabilities of its prompt's tokens, of the model's own distribution, and this
+    number of the likeliest tokens of each position; at most 20."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence token."""
     logprobs_mode: LogprobsMode = LogprobsMode.RAW

@@ -101,6 +101,18 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens from the second on, of the model's own distribution."""
+
+    logprobs: Logprobs
+    """[prompt_len - 1]."""
+    top_token_ids: npt.NDArray[np.int64]
+    """[prompt_len - 1, prompt_logprobs], the likeliest tokens of each position, the likeliest first."""
+    top_logprobs: npt.NDArray[np.float32]
+    """[prompt_len - 1, prompt_logprobs]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One response."""
 
@@ -122,6 +134,15 @@ class Sample:
     """Set when the status is FAILED."""
     nonfinite_logprobs: tuple[int, ...] = ()
     """Positions whose log-probability was not finite."""
+    stop_string: str = ""
+    """The stop string that ended the sample: its last token completes it. Empty: it ended otherwise."""
+    top_token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    """[tokens, top_logprobs], the likeliest tokens of each position, the likeliest first."""
+    top_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    """[tokens, top_logprobs], their log-probabilities, of the kind that `logprobs` has; -inf where fewer may be
+    sampled."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of a sample that asks for them and has at least one token."""
 
     @property
     def key(self) -> SampleKey:
@@ -149,3 +170,7 @@ class TokenDelta:
     """[new]."""
     logprobs: Logprobs
     """[new]."""
+    top_token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    """[new, top_logprobs]."""
+    top_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    """[new, top_logprobs]."""

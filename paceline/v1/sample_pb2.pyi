@@ -58,7 +58,7 @@ SAMPLE_STATUS_ABORTED: SampleStatus
 SAMPLE_STATUS_FAILED: SampleStatus
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs_mode")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs_mode", "stop", "allowed_token_ids", "top_logprobs", "prompt_logprobs", "json_schema")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,11 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -83,7 +88,12 @@ class SamplingParams(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
     logprobs_mode: LogprobsMode
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs_mode: _Optional[_Union[LogprobsMode, str]] = ...) -> None: ...
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: int
+    prompt_logprobs: int
+    json_schema: str
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs_mode: _Optional[_Union[LogprobsMode, str]] = ..., stop: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ...) -> None: ...
 
 class Exactness(_message.Message):
     __slots__ = ("level", "lenience", "reuse_delay", "kl_target", "diversity_floor")
@@ -165,8 +175,18 @@ class Provenance(_message.Message):
     cached_tokens: int
     def __init__(self, draft_sources: _Optional[_Iterable[_Union[DraftSource, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., reused_prefix: _Optional[int] = ..., migrations: _Optional[int] = ..., resubmissions: _Optional[int] = ..., exactness: _Optional[_Union[Exactness, _Mapping]] = ..., lossless: bool = ..., instance_spans: _Optional[_Iterable[_Union[InstanceSpan, _Mapping]]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generation_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
+class PromptLogprobs(_message.Message):
+    __slots__ = ("logprobs", "top_token_ids", "top_logprobs")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Sample(_message.Message):
-    __slots__ = ("prompt_id", "slot", "token_ids", "logprobs", "finish_reason", "status", "version_spans", "provenance", "seed", "error", "nonfinite_logprobs")
+    __slots__ = ("prompt_id", "slot", "token_ids", "logprobs", "finish_reason", "status", "version_spans", "provenance", "seed", "error", "nonfinite_logprobs", "stop_string", "top_token_ids", "top_logprobs", "prompt_logprobs")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +198,10 @@ class Sample(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     slot: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -189,4 +213,8 @@ class Sample(_message.Message):
     seed: int
     error: str
     nonfinite_logprobs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., status: _Optional[_Union[SampleStatus, str]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ..., nonfinite_logprobs: _Optional[_Iterable[int]] = ...) -> None: ...
+    stop_string: str
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., status: _Optional[_Union[SampleStatus, str]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ..., nonfinite_logprobs: _Optional[_Iterable[int]] = ..., stop_string: _Optional[str] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...

@@ -6,13 +6,23 @@ the caller decides whether a request or only one of its items is refused.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from paceline.errors import Violation
 from paceline.v1 import sample_pb2
 
+MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256
+"""Most stop strings of a sample, and most bytes of one in UTF-8."""
+LONGEST_SCHEMA, DEEPEST_SCHEMA = 1 << 16, 64
+"""Most bytes of a JSON schema, and how deep it may be nested."""
+MOST_TOP_LOGPROBS = 20
+"""Most of the likeliest tokens of a position that are told."""
+MOST_ALLOWED = 4096
+"""Most token ids that the samples of a prompt can be limited to."""
 MAX_REPORTED = 5
 """Most invalid positions of a list of token ids that are named; the others are counted."""
 
@@ -32,19 +42,37 @@ class Sampling:
     """Most response tokens; None: up to the model length."""
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else is sampled; empty: everything may be."""
+    json_schema: str = ""
+    """Schema of the response as JSON; empty: it may be anything."""
+    top_logprobs: int = 0
+    """Likeliest tokens that are told of each position."""
+    prompt_logprobs: int | None = None
+    """The same of each position of the prompt, with its own tokens; None: nothing of it is told."""
     ignore_eos: bool = False
     processed_logprobs: bool = False
     """Log-probabilities of the distribution sampled from rather than of the model's own."""
     unknown_logprobs_mode: int = 0
     """Mode number unknown to this version, else 0; `check_sampling` refuses it."""
 
+    def stops(self, limits: ModelLimits) -> set[int]:
+        """Return the tokens that end a sample."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else limits.end_tokens)}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of a model: ids in [0, vocab_size), prompt and response at most max_model_len tokens."""
+    """Limits of a model: ids in [0, vocab_size), prompt and response at most max_model_len tokens.
+
+    `has_text`: the text of its tokens is known. `end_tokens` end a sequence.
+    """
 
     vocab_size: int
     max_model_len: int
+    has_text: bool = False
+    end_tokens: tuple[int, ...] = ()
 
 
 def resolve(params: sample_pb2.SamplingParams | None) -> Sampling:
@@ -56,6 +84,10 @@ def resolve(params: sample_pb2.SamplingParams | None) -> Sampling:
     return Sampling(
         **given,
         stop_token_ids=tuple(params.stop_token_ids),
+        stop=tuple(params.stop),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        json_schema=params.json_schema,
+        top_logprobs=params.top_logprobs,
         ignore_eos=params.ignore_eos,
         processed_logprobs=mode == sample_pb2.LOGPROBS_MODE_PROCESSED,
         unknown_logprobs_mode=0 if mode in sample_pb2.LogprobsMode.values() else mode,
@@ -71,6 +103,16 @@ def check_sampling(sampling: Sampling, limits: ModelLimits, field: str) -> list[
     ]
     found += _check_counts(sampling, limits, field)
     found += check_tokens(sampling.stop_token_ids, limits, _join(field, "stop_token_ids"), allow_empty=True)
+    found += _check_allowed(sampling, limits, _join(field, "allowed_token_ids"))
+    most = min(MOST_TOP_LOGPROBS, limits.vocab_size)
+    found += [
+        Violation(_join(field, name), f"{getattr(sampling, name)} is not allowed; must be in [0, {most}]")
+        for name in ("top_logprobs", "prompt_logprobs")
+        if not 0 <= (getattr(sampling, name) or 0) <= most
+    ]
+    if sampling.json_schema:
+        found += _check_schema(sampling, limits, field)
+    found += _check_stop(sampling.stop, limits, _join(field, "stop"))
     if sampling.unknown_logprobs_mode:
         allowed = ", ".join(sample_pb2.LogprobsMode.keys())
         description = f"{sampling.unknown_logprobs_mode} is not known; must be one of {allowed}"
@@ -126,6 +168,66 @@ def _check_counts(sampling: Sampling, limits: ModelLimits, field: str) -> list[V
         description = f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}"
         found.append(Violation(_join(field, "min_tokens"), description))
     return found
+
+
+def _check_allowed(sampling: Sampling, limits: ModelLimits, field: str) -> list[Violation]:
+    allowed = sampling.allowed_token_ids
+    if len(allowed) > MOST_ALLOWED:
+        return [Violation(field, f"has {len(allowed)} token ids; at most {MOST_ALLOWED}")]
+    if allowed and sampling.min_tokens > 0 and sampling.stops(limits).issuperset(allowed):
+        return [Violation(field, "has nothing but stop tokens, which min_tokens forbids at first")]
+    return check_tokens(allowed, limits, field, allow_empty=True)
+
+
+def _check_schema(sampling: Sampling, limits: ModelLimits, path: str) -> list[Violation]:
+    field, found = _join(path, "json_schema"), []
+    if not limits.has_text:
+        found.append(
+            Violation(field, "is set, and the model has no tokenizer that tells the text of its tokens")
+        )
+    if len(sampling.json_schema.encode()) > LONGEST_SCHEMA:
+        return [*found, Violation(field, f"has more than {LONGEST_SCHEMA} bytes")]
+    try:
+        schema = json.loads(sampling.json_schema)
+        if not isinstance(schema, dict):
+            found.append(Violation(field, "is no JSON object"))
+        elif not _is_shallow(schema):
+            found.append(Violation(field, f"is nested more than {DEEPEST_SCHEMA} deep"))
+    except (ValueError, RecursionError) as error:
+        found.append(Violation(field, f"is no JSON: {error}"))
+    if sampling.allowed_token_ids:
+        found.append(Violation(_join(path, "allowed_token_ids"), "is not allowed together with json_schema"))
+    if sampling.min_tokens > 0:
+        found.append(Violation(_join(path, "min_tokens"), "is not allowed together with json_schema"))
+    if sampling.ignore_eos and not sampling.stop_token_ids:
+        ends = "is not allowed together with json_schema: nothing would end the sample"
+        found.append(Violation(_join(path, "ignore_eos"), ends))
+    return found
+
+
+def _is_shallow(value: object) -> bool:
+    """Return whether a JSON value is nested as deep as a schema may be: compilers recurse."""
+    level = [value]
+    for _ in range(DEEPEST_SCHEMA + 1):
+        nested = [each for each in level if isinstance(each, dict | list)]
+        if not nested:
+            return True
+        level = list(
+            chain.from_iterable(each.values() if isinstance(each, dict) else each for each in nested)
+        )
+    return False
+
+
+def _check_stop(stop: Sequence[str], limits: ModelLimits, field: str) -> list[Violation]:
+    if stop and not limits.has_text:
+        return [Violation(field, "is set, and the model has no tokenizer that tells the text of its tokens")]
+    if len(stop) > MOST_STOP_STRINGS:
+        return [Violation(field, f"has {len(stop)} strings; at most {MOST_STOP_STRINGS}")]
+    return [
+        Violation(f"{field}[{index}]", f"has {length} bytes; must be 1 to {LONGEST_STOP_STRING}")
+        for index, length in enumerate(len(each.encode()) for each in stop)
+        if not 1 <= length <= LONGEST_STOP_STRING
+    ]
 
 
 def _join(path: str, name: str) -> str:

@@ -35,6 +35,11 @@ class SampleOutput:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: t.FinishReason | None = None
     """None while it is generated."""
+    stop_string: str = ""
+    top_token_ids: list[list[int]] = field(default_factory=list)
+    """For each token, the likeliest ones of its position, as many as are asked for."""
+    top_logprobs: list[list[float]] = field(default_factory=list)
+    prompt_logprobs: t.PromptLogprobs | None = None
     version_spans: tuple[t.VersionSpan, ...] = ()
     provenance: t.Provenance = field(default_factory=t.Provenance)
     error: PacelineError | None = None
@@ -152,6 +157,8 @@ class SampleGroup:
                 if isinstance(event, t.TokenDelta):
                     output.token_ids[place:] = event.token_ids.tolist()
                     output.logprobs[place:] = event.logprobs.tolist()
+                    output.top_token_ids[place:] = event.top_token_ids.tolist()
+                    output.top_logprobs[place:] = event.top_logprobs.tolist()
                     place = len(output.token_ids)
                     await self._notify()
                 else:
@@ -163,6 +170,8 @@ def _finish(output: SampleOutput, sample: t.Sample) -> None:
         raise InternalError(grpc.StatusCode.INTERNAL, f"a sample could not be generated: {sample.error}")
     output.version_spans = sample.version_spans
     output.provenance = sample.provenance
+    output.stop_string = sample.stop_string
+    output.prompt_logprobs = sample.prompt_logprobs or output.prompt_logprobs
     output.finish_reason = sample.finish_reason
 
 

@@ -83,22 +83,53 @@ def needs_text(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
     return tokenizer
 
 
+def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special: bool, stop_string: str = "") -> str:
+    """Return the text of tokens up to the stop string that the last of them completes, if there is one."""
+    text = tokenizer.decode(token_ids, skip_special)
+    if not stop_string:
+        return text
+    before = tokenizer.decode(token_ids[:-1], skip_special).rstrip(_UNFINISHED)
+    begin = text.find(stop_string, max(0, len(before) - len(stop_string) + 1))
+    return text if begin < 0 else text[:begin]
+
+
+def longest_beginning(stop: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may be the beginning of a stop string."""
+    return max(map(len, stop), default=1) - 1
+
+
 class TextStream:
     """Text of a sample that grows: whole characters only, though their bytes may be in several tokens."""
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, skip_special: bool, held: int = 0) -> None:
+        """Hold the last `held` characters back until the end: they may be the beginning of a stop string."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._held = held
+        self._waiting = ""
         self._begin = 0
         self._given = 0
 
-    def grow(self, token_ids: Sequence[int], ended: bool) -> str:
-        """Return the text that is new; `token_ids` are all tokens so far. All of it comes at the end."""
+    def grow(self, token_ids: Sequence[int], ended: bool, stop_string: str = "") -> str:
+        """Return the text that is new; `token_ids` are all tokens so far. All of it comes at the end.
+
+        `stop_string` is left out, which the last token completes.
+        """
         if self._tokenizer is None:
             return ""
+        text = self._waiting + self._decoded(token_ids, ended, self._tokenizer)
+        if ended and stop_string:
+            whole = text_of(self._tokenizer, token_ids, self._skip_special)
+            kept = text_of(self._tokenizer, token_ids, self._skip_special, stop_string)
+            text = text[: max(0, len(text) - (len(whole) - len(kept)))]
+        given = len(text) if ended else max(0, len(text) - self._held)
+        self._waiting = text[given:]
+        return text[:given]
+
+    def _decoded(self, token_ids: Sequence[int], ended: bool, tokenizer: Tokenizer) -> str:
         # Decoded with the tokens before them: some tokenizers write the same token otherwise at a beginning.
-        before = self._tokenizer.decode(token_ids[self._begin : self._given], self._skip_special)
-        now = self._tokenizer.decode(token_ids[self._begin :], self._skip_special)
+        before = tokenizer.decode(token_ids[self._begin : self._given], self._skip_special)
+        now = tokenizer.decode(token_ids[self._begin :], self._skip_special)
         if now.endswith(_UNFINISHED) and not ended:
             return ""
         if len(token_ids) > self._given:

@@ -48,6 +48,7 @@ from services.generation.server.generation_service import GenerationService
 from services.generation.server.instance import GenerationInstance
 from services.generation.server.knob_service import KnobService
 from services.generation.server.sample_intake import SampleIntake
+from services.generation.server.schema_checks import SchemaChecks
 from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.server.weight_updates import WeightUpdates
 from services.generation.speculation.acceptance import table as acceptance
@@ -104,7 +105,13 @@ async def build(
     fetcher = None if stores is None else _shard_fetcher(stores, loop, metrics)
     migration = Migration(config, loop, instance.terms, fetcher, MigrationMetrics(metrics_registry))
     intake = SampleIntake(
-        loop, instance.terms, fetcher, migration.arrivals.claim, metrics.rollouts, config.draft_wait_seconds
+        loop,
+        instance.terms,
+        fetcher,
+        migration.arrivals.claim,
+        metrics.rollouts,
+        config.draft_wait_seconds,
+        SchemaChecks.of_model(Path(config.model), loop.ready.result().limits),
     )
     pregenerator = None
     if stores is not None and config.pregenerate:
@@ -271,6 +278,8 @@ def _record(config: GenerationConfig, engine: Any) -> InstanceRecord:
         max_running=config.max_num_seqs,
         max_model_len=engine.limits.max_model_len,
         vocab_size=engine.limits.vocab_size,
+        has_text=engine.limits.has_text,
+        end_tokens=list(engine.limits.end_tokens),
         model=config.model,
         device=engine.device,
         registered_at=time.time(),

@@ -17,6 +17,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from services.generation.drafters.reference.lenient_reuse import Reuse
+from services.generation.engine.prompt_scores import PromptScores
 from services.generation.engine.types import EngineOptions, EngineRequest, Finish
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
@@ -61,6 +62,10 @@ class Outcome:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     finishes: dict[str, Finish] = field(default_factory=dict)
+    stop_strings: dict[str, str] = field(default_factory=dict)
+    top_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    top_logprobs: dict[str, list[float]] = field(default_factory=dict)
+    prompts: dict[str, PromptScores] = field(default_factory=dict)
     reused: dict[str, int] = field(default_factory=dict)
     verified: dict[str, list[float]] = field(default_factory=dict)
     steps: int = 0
@@ -128,6 +133,10 @@ def _followed_samples(worker: Any) -> int:
     return len(getattr(worker.model_runner, "_followed", ()))
 
 
+def _prompts_in_reading(worker: Any) -> int:
+    return sum(not each.told for each in getattr(worker.model_runner, "_prompts", {}).values())
+
+
 def _count_scheduled(scheduler: Any, found: Outcome) -> None:
     """Let vLLM's scheduler add what it schedules to an outcome."""
     schedule = type(scheduler).schedule
@@ -179,7 +188,9 @@ class _Run:
         found.preemptions = sum(self._preempted.values())
         assert not self._reuse, "a sample is followed after its end"
         assert not engine._requests.cached_logprobs
+        assert not engine._stops
         assert not any(engine._core.collective_rpc(_followed_samples))
+        assert not any(engine._core.collective_rpc(_prompts_in_reading))
         return found
 
     def _add(self, request: EngineRequest) -> None:
@@ -224,10 +235,16 @@ class _Run:
             found.began.setdefault(sample_id, found.steps)
             found.tokens[sample_id] += step.token_ids
             found.logprobs[sample_id] += step.logprobs
+            found.top_token_ids.setdefault(sample_id, []).extend(step.top_token_ids)
+            found.top_logprobs.setdefault(sample_id, []).extend(step.top_logprobs)
+            if step.prompt_scores is not None:
+                assert sample_id not in found.prompts, "a prompt is told once"
+                found.prompts[sample_id] = step.prompt_scores
             found.drafted += step.drafted
             found.accepted += step.accepted
             if step.finish is not None:
                 found.finishes[sample_id] = step.finish
+                found.stop_strings[sample_id] = step.stop_string
                 self._reuse.end(step.sample_id)
         found.steps += 1
         self._preempted |= {key: request.num_preemptions for key, request in requests.items()}

@@ -4,7 +4,8 @@ It stands for a vLLM instance as the gateway sees one: a gRPC server of Generati
 a real Redis with a heartbeat. It keeps that contract in full (order of events, refusals, aborts, prefixes,
 stage and apply), over real sockets. What it does not have is a model: the token at a position is a hash of
 (seed, position, policy version), and a token of 0 ends a sample as an end-of-sequence token would, which
-only the instance knows of. So a test can say what every sample must be, whatever happened to it. Tests of
+only the instance knows of. The text of token n is the word `wn`, which may be a stop string. So a
+test can say what every sample must be, whatever happened to it. Tests of
 the real engine are elsewhere. Nor does it look for rollouts: the test puts them into `cached`. Of them it
 takes over `keep` tokens when a LENIENT sample starts, with log-probabilities as an instance tells them; for
 any other level it counts how far they agree.
@@ -74,6 +75,24 @@ def response_of(
     return tokens, logprobs
 
 
+def likeliest_at(token: int, count: int) -> tuple[list[int], list[float]]:
+    """Return the likeliest tokens where a token was sampled, which is none of them, and their log-probabilities."""
+    return [(token + 1 + place) % VOCAB for place in range(count)], [-place / 64 for place in range(count)]
+
+
+def told_of_prompt(item: pb.WorkItem) -> sample_pb2.PromptLogprobs | None:
+    """Return what is told of the prompt of an item, if it asks for it: the same for every prompt token."""
+    if not item.sampling.HasField("prompt_logprobs"):
+        return None
+    told, after = sample_pb2.PromptLogprobs(), item.prompt_token_ids[1:]
+    told.logprobs.extend(-token / 64 for token in after)
+    for token in after:
+        tokens, logprobs = likeliest_at(token, item.sampling.prompt_logprobs)
+        told.top_token_ids.extend(tokens)
+        told.top_logprobs.extend(logprobs)
+    return told
+
+
 def verified_logprob(token: int, position: int, version: int) -> float:
     """What a version says of a token that it verified, as `token_at` says of one that it sampled."""
     return -((token + 7 * position + 13 * version) % 320) / 64
@@ -99,6 +118,7 @@ class _Sample:
     new_tokens: list[int] = field(default_factory=list)
     new_logprobs: list[float] = field(default_factory=list)
     new_verified: list[float] = field(default_factory=list)
+    prompt_told: bool = False
     steps: int = 0
 
     def reused(self) -> int:
@@ -204,6 +224,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
             max_running=self.max_running,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB,
+            has_text=True,
             model="fake",
             device="none",
         )
@@ -461,7 +482,9 @@ class FakeInstance(rpc.GenerationServiceServicer):
         limit = MAX_MODEL_LEN - len(sample.item.prompt_token_ids)
         if sampling.HasField("max_tokens"):
             limit = min(limit, sampling.max_tokens)
-        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+        if f"w{token}" in sampling.stop:
+            self._finish(sample, sample_pb2.FINISH_REASON_STOP, stop_string=f"w{token}")
+        elif token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
             self._finish(sample, sample_pb2.FINISH_REASON_STOP)
         elif sample.length >= limit:
             self._finish(sample, sample_pb2.FINISH_REASON_LENGTH)
@@ -470,7 +493,9 @@ class FakeInstance(rpc.GenerationServiceServicer):
         """End a sample that is to be resumed by its prefix on another instance."""
         self._finish(sample, sample_pb2.FINISH_REASON_ABORTED, instance_id)
 
-    def _finish(self, sample: _Sample, reason: sample_pb2.FinishReason, resume_on: str = "") -> None:
+    def _finish(
+        self, sample: _Sample, reason: sample_pb2.FinishReason, resume_on: str = "", stop_string: str = ""
+    ) -> None:
         del sample.stream.samples[sample.item.handle]
         finished = pb.Finished(
             handle=sample.item.handle,
@@ -482,6 +507,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
             reused_prefix=sample.reused(),
             cached_tokens=len(sample.cached.tokens) if sample.cached else 0,
             resume_on=resume_on,
+            stop_string=stop_string,
         )
         response = pb.WorkResponse(finished=[finished], policy_version=self.version)
         self._take(sample, response)
@@ -497,13 +523,18 @@ class FakeInstance(rpc.GenerationServiceServicer):
 
     def _take(self, sample: _Sample, response: pb.WorkResponse) -> None:
         if sample.new_tokens:
+            told = [likeliest_at(token, sample.item.sampling.top_logprobs) for token in sample.new_tokens]
             response.deltas.add(
+                top_token_ids=[token for tokens, _ in told for token in tokens],
+                top_logprobs=[logprob for _, logprobs in told for logprob in logprobs],
                 handle=sample.item.handle,
                 token_ids=sample.new_tokens,
                 logprobs=sample.new_logprobs,
                 verified_logprobs=sample.new_verified + self.surplus_verified,
                 policy_version=self.version,
+                prompt_logprobs=None if sample.prompt_told else told_of_prompt(sample.item),
             )
+            sample.prompt_told = True
             sample.new_tokens, sample.new_logprobs, sample.new_verified = [], [], []
 
 

@@ -9,7 +9,7 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKeys
 from services.gateway.batches.messages import BatchBuilder
 from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import SamplePhase
+from services.gateway.batches.sample import Likeliest, SamplePhase
 from services.gateway.journal.batch_record import BatchHead, BatchRecord, StoredBatch
 from services.gateway.journal.journal import Journal, JournalHole
 from services.gateway.journal.journal_write import JournalWrite, collect, settle, undo
@@ -68,7 +68,8 @@ class JournalDriver:
         have = len(sample.tokens)
         places = range(have, min(have + count, self.lengths[index]))
         tokens, logprobs = [_token(index, at) for at in places], [_logprob(index, at) for at in places]
-        assert self.batch.extend(index, sample.attempt, tokens, logprobs, 2.0)
+        top = Likeliest([token + 1 for token in tokens for _ in range(2)], [-0.25, -0.5] * len(tokens))
+        assert self.batch.extend(index, sample.attempt, tokens, logprobs, 2.0, top=top)
         if len(sample.tokens) == self.lengths[index]:
             self.batch.finish(index, sample.attempt, _STOPPED, 3.0)
 
@@ -116,6 +117,7 @@ class JournalDriver:
         self.batch = _rebuild(_BUILDER, self.record, self.request, partials)
         for sample in self.batch.samples:
             self.check(sample.index, sample.tokens, sample.logprobs)
+            self.check_likeliest(sample.tokens, sample.top_tokens, sample.top_logprobs)
 
     async def deliver(self, count: int) -> None:
         """Send the trainer what it has not, from memory or else from Redis."""
@@ -129,6 +131,7 @@ class JournalDriver:
             sample = sample_pb2.Sample.FromString(payload)
             assert len(sample.token_ids) == len(sample.logprobs) == self.lengths[index]
             self.check(index, sample.token_ids, sample.logprobs)
+            self.check_likeliest(sample.token_ids, sample.top_token_ids, sample.top_logprobs)
             assert cursor > self.cursor
             self.cursor = cursor
             self.delivered.add(index)
@@ -150,6 +153,11 @@ class JournalDriver:
             if self.record.is_complete and not self.record.after(self.cursor, 1):
                 break
         assert self.delivered == set(range(len(self.lengths)))
+
+    def check_likeliest(self, tokens: Any, top_tokens: Any, top_logprobs: Any) -> None:
+        """Two of the likeliest tokens are told of each."""
+        assert list(top_tokens) == [token + 1 for token in tokens for _ in range(2)]
+        assert list(top_logprobs) == [-0.25, -0.5] * len(tokens)
 
     def check(self, index: int, tokens: Any, logprobs: Any) -> None:
         """Tokens are a sample's first ones."""

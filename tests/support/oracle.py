@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kernels.coupled_sampler.noise import gumbel
 from services.generation.engine.types import EngineRequest
@@ -41,6 +42,23 @@ class Oracle:
     def __init__(self, folder: Path, end_tokens: Sequence[int] = ()) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._end_tokens = tuple(end_tokens)
+        self._folder = folder
+        self._compiled: dict[str, Any] = {}
+
+    def allowed(self, request: EngineRequest, output: list[int]) -> npt.NDArray[np.bool_]:
+        """Return which tokens the schema of a request allows after an output, [V]; by a new matcher each time."""
+        import xgrammar
+
+        size, schema = self._model.config.vocab_size, request.sampling.json_schema
+        if schema not in self._compiled:
+            tokenizer = AutoTokenizer.from_pretrained(self._folder)
+            vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+            self._compiled[schema] = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(schema)
+        matcher = xgrammar.GrammarMatcher(self._compiled[schema], override_stop_tokens=list(self._end_tokens))
+        assert all(matcher.accept_token(token) for token in output)
+        mask = xgrammar.allocate_token_bitmask(1, size)
+        matcher.fill_next_token_bitmask(mask)
+        return np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:size].astype(bool)
 
     def logits(self, tokens: Sequence[int]) -> FloatArray:
         """Return the logits after each token, [n, V]."""
@@ -90,6 +108,11 @@ class Oracle:
         if len(output) < sampling.min_tokens:
             own = () if sampling.ignore_eos else self._end_tokens
             logits[[*sampling.stop_token_ids, *own]] = -np.inf
+        if sampling.json_schema:
+            logits[~self.allowed(request, output)] = -np.inf
+        if sampling.allowed_token_ids:
+            others = np.setdiff1d(np.arange(len(row)), sampling.allowed_token_ids)
+            logits[others] = -np.inf
         logits /= sampling.temperature or 1
         return _top_p(_top_k(_min_p(logits, sampling.min_p), sampling.top_k), sampling.top_p)
 

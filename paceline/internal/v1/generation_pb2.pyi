@@ -66,21 +66,27 @@ class Claim(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., migration_id: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("handle", "token_ids", "logprobs", "verified_logprobs", "policy_version")
+    __slots__ = ("handle", "token_ids", "logprobs", "verified_logprobs", "policy_version", "top_token_ids", "top_logprobs", "prompt_logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     verified_logprobs: _containers.RepeatedScalarFieldContainer[float]
     policy_version: int
-    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    prompt_logprobs: _sample_pb2.PromptLogprobs
+    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[_sample_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_time", "generation_time", "reused_prefix", "cached_tokens", "resume_on")
+    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_time", "generation_time", "reused_prefix", "cached_tokens", "resume_on", "stop_string")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +97,7 @@ class Finished(_message.Message):
     REUSED_PREFIX_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESUME_ON_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     handle: int
     finish_reason: _sample_pb2.FinishReason
     draft_sources: _containers.RepeatedCompositeFieldContainer[_sample_pb2.DraftSource]
@@ -101,7 +108,8 @@ class Finished(_message.Message):
     reused_prefix: int
     cached_tokens: int
     resume_on: str
-    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generation_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reused_prefix: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., resume_on: _Optional[str] = ...) -> None: ...
+    stop_string: str
+    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generation_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reused_prefix: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., resume_on: _Optional[str] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("handle", "code", "message", "field")

@@ -8,7 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -16,9 +16,11 @@ from pydantic import BaseModel, ConfigDict
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
+from services.contracts.sampling import MOST_TOP_LOGPROBS
 
 LEAST_LOGPROB = -9999.0
 """Log-probability in place of one that JSON cannot express, as in vLLM."""
+T = TypeVar("T", int, int | None)
 _SEEDS = range(-(1 << 63), 1 << 64)
 _COUNTS = range(-(1 << 31), 1 << 31)
 _TOKEN_IDS = range(1 << 32)
@@ -118,7 +120,8 @@ def check_whole_numbers(
     given: list[tuple[str, Sequence[int | None], range]] = [
         (name, [getattr(sampling, name)], _COUNTS) for name in ("max_tokens", "min_tokens", "top_k")
     ]
-    given.append(("stop_token_ids", sampling.stop_token_ids, _TOKEN_IDS))
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        given.append((name, getattr(sampling, name), _TOKEN_IDS))
     given += [("prompt", prompt, _TOKEN_IDS) for prompt in prompts]
     found = []
     for name, values, allowed in given:
@@ -135,6 +138,19 @@ def checked_count(samples: int, field: str = "n") -> int:
     if samples < 1:
         raise InvalidArgument([Violation(field, f"{samples} is not allowed; must be >= 1")])
     return samples
+
+
+def checked_likeliest(count: T, field: str) -> T:
+    """Return how many of the likeliest tokens are asked for; InvalidArgument below 0 or above what there is."""
+    if count is not None and not 0 <= count <= MOST_TOP_LOGPROBS:
+        found = f"{count} is not allowed; must be in [0, {MOST_TOP_LOGPROBS}]"
+        raise InvalidArgument([Violation(field, found)])
+    return count
+
+
+def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the stop strings of a body: one, several or none."""
+    return ((stop,) if stop else ()) if stop is None or isinstance(stop, str) else tuple(stop)
 
 
 def top_k_of(top_k: int | None) -> int | None:

@@ -8,9 +8,16 @@ from typing import Any
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import FINISH_REASONS, Body, finite, top_k_of
+from services.facade.dialects.parameters import (
+    FINISH_REASONS,
+    Body,
+    checked_likeliest,
+    finite,
+    stops_of,
+    top_k_of,
+)
 from services.facade.samples import SampleOutput
-from services.facade.text import Tokenizer, needs_text
+from services.facade.text import Tokenizer, longest_beginning, needs_text, text_of
 
 Json = dict[str, Any]
 
@@ -19,7 +26,6 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "custom_logit_processor": (),
     "image_data": ([],),
     "input_embeds": (),
-    "logprob_start_len": (-1,),
     "lora_path": (),
     "modalities": ([],),
     "priority": (0,),
@@ -27,17 +33,14 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "return_routed_experts": (False,),
     "session_params": (),
     "token_ids_logprob": (),
-    "top_logprobs_num": (0,),
     "video_data": ([],),
 }
 """Parameters of SGLang that are not supported, with the values that ask for nothing."""
 NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "custom_params": ({},),
     "ebnf": (),
-    "json_schema": (),
     "logit_bias": ({},),
     "regex": (),
-    "stop": ([], ""),
     "stop_regex": ([], ""),
     "stream_interval": (),
     "structural_tag": (),
@@ -68,13 +71,17 @@ class SglangSampling(Body):
     max_new_tokens: int | None = 128
     min_new_tokens: int = 0
     stop_token_ids: list[int] | None = None
+    stop: str | list[str] | None = None
+    """Strings that end a sample."""
+    json_schema: str | None = None
+    """JSON schema of the response, as text."""
     ignore_eos: bool = False
     sampling_seed: int | None = None
     """With the same seed, the same request has the same samples. Left out: one is drawn."""
     skip_special_tokens: bool = True
     """Whether the text is without special tokens."""
     no_stop_trim: bool = False
-    """Whether the text has the token that ended it."""
+    """Whether the text has the token or the string that ended it."""
     spaces_between_special_tokens: bool = True
     """Has no effect."""
 
@@ -90,6 +97,10 @@ class GenerateBody(Body):
     """Name of the request, for /abort_request."""
     return_logprob: bool = False
     """Whether `meta_info` has `output_token_logprobs`."""
+    logprob_start_len: int = -1
+    """With `return_logprob`: `meta_info` has those of the prompt from this token on; -1: of none."""
+    top_logprobs_num: int = 0
+    """With `return_logprob`: so many of the likeliest tokens of each position, at most 20."""
     return_text_in_logprobs: bool = False
     stream: bool = False
 
@@ -136,8 +147,10 @@ UPDATE_NEUTRAL: dict[str, Sequence[Any]] = {
 """Parameters of an update that ask for nothing; `abort_all_request` is a slip of the pen in AReaL."""
 
 
-def sampling_of(given: SglangSampling) -> t.SamplingParams:
+def sampling_of(given: SglangSampling, body: GenerateBody | None = None) -> t.SamplingParams:
     """Return the sampling parameters; log-probabilities are of the distribution that is sampled from."""
+    told = checked_likeliest(body.top_logprobs_num, "top_logprobs_num") if body and body.return_logprob else 0
+    of_prompt = body is not None and body.return_logprob and body.logprob_start_len >= 0
     return t.SamplingParams(
         temperature=given.temperature,
         top_p=given.top_p,
@@ -149,7 +162,11 @@ def sampling_of(given: SglangSampling) -> t.SamplingParams:
         max_tokens=given.max_new_tokens,
         min_tokens=given.min_new_tokens,
         stop_token_ids=tuple(given.stop_token_ids or ()),
+        stop=stops_of(given.stop),
         ignore_eos=given.ignore_eos,
+        json_schema=given.json_schema or "",
+        top_logprobs=told,
+        prompt_logprobs=told if of_prompt else None,
         # A greedy sample has a distribution of one token, whose log-probability says nothing.
         logprobs_mode=t.LogprobsMode.PROCESSED if given.temperature else t.LogprobsMode.RAW,
     )
@@ -224,14 +241,46 @@ class SglangWriter:
         if self._body.return_logprob:
             pairs = zip(finite(output.logprobs), output.token_ids, strict=True)
             info["output_token_logprobs"] = [[value, token, self._text_of(token)] for value, token in pairs]
+            if output.prompt_logprobs is not None:
+                info |= self._prompt(output, output.prompt_logprobs)
+            if self._body.top_logprobs_num:
+                info["output_top_logprobs"] = [
+                    [
+                        [value, token, self._text_of(token)]
+                        for value, token in zip(finite(values), tokens, strict=True)
+                    ]
+                    for values, tokens in zip(output.top_logprobs, output.top_token_ids, strict=True)
+                ]
         return {"text": self._text(output), "output_ids": output.token_ids, "meta_info": info}
+
+    def _prompt(self, output: SampleOutput, told: t.PromptLogprobs) -> Json:
+        """Return the log-probabilities of the prompt's tokens from the one asked for on; the first has none."""
+        begin, tokens = (
+            self._body.logprob_start_len,
+            [int(token) for token in output.request.prompt_token_ids],
+        )
+        own = [None, *finite(told.logprobs.tolist())]
+        entries = [[value, token, self._text_of(token)] for value, token in zip(own, tokens, strict=True)]
+        likeliest: list[list[Any] | None] = [None]
+        for values, ids in zip(told.top_logprobs.tolist(), told.top_token_ids.tolist(), strict=True):
+            pairs = zip(finite(values), ids, strict=True)
+            likeliest.append([[value, token, self._text_of(token)] for value, token in pairs])
+        found: Json = {"input_token_logprobs": entries[begin:]}
+        return found | ({"input_top_logprobs": likeliest[begin:]} if self._body.top_logprobs_num else {})
 
     def _text(self, output: SampleOutput) -> str:
         if self._tokenizer is None:
             return ""
-        stopped = output.finish_reason is t.FinishReason.STOP and not self._sampling.no_stop_trim
-        tokens = output.token_ids[:-1] if stopped else output.token_ids
-        return self._tokenizer.decode(tokens, self._sampling.skip_special_tokens)
+        skip_special, trims = self._sampling.skip_special_tokens, not self._sampling.no_stop_trim
+        if output.stop_string and trims:
+            return text_of(self._tokenizer, output.token_ids, skip_special, output.stop_string)
+        stopped = output.finish_reason is t.FinishReason.STOP and trims
+        text = self._tokenizer.decode(output.token_ids[:-1] if stopped else output.token_ids, skip_special)
+        # While it grows, its end may be the beginning of a stop string.
+        held = (
+            longest_beginning(stops_of(self._sampling.stop)) if output.finish_reason is None and trims else 0
+        )
+        return text[: max(0, len(text) - held)]
 
     def _text_of(self, token: int) -> str | None:
         if self._tokenizer is None or not self._body.return_text_in_logprobs:
@@ -244,7 +293,7 @@ def _finish_reason(output: SampleOutput) -> Json | None:
         return None
     kind = FINISH_REASONS[output.finish_reason]
     if kind == "stop":
-        return {"type": kind, "matched": output.token_ids[-1]}
+        return {"type": kind, "matched": output.stop_string or output.token_ids[-1]}
     if kind == "length":
         return {"type": kind, "length": len(output.token_ids)}
     return {"type": kind, "message": "Aborted"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import types as t
-from services.facade.dialects.parameters import Body, finite, top_k_of
+from services.facade.dialects.parameters import Body, checked_likeliest, finite, stops_of, top_k_of
 from services.facade.samples import SampleOutput
 from services.facade.text import Tokenizer, needs_text
 
@@ -32,9 +32,10 @@ class TrlBody(Body):
     min_p: float = 0.0
     max_tokens: int = 16
     logprobs: int | None = 0
-    """Only 0 and null are supported: those of the sampled tokens, or none."""
+    """0: those of the sampled tokens. N: those of the N likeliest tokens of each position, and of the sampled one
+    where it is none of them. null: none."""
     generation_kwargs: dict[str, Any] | None = None
-    """Of these, `seed`, `stop_token_ids`, `ignore_eos`, `min_tokens` and the penalties."""
+    """Of these, `seed`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens` and the penalties."""
 
 
 class TrlSampling(Body):
@@ -42,6 +43,7 @@ class TrlSampling(Body):
 
     seed: int | None = None
     stop_token_ids: list[int] | None = None
+    stop: str | list[str] | None = None
     ignore_eos: bool = False
     min_tokens: int | None = None
     presence_penalty: float | None = None
@@ -69,17 +71,33 @@ def sampling_of(body: TrlBody, more: TrlSampling) -> t.SamplingParams:
         max_tokens=body.max_tokens,
         min_tokens=more.min_tokens,
         stop_token_ids=tuple(more.stop_token_ids or ()),
+        stop=stops_of(more.stop),
         ignore_eos=more.ignore_eos,
+        top_logprobs=checked_likeliest(body.logprobs or 0, "logprobs"),
         logprobs_mode=t.LogprobsMode.PROCESSED,
     )
 
 
 def answer(body: TrlBody, outputs: Sequence[SampleOutput]) -> dict[str, Any]:
     """Return the answer: prompts once, samples prompt by prompt, log-probabilities as lists of one."""
-    with_logprobs = body.logprobs is not None
+    told = [_told(output) for output in outputs] if body.logprobs is not None else None
     return {
         "prompt_ids": [list(output.request.prompt_token_ids) for output in outputs[:: body.n]],
         "completion_ids": [output.token_ids for output in outputs],
-        "logprobs": [[[value] for value in finite(o.logprobs)] for o in outputs] if with_logprobs else None,
-        "logprob_token_ids": [[[token] for token in o.token_ids] for o in outputs] if with_logprobs else None,
+        "logprobs": None if told is None else [[finite(values) for _, values in each] for each in told],
+        "logprob_token_ids": None if told is None else [[tokens for tokens, _ in each] for each in told],
     }
+
+
+def _told(output: SampleOutput) -> list[tuple[list[int], list[float]]]:
+    """Return the tokens that are told of each position and their log-probabilities, the likeliest first."""
+    found = []
+    for place, (token, logprob) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        tokens, values = [token], [logprob]
+        if output.request.sampling.top_logprobs:
+            tokens, values = output.top_token_ids[place], output.top_logprobs[place]
+            if token not in tokens:
+                # It is less likely than all of these.
+                tokens, values = [*tokens, token], [*values, logprob]
+        found.append((tokens, values))
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,32 +11,32 @@ from pydantic import Field
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import FINISH_REASONS, Body, finite, top_k_of
+from services.facade.dialects.parameters import (
+    FINISH_REASONS,
+    Body,
+    checked_likeliest,
+    finite,
+    stops_of,
+    top_k_of,
+)
 from services.facade.samples import SampleOutput
-from services.facade.text import TextStream, Tokenizer, needs_text
+from services.facade.text import TextStream, Tokenizer, longest_beginning, needs_text, text_of
 
 Json = dict[str, Any]
 
 NEUTRAL: dict[str, Sequence[Any]] = {
-    "allowed_token_ids": (),
     "bad_words": ([],),
     "best_of": (1,),
     "detokenize": (True,),
     "echo": (False,),
     "guided_decoding": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "logit_bias": ({},),
     "priority": (0,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "stop": ([], ""),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -66,6 +67,11 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
+    stop: str | list[str] | None = None
+    """Strings that end a sample; its text is without them, unless `include_stop_str_in_output`."""
+    include_stop_str_in_output: bool = False
+    allowed_token_ids: list[int] | None = None
+    """Nothing else is sampled."""
     ignore_eos: bool = False
     seed: int | None = None
     """With the same seed, the same request has the same samples. Left out: one is drawn."""
@@ -73,6 +79,12 @@ class SamplingBody(Body):
     """Whether the text is without special tokens; the token ids have them."""
     stream: bool = False
     stream_options: StreamOptions | None = None
+    response_format: Json | None = None
+    """`{"type": "json_schema", "json_schema": {"schema": ...}}`, or `{"type": "text"}`."""
+    structured_outputs: Json | None = None
+    """`{"json": ...}`, a JSON schema as an object or as text. Nothing else of vLLM's is supported."""
+    prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens, and of so many of the likeliest of each position; at most 20."""
     return_token_ids: bool = False
     """Whether the answer has `token_ids` and `prompt_token_ids`."""
     return_tokens_as_token_ids: bool = False
@@ -92,7 +104,7 @@ class CompletionBody(SamplingBody):
     """Text or token ids, of one prompt or of several."""
     max_tokens: int | None = 16
     logprobs: int | None = None
-    """0: those of the sampled tokens. More are not supported."""
+    """Log-probabilities of the sampled tokens, and of so many of the likeliest of each position; at most 20."""
     add_special_tokens: bool = True
     """Whether text gets the special tokens that the model expects, such as one of its beginning."""
 
@@ -120,6 +132,8 @@ class ChatBody(SamplingBody):
     """Newer name of `max_tokens`. Neither: what the model's length leaves."""
     logprobs: bool | None = None
     """Whether the answer has the log-probabilities of the sampled tokens."""
+    top_logprobs: int | None = None
+    """With `logprobs`: so many of the likeliest tokens of each position, at most 20."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -127,8 +141,42 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: Json | None = None
 
 
+def schema_of(body: SamplingBody) -> str:
+    """Return the JSON schema of a body as text; InvalidArgument for other formats, and for two schemas."""
+    found = []
+    if (given := body.response_format) is not None and given != {"type": "text"}:
+        schema = (
+            (given.get("json_schema") or {}).get("schema") if given.get("type") == "json_schema" else None
+        )
+        found.append(_schema_text(schema, "response_format", "{'type': 'json_schema', 'json_schema': ...}"))
+    if (outputs := body.structured_outputs) is not None:
+        schema = outputs.get("json") if set(outputs) == {"json"} else None
+        found.append(_schema_text(schema, "structured_outputs", "{'json': ...}"))
+    if len(found) > 1:
+        raise InvalidArgument([Violation("structured_outputs", "is set beside response_format")])
+    return found[0] if found else ""
+
+
+def _schema_text(schema: Any, field: str, allowed: str) -> str:
+    if not isinstance(schema, dict | str):
+        raise InvalidArgument([Violation(field, f"is not supported; must be {allowed}")])
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+def likeliest_of(body: CompletionBody | ChatBody) -> int:
+    """Return how many of the likeliest tokens of each position a body asks for.
+
+    InvalidArgument: they are asked for without `logprobs`.
+    """
+    if isinstance(body, CompletionBody):
+        return checked_likeliest(body.logprobs or 0, "logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidArgument([Violation("top_logprobs", "is set, which needs logprobs")])
+    return checked_likeliest(body.top_logprobs or 0, "top_logprobs")
+
+
 def sampling_of(
-    body: SamplingBody, max_tokens: int | None, logprobs_mode: t.LogprobsMode
+    body: CompletionBody | ChatBody, max_tokens: int | None, logprobs_mode: t.LogprobsMode
 ) -> t.SamplingParams:
     """Return the sampling parameters of a body."""
     return t.SamplingParams(
@@ -142,16 +190,18 @@ def sampling_of(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop=stops_of(body.stop),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
         ignore_eos=body.ignore_eos,
+        json_schema=schema_of(body),
+        top_logprobs=likeliest_of(body),
+        prompt_logprobs=checked_likeliest(body.prompt_logprobs, "prompt_logprobs"),
         logprobs_mode=logprobs_mode,
     )
 
 
 def completion_prompts(body: CompletionBody, tokenizer: Tokenizer | None) -> list[list[int]]:
     """Return the token ids of a body's prompts. InvalidArgument: there is none, or text and no tokenizer."""
-    if body.logprobs:
-        found = f"{body.logprobs} is not supported; 0 gives those of the sampled tokens"
-        raise InvalidArgument([Violation("logprobs", found)])
     given = body.prompt
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not several:
@@ -192,6 +242,8 @@ class AnswerWriter:
         self._sent: dict[int, int] = {}
         self._texts: dict[int, TextStream] = {}
         self._ended: set[int] = set()
+        trims = not body.include_stop_str_in_output
+        self._held = longest_beginning(stops_of(body.stop)) if trims else 0
         logprobs: bool | int | None = getattr(body, "logprobs", None)
         self._logprobs = bool(logprobs) if self._chat else logprobs is not None
 
@@ -223,7 +275,8 @@ class AnswerWriter:
     def _choice(self, index: int, output: SampleOutput) -> Json:
         text = ""
         if self._tokenizer is not None:
-            text = self._tokenizer.decode(output.token_ids, self._body.skip_special_tokens)
+            skip_special, trimmed = self._body.skip_special_tokens, self._trimmed(output)
+            text = text_of(self._tokenizer, output.token_ids, skip_special, trimmed)
         choice: Json = {"index": index}
         choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         choice |= self._tail(output, 0)
@@ -235,8 +288,10 @@ class AnswerWriter:
         sent, ended = self._sent.get(index), output.finish_reason is not None
         if index in self._ended or (not ended and len(output.token_ids) <= (sent or 0)):
             return None
-        stream = self._texts.setdefault(index, TextStream(self._tokenizer, self._body.skip_special_tokens))
-        text = stream.grow(output.token_ids, ended)
+        if (stream := self._texts.get(index)) is None:
+            stream = TextStream(self._tokenizer, self._body.skip_special_tokens, self._held)
+            self._texts[index] = stream
+        text = stream.grow(output.token_ids, ended, self._trimmed(output))
         choice: Json = {"index": index}
         if self._chat:
             choice["delta"] = (
@@ -253,6 +308,10 @@ class AnswerWriter:
             self._ended.add(index)
         return event
 
+    def _trimmed(self, output: SampleOutput) -> str:
+        """Return the stop string that the text of a sample is without."""
+        return "" if self._body.include_stop_str_in_output else output.stop_string
+
     def _tail(self, output: SampleOutput, begin: int) -> Json:
         """Return what a choice has beside its text, of the tokens from `begin` on."""
         reason = output.finish_reason
@@ -261,10 +320,12 @@ class AnswerWriter:
         tail: Json = {
             "logprobs": self._logprobs_from(output, begin) if self._logprobs else None,
             "finish_reason": None if reason is None else FINISH_REASONS[reason],
-            "stop_reason": last if stopped else None,
+            "stop_reason": output.stop_string or (last if stopped else None),
         }
         if self._body.return_token_ids:
             tail["token_ids"] = output.token_ids[begin:]
+        if reason is not None and output.prompt_logprobs is not None:
+            tail["prompt_logprobs"] = self._prompt(output, output.prompt_logprobs)
         if reason is not None:
             tail["weight_versions"] = [
                 {"begin": span.begin, "end": span.end, "version": span.policy_version}
@@ -273,26 +334,58 @@ class AnswerWriter:
         return tail
 
     def _logprobs_from(self, output: SampleOutput, begin: int) -> Json:
-        names = [self._name(token) for token in output.token_ids[begin:]]
-        values = finite(output.logprobs[begin:])
+        sampled = self._named(output.token_ids[begin:], output.logprobs[begin:])
+        likeliest = [
+            self._named(*each)
+            for each in zip(output.top_token_ids[begin:], output.top_logprobs[begin:], strict=True)
+        ] or [[] for _ in sampled]
         if self._chat:
-            return {
-                "content": [
-                    {"token": name, "logprob": value, "bytes": None, "top_logprobs": []}
-                    for name, value in zip(names, values, strict=True)
-                ]
-            }
+            content = [
+                {**_entry(*token), "top_logprobs": [_entry(*each) for each in others]}
+                for token, others in zip(sampled, likeliest, strict=True)
+            ]
+            return {"content": content}
         return {
-            "tokens": names,
-            "token_logprobs": values,
-            "top_logprobs": [{name: value} for name, value in zip(names, values, strict=True)],
+            "tokens": [name for name, _ in sampled],
+            "token_logprobs": [value for _, value in sampled],
+            "top_logprobs": [
+                dict([token, *others]) for token, others in zip(sampled, likeliest, strict=True)
+            ],
             "text_offset": [],
         }
+
+    def _prompt(self, output: SampleOutput, told: t.PromptLogprobs) -> list[Json | None]:
+        """Return what is told of each token of the prompt: nothing of the first."""
+        found: list[Json | None] = [None]
+        columns = (told.logprobs.tolist(), told.top_token_ids.tolist(), told.top_logprobs.tolist())
+        for token, own, ids, values in zip(output.request.prompt_token_ids[1:], *columns, strict=True):
+            entries: dict[int, tuple[float, int | None]] = {int(token): (own, None)}
+            entries |= {
+                each: (value, rank + 1) for rank, (each, value) in enumerate(zip(ids, values, strict=True))
+            }
+            found.append(
+                {
+                    str(each): {
+                        "logprob": finite([value])[0],
+                        "rank": rank,
+                        "decoded_token": self._name(each),
+                    }
+                    for each, (value, rank) in entries.items()
+                }
+            )
+        return found
+
+    def _named(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[str, float]]:
+        return list(zip(map(self._name, token_ids), finite(logprobs), strict=True))
 
     def _name(self, token: int) -> str:
         if self._tokenizer is None or self._body.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self._tokenizer.token(token)
+
+
+def _entry(name: str, logprob: float) -> Json:
+    return {"token": name, "logprob": logprob, "bytes": None}
 
 
 def usage(outputs: Sequence[SampleOutput]) -> Json:

@@ -43,7 +43,7 @@ def _generation(router: APIRouter, facade: Facade) -> None:
         requests = sample_requests(
             prompts,
             checked_count(sampling.n, "sampling_params.n"),
-            sglang.sampling_of(sampling),
+            sglang.sampling_of(sampling, body),
             run_id=defaults.run_id,
             seed=run_seed(sampling.sampling_seed, "sampling_params.sampling_seed"),
             most=defaults.most_samples,

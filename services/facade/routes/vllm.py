@@ -58,10 +58,6 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
     async def trl_generate(body: trl.TrlBody, request: Request) -> Response:
         """Generate samples for the client of `trl vllm-serve`."""
         check_unsupported(body, trl.NEUTRAL)
-        if body.logprobs:
-            raise InvalidArgument(
-                [Violation("logprobs", f"{body.logprobs} is not supported; must be 0 or null")]
-            )
         more = _trl_sampling(body)
         defaults = facade.defaults(request)
         requests = sample_requests(
@@ -123,7 +119,7 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
 
 async def _generated(
     facade: Facade,
-    body: vllm.SamplingBody,
+    body: vllm.CompletionBody | vllm.ChatBody,
     request: Request,
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,

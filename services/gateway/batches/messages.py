@@ -11,7 +11,8 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKey
 from services.contracts.seeds import sample_seed
 from services.gateway.batches.adaptive_lenience import FLOOR
-from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
+from services.gateway.batches.group import BatchGroup
+from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import GatewaySample, SampleEnding
 
 
@@ -145,6 +146,8 @@ def work_item(
         streamed=streamed,
     )
     item.prefix_token_ids.extend(sample.tokens)
+    if sample.prompt_logprobs is not None:
+        item.sampling.ClearField("prompt_logprobs")
     return item
 
 
@@ -154,6 +157,8 @@ def final_sample(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sample
     # Of all iterables lists are taken over in the least time.
     result.token_ids.extend(state.tokens.tolist())
     result.logprobs.extend(state.logprobs.tolist())
+    result.top_token_ids.extend(state.top_tokens.tolist())
+    result.top_logprobs.extend(state.top_logprobs.tolist())
     return result
 
 
@@ -167,6 +172,8 @@ def sample_fields(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sampl
         status=ending.status,
         seed=state.seed,
         error=ending.error,
+        stop_string=ending.stop_string,
+        prompt_logprobs=state.prompt_logprobs,
         nonfinite_logprobs=_nonfinite(state),
     )
     _fill(result.provenance, batch, state, ending)

@@ -24,10 +24,12 @@ from dataclasses import dataclass, field
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import sample_pb2
 from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.sample import (
     EventEffect,
     GatewaySample,
     GenerationSpan,
+    Likeliest,
     SampleEnding,
     SamplePhase,
 )
@@ -37,22 +39,6 @@ _STATUS = {
     sample_pb2.FINISH_REASON_LENGTH: sample_pb2.SAMPLE_STATUS_TRUNCATED,
     sample_pb2.FINISH_REASON_ABORTED: sample_pb2.SAMPLE_STATUS_ABORTED,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class BatchGroup:
-    """Samples of one prompt: `count` of them, from index `first`.
-
-    `prefix` are response tokens that the caller brought along.
-    """
-
-    prompt_id: str
-    prompt_token_ids: Sequence[int]
-    sampling: sample_pb2.SamplingParams
-    expected_tokens: int = 0
-    prefix: Sequence[int] = ()
-    first: int = 0
-    count: int = 1
 
 
 @dataclass(slots=True)
@@ -77,7 +63,7 @@ class RolloutBatch:
     # Batches of higher priority are placed first; within one, runs share by weight.
     priority: int = 0
     weight: int = 1
-    # Tokens of the samples that have not ended.
+    # Tokens of the samples that have not ended, the likeliest ones of each position included.
     held_tokens: int = 0
     # Samples that have ended, in order, until the journal takes them, and their tokens.
     endings: list[SampleEnding] = field(default_factory=list)
@@ -130,6 +116,7 @@ class RolloutBatch:
         now: float,
         verified: Sequence[float] = (),
         version: int | None = None,
+        top: Likeliest | None = None,
     ) -> bool:
         """Append tokens from the instance; return False if the attempt is not the current one.
 
@@ -143,13 +130,21 @@ class RolloutBatch:
         lenient = self.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
         if verified and lenient and len(sample.verified) == len(sample.tokens):
             sample.verified.extend(verified)
-        sample.append(tokens, logprobs, self.current_version if version is None else version)
-        self.held_tokens += len(tokens)
+        before = sample.entries
+        sample.append(tokens, logprobs, self.current_version if version is None else version, top)
+        self.held_tokens += sample.entries - before
         span = sample.spans[-1]
         span.end_token, span.end = len(sample.tokens), now
         sample.first_step_at = sample.first_step_at or now
         self.unjournaled.add(index)
         return True
+
+    def tell_prompt(self, index: int, attempt: int, told: sample_pb2.PromptLogprobs) -> None:
+        """Record the log-probabilities of a sample's prompt, if the attempt is the current one."""
+        sample = self.samples[index]
+        if sample.is_running(attempt) and sample.prompt_logprobs is None:
+            before, sample.prompt_logprobs = sample.entries, told
+            self.held_tokens += sample.entries - before
 
     def finish(self, index: int, attempt: int, report: generation_pb2.Finished, now: float) -> EventEffect:
         """Record the end that the instance reports: a hand-over if it is no stop, no length and not asked for."""
@@ -162,7 +157,9 @@ class RolloutBatch:
         if report.finish_reason not in (sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH):
             return self._release(sample, now, resubmission=True, blameless=bool(report.resume_on))
         sample.spans[-1].end = now
-        return self._end(sample, report.finish_reason, _STATUS[report.finish_reason], now)
+        return self._end(
+            sample, report.finish_reason, _STATUS[report.finish_reason], now, "", report.stop_string
+        )
 
     def lost(self, index: int, attempt: int, now: float) -> EventEffect:
         """Record that the instance was lost: the sample waits again, with the tokens that it has."""
@@ -215,7 +212,7 @@ class RolloutBatch:
         if sample.phase is SamplePhase.ENDED:
             return EventEffect.IGNORED
         if not sample.keep_partial:
-            self.held_tokens -= len(sample.tokens)
+            self.held_tokens -= sample.entries
             sample.forget_tokens()
             sample.spans = []
         reason = sample_pb2.FINISH_REASON_ABORTED
@@ -228,8 +225,9 @@ class RolloutBatch:
         # Chunks of an earlier release have no spans.
         for begin, version in spans if spans and not spans[0][0] else [(0, self.policy_version), *spans]:
             sample.stamp(begin, version)
-        sample.append(journaled.token_ids, journaled.logprobs, sample.versions[-1][1])
-        self.held_tokens += count
+        top = Likeliest(journaled.top_token_ids, journaled.top_logprobs)
+        sample.append(journaled.token_ids, journaled.logprobs, sample.versions[-1][1], top)
+        self.held_tokens += sample.entries
         sample.journaled, sample.chunks = count, chunks
         sample.resubmissions += 1
         # The journal does not know the instance, so the span names none.
@@ -273,8 +271,9 @@ class RolloutBatch:
         instance_id, sample.instance_id = sample.instance_id, ""
         sample.phase = SamplePhase.WAITING
         if gained:
-            self.held_tokens -= bool(sample.tokens)
+            self.held_tokens -= sample.entries
             sample.drop_last_token()
+            self.held_tokens += sample.entries
         if sample.fruitless < self.max_attempts:
             return EventEffect.WAITING
         return self.fail(
@@ -290,11 +289,12 @@ class RolloutBatch:
         status: sample_pb2.SampleStatus,
         now: float,
         error: str = "",
+        stop_string: str = "",
     ) -> EventEffect:
         sample.phase = SamplePhase.ENDED
         self.unjournaled.discard(sample.index)
-        self.endings.append(SampleEnding(sample.index, reason, status, now, error))
-        self.held_tokens -= len(sample.tokens)
-        self.ended_tokens += len(sample.tokens)
+        self.endings.append(SampleEnding(sample.index, reason, status, now, error, stop_string))
+        self.held_tokens -= sample.entries
+        self.ended_tokens += sample.entries
         self.ended += 1
         return EventEffect.ENDED

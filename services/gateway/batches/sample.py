@@ -11,6 +11,7 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,11 +58,28 @@ class SampleEnding:
     status: sample_pb2.SampleStatus
     at: float
     error: str = ""
+    stop_string: str = ""
 
     @property
     def is_whole(self) -> bool:
         """Return True if the sample was completed or truncated, that is neither aborted nor failed."""
         return self.status in (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
+
+
+class Likeliest(NamedTuple):
+    """Likeliest tokens of positions and their log-probabilities, one position after another, as many of each."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class TokenColumns(NamedTuple):
+    """Tokens of a sample, and what is told of each: its log-probability, and the likeliest ones of its position."""
+
+    tokens: array[int]
+    logprobs: array[float]
+    top_tokens: array[int]
+    top_logprobs: array[float]
 
 
 @dataclass(slots=True)
@@ -82,6 +100,11 @@ class GatewaySample:
     # LENIENT: float32, log-probabilities under the current policy of the first tokens, which were taken from a
     # cached rollout.
     verified: array[float] = field(default_factory=lambda: array("f"))
+    # uint32 and float32: for each token, the likeliest ones of its position, if they are asked for.
+    top_tokens: array[int] = field(default_factory=lambda: array("I"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    # Of the prompt, where they are asked for and have come.
+    prompt_logprobs: sample_pb2.PromptLogprobs | None = None
     spans: list[GenerationSpan] = field(default_factory=list)
     # Policy versions that sampled the tokens: each with its first token, in order.
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -118,13 +141,34 @@ class GatewaySample:
         self.spans.append(GenerationSpan(instance_id, have, have, now, now))
         return self.attempt
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Append tokens that this policy version sampled, and their log-probabilities."""
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, top: Likeliest | None = None
+    ) -> None:
+        """Append tokens that this policy version sampled, their log-probabilities, and those next to them."""
         if len(tokens):
             self.stamp(len(self.tokens), version)
         # As arrays: to take a message's values one by one costs ten times as much.
         self.tokens.frombytes(np.asarray(tokens, np.uint32).tobytes())
         self.logprobs.frombytes(np.asarray(logprobs, np.float32).tobytes())
+        if top is not None:
+            self.top_tokens.frombytes(np.asarray(top.token_ids, np.uint32).tobytes())
+            self.top_logprobs.frombytes(np.asarray(top.logprobs, np.float32).tobytes())
+
+    @property
+    def entries(self) -> int:
+        """Number of tokens that are kept, the likeliest ones of each position included, and those of its prompt."""
+        told = self.prompt_logprobs
+        prompt = 0 if told is None else len(told.logprobs) + len(told.top_token_ids)
+        return len(self.tokens) + len(self.top_tokens) + prompt
+
+    def part(self, begin: int = 0, end: int | None = None) -> TokenColumns:
+        """Return the tokens [begin, end) and what is told of them."""
+        last = len(self.tokens) if end is None else end
+        each = len(self.top_tokens) // max(1, len(self.tokens))
+        top = slice(each * begin, each * last)
+        return TokenColumns(
+            self.tokens[begin:last], self.logprobs[begin:last], self.top_tokens[top], self.top_logprobs[top]
+        )
 
     @property
     def reuse(self) -> tuple[int, int]:
@@ -154,14 +198,18 @@ class GatewaySample:
     def forget_tokens(self) -> None:
         """Drop all tokens."""
         del self.tokens[:], self.logprobs[:], self.verified[:], self.versions[:]
+        del self.top_tokens[:], self.top_logprobs[:]
+        self.prompt_logprobs = None
         self.journaled = self.chunks = 0
 
     def drop_last_token(self) -> None:
         """Drop the last token, which the next attempt samples again, and all that refers to it."""
+        each = len(self.top_tokens) // max(1, len(self.tokens))
         if self.tokens:
             self.tokens.pop()
             self.logprobs.pop()
         have = len(self.tokens)
+        del self.top_tokens[each * have :], self.top_logprobs[each * have :]
         del self.verified[have:]
         self.versions = [(first, version) for first, version in self.versions if first < have]
         self.reused_prefix = min(self.reused_prefix, have)

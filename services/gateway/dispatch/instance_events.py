@@ -17,7 +17,7 @@ from google.rpc import code_pb2
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import generation_pb2 as pb
 from services.contracts.gateway_keys import BatchKey
-from services.gateway.batches.sample import SamplePhase
+from services.gateway.batches.sample import Likeliest, SamplePhase
 from services.gateway.dispatch.estimator import WorkEstimator
 from services.gateway.dispatch.placer import Placer
 from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
@@ -132,8 +132,15 @@ class InstanceEvents:
             if len(verified) > count:
                 raise ValueError(f"{count} tokens with {len(verified)} verified logprobs")
             version = delta.policy_version if delta.HasField("policy_version") else None
+            if delta.HasField("prompt_logprobs"):
+                attempt.batch.tell_prompt(attempt.index, attempt.number, delta.prompt_logprobs)
+            each = attempt.batch.group_of(attempt.index).sampling.top_logprobs
+            if not len(delta.top_token_ids) == len(delta.top_logprobs) == count * each:
+                found = f"{len(delta.top_token_ids)} likeliest tokens and {len(delta.top_logprobs)} logprobs"
+                raise ValueError(f"{count} tokens with {found} of them; {each} each were asked for")
+            top = Likeliest(delta.top_token_ids, delta.top_logprobs) if each else None
             if attempt.batch.extend(
-                attempt.index, attempt.number, delta.token_ids, delta.logprobs, now, verified, version
+                attempt.index, attempt.number, delta.token_ids, delta.logprobs, now, verified, version, top
             ):
                 tokens += count
                 running = self.batches.by_key.get(attempt.batch.key)

@@ -78,16 +78,22 @@ class Hint:
 
 
 def make_hint(request: rollout_pb2.HintNextBatchRequest) -> Hint:
-    """Return the hint of a valid request. Seeds are those that the samples of the batch will have."""
+    """Return the hint of a valid request. Seeds are those that the samples of the batch will have.
+
+    Samples with a JSON schema are left out: it is compiled for samples that somebody waits for.
+    """
     exactness = exactness_of(request.exactness)
     coupled = has_coupled_history(exactness)
     digest = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
     message = bubble_pb2.PutHintRequest(
         run_id=request.run_id, hint_id=f"{request.step}-{digest[:16]}", step=request.step, exactness=exactness
     )
-    expected, limits = [], []
+    expected, limits, samples = [], [], 0
     for group in request.groups:
         sampling = group.sampling if group.HasField("sampling") else request.sampling
+        if sampling.json_schema:
+            continue
+        samples += group.samples
         seeds = (
             sample_seed(request.run_seed, request.step, group.prompt_id, slot, coupled_history=coupled)
             for slot in range(group.samples)
@@ -102,7 +108,6 @@ def make_hint(request: rollout_pb2.HintNextBatchRequest) -> Hint:
         )
         expected.append(group.expected_tokens)
         limits.append(sampling.max_tokens if sampling.HasField("max_tokens") else 0)
-    samples = sum(group.samples for group in request.groups)
     return Hint(message, expected, limits, samples, message.ByteSize())
 
 

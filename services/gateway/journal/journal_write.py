@@ -85,7 +85,7 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
         begin, end = state.journaled, len(state.tokens) - 1
         if end - begin >= least_tokens:
             spans = state.version_spans(begin, end)
-            payload = pack(state.tokens[begin:end], state.logprobs[begin:end], spans)
+            payload = pack(state.part(begin, end), spans)
             write.extensions.append(TokenChunk(index, state.chunks, begin, end, payload))
             state.journaled, state.chunks = end, state.chunks + 1
             write.count(len(payload))
@@ -99,7 +99,7 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
             break
         payload, head = _serialised(batch, ending)
         write.end(EndedSample(ending.index, record.end(ending.index, payload, head), payload, head))
-        batch.ended_tokens -= len(batch.samples[ending.index].tokens)
+        batch.ended_tokens -= batch.samples[ending.index].entries
         batch.samples[ending.index].forget_tokens()
         taken += 1
     del batch.endings[:taken]
@@ -142,8 +142,6 @@ def _serialised(batch: RolloutBatch, ending: SampleEnding) -> tuple[bytes, Head]
     """Return a sample that has ended, in which what the journal has comes first."""
     state = batch.samples[ending.index]
     begin = state.journaled if state.chunks else 0
-    chunks = pack(state.tokens[:begin], state.logprobs[:begin], state.version_spans(0, begin))
-    rest = (
-        pack(state.tokens[begin:], state.logprobs[begin:]) + sample_fields(batch, ending).SerializeToString()
-    )
+    chunks = pack(state.part(0, begin), state.version_spans(0, begin))
+    rest = pack(state.part(begin)) + sample_fields(batch, ending).SerializeToString()
     return chunks + rest, Head(state.chunks, begin, len(chunks)) if begin else WHOLE

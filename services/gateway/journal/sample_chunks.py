@@ -19,11 +19,12 @@ from google.protobuf.message import DecodeError
 
 from paceline.internal.v1.rollout_event_pb2 import SerializedSpans
 from paceline.v1 import sample_pb2
+from services.gateway.batches.sample import TokenColumns
 
-# Tags of the fields, both of which are packed: a length and so many bytes follow.
-_TOKEN_IDS, _LOGPROBS = (
+# Tags of the fields, all of which are packed: a length and so many bytes follow.
+_TOKEN_IDS, _LOGPROBS, _TOP_TOKEN_IDS, _TOP_LOGPROBS = (
     bytes([sample_pb2.Sample.DESCRIPTOR.fields_by_name[name].number << 3 | 2])
-    for name in ("token_ids", "logprobs")
+    for name in ("token_ids", "logprobs", "top_token_ids", "top_logprobs")
 )
 
 
@@ -79,29 +80,31 @@ class PartialSample:
             return None
         join_spans(sample)
         whole = len(sample.token_ids) == len(sample.logprobs) == self.head.tokens
+        surplus = len(sample.top_token_ids) % max(1, self.head.tokens)
+        whole = whole and not surplus and len(sample.top_token_ids) == len(sample.top_logprobs)
         return sample if whole else None
 
 
-def pack(tokens: array[int], logprobs: array[float], spans: Sequence[sample_pb2.VersionSpan] = ()) -> bytes:
+def pack(columns: TokenColumns, spans: Sequence[sample_pb2.VersionSpan] = ()) -> bytes:
     """Return the payload of a chunk, of uint32 tokens and float32 log-probabilities.
 
     Written here rather than by protobuf, which takes numbers one by one: five times as fast for long responses. All
     tokens get the same number of bytes, as the format allows.
     """
-    if not tokens:
+    if not columns.tokens:
         return b""
-    packed_tokens, packed_logprobs = _varints(np.frombuffer(tokens, np.uint32)), logprobs.tobytes()
-    return b"".join(
-        (
-            _TOKEN_IDS,
-            _length(packed_tokens),
-            packed_tokens,
-            _LOGPROBS,
-            _length(packed_logprobs),
-            packed_logprobs,
-            sample_pb2.Sample(version_spans=spans).SerializeToString() if spans else b"",
-        )
-    )
+    parts = [*_packed(_TOKEN_IDS, columns.tokens), *_packed(_LOGPROBS, columns.logprobs)]
+    if columns.top_tokens:
+        parts += _packed(_TOP_TOKEN_IDS, columns.top_tokens)
+        parts += _packed(_TOP_LOGPROBS, columns.top_logprobs)
+    if spans:
+        parts.append(sample_pb2.Sample(version_spans=spans).SerializeToString())
+    return b"".join(parts)
+
+
+def _packed(tag: bytes, values: array[int] | array[float]) -> tuple[bytes, bytes, bytes]:
+    packed = _varints(np.frombuffer(values, np.uint32)) if values.typecode == "I" else values.tobytes()
+    return tag, _length(packed), packed
 
 
 def _varints(numbers: npt.NDArray[np.uint32]) -> bytes:

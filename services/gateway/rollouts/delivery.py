@@ -166,8 +166,12 @@ async def _deltas(running: RunningBatch) -> AsyncIterator[pb.GenerateResponse]:
             # The last token would be sampled again elsewhere, and could then be another one.
             settled -= 1
         if settled > sent:
+            part = sample.part(sent, settled)
             delta = pb.TokenDelta(
-                token_ids=sample.tokens[sent:settled], logprobs=sample.logprobs[sent:settled]
+                token_ids=part.tokens,
+                logprobs=part.logprobs,
+                top_token_ids=part.top_tokens,
+                top_logprobs=part.top_logprobs,
             )
             # Counted before the yield: the sample grows while the caller is being sent this.
             sent = settled

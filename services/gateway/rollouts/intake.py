@@ -82,4 +82,6 @@ class RolloutIntake:
         return ModelLimits(
             vocab_size=min(record.vocab_size for record in records),
             max_model_len=min(record.max_model_len for record in records),
+            has_text=all(record.has_text for record in records),
+            end_tokens=tuple(records[0].end_tokens),
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +30,15 @@ from vllm.v1.executor import Executor
 
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_args, refuse_early_numba
+from services.generation.engine.capacity import prompt_rows
 from services.generation.engine.draft_models.drafting import ModelDrafts
 from services.generation.engine.migration import EngineMigration
+from services.generation.engine.stop_strings import StopStrings
+from services.generation.engine.token_text import token_bytes
 from services.generation.engine.types import (
     EAGLE3,
     QUANTIZED,
+    Ending,
     EngineLoad,
     EngineOptions,
     EngineRequest,
@@ -65,17 +69,15 @@ class Engine:
         config = engine_args(options).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
-        self.limits = ModelLimits(
-            vocab_size=config.model_config.get_vocab_size(), max_model_len=config.model_config.max_model_len
-        )
+        vocab_size = config.model_config.get_vocab_size()
+        self._stops = StopStrings(token_bytes(Path(options.model), vocab_size))
+        ends, most = end_tokens(config.model_config), config.model_config.max_model_len
+        self.limits = ModelLimits(vocab_size, most, self._stops.has_text, ends)
         self._requests = VllmRequests(
-            self.limits,
-            end_tokens(config.model_config),
-            self._core.request_block_hasher,
-            coupled=options.coupled,
+            self.limits, self._core.request_block_hasher, self._stops, coupled=options.coupled
         )
         # Samples that leave for another engine, or come from one.
-        self.migration = EngineMigration(self._core, self._requests.request, options.coupled)
+        self.migration = EngineMigration(self._core, self._requests.request, self._stops, options.coupled)
         self._drafted: list[str] = []
         # Draft models by name, in the order of their cost per token.
         self.model_drafts = {
@@ -113,10 +115,11 @@ class Engine:
         if request.prefix:
             self.migration.adopt(sample, request)
         self._core.add_request(sample)
+        self._stops.begin(request.sample_id, request.sampling, request.prefix)
         if request.follows:
             self._requests.cached_logprobs[request.sample_id] = request.cached_logprobs
 
-    def finished_by_prefix(self, request: EngineRequest) -> Finish | None:
+    def finished_by_prefix(self, request: EngineRequest) -> Ending | None:
         """Return how the prefix of a sample ends it already; None if it does not."""
         return self._requests.finished_by_prefix(request)
 
@@ -126,6 +129,7 @@ class Engine:
         self._core.abort_requests(ended)
         for sample_id in ended:
             self._requests.cached_logprobs.pop(sample_id, None)
+            self._stops.end(sample_id)
             self.migration.forget(sample_id)
 
     def step(self) -> list[SampleStep]:
@@ -135,9 +139,12 @@ class Engine:
             self._core.post_step(executed)
         found = [self._requests.sample_step(output) for batch in outputs.values() for output in batch.outputs]
         self._take_back_drafts()
-        broken = [step.sample_id for step in found if step.finish is Finish.ERROR]
-        if broken:
-            self.abort(broken)
+        # Those that vLLM does not know to have ended.
+        ended = [step.sample_id for step in found if step.finish is Finish.ERROR]
+        if self._stops:
+            ended += [step.sample_id for step in found if self._stops.cut(step)]
+        if ended:
+            self.abort(ended)
         return found
 
     @property
@@ -187,10 +194,7 @@ class Engine:
 
     @property
     def row_capacity(self) -> int:
-        """Most verified tokens of one step: samples and draft tokens together.
-
-        vLLM schedules no more tokens than its budget, and cuts drafts beyond it.
-        """
+        """Most verified tokens of one step, samples and draft tokens together: vLLM cuts drafts beyond it."""
         return min(self._scheduler.max_num_scheduled_tokens, _LOGITS_BYTES // (4 * self.limits.vocab_size))
 
     @property
@@ -203,18 +207,9 @@ class Engine:
     def prompt_rows(self) -> int:
         """Tokens of the next step that drafts should leave to prefill: at most half of them.
 
-        vLLM schedules samples in the order of their arrival, then waiting ones for which it has a seat. Drafts that
-        took the whole budget would keep others from prefill for as long as those samples run.
+        Drafts that took the whole budget would keep others from prefill for as long as those samples run.
         """
-        scheduler, most = self._scheduler, self.row_capacity // 2
-        places = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
-        rows = 0
-        for request in chain(scheduler.running, islice(scheduler.waiting, places)):
-            # Every decoding sample needs one token anyway.
-            rows += request.num_tokens - request.num_computed_tokens - 1
-            if rows >= most:
-                return most
-        return rows
+        return prompt_rows(self._scheduler, self.row_capacity // 2)
 
     # -- weights ------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Marks that the sampler passes to the engine with each emitted token.
+"""Marks that the sampler passes to the engine with each emitted token, and the likeliest tokens of its position.
 
-They take the place of vLLM's rank of each token, which Paceline does not use. vLLM cuts marks, tokens and
+Marks take the place of vLLM's rank of each token, which Paceline does not use. vLLM cuts marks, tokens and
 log-probabilities alike at a stop token and at the length limit.
 """
 
@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
+
+NO_TOKEN = -1
+"""In place of a token where a sample asks for fewer of the likeliest than another of the step."""
 
 
 def pack(drafted: IntArray, reused: IntArray, width: int) -> npt.NDArray[np.int32]:
@@ -32,3 +35,12 @@ def unpack(marks: npt.NDArray[Any]) -> tuple[int, int]:
         return 0, 0
     first = int(marks[0])
     return first >> 1, int((marks & 1).sum()) if first & 1 else 0
+
+
+def likeliest(logprobs: Any) -> tuple[list[int], list[float]]:
+    """Return the likeliest tokens of each position of one sample, and their log-probabilities, in order."""
+    tokens = logprobs.logprob_token_ids
+    if not len(tokens) or tokens.shape[1] == 1:
+        return [], []
+    wanted = slice(1, 1 + int((tokens[0, 1:] != NO_TOKEN).sum()))
+    return tokens[:, wanted].ravel().tolist(), logprobs.logprobs[:, wanted].ravel().tolist()

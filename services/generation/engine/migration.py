@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
 from services.generation.engine.kv_types import Exported, KvSpace, Reserved
+from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.types import EngineRequest
 from services.generation.kv_transfer.block_store import Geometry, UnsupportedCaches
 from services.generation.kv_transfer.reason import NotMoved, Reason
@@ -23,17 +24,21 @@ from services.generation.kv_transfer.reason import NotMoved, Reason
 class EngineMigration:
     """Samples of one engine in transit. For the engine thread only."""
 
-    def __init__(self, core: Any, make_request: Callable[[EngineRequest], Request], coupled: bool) -> None:
+    def __init__(
+        self, core: Any, make_request: Callable[[EngineRequest], Request], stops: StopStrings, coupled: bool
+    ) -> None:
         """Migrate samples of an engine core.
 
         Args:
             core: vLLM's engine core.
             make_request: vLLM's form of a sample, its prefix as output.
+            stops: where the stop strings of samples are searched for.
             coupled: whether our runner is in use.
         """
         self._core = core
         self._scheduler: Any = core.scheduler
         self._make_request = make_request
+        self._stops = stops
         self._coupled = coupled
         # Requests that have blocks and are unknown to the scheduler, and samples that are paused.
         self._reserved: dict[str, Request] = {}
@@ -181,6 +186,7 @@ class EngineMigration:
         if slots is None:
             raise NotMoved(Reason.NO_KV, f"{needed} blocks could not be allocated")
         self._reserved[request.sample_id] = sample
+        self._stops.begin(request.sample_id, request.sampling, request.prefix)
         return Reserved(request.sample_id, tuple(manager.get_block_ids(request.sample_id)[0]), shared)
 
     def adopt(self, sample: Request, request: EngineRequest) -> None:
@@ -205,6 +211,7 @@ class EngineMigration:
         if sample is None:
             raise NotMoved(Reason.WITHDRAWN, "the reservation was dropped")
         sample.append_output_token_ids(new_tokens)
+        self._stops.skip(sample_id, new_tokens)
         manager = self._scheduler.kv_cache_manager
         sample.num_computed_tokens = sample.num_tokens - 1
         manager.cache_blocks(sample, sample.num_computed_tokens)
@@ -218,6 +225,7 @@ class EngineMigration:
         """Free a reservation, to whose blocks nothing may write any more. Unknown ones are ignored."""
         sample = self._reserved.pop(sample_id, None)
         if sample is not None:
+            self._stops.end(sample_id)
             self._scheduler.kv_cache_manager.free(sample)
 
     def withdraw_all(self) -> None:

@@ -7,6 +7,7 @@ at all when no request carries a draft.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from services.generation.engine.draft_models.features import Features
+from services.generation.engine.grammars import GrammarState, grammars_of, masks_for
 from services.generation.engine.marks import pack
+from services.generation.engine.prompt_scores import PromptReading
+from services.generation.engine.sampling.constraints import RowMasks
 from services.generation.engine.sampling.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import Verified, sample
@@ -30,6 +34,9 @@ class CoupledRunnerMixin:
     input_batch: Any
     speculative_config: Any
     discard_request_mask: Any
+    query_start_loc: Any
+    get_model: Any
+    model_config: Any
     # What a drafter reads of the target's hidden states; None: nobody asks for them.
     features: Features | None
     _scheduled: int
@@ -40,6 +47,9 @@ class CoupledRunnerMixin:
         # Of the samples that have taken over every token so far; preemption leaves them here.
         self._followed: dict[str, CachedRollout] = {}
         self.features = None
+        # Of the samples that ask for scores of their prompts; preemption leaves them here.
+        self._prompts: dict[str, PromptReading] = {}
+        self._grammars: dict[str, GrammarState] = {}
 
     def adopt_sample(
         self,
@@ -89,7 +99,8 @@ class CoupledRunnerMixin:
         rows = self._rows(batch, spec_decode_metadata)
         noise = [self._noise_of(sample_id) for sample_id in batch.req_ids]
         followed = self._followed_in(batch) if self._followed else {}
-        verified = sample(logits, rows, batch.sampling_metadata, noise, followed)
+        masks = self._masks_of(rows, logits.shape[1]) if self._grammars else None
+        verified = sample(logits, rows, batch.sampling_metadata, noise, followed, masks)
         for i, rollout in followed.items():
             end = rows.positions[i] + verified.reused[i]
             if verified.reused[i] < verified.counts[i] or end >= len(rollout.tokens):
@@ -108,6 +119,20 @@ class CoupledRunnerMixin:
             if sample_id in self._followed and not discarded[i]
         }
 
+    def _masks_of(self, rows: Rows, vocab_size: int) -> RowMasks | None:
+        """Return the masks of the rows whose samples follow a grammar; None if there are none in the batch."""
+        batch, chosen = self.input_batch, list[int]()
+        masks = masks_for(int(rows.cu[-1]), vocab_size)
+        for place, sample_id in enumerate(batch.req_ids):
+            if (grammar := self._grammars.get(sample_id)) is None:
+                continue
+            begin = int(batch.num_prompt_tokens[place])
+            response = batch.token_ids_cpu[place, begin : begin + int(rows.positions[place])]
+            first, last = int(rows.cu[place]), int(rows.cu[place + 1])
+            grammar.fill(response.tolist(), rows.drafts_of(place).tolist(), masks, first)
+            chosen += range(first, last)
+        return RowMasks(masks, chosen) if chosen else None
+
     def _rows(self, batch: Any, spec: Any) -> Rows:
         n = batch.num_reqs
         positions = (batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]).astype(np.int64)
@@ -123,13 +148,41 @@ class CoupledRunnerMixin:
             params = self.requests[sample_id].sampling_params
             known = SampleNoise(**params.extra_args[NOISE_KEY])  # type: ignore[union-attr,index]
             self._noise[sample_id] = known
+            if known.json_schema:
+                model = self.model_config
+                grammars = grammars_of(Path(model.model), model.get_vocab_size())
+                self._grammars[sample_id] = grammars.begin(known.json_schema, known.stops)
+            if known.prompt_logprobs is not None:
+                prompt = self.requests[sample_id].prompt_token_ids
+                self._prompts[sample_id] = PromptReading(list(prompt or ()), known.prompt_logprobs)
             if CACHED_KEY in params.extra_args:  # type: ignore[union-attr,operator]
                 self._followed[sample_id] = params.extra_args[CACHED_KEY]  # type: ignore[union-attr,index]
         return known
 
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:
+        """Score the prompts that the step has computed; returns those that are complete, with the first tokens."""
+        found: dict[str, Any] = {}
+        discarded = self.discard_request_mask.np
+        for sample_id, reading in self._prompts.items() if self._prompts else ():
+            place = self.input_batch.req_id_to_index.get(sample_id)
+            if reading.told or place is None or sample_id not in num_scheduled_tokens:
+                continue
+            begin = self.requests[sample_id].num_computed_tokens
+            first = int(self.query_start_loc.np[place])
+            states = hidden_states[first : first + num_scheduled_tokens[sample_id]]
+            reading.read(states, begin, self.get_model().compute_logits)
+            if not discarded[place]:
+                reading.told = True
+                found[sample_id] = reading.scores
+        return found
+
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         self._noise.pop(req_id, None)
         self._followed.pop(req_id, None)
+        self._prompts.pop(req_id, None)
+        self._grammars.pop(req_id, None)
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
 
 
@@ -141,13 +194,17 @@ def _sampler_output(rows: Rows, verified: Verified, device: torch.device) -> Sam
     # A row that could not be sampled is shown as token 0 with a NaN log-probability; the engine ends it.
     tokens = np.where(keep, np.maximum(verified.tokens[source], 0), FILLER).astype(np.int32)
     logprobs = np.where(keep, verified.logprobs[source], 0).astype(np.float32)
+    # Behind each token the likeliest ones of its position.
+    told = np.maximum(tokens, 0).reshape(n * width, 1)
+    told = np.concatenate((told, verified.top_tokens[source.reshape(-1)]), axis=1)
+    values = np.concatenate(
+        (logprobs.reshape(n * width, 1), verified.top_logprobs[source.reshape(-1)]), axis=1
+    )
     marks = pack(np.diff(rows.cu) - 1, verified.reused, width)
     return SamplerOutput(
         sampled_token_ids=torch.from_numpy(tokens).to(device),
         logprobs_tensors=LogprobsTensors(
-            torch.from_numpy(np.maximum(tokens, 0).reshape(n * width, 1)),
-            torch.from_numpy(logprobs.reshape(n * width, 1)),
-            torch.from_numpy(marks),
+            torch.from_numpy(told.astype(np.int32)), torch.from_numpy(values), torch.from_numpy(marks)
         ),
     )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from services.contracts.sampling import Sampling
+
+if TYPE_CHECKING:
+    from services.generation.engine.prompt_scores import PromptScores
 
 
 class Finish(Enum):
@@ -17,6 +20,13 @@ class Finish(Enum):
     LENGTH = "length"
     # The model produced logits that no token can be sampled from (NaN, or every entry -inf).
     ERROR = "error"
+
+
+class Ending(NamedTuple):
+    """End of a sample, and the stop string that it ended by, if it did."""
+
+    finish: Finish
+    stop_string: str = ""
 
 
 class Verifier(StrEnum):
@@ -138,6 +148,20 @@ class SampleStep:
     accepted: int = 0
     reused: int = 0
     verified_logprobs: Sequence[float] = ()
+    # The stop string that ended the sample, if one did.
+    stop_string: str = ""
+    # For each token in order, as many of the likeliest tokens of its position as its sample asks for.
+    top_token_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+    prompt_scores: PromptScores | None = None
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` tokens."""
+        each = len(self.top_token_ids) // max(1, len(self.token_ids))
+        del self.top_token_ids[each * count :], self.top_logprobs[each * count :]
+        del self.token_ids[count:], self.logprobs[count:]
+        self.verified_logprobs = self.verified_logprobs[:count]
+        self.reused, self.accepted = min(self.reused, count), min(self.accepted, max(count - 1, 0))
 
 
 class Ask(NamedTuple):

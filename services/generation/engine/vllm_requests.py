@@ -15,9 +15,10 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import Request
 
 from services.contracts.sampling import ModelLimits, Sampling
-from services.generation.engine.marks import unpack
+from services.generation.engine.marks import likeliest, unpack
 from services.generation.engine.sampling.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
-from services.generation.engine.types import EngineRequest, Finish, SampleStep
+from services.generation.engine.stop_strings import StopStrings
+from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
 
 _FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 
@@ -25,12 +26,10 @@ _FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 class VllmRequests:
     """Translator of one engine. Keeps the cached log-probabilities of samples that take over a cached rollout."""
 
-    def __init__(
-        self, limits: ModelLimits, end_tokens: tuple[int, ...], block_hasher: Any, *, coupled: bool
-    ) -> None:
-        """Translate for a model with these limits and end-of-sequence tokens, and vLLM's hasher of KV blocks."""
+    def __init__(self, limits: ModelLimits, block_hasher: Any, stops: StopStrings, *, coupled: bool) -> None:
+        """Translate for a model with these limits, and vLLM's hasher of KV blocks."""
         self._limits = limits
-        self._end_tokens = end_tokens
+        self._stops = stops
         self._block_hasher = block_hasher
         self._coupled = coupled
         # Cached log-probabilities that a sample has not reached, by id; none once it takes over nothing more.
@@ -49,13 +48,14 @@ class VllmRequests:
             sample.append_output_token_ids(list(request.prefix))
         return sample
 
-    def finished_by_prefix(self, request: EngineRequest) -> Finish | None:
+    def finished_by_prefix(self, request: EngineRequest) -> Ending | None:
         """Return how the prefix of a sample ends it already; None if it does not."""
         if not request.prefix:
             return None
-        if request.prefix[-1] in self._stop_tokens(request.sampling):
-            return Finish.STOP
-        return Finish.LENGTH if len(request.prefix) >= self._max_tokens(request) else None
+        stop_string = self._stops.ended_by(request.sampling, request.prefix)
+        if stop_string or request.prefix[-1] in self._stop_tokens(request.sampling):
+            return Ending(Finish.STOP, stop_string)
+        return Ending(Finish.LENGTH) if len(request.prefix) >= self._max_tokens(request) else None
 
     def _sampling_params(self, request: EngineRequest) -> SamplingParams:
         sampling = request.sampling
@@ -73,6 +73,8 @@ class VllmRequests:
             logprobs=0,
             detokenize=False,
             skip_clone=True,
+            # What is found in the prefix cache is not computed, and has no logits.
+            skip_reading_prefix_cache=sampling.prompt_logprobs is not None,
             **self._by_row(request, stops),
         )
 
@@ -89,7 +91,12 @@ class VllmRequests:
             min_p=sampling.min_p,
             min_tokens=sampling.min_tokens,
             forbidden=stops if sampling.min_tokens else (),
+            allowed=sampling.allowed_token_ids,
             processed_logprobs=sampling.processed_logprobs,
+            top_logprobs=sampling.top_logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
+            json_schema=sampling.json_schema,
+            stops=stops if sampling.json_schema else (),
             verifier=request.verifier,
         )
         extra: dict[str, Any] = {NOISE_KEY: asdict(noise)}
@@ -103,15 +110,17 @@ class VllmRequests:
 
     def _stop_tokens(self, sampling: Sampling) -> tuple[int, ...]:
         own = sampling.stop_token_ids
-        return own if sampling.ignore_eos else tuple(dict.fromkeys((*own, *self._end_tokens)))
+        return own if sampling.ignore_eos else tuple(dict.fromkeys((*own, *self._limits.end_tokens)))
 
     def sample_step(self, output: EngineCoreOutput) -> SampleStep:
         """Translate what one step did for one sample."""
         tokens = output.new_token_ids
         logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
         drafted = reused = 0
+        top_token_ids, top_logprobs = list[int](), list[float]()
         if self._coupled and output.new_logprobs is not None:
             drafted, reused = unpack(output.new_logprobs.sampled_token_ranks)
+            top_token_ids, top_logprobs = likeliest(output.new_logprobs)
         step = SampleStep(
             output.request_id,
             tokens,
@@ -120,6 +129,10 @@ class VllmRequests:
             drafted,
             min(max(len(tokens) - 1, 0), drafted) if drafted else 0,
             reused,
+            top_token_ids=top_token_ids,
+            top_logprobs=top_logprobs,
+            # Ours, where vLLM has its own.
+            prompt_scores=output.new_prompt_logprobs_tensors,
         )
         if output.request_id in self.cached_logprobs:
             self._set_cached_logprobs(step)
@@ -143,4 +156,4 @@ def _cut_at_nan(step: SampleStep) -> None:
     if keep is None:
         return
     step.finish = Finish.ERROR
-    del step.token_ids[keep:], step.logprobs[keep:]
+    step.cut(keep)

@@ -121,9 +121,10 @@ class EngineLoop(EngineThread):
             handle, request, stream, self._clock(), streamed, cached_tokens=len(request.cached), origin=origin
         )
         self.drafts.follow(sample)
-        finish = self._engine.finished_by_prefix(request)
-        if finish is not None:
-            stream.finish(sample, sample.finished(finish, self._clock()))
+        ending = self._engine.finished_by_prefix(request)
+        if ending is not None:
+            sample.stop_string = ending.stop_string
+            stream.finish(sample, sample.finished(ending.finish, self._clock()))
             return
         self.wake()
         self._engine.add(request)

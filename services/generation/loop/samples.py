@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -19,6 +19,9 @@ from services.generation.rollouts.cache import agreement
 from services.generation.rollouts.origin import NOWHERE, Origin
 from services.platform.observability import tracing
 from services.platform.observability.span import NO_SPAN, TraceSpan
+
+if TYPE_CHECKING:
+    from services.generation.engine.prompt_scores import PromptScores
 
 _FINISH_REASONS = {Finish.STOP: sample_pb2.FINISH_REASON_STOP, Finish.LENGTH: sample_pb2.FINISH_REASON_LENGTH}
 # Weight of the newest verify step in a sample's mean acceptance.
@@ -74,6 +77,11 @@ class RunningSample:
     started: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    # Of `tokens`, as in pb.Delta.
+    top_token_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+    # Of the prompt, until they are reported.
+    prompt_scores: PromptScores | None = None
     generated: int = 0
     decode_steps: int = 0
     verify_steps: int = 0
@@ -94,6 +102,8 @@ class RunningSample:
     resumed: Callable[[], None] | None = None
     # Version of the weights that sampled `tokens`. New weights are applied when all that were before are reported.
     policy_version: int | None = None
+    # The stop string that it ended by.
+    stop_string: str = ""
     response: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,8 +128,13 @@ class RunningSample:
             self.trace.event("first_step")
         self.tokens.extend(step.token_ids)
         self.logprobs.extend(step.logprobs)
+        if step.top_token_ids:
+            self.top_token_ids.extend(step.top_token_ids)
+            self.top_logprobs.extend(step.top_logprobs)
         self.verified_logprobs.extend(step.verified_logprobs)
+        self.prompt_scores = step.prompt_scores or self.prompt_scores
         self.reused_prefix += step.reused
+        self.stop_string = step.stop_string
         self.response.extend(step.token_ids)
         self.generated += len(step.token_ids)
         self.decode_steps += 1
@@ -167,8 +182,13 @@ class RunningSample:
             logprobs=self.logprobs,
             verified_logprobs=self.verified_logprobs,
             policy_version=self.policy_version,
+            top_token_ids=self.top_token_ids,
+            top_logprobs=self.top_logprobs,
+            prompt_logprobs=None if self.prompt_scores is None else _told_of_prompt(self.prompt_scores),
         )
+        self.prompt_scores = None
         self.tokens, self.logprobs, self.verified_logprobs = [], [], []
+        self.top_token_ids, self.top_logprobs = [], []
         return delta
 
     def finished(self, finish: Finish | None, now: float) -> pb.Finished:
@@ -187,6 +207,7 @@ class RunningSample:
             generation_time=duration(now - started if self.started is not None else 0.0),
             reused_prefix=self.reused_prefix,
             cached_tokens=self.cached_tokens,
+            stop_string=self.stop_string,
         )
 
     def unsampleable(self) -> pb.Refused:
@@ -198,3 +219,11 @@ class RunningSample:
             message=f"the model gives no finite logits at response position {position}",
             field="prompt_token_ids",
         )
+
+
+def _told_of_prompt(scores: PromptScores) -> sample_pb2.PromptLogprobs:
+    return sample_pb2.PromptLogprobs(
+        logprobs=scores.logprobs.tolist(),
+        top_token_ids=scores.top_token_ids.ravel().tolist(),
+        top_logprobs=scores.top_logprobs.ravel().tolist(),
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -51,7 +51,8 @@ def item_of(sample: RunningSample, policy_version: int) -> generation_pb2.WorkIt
     return generation_pb2.WorkItem(
         prompt_token_ids=request.prompt,
         prefix_token_ids=sample.response,
-        sampling=sampling_params(request.sampling),
+        # A sample that decodes has had its prompt told.
+        sampling=sampling_params(replace(request.sampling, prompt_logprobs=None)),
         exactness=exactness,
         seed=request.seed,
         policy_version=policy_version,

@@ -92,10 +92,15 @@ def work_item(lease: DraftLease) -> pb.WorkItem:
     exactness = sample_pb2.Exactness()
     if task.exactness.level == sample_pb2.EXACTNESS_LEVEL_REJECTION:
         exactness.level = sample_pb2.EXACTNESS_LEVEL_REJECTION
+    sampling = sample_pb2.SamplingParams()
+    sampling.CopyFrom(task.sampling)
+    # A draft is but its tokens.
+    sampling.ClearField("top_logprobs")
+    sampling.ClearField("prompt_logprobs")
     return pb.WorkItem(
         handle=lease.handle,
         prompt_token_ids=task.prompt_token_ids,
-        sampling=task.sampling,
+        sampling=sampling,
         exactness=exactness,
         seed=task.seed,
         policy_version=lease.version,

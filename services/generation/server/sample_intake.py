@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import structlog
 
+from paceline.errors import Violation
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import seconds_of
 from paceline.v1 import sample_pb2
-from services.contracts.errors import ServiceError
+from services.contracts.errors import InvalidArgument, ServiceError
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.work_items import AdmissionTerms, check_item, refusal
 from services.generation.loop.work_stream import WorkStream
 from services.generation.rollouts.fetcher import ShardFetcher
 from services.generation.rollouts.metrics import RolloutMetrics
 from services.generation.rollouts.origin import Origin
+from services.generation.server.schema_checks import SchemaChecks
 
 _log = structlog.get_logger(__name__)
 
@@ -41,6 +43,7 @@ class SampleIntake:
         claim: Callable[[WorkStream, pb.Claim], None],
         metrics: RolloutMetrics,
         wait_seconds: float,
+        schemas: SchemaChecks | None = None,
     ) -> None:
         """Start samples on a loop.
 
@@ -50,7 +53,8 @@ class SampleIntake:
             fetcher: of rollouts; None: there is no draft store, and nothing waits.
             claim: hands a sample that was moved here to the stream that claims it, in the engine thread.
             metrics: where waits are counted.
-            wait_seconds: longest time that an item is parked.
+            wait_seconds: longest time that an item is parked for them.
+            schemas: checks of JSON schemas; None: items with one are not checked beforehand.
         """
         self._loop = loop
         self._terms = terms
@@ -58,6 +62,7 @@ class SampleIntake:
         self._claim = claim
         self._metrics = metrics
         self._wait_seconds = wait_seconds
+        self._schemas = schemas
         self._waits: set[asyncio.Task[None]] = set()
 
     def open(self, stream: WorkStream) -> asyncio.Future[None]:
@@ -75,12 +80,21 @@ class SampleIntake:
         self._loop.call(lambda: self._take(stream, items, aborts, claims))
         waiting: dict[Fetch, list[pb.WorkItem]] = {}
         for item, fetch in items:
-            if fetch is not None:
+            if self._is_checked(item):
+                self._begin(self._release_checked(stream, item, fetch))
+            elif fetch is not None:
                 waiting.setdefault(fetch, []).append(item)
         for fetch, those in waiting.items():
-            task = asyncio.create_task(self._release_in_time(stream, those, fetch))
-            self._waits.add(task)
-            task.add_done_callback(self._waits.discard)
+            self._begin(self._release_in_time(stream, those, fetch))
+
+    def _begin(self, wait: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(wait)
+        self._waits.add(task)
+        task.add_done_callback(self._waits.discard)
+
+    def _is_checked(self, item: pb.WorkItem) -> bool:
+        """Return True if an item is parked until its JSON schema is compiled."""
+        return self._schemas is not None and bool(item.sampling.json_schema)
 
     def close(self, stream: WorkStream) -> None:
         """Forget a stream whose caller is gone, and all of its samples."""
@@ -107,6 +121,16 @@ class SampleIntake:
             self._metrics.waits_expired.inc(len(items))
         self._loop.call(lambda: self._release(stream, items))
 
+    async def _release_checked(self, stream: WorkStream, item: pb.WorkItem, fetch: Fetch | None) -> None:
+        """Start an item whose schema can be served, or refuse it."""
+        assert self._schemas is not None
+        if fault := await self._schemas.fault(item):
+            self._loop.call(lambda: self._refuse(stream, item, fault))
+        elif fetch is not None:
+            await self._release_in_time(stream, [item], fetch)
+        else:
+            self._loop.call(lambda: self._release(stream, [item]))
+
     # -- in the engine thread -----------------------------------------------------------------------------
 
     def _take(
@@ -117,7 +141,7 @@ class SampleIntake:
         claims: Iterable[pb.Claim] = (),
     ) -> None:
         for item, fetch in items:
-            self._start(stream, item, parks=fetch is not None)
+            self._start(stream, item, parks=fetch is not None or self._is_checked(item))
         for claim in claims:
             self._claim(stream, claim)
         running = []
@@ -134,6 +158,11 @@ class SampleIntake:
             if stream.parked.get(item.handle) is item:
                 del stream.parked[item.handle]
                 self._start(stream, item, parks=False)
+
+    def _refuse(self, stream: WorkStream, item: pb.WorkItem, fault: str) -> None:
+        if stream.parked.get(item.handle) is item:
+            del stream.parked[item.handle]
+            stream.refuse(refusal(item.handle, InvalidArgument([Violation("sampling.json_schema", fault)])))
 
     def _start(self, stream: WorkStream, item: pb.WorkItem, *, parks: bool) -> None:
         loop = self._loop

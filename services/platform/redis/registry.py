@@ -95,6 +95,8 @@ class InstanceRecord:
     max_running: int = 0
     max_model_len: int = 0
     vocab_size: int = 0
+    has_text: bool = False
+    end_tokens: list[int] = field(default_factory=list)
     model: str = ""
     device: str = ""
     registered_at: float = 0.0

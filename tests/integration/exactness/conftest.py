@@ -8,13 +8,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineOptions, EngineRequest
 from tests.support.engine_host import EngineHost, Outcome, Scenario
 from tests.support.models import END_TOKEN, tiny_model
-from tests.support.oracle import Oracle
+from tests.support.oracle import Oracle, log_softmax
 
 OPTIONS = EngineOptions(
     model="",
@@ -46,6 +47,23 @@ class Bench:
             wanted = judged.processed if request.sampling.processed_logprobs else judged.raw
             got = outcome.logprobs[request.sample_id]
             assert got == pytest.approx(wanted[len(request.prefix) :], abs=1e-4), request.sample_id
+
+    def check_prompts(self, requests: tuple[EngineRequest, ...], outcome: Outcome) -> None:
+        """Every prompt that is asked for is told, within 1e-4 of the oracle; and no other."""
+        asked = {r.sample_id for r in requests if r.sampling.prompt_logprobs is not None}
+        assert outcome.prompts.keys() == asked
+        for request in requests:
+            if request.sample_id not in asked:
+                continue
+            told, prompt = outcome.prompts[request.sample_id], request.prompt
+            scores = [log_softmax(row) for row in self.oracle.logits(prompt)[:-1]]
+            wanted = [row[token] for row, token in zip(scores, prompt[1:], strict=True)]
+            assert told.logprobs == pytest.approx(wanted, abs=1e-4)
+            most = request.sampling.prompt_logprobs
+            for row, ids, values in zip(scores, told.top_token_ids, told.top_logprobs, strict=True):
+                assert len(set(ids.tolist())) == len(values) == most
+                assert values == pytest.approx(row[ids], abs=1e-4)
+                assert np.sort(row)[::-1][:most] == pytest.approx(values, abs=1e-4)
 
 
 def requests_of(

@@ -40,6 +40,19 @@ def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_in_one_piece(qwen2: Ben
     qwen2.check(requests, found)
 
 
+def test_prompts_in_chunks_and_preempted_ones_are_told_whole_and_once(qwen2: Bench) -> None:
+    requests = tuple(
+        replace(request, sampling=replace(request.sampling, prompt_logprobs=(None, 0, 3)[i % 3]))
+        for i, request in enumerate(
+            requests_of(qwen2.host.vocab_size, T1, count=16, lengths=(30, 150), seed=2)
+        )
+    )
+    found = run(qwen2, requests)
+    assert found.preemptions > 0
+    qwen2.check(requests, found)
+    qwen2.check_prompts(requests, found)
+
+
 def test_drafts_that_would_fill_a_step_leave_half_of_it_to_prompts(qwen2: Bench) -> None:
     """Four samples want 17 rows each of a step that has 64, when a prompt of 60 tokens comes."""
     sampling = Sampling(max_tokens=100, ignore_eos=True)

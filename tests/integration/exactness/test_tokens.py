@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from services.contracts.sampling import Sampling
@@ -13,6 +14,7 @@ from tests.integration.exactness.conftest import T06, T1, Bench, requests_of, ru
 from tests.support.draft_policies import PLANNED, POLICIES, Drafts
 from tests.support.engine_host import Outcome
 from tests.support.models import END_TOKEN
+from tests.support.oracle import log_softmax
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -22,6 +24,10 @@ VARIANTS = {
     "min-p": Sampling(max_tokens=48, min_p=0.2),
     "penalties": Sampling(max_tokens=48, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.3),
     "min-tokens": Sampling(max_tokens=48, min_tokens=30, stop_token_ids=tuple(range(2, 60))),
+    "allowed": Sampling(max_tokens=48, allowed_token_ids=(1, *range(3, 300, 3)), processed_logprobs=True),
+    "allowed, masks": Sampling(
+        max_tokens=48, allowed_token_ids=tuple(range(100)), min_tokens=20, top_p=0.9, repetition_penalty=1.2
+    ),
     "processed": replace(T06, processed_logprobs=True),
     "everything": Sampling(
         max_tokens=48,
@@ -103,6 +109,53 @@ def test_unlike_samples_share_a_batch(plain: Plain) -> None:
             truth[key] = plain.of(name).tokens[request.sample_id]
     for drafts in (Drafts(), Drafts("varying", truth=truth)):
         assert run(plain.bench, tuple(requests), drafts=drafts).tokens == truth
+
+
+@pytest.mark.parametrize("policy", ["none", "varying"])
+@pytest.mark.parametrize("name", ["T=1", "penalties", "allowed, masks", "processed"])
+def test_the_likeliest_tokens_of_each_position_are_those_of_its_row(
+    plain: Plain, name: str, policy: str
+) -> None:
+    """As many as each sample asks for, beside samples that ask for none, cut with the tokens."""
+    requests = tuple(
+        replace(request, sampling=replace(request.sampling, top_logprobs=(0, 1, 20)[i % 3]))
+        for i, request in enumerate(plain.requests(name))
+    )
+    expected = plain.of(name).tokens
+    found = run(plain.bench, requests, drafts=Drafts(policy, truth=expected))
+    assert found.tokens == expected
+    oracle = plain.bench.oracle
+    for request in requests[:9]:
+        key, most = request.sample_id, request.sampling.top_logprobs
+        tokens, ids, values = found.tokens[key], found.top_token_ids[key], found.top_logprobs[key]
+        assert len(ids) == len(values) == most * len(tokens)
+        logits = oracle.logits([*request.prompt, *tokens[:-1]])[len(request.prompt) - 1 :]
+        for i, row in enumerate(logits if most else ()):
+            if request.sampling.processed_logprobs:
+                row = oracle.process(request, tokens[:i], row)
+            told, scores = ids[i * most : (i + 1) * most], log_softmax(row)
+            assert len(set(told)) == most
+            assert values[i * most : (i + 1) * most] == pytest.approx(scores[told], abs=1e-4)
+            assert np.sort(scores)[::-1][:most] == pytest.approx(scores[told], abs=1e-4)
+
+
+def test_prompts_are_told_whatever_is_cached_or_resumed(plain: Plain) -> None:
+    """Also where the policy's distribution is not the one that is sampled from."""
+    own = replace(VARIANTS["everything"], prompt_logprobs=2)
+    requests = requests_of(plain.bench.host.vocab_size, own, lengths=(40, 120), seed=6)
+    cold = run(plain.bench, requests)
+    plain.bench.check_prompts(requests, cold)
+    resumed = tuple(
+        replace(r, prefix=tuple(cold.tokens[r.sample_id][: 1 + i % 9])) for i, r in enumerate(requests)
+    )
+    resumed = tuple(r for r in resumed if len(r.prefix) < len(cold.tokens[r.sample_id]))
+    assert len(resumed) > 10
+    for again, drafts in ((requests, Drafts()), (resumed, Drafts("varying", truth=cold.tokens))):
+        warm = run(plain.bench, again, cold=False, drafts=drafts)
+        assert {r.sample_id: [*r.prefix, *warm.tokens[r.sample_id]] for r in again} == {
+            r.sample_id: cold.tokens[r.sample_id] for r in again
+        }
+        plain.bench.check_prompts(again, warm)
 
 
 @pytest.mark.parametrize("policy", ["none", "varying"])

@@ -182,12 +182,55 @@ async def test_the_requests_of_trls_own_server(stack_of: StackMaker) -> None:
     }
 
 
+async def test_stop_strings_and_the_likeliest_tokens(stack_of: StackMaker, tokenizer_folder: Path) -> None:
+    """The instance ends the sample, and both dialects tell by what, in streams too."""
+    stack = await stack_of(model=tokenizer_folder)
+    tokens, values = expected(PROMPTS[1], 0, SEED, 30, ignore_eos=True)
+    stop, kept = f"w{tokens[9]}", tokens[: tokens.index(tokens[9]) + 1]
+    text = " ".join(f"w{token}" for token in kept[:-1]) + " "
+    asked: dict[str, Any] = {"prompt": PROMPTS[1], "max_tokens": 30, "seed": SEED, "stop": ["nothing", stop]}
+    body = {
+        **asked,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+    }
+    (choice,) = (await stack.facade.post("/v1/completions", **body))["choices"]
+    assert (choice["token_ids"], choice["text"]) == (kept, text)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    for token, value, told in zip(kept, values, choice["logprobs"]["top_logprobs"], strict=False):
+        assert told == {f"w{token}": value, f"w{token + 1}": 0.0, f"w{token + 2}": -1 / 64}
+    async with stack.facade.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+        lines = [line[6:] async for line in stream.aiter_lines() if line]
+    parts = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert "".join(part["text"] for part in parts) == text
+    assert parts[-1]["stop_reason"] == stop
+    params = {"sampling_seed": SEED, "max_new_tokens": 30, "ignore_eos": True, "stop": stop}
+    answer = await stack.facade.post(
+        "/generate",
+        input_ids=PROMPTS[1],
+        sampling_params={**params, "skip_special_tokens": False},
+        return_logprob=True,
+        top_logprobs_num=1,
+    )
+    assert (answer["output_ids"], answer["text"]) == (kept, text)
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    prompt = PROMPTS[1]
+    assert "input_token_logprobs" not in answer["meta_info"]
+    (choice,) = (await stack.facade.post("/v1/completions", **body, prompt_logprobs=0))["choices"]
+    wanted = [[(str(token), -token / 64)] for token in prompt[1:]]
+    assert [[(k, v["logprob"]) for k, v in each.items()] for each in choice["prompt_logprobs"][1:]] == wanted
+    assert answer["meta_info"]["output_top_logprobs"] == [[[0.0, (token + 1) % 1000, None]] for token in kept]
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"temprature": 1}, "temprature"),
     ({"best_of": 3}, "best_of"),
-    ({"stop": ["\n"]}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"allowed_token_ids": [1000]}, "allowed_token_ids[0]"),
     ({"echo": True}, "echo"),
-    ({"logprobs": 2}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
     ({"n": 0}, "n"),
     ({"n": 5000}, "n"),
     ({"prompt": "a text"}, "prompt"),

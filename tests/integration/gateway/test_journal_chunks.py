@@ -101,7 +101,7 @@ class JournalMachine(RuleBasedStateMachine):
             waiting = {ending.index for ending in batch.endings}
             over = {s.index for s in batch.samples if s.phase is SamplePhase.ENDED}
             assert over == waiting | set(record.ended())
-            assert batch.ended_tokens == sum(len(batch.samples[index].tokens) for index in waiting)
+            assert batch.ended_tokens == sum(batch.samples[index].entries for index in waiting)
             assert record.unwritten_bytes == sum(map(len, record.unwritten.values()))
 
     def teardown(self) -> None:

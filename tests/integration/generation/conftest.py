@@ -15,6 +15,7 @@ import pytest
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import policy_pb2, policy_pb2_grpc
 from paceline.v1 import weight_pb2
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.instances import CALL, Caller, InstanceProcess, Outcome, calling, generate, item, stub_of
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -27,8 +28,9 @@ ATTEMPTS = 20
 
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two policies of the same shape."""
+    """Two policies of the same shape, the first with a tokenizer."""
     folder = tmp_path_factory.mktemp("models")
+    byte_tokenizer(folder / "first", VOCAB_SIZE)
     return tiny_model(folder / "first", seed=0), tiny_model(folder / "second", seed=1)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import weight_pb2
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.instances import CALL, InstanceProcess, item
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.moving import Movers, moving
@@ -33,8 +34,10 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy that all instances serve."""
-    return tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+    """The policy that all instances serve, with a tokenizer."""
+    folder = tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+    byte_tokenizer(folder, VOCAB_SIZE)
+    return folder
 
 
 @pytest.fixture(scope="package")

@@ -13,7 +13,9 @@ from services.generation.engine.kv_types import Exported, KvSpace, Reserved
 from services.generation.engine.types import EngineOptions, EngineRequest
 from services.generation.kv_transfer.outgoing import KvPart
 from services.generation.kv_transfer.reason import NotMoved, Reason
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.engine_actor import EngineActor
+from tests.support.models import VOCAB_SIZE
 
 BLOCK = 32
 SEATS = 3
@@ -187,6 +189,12 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.6, "frequency_penalty": 0.3},
     "min tokens": {"min_tokens": 120, "ignore_eos": False, "stop_token_ids": tuple(range(1, 400))},
     "processed": {"processed_logprobs": True, "temperature": 0.7, "top_k": 50},
+    "allowed": {"allowed_token_ids": tuple(range(2, 512, 3))},
+    # An array that is longer than a response.
+    "json": {
+        "ignore_eos": False,
+        "json_schema": '{"type": "array", "items": {"type": "integer"}, "minItems": 150}',
+    },
 }
 
 
@@ -216,6 +224,28 @@ def test_nothing_is_computed_again_and_nothing_changes(
     assert [*logprobs, *more_logprobs, *first_logprobs, *rest_logprobs] == pytest.approx(
         stayed_logprobs, abs=1e-5
     )
+
+
+def test_a_stop_string_begins_before_a_move_and_ends_behind_it(
+    engines: tuple[EngineActor, EngineActor, str], name: str, tmp_path: Path
+) -> None:
+    donor, receiver, _ = engines
+    text = byte_tokenizer(tmp_path, VOCAB_SIZE)
+    receiver.call(add, request(f"{name}-stayed"))
+    stayed, _ = receiver.call(steps, 0)[f"{name}-stayed"]
+    receiver.call(withdrawn_by_reset)
+    # The sample moves after 54 tokens.
+    stop = b"".join(text[token] for token in stayed[51:57])
+    whole = b"".join(text[token] for token in stayed)
+    assert whole.index(stop) == len(b"".join(text[token] for token in stayed[:51]))
+    donor.call(add, request(name, stop=(stop.decode(),)))
+    tokens, _ = donor.call(steps, 45)[name]
+    exported, _ = stage_one(engines, name, tokens, stop=(stop.decode(),))
+    more, _ = donor.call(steps, 9)[name]
+    stage_two(engines, name, exported, more)
+    rest, _ = receiver.call(steps, 1, {f"{name}'": stayed[54:64]})[f"{name}'"]
+    assert [*tokens, *more, *rest] == stayed[:57]
+    assert receiver.call(steps, 1) == {}
 
 
 def test_a_prompt_that_the_receiver_knows_is_shared(

@@ -23,6 +23,7 @@ from services.generation.engine.types import (
 from services.generation.kv_transfer.outgoing import KvPart
 from services.generation.weights.staging import StagedWeights, read_manifest, stage
 from tests.integration.exactness.conftest import T06, T1, TIE, requests_of
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.draft_policies import Drafts
 from tests.support.eagle3 import head_shape, random_head, save_head
 from tests.support.engine_host import Outcome, Scenario, run_scenario
@@ -56,6 +57,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Qwen3 with both draft models, whose key-value heads and feed-forward units are divided between the ranks."""
     folder = tmp_path_factory.mktemp("tensor-parallel")
     model, other = tiny_model(folder / "first"), tiny_model(folder / "second", seed=1)
+    byte_tokenizer(model, VOCAB_SIZE)
     head = random_head(head_shape(model), seed=1)
     options = EngineOptions(
         model=str(model),
@@ -87,11 +89,24 @@ def wishes(sampling: Sampling = T1, count: int = 12) -> tuple[EngineRequest, ...
     return requests_of(VOCAB_SIZE, sampling, count)
 
 
-@pytest.mark.parametrize("sampling", [T1, T06], ids=["t1", "t06"])
+# Each rank follows the grammar and scores the prompt by itself.
+JSON = Sampling(
+    max_tokens=60,
+    json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 12}',
+    top_logprobs=2,
+    prompt_logprobs=1,
+)
+
+
+@pytest.mark.parametrize("sampling", [T1, T06, JSON], ids=["t1", "t06", "json"])
 def test_tokens_are_those_of_plain_decoding(ranks: Ranks, sampling: Sampling) -> None:
     requests = wishes(sampling)
     plain = ranks.engine.run(run_scenario, Scenario(requests))
-    check(ranks.model, requests, plain.tokens)
+    check(ranks.model, requests[: 4 if sampling is JSON else None], plain.tokens)
+    assert len(plain.prompts) == (len(requests) if sampling is JSON else 0)
+    for request in requests:
+        told = plain.top_token_ids[request.sample_id]
+        assert len(told) == sampling.top_logprobs * len(plain.tokens[request.sample_id])
     for policy in ("true", "random"):
         drafts = Drafts(policy, truth=plain.tokens)
         found: Outcome = ranks.engine.run(run_scenario, Scenario(requests, drafts))

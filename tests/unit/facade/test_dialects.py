@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline import types as t
@@ -74,15 +79,65 @@ def test_vllms_parameters_reach_the_sample() -> None:
         "frequency_penalty": 0.3,
         "min_tokens": 2,
         "stop_token_ids": [4, 5],
+        "stop": ["x", "y"],
+        "allowed_token_ids": [4, 6],
         "ignore_eos": True,
     }
-    body = vllm.CompletionBody(prompt=[1], **given)
-    wanted = t.SamplingParams(**{**given, "stop_token_ids": (4, 5)}, max_tokens=9, logprobs_mode=RAW)
+    body = vllm.CompletionBody(prompt=[1], logprobs=3, prompt_logprobs=0, **given)
+    lists = {name: tuple(given[name]) for name in ("stop_token_ids", "stop", "allowed_token_ids")}
+    wanted = t.SamplingParams(
+        **{**given, **lists}, top_logprobs=3, prompt_logprobs=0, max_tokens=9, logprobs_mode=RAW
+    )
     assert vllm.sampling_of(body, 9, RAW) == wanted
     assert vllm.sampling_of(vllm.CompletionBody(prompt=[1]), 9, RAW) == t.SamplingParams(max_tokens=9)
     assert vllm.CompletionBody(prompt=[1]).max_tokens == 16
     assert vllm.ChatBody(messages=[{}]).max_tokens is None
     assert vllm.sampling_of(vllm.CompletionBody(prompt=[1], top_k=-1), 9, RAW).top_k == 0
+    assert vllm.sampling_of(vllm.CompletionBody(prompt=[1], stop="x"), 9, RAW).stop == ("x",)
+    chat = vllm.ChatBody(messages=[{}], logprobs=True, top_logprobs=4)
+    assert vllm.sampling_of(chat, 9, RAW).top_logprobs == 4
+    for wrong in (chat.model_copy(update={"logprobs": None}), chat.model_copy(update={"top_logprobs": 21})):
+        with pytest.raises(InvalidArgument, match="top_logprobs"):
+            vllm.sampling_of(wrong, 9, RAW)
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}, "response_format": {"type": "text"}},
+    ],
+)
+def test_a_schema_reaches_the_sample(given: dict[str, Any]) -> None:
+    sampling = vllm.sampling_of(vllm.CompletionBody(prompt=[1], **given), 9, RAW)
+    assert json.loads(sampling.json_schema) == SCHEMA
+    assert sglang.sampling_of(sglang.SglangSampling(json_schema="{}")).json_schema == "{}"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, "structured_outputs"),
+        (
+            {
+                "structured_outputs": {"json": SCHEMA},
+                "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+            },
+            "structured_outputs",
+        ),
+    ],
+)
+def test_other_formats_are_refused_by_name(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        vllm.sampling_of(vllm.CompletionBody(prompt=[1], **given), 9, RAW)
+    assert [violation.field for violation in refused.value.violations] == [field]
 
 
 def test_sglangs_parameters_reach_the_sample() -> None:
@@ -93,9 +148,16 @@ def test_sglangs_parameters_reach_the_sample() -> None:
         max_new_tokens=9,
         min_new_tokens=2,
         stop_token_ids=[4],
+        stop=["x"],
         ignore_eos=True,
     )
-    found = sglang.sampling_of(given)
+    body = sglang.GenerateBody(return_logprob=True, top_logprobs_num=5, logprob_start_len=0)
+    found = sglang.sampling_of(given, body)
+    assert (found.stop, found.top_logprobs, found.prompt_logprobs) == (("x",), 5, 5)
+    without = sglang.sampling_of(given, body.model_copy(update={"logprob_start_len": -1}))
+    assert (without.top_logprobs, without.prompt_logprobs) == (5, None)
+    unasked = sglang.sampling_of(given, body.model_copy(update={"return_logprob": False}))
+    assert (unasked.top_logprobs, unasked.prompt_logprobs) == (0, None)
     assert (found.temperature, found.top_p, found.top_k) == (0.7, 0.9, 0)
     assert (found.max_tokens, found.min_tokens, found.stop_token_ids) == (9, 2, (4,))
     assert (found.ignore_eos, found.logprobs_mode) == (True, PROCESSED)
@@ -104,8 +166,9 @@ def test_sglangs_parameters_reach_the_sample() -> None:
 
 
 def test_trls_parameters_reach_the_sample() -> None:
-    body = trl.TrlBody(prompts=[[1]], temperature=0.7, max_tokens=9)
-    found = trl.sampling_of(body, trl.TrlSampling(stop_token_ids=[4], min_tokens=2))
+    body = trl.TrlBody(prompts=[[1]], temperature=0.7, max_tokens=9, logprobs=2)
+    found = trl.sampling_of(body, trl.TrlSampling(stop_token_ids=[4], stop="x", min_tokens=2))
+    assert (found.stop, found.top_logprobs) == (("x",), 2)
     assert (found.temperature, found.top_k, found.max_tokens, found.logprobs_mode) == (0.7, 0, 9, PROCESSED)
     assert (found.stop_token_ids, found.min_tokens) == ((4,), 2)
 
@@ -166,6 +229,97 @@ def test_reasons_and_stop_tokens() -> None:
     assert [info["finish_reason"]["type"] for info in infos] == ["stop", "stop", "length", "abort"]
     assert {info["weight_version"] for info in infos} == {"3"}
     assert infos[0]["finish_reason"]["matched"] == 5
+
+
+class Words:
+    """A tokenizer whose token n is the word `wn`."""
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        raise AssertionError("not used")
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool) -> str:
+        return " ".join(f"w{token}" for token in token_ids)
+
+    def token(self, token_id: int) -> str:
+        return f"w{token_id}"
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], template: str | None
+    ) -> list[int]:
+        raise AssertionError("not used")
+
+
+def test_the_text_is_without_the_stop_string_that_ended_it() -> None:
+    # It is in there before, where min_tokens let it pass.
+    output = output_of([4, 5, 4, 5], finish_reason=t.FinishReason.STOP, stop_string="w4 w5")
+    for include, text in ((False, "w4 w5 "), (True, "w4 w5 w4 w5")):
+        body = vllm.CompletionBody(prompt=[1], stop="w4 w5", include_stop_str_in_output=include)
+        writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), Words())
+        (choice,) = writer.whole([output])["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", "w4 w5")
+    for no_trim, text in ((False, "w4 w5 "), (True, "w4 w5 w4 w5")):
+        sampling = sglang.SglangSampling(stop=["w4 w5"], no_stop_trim=no_trim)
+        body = sglang.GenerateBody(input_ids=[1], sampling_params=sampling)
+        found = sglang.SglangWriter(body, False, "id", Words()).whole([output], 3)
+        assert isinstance(found, dict)
+        assert found["text"] == text
+        assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "w4 w5"}
+
+
+def test_the_likeliest_tokens_are_told_in_every_dialect() -> None:
+    output = output_of([4, 5], top_token_ids=[[6, 4], [7, 8]], top_logprobs=[[-0.5, -4.0], [-1.0, -math.inf]])
+    output.request = replace(output.request, sampling=t.SamplingParams(top_logprobs=2))
+    head = ("cmpl-1", 0, "m")
+    body = vllm.CompletionBody(prompt=[1], logprobs=2)
+    (choice,) = vllm.AnswerWriter(body, "completion", head, Words()).whole([output])["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [
+        {"w4": -4.0, "w6": -0.5},
+        {"w5": -5.0, "w7": -1.0, "w8": LEAST_LOGPROB},
+    ]
+    chat = vllm.ChatBody(messages=[{}], logprobs=True, top_logprobs=2)
+    (choice,) = vllm.AnswerWriter(chat, "chat", head, Words()).whole([output])["choices"]
+    told = [
+        [(each["token"], each["logprob"]) for each in token["top_logprobs"]] for token in _content(choice)
+    ]
+    assert told == [[("w6", -0.5), ("w4", -4.0)], [("w7", -1.0), ("w8", LEAST_LOGPROB)]]
+    asked = sglang.GenerateBody(input_ids=[1], return_logprob=True, top_logprobs_num=2)
+    found = sglang.SglangWriter(asked, False, "id", Words()).whole([output], 3)
+    assert isinstance(found, dict)
+    assert found["meta_info"]["output_top_logprobs"] == [
+        [[-0.5, 6, None], [-4.0, 4, None]],
+        [[-1.0, 7, None], [LEAST_LOGPROB, 8, None]],
+    ]
+    answer = trl.answer(trl.TrlBody(prompts=[[7, 8]], logprobs=2), [output])
+    assert answer["logprob_token_ids"] == [[[6, 4], [7, 8, 5]]]
+    assert answer["logprobs"] == [[[-0.5, -4.0], [-1.0, LEAST_LOGPROB, -5.0]]]
+
+
+def test_the_prompt_is_told_in_both_dialects() -> None:
+    told = t.PromptLogprobs(np.float32([-2.0]), np.array([[9, 8]]), np.float32([[-0.5, -2.0]]))
+    output = output_of([4], finish_reason=t.FinishReason.LENGTH, prompt_logprobs=told)
+    body = vllm.CompletionBody(prompt=[1], prompt_logprobs=2)
+    (choice,) = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), Words()).whole([output])["choices"]
+    assert choice["prompt_logprobs"] == [
+        None,
+        {
+            "8": {"logprob": -2.0, "rank": 2, "decoded_token": "w8"},
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": "w9"},
+        },
+    ]
+    for begin in (0, 1):
+        asked = sglang.GenerateBody(
+            input_ids=[7, 8], return_logprob=True, logprob_start_len=begin, top_logprobs_num=2
+        )
+        found = sglang.SglangWriter(asked, False, "id", None).whole([output], 3)
+        assert isinstance(found, dict)
+        entries, likeliest = [[None, 7, None], [-2.0, 8, None]], [None, [[-0.5, 9, None], [-2.0, 8, None]]]
+        assert found["meta_info"]["input_token_logprobs"] == entries[begin:]
+        assert found["meta_info"]["input_top_logprobs"] == likeliest[begin:]
+
+
+def _content(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = choice["logprobs"]["content"]
+    return found
 
 
 def test_events_of_vllm_have_what_is_new() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.contracts.errors import InvalidArgument
-from services.facade.text import TextStream, needs_text
+from services.facade.text import TextStream, longest_beginning, needs_text, text_of
 
 
 class Bytes:
@@ -34,6 +34,24 @@ def test_a_character_of_several_tokens_comes_when_it_is_whole() -> None:
     assert "".join(pieces) == "aé€😀b"
     assert pieces[:3] == ["a", "", "é"]
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
+def test_no_part_of_a_stop_string_is_given_before_it_is_known(size: int) -> None:
+    tokens, stop = list("aé</b> and </a>".encode()), "</a>"
+    stream, text = TextStream(Bytes(), skip_special=True, held=longest_beginning([stop, "b"])), ""
+    for end in range(size, len(tokens) + size, size):
+        ended = end >= len(tokens)
+        text += stream.grow(tokens[:end], ended, stop if ended else "")
+        assert "aé</b> and ".startswith(text)
+    assert text == "aé</b> and " == text_of(Bytes(), tokens, True, stop)
+
+
+def test_what_is_held_back_comes_at_the_end() -> None:
+    stream = TextStream(Bytes(), skip_special=True, held=3)
+    assert stream.grow([*b"abcd"], ended=False) == "a"
+    assert stream.grow([*b"abcde"], ended=False) == "b"
+    assert stream.grow([*b"abcde"], ended=True) == "cde"
 
 
 def test_what_is_no_character_comes_at_the_end() -> None:

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from paceline.internal.v1 import generation_pb2
 from paceline.times import duration, seconds_of
 from paceline.v1 import sample_pb2
+from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.messages import final_sample, sample_fields, work_item
-from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
-from services.gateway.batches.sample import EventEffect, GatewaySample, SamplePhase
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.batches.sample import EventEffect, GatewaySample, Likeliest, SamplePhase, TokenColumns
 from services.gateway.journal.journal_write import collect, has_more, settle, undo
 from services.gateway.journal.sample_chunks import WHOLE, Head, PartialSample, TokenChunk, join_spans, pack
 from tests.unit.gateway.dispatch_parts import record_of
@@ -207,6 +208,14 @@ def test_one_that_is_handed_on_for_the_others_sake_is_not_to_blame() -> None:
     assert batch.samples[0].resubmissions == 5
 
 
+def test_the_stop_string_that_ended_a_sample_is_told() -> None:
+    batch = make()
+    attempt = batch.assign(0, "i0", 1001.0)
+    batch.extend(0, attempt, [5], [-1.0], 1002.0)
+    batch.finish(0, attempt, generation_pb2.Finished(finish_reason=STOP, stop_string="###"), 1003.0)
+    assert final_sample(batch, batch.endings[0]).stop_string == "###"
+
+
 def test_nonfinite_logprobs_are_reported_by_position() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
@@ -297,7 +306,7 @@ def test_restored_samples_go_on_from_the_journal() -> None:
 
 
 def chunk_of(tokens: list[int], logprobs: list[float]) -> bytes:
-    return pack(array("I", tokens), array("f", logprobs))
+    return pack(TokenColumns(array("I", tokens), array("f", logprobs), array("I"), array("f")))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +388,10 @@ class SampleMachine(RuleBasedStateMachine):
             tokens = self.truth[have : have + wanted]
             version = self.version - behind
             logprobs = [-float(version)] * len(tokens)
-            assert self.batch.extend(0, self.sample.attempt, tokens, logprobs, self.now, version=version)
+            top = Likeliest(*likeliest_of(tokens))
+            assert self.batch.extend(
+                0, self.sample.attempt, tokens, logprobs, self.now, version=version, top=top
+            )
             if have + len(tokens) == len(self.truth):
                 self.batch.finish(0, self.sample.attempt, finished(STOP), self.now)
 
@@ -431,11 +443,12 @@ class SampleMachine(RuleBasedStateMachine):
         tokens = list(self.sample.tokens)
         assert tokens == self.truth[: len(tokens)]
         assert len(self.sample.logprobs) == len(tokens)
+        assert (list(self.sample.top_tokens), list(self.sample.top_logprobs)) == likeliest_of(tokens)
 
     @invariant()
     def tokens_of_unfinished_samples_are_counted(self) -> None:
         running = self.sample.phase is not SamplePhase.ENDED
-        assert self.batch.held_tokens == (len(self.sample.tokens) if running else 0)
+        assert self.batch.held_tokens == (3 * len(self.sample.tokens) if running else 0)
 
     @invariant()
     def spans_tell_who_sampled_each_token(self) -> None:
@@ -449,12 +462,19 @@ class SampleMachine(RuleBasedStateMachine):
             sample = sample_pb2.Sample.FromString(payload)
             if sample.status == sample_pb2.SAMPLE_STATUS_COMPLETED:
                 assert list(sample.token_ids) == self.truth
+            told = (list(sample.top_token_ids), list(sample.top_logprobs))
+            assert told == likeliest_of(list(sample.token_ids))
             spans = [(s.begin_token, s.end_token) for s in sample.provenance.instance_spans]
             covered = [token for begin, end in spans for token in range(begin, end)]
             assert covered == list(range(len(sample.token_ids)))
             join_spans(sample)
             assert versions_of(sample) == [-logprob for logprob in sample.logprobs]
             assert all(a.policy_version != b.policy_version for a, b in pairwise(sample.version_spans))
+
+
+def likeliest_of(tokens: list[int]) -> tuple[list[int], list[float]]:
+    """Return two likeliest tokens for each of these, and their log-probabilities."""
+    return [each for token in tokens for each in (token + 1, token + 2)], [-0.5, -1.5] * len(tokens)
 
 
 def versions_of(sample: sample_pb2.Sample) -> list[int]:

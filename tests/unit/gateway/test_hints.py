@@ -60,6 +60,14 @@ def test_a_hint_names_the_very_samples_that_the_batch_will_have(level: int) -> N
     assert hint.samples == len(batch.samples) == 4
 
 
+def test_samples_with_a_schema_are_not_generated_ahead() -> None:
+    asked = request()
+    asked.groups[0].sampling.json_schema = "{}"
+    hint = make_hint(asked)
+    assert [group.prompt_id for group in hint.message.groups] == ["p1"]
+    assert (hint.samples, len(hint.expected), len(hint.limits)) == (3, 1, 1)
+
+
 def test_seeds_of_coupled_history_leave_the_step_out() -> None:
     history = sample_pb2.Exactness(level=sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY)
     one, two = (make_hint(request(step, exactness=history)) for step in (5, 6))

@@ -11,8 +11,9 @@ from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.rollout import Rollout, RolloutKind
 from services.contracts.seeds import sample_seed
+from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.messages import BatchBuilder, exactness_of, final_sample, work_item
-from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
+from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import EventEffect, GatewaySample
 from services.gateway.finished.history_writer import rollout_of
 from services.gateway.journal.journal_write import collect

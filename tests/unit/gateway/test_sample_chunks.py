@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.v1 import sample_pb2
+from services.gateway.batches.sample import TokenColumns
 from services.gateway.journal.sample_chunks import join_spans, pack, whole
 
 TOKENS = st.one_of(st.integers(0, 200_000), st.integers(0, 2**32 - 1))
@@ -19,14 +20,27 @@ def test_pieces_in_a_row_are_one_message(pairs: list[tuple[int, float]], cut: in
     tokens = array("I", [token for token, _ in pairs])
     logprobs = array("f", [logprob for _, logprob in pairs])
     rest = sample_pb2.Sample(prompt_id="p", slot=3).SerializeToString()
-    payload = pack(tokens[:cut], logprobs[:cut]) + pack(tokens[cut:], logprobs[cut:]) + rest
-    assert sample_pb2.Sample.FromString(payload) == sample_pb2.Sample(
-        prompt_id="p", slot=3, token_ids=tokens, logprobs=logprobs
-    )
+    for likeliest in (False, True):
+        # Two of each position.
+        top_tokens, top_logprobs = (tokens * 2, logprobs * 2) if likeliest else (array("I"), array("f"))
+        parts = [
+            TokenColumns(tokens[part], logprobs[part], top_tokens[twice], top_logprobs[twice])
+            for part, twice in ((slice(cut), slice(2 * cut)), (slice(cut, None), slice(2 * cut, None)))
+        ]
+        payload = b"".join(map(pack, parts)) + rest
+        assert sample_pb2.Sample.FromString(payload) == sample_pb2.Sample(
+            prompt_id="p",
+            slot=3,
+            token_ids=tokens,
+            logprobs=logprobs,
+            top_token_ids=top_tokens,
+            top_logprobs=top_logprobs,
+        )
 
 
 def test_usual_tokens_take_three_bytes_and_their_log_probabilities_four() -> None:
-    assert len(pack(array("I", [149_999] * 100), array("f", [-0.5] * 100))) == 700 + 2 * 3
+    columns = TokenColumns(array("I", [149_999] * 100), array("f", [-0.5] * 100), array("I"), array("f"))
+    assert len(pack(columns)) == 700 + 2 * 3
 
 
 VERSIONS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), max_size=5)

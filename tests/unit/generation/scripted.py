@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.contracts.sampling import ModelLimits, Sampling
-from services.generation.engine.types import EngineLoad, EngineRequest, EngineSampleState, Finish, SampleStep
+from services.generation.engine.types import (
+    Ending,
+    EngineLoad,
+    EngineRequest,
+    EngineSampleState,
+    Finish,
+    SampleStep,
+)
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
@@ -78,9 +85,9 @@ class ScriptedEngine:
         self.requests[request.sample_id] = request
         self.responses[request.sample_id] = list(request.prefix)
 
-    def finished_by_prefix(self, request: EngineRequest) -> Finish | None:
+    def finished_by_prefix(self, request: EngineRequest) -> Ending | None:
         full = len(request.prefix) >= (request.sampling.max_tokens or 1 << 30)
-        return Finish.LENGTH if full else None
+        return Ending(Finish.LENGTH) if full else None
 
     def abort(self, sample_ids: Iterable[str]) -> None:
         for sample_id in sample_ids:

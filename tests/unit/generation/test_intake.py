@@ -49,7 +49,7 @@ class Rig:
         self.loop.start()
         self.loop.ready.result(WAIT)
         self.version = 0
-        limits = ModelLimits(512, 64)
+        limits = ModelLimits(512, 64, has_text=True)
         self.store = Store()
 
         async def deliver(shards: Shards) -> None:

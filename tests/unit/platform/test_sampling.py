@@ -21,7 +21,7 @@ from services.contracts.sampling import (
     resolve,
 )
 
-LIMITS = ModelLimits(vocab_size=100, max_model_len=64)
+LIMITS = ModelLimits(vocab_size=100, max_model_len=64, has_text=True, end_tokens=(1,))
 UNIT = st.floats(0, 1, exclude_min=True)
 
 good_samplings = st.builds(
@@ -35,7 +35,12 @@ good_samplings = st.builds(
     frequency_penalty=st.floats(-2, 2),
     max_tokens=st.none() | st.integers(10, LIMITS.max_model_len),
     min_tokens=st.integers(0, 10),
-    stop_token_ids=st.lists(st.integers(0, LIMITS.vocab_size - 1), max_size=4).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 49), max_size=4).map(tuple),
+    stop=st.lists(st.text(min_size=1, max_size=64), max_size=16).map(tuple),
+    # With a token that ends nothing.
+    allowed_token_ids=st.just(()) | st.lists(st.integers(0, 99), max_size=99).map(lambda ids: (50, *ids)),
+    top_logprobs=st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     ignore_eos=st.booleans(),
     processed_logprobs=st.booleans(),
 )
@@ -53,6 +58,8 @@ bad_values: list[tuple[str, st.SearchStrategy[Any]]] = [
     ("frequency_penalty", NOT_FINITE | OUTSIDE_TWO),
     ("max_tokens", st.integers(max_value=0) | st.integers(min_value=LIMITS.max_model_len + 1)),
     ("min_tokens", st.integers(max_value=-1)),
+    ("top_logprobs", st.integers(min_value=21)),
+    ("prompt_logprobs", st.integers(min_value=21)),
 ]
 
 
@@ -78,6 +85,71 @@ def test_stop_token_outside_the_vocabulary(good: Sampling, token: int) -> None:
     (violation,) = check_sampling(replace(good, stop_token_ids=(1, token)), LIMITS, "sampling")
     assert violation.field == "sampling.stop_token_ids[1]"
     assert str(token) in violation.description
+
+
+@pytest.mark.parametrize(
+    ("stop", "field", "says"),
+    [
+        (("a", ""), "s.stop[1]", "0 bytes; must be 1 to 256"),
+        (("é" * 129,), "s.stop[0]", "258 bytes"),
+        (("a",) * 17, "s.stop", "17 strings; at most 16"),
+    ],
+)
+def test_stop_strings_are_few_and_short(stop: tuple[str, ...], field: str, says: str) -> None:
+    (violation,) = check_sampling(Sampling(stop=stop), LIMITS, "s")
+    assert violation.field == field
+    assert says in violation.description
+
+
+def test_a_model_without_text_has_no_stop_strings() -> None:
+    (violation,) = check_sampling(Sampling(stop=("a",)), replace(LIMITS, has_text=False), "s")
+    assert violation.field == "s.stop"
+    assert "no tokenizer" in violation.description
+
+
+def test_allowed_tokens_are_of_the_vocabulary_and_not_too_many() -> None:
+    (violation,) = check_sampling(Sampling(allowed_token_ids=(5, 100)), LIMITS, "s")
+    assert violation.field == "s.allowed_token_ids[1]"
+    (violation,) = check_sampling(Sampling(allowed_token_ids=(5,) * 4097), LIMITS, "s")
+    assert (violation.field, "at most 4096" in violation.description) == ("s.allowed_token_ids", True)
+
+
+@pytest.mark.parametrize("ends", [{"stop_token_ids": (7,)}, {"stop_token_ids": (7, 1), "ignore_eos": True}])
+def test_something_must_be_left_until_min_tokens(ends: dict[str, Any]) -> None:
+    sampling = Sampling(allowed_token_ids=(1, 7), min_tokens=1, **ends)
+    (violation,) = check_sampling(sampling, LIMITS, "s")
+    assert violation.field == "s.allowed_token_ids"
+    assert check_sampling(replace(sampling, min_tokens=0), LIMITS, "s") == []
+    assert check_sampling(replace(sampling, allowed_token_ids=(1, 7, 8)), LIMITS, "s") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "says"),
+    [
+        ({"json_schema": "{"}, "s.json_schema", "no JSON"),
+        ({"json_schema": "[" * 50_000}, "s.json_schema", "no JSON"),
+        ({"json_schema": "[1]"}, "s.json_schema", "no JSON object"),
+        ({"json_schema": '{"a":' * 65 + "1" + "}" * 65}, "s.json_schema", "64 deep"),
+        ({"json_schema": '{"a":' + "[" * 64 + "]" * 64 + "}"}, "s.json_schema", "64 deep"),
+        ({"json_schema": " " * (1 << 16) + "{}"}, "s.json_schema", "65536 bytes"),
+        ({"allowed_token_ids": (5,)}, "s.allowed_token_ids", "together with json_schema"),
+        ({"min_tokens": 1}, "s.min_tokens", "together with json_schema"),
+        ({"ignore_eos": True}, "s.ignore_eos", "nothing would end"),
+    ],
+)
+def test_a_schema_and_what_does_not_go_with_it(fields: dict[str, Any], field: str, says: str) -> None:
+    (violation,) = check_sampling(Sampling(**({"json_schema": "{}"} | fields)), LIMITS, "s")
+    assert violation.field == field
+    assert says in violation.description
+
+
+def test_a_schema_needs_text_and_something_that_ends_the_sample() -> None:
+    sampling = Sampling(json_schema="{}", ignore_eos=True, stop_token_ids=(4,), stop=("x",), top_logprobs=3)
+    assert check_sampling(sampling, LIMITS, "s") == []
+    nested = '{"a":' * 63 + "1" + "}" * 63
+    assert check_sampling(replace(sampling, json_schema=nested), LIMITS, "s") == []
+    found = check_sampling(sampling, replace(LIMITS, has_text=False), "s")
+    assert [violation.field for violation in found] == ["s.json_schema", "s.stop"]
 
 
 def test_all_violations_are_found_at_once() -> None:
@@ -122,10 +194,34 @@ def test_every_field_of_the_message_is_taken_over() -> None:
         max_tokens=9,
         min_tokens=2,
         stop_token_ids=[4, 5],
+        stop=["x", "yé"],
+        allowed_token_ids=[3, 4],
+        json_schema="{}",
+        top_logprobs=6,
+        prompt_logprobs=0,
         ignore_eos=True,
         logprobs_mode=sample_pb2.LOGPROBS_MODE_PROCESSED,
     )
-    assert resolve(params) == Sampling(0.5, 0.25, 7, 0.125, 1.5, -0.5, 0.75, 9, 2, (4, 5), True, True)
+    expected = (
+        0.5,
+        0.25,
+        7,
+        0.125,
+        1.5,
+        -0.5,
+        0.75,
+        9,
+        2,
+        (4, 5),
+        ("x", "yé"),
+        (3, 4),
+        "{}",
+        6,
+        0,
+        True,
+        True,
+    )
+    assert resolve(params) == Sampling(*expected)
 
 
 def test_unknown_logprobs_mode_is_refused() -> None:

@@ -8,6 +8,7 @@ from paceline import convert
 from paceline import types as t
 from paceline.blocking import finish
 from paceline.calls import GatewayCalls
+from paceline.convert import rollouts
 from paceline.v1 import rollout_pb2, sample_pb2
 from tests.unit.sdk.scripted_transport import ScriptedTransport
 
@@ -101,3 +102,38 @@ def test_instance_spans_are_in_seconds() -> None:
     assert provenance.instance_spans[0].end == pytest.approx(1_700_000_001.5)
     assert provenance.block_efficiency == 3.0
     assert t.Provenance().block_efficiency == 1.0
+
+
+def test_all_constraints_of_sampling_are_sent() -> None:
+    params = t.SamplingParams(
+        stop=("a", "bc"), allowed_token_ids=(4, 5), json_schema="{}", top_logprobs=3, prompt_logprobs=0
+    )
+    message = rollouts.sampling_to_proto(params)
+    assert (list(message.stop), list(message.allowed_token_ids)) == (["a", "bc"], [4, 5])
+    assert (message.json_schema, message.top_logprobs) == ("{}", 3)
+    assert message.HasField("prompt_logprobs")
+    assert not rollouts.sampling_to_proto(t.SamplingParams()).HasField("prompt_logprobs")
+    lone = t.SamplingParams(stop="bc")  # type: ignore[arg-type]
+    assert list(rollouts.sampling_to_proto(lone).stop) == ["bc"]
+
+
+def test_what_is_told_of_positions_is_a_row_of_each() -> None:
+    message = sample_pb2.Sample(
+        token_ids=[5, 6],
+        logprobs=[-1, -2],
+        stop_string="x",
+        top_token_ids=[5, 7, 8, 6],
+        top_logprobs=[-1, -2, -0.5, -2],
+        prompt_logprobs=sample_pb2.PromptLogprobs(
+            logprobs=[-3], top_token_ids=[9, 1], top_logprobs=[-0.5, -1]
+        ),
+    )
+    sample = rollouts.sample(message)
+    assert sample.stop_string == "x"
+    assert sample.top_token_ids.tolist() == [[5, 7], [8, 6]]
+    assert sample.top_logprobs.tolist() == [[-1, -2], [-0.5, -2]]
+    told = sample.prompt_logprobs
+    assert told is not None
+    assert (told.logprobs.tolist(), told.top_token_ids.tolist()) == ([-3], [[9, 1]])
+    plain = rollouts.sample(sample_pb2.Sample(token_ids=[5], logprobs=[-1]))
+    assert (plain.top_token_ids.shape, plain.prompt_logprobs) == ((1, 0), None)

@@ -59,7 +59,9 @@ class DraftRows:
         self.positions: IntArray = np.array([ask.length - 1 for _, ask, _ in found], np.int64)
         # Of drafted tokens the log-probabilities are asked for with which they were drawn.
         own: list[SampleNoise] = [runner._noise_of(ask.sample_id) for ask in self.asks]
-        self._noise = [replace(noise, processed_logprobs=True) for noise in own]
+        self._noise = [
+            replace(noise, processed_logprobs=True, top_logprobs=0, json_schema="") for noise in own
+        ]
         params = [runner.requests[ask.sample_id].sampling_params for ask in self.asks]
         self._stops = [frozenset(each.stop_token_ids or ()) for each in params]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,8 +12,16 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from services.generation.engine.grammars import apply_masks
 from services.generation.engine.sampling.noise import SampleNoise
 from services.generation.engine.sampling.rows import Rows
+
+
+class RowMasks(NamedTuple):
+    """Masks of grammars, one bit a token, for each row of a step; `rows` are those that they apply to."""
+
+    bits: torch.Tensor
+    rows: list[int]
 
 
 def temperatures(metadata: SamplingMetadata, n: int) -> torch.Tensor:
@@ -26,12 +37,14 @@ def constrain(
     metadata: SamplingMetadata,
     noise: list[SampleNoise],
     temperature: npt.NDArray[np.float32],
+    masks: RowMasks | None = None,
 ) -> tuple[torch.Tensor, bool]:
     """Apply penalties and masks by row. Returns the logits and whether they were divided by temperature."""
     penalised = not metadata.no_penalties
     withheld = any(item.min_tokens for item in noise) and _withheld(rows, noise)
+    limited = any(item.allowed for item in noise)
     masked = metadata.top_k is not None or metadata.top_p is not None or any(item.min_p for item in noise)
-    if not (penalised or withheld or masked):
+    if not (penalised or withheld or limited or masked or masks is not None):
         return raw, False
     logits = raw.clone()
     index = torch.from_numpy(rows.samples).to(logits.device)
@@ -39,6 +52,10 @@ def constrain(
         logits = _penalise(logits, index, rows, metadata)
     for row, tokens in withheld or ():
         logits[row, tokens] = float("-inf")
+    if limited:
+        _limit(logits, rows, noise)
+    if masks is not None:
+        apply_masks(logits, masks.bits, masks.rows)
     if masked:
         _mask(logits, index, metadata, noise, temperature)
     return logits, masked
@@ -53,6 +70,19 @@ def _withheld(rows: Rows, noise: list[SampleNoise]) -> list[tuple[int, list[int]
         if item.forbidden and positions[row] < item.min_tokens:
             found.append((row, list(item.forbidden)))
     return found
+
+
+def _limit(logits: torch.Tensor, rows: Rows, noise: list[SampleNoise]) -> None:
+    """Mask all but the allowed tokens in the rows of samples that have some, in place."""
+    limited = {row: noise[owner].allowed for row, owner in enumerate(rows.samples) if noise[owner].allowed}
+    counts = [len(allowed) for allowed in limited.values()]
+    index = np.fromiter(limited, np.int64, len(limited))
+    row = torch.from_numpy(np.repeat(index, counts)).to(logits.device)
+    tokens = np.fromiter(chain.from_iterable(limited.values()), np.int64, sum(counts))
+    token = torch.from_numpy(tokens).to(logits.device)
+    kept = logits[row, token]
+    logits[torch.from_numpy(index).to(logits.device)] = float("-inf")
+    logits[row, token] = kept
 
 
 def _penalise(

@@ -32,8 +32,8 @@ def samples_on(device: torch.device, noise: list[SampleNoise]) -> bool:
 
 
 def only_masked(metadata: SamplingMetadata, noise: list[SampleNoise]) -> bool:
-    """Return whether only temperature, top-k and top-p, which the kernels support, apply to the logits."""
-    return metadata.no_penalties and not any(item.min_tokens or item.min_p for item in noise)
+    """Return whether samples ask for nothing but temperature, top-k and top-p, which the kernels do."""
+    return metadata.no_penalties and not any(item.by_row for item in noise)
 
 
 def draw(

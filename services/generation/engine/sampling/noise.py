@@ -19,15 +19,26 @@ class SampleNoise:
     """Seed of a sample, and the settings that vLLM's batch does not keep by row.
 
     `min_p` is a probability relative to the largest; `forbidden` may not be sampled before `min_tokens`
-    response tokens are there.
+    response tokens are there. Where `allowed` is not empty, nothing else may be sampled.
     """
 
     seed: int
     min_p: float = 0.0
     min_tokens: int = 0
     forbidden: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
     processed_logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    # The schema of the response, and the tokens that may end it.
+    json_schema: str = ""
+    stops: tuple[int, ...] = ()
     verifier: Verifier = Verifier.COUPLED
+
+    @property
+    def by_row(self) -> bool:
+        """True if the kernels alone cannot do what the sample asks for."""
+        return bool(self.min_tokens or self.min_p or self.allowed or self.top_logprobs or self.json_schema)
 
 
 @dataclass(frozen=True, slots=True)

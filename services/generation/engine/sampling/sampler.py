@@ -19,8 +19,9 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from kernels.coupled_sampler.cpu import coupled_verify
 from kernels.coupled_sampler.verify import UNSAMPLED
+from services.generation.engine.marks import NO_TOKEN
 from services.generation.engine.sampling import device_sampler
-from services.generation.engine.sampling.constraints import constrain, temperatures
+from services.generation.engine.sampling.constraints import RowMasks, constrain, temperatures
 from services.generation.engine.sampling.lenient import candidates, taken_over
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.rejection import rejection_verify
@@ -33,13 +34,16 @@ class Verified:
     """Tokens of a step: sample i emits `counts[i]` tokens, `tokens[cu[i] : cu[i] + counts[i]]`.
 
     `logprobs` [R] is filled for emitted rows. NaN marks a row from which nothing could be sampled. The first
-    `reused[i]` tokens are taken over from a cached rollout.
+    `reused[i]` tokens are taken over from a cached rollout. `top_tokens` and `top_logprobs` [R, K] have the
+    likeliest tokens of emitted rows, as many as the sample asks for, then NO_TOKEN.
     """
 
     tokens: IntArray
     counts: IntArray
     reused: IntArray
     logprobs: npt.NDArray[np.float32]
+    top_tokens: IntArray
+    top_logprobs: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +69,34 @@ class _Scores:
         result = _chosen_logprobs(self.raw, index, tokens)
         wanted = np.flatnonzero(self.by_processed[samples])
         if len(wanted):
-            part = self.processed[torch.from_numpy(index[wanted]).to(self.processed.device)]
-            if not self.divided:
-                divisor = np.where(self.temperature > 0, self.temperature, 1).astype(np.float32)
-                part = part / torch.from_numpy(divisor[samples[wanted]]).to(part.device).unsqueeze(1)
+            part = self._sampled_from(index[wanted], samples[wanted])
             result[wanted] = _chosen_logprobs(part, np.arange(len(wanted)), tokens[wanted])
         return result
+
+    def likeliest(
+        self, index: IntArray, samples: IntArray, most: int
+    ) -> tuple[IntArray, npt.NDArray[np.float32]]:
+        """Return the `most` likeliest tokens of each row, raw or processed as its sample asks; [m, most]."""
+        found, values = np.empty((len(index), most), np.int64), np.empty((len(index), most), np.float32)
+        for chosen in (self.by_processed[samples], ~self.by_processed[samples]):
+            if not chosen.any():
+                continue
+            if self.by_processed[samples[chosen][0]]:
+                part = self._sampled_from(index[chosen], samples[chosen])
+            else:
+                part = self.raw[torch.from_numpy(index[chosen]).to(self.raw.device)]
+            best = part.topk(most, dim=-1)
+            found[chosen] = best.indices.cpu().numpy()
+            values[chosen] = _numpy(best.values - part.logsumexp(dim=-1, keepdim=True))
+        return found, values
+
+    def _sampled_from(self, index: IntArray, samples: IntArray) -> torch.Tensor:
+        """Return the processed logits of some rows, divided by temperature, [m, V]."""
+        part = self.processed[torch.from_numpy(index).to(self.processed.device)]
+        if self.divided:
+            return part
+        divisor = np.where(self.temperature > 0, self.temperature, 1).astype(np.float32)
+        return part / torch.from_numpy(divisor[samples]).to(part.device).unsqueeze(1)
 
     def choice(
         self, index: IntArray, samples: IntArray, tokens: IntArray
@@ -114,6 +140,7 @@ def sample(
     metadata: SamplingMetadata,
     noise: list[SampleNoise],
     followed: Mapping[int, CachedRollout],
+    masks: RowMasks | None = None,
 ) -> Verified:
     """Verify the drafts and sample the next token of every sample.
 
@@ -123,6 +150,7 @@ def sample(
         metadata: vLLM's sampling parameters, a row per sample.
         noise: one per sample.
         followed: by its index, the cached rollout of each sample that has taken over all its tokens so far.
+        masks: of the rows of samples that follow a grammar.
     """
     by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
     on_device = not followed and device_sampler.samples_on(logits.device, noise)
@@ -130,10 +158,11 @@ def sample(
         # Temperatures stay where they are: to read them here would wait for the forward pass.
         drawn = device_sampler.draw(logits, rows, temperatures(metadata, len(noise)), noise, metadata)
         logprobs = np.where(by_processed[rows.samples], drawn.processed, drawn.logprobs)
-        return Verified(drawn.tokens, drawn.counts, np.zeros(len(noise), np.int64), logprobs)
+        reused, top = np.zeros(len(noise), np.int64), _no_likeliest(len(logits))
+        return Verified(drawn.tokens, drawn.counts, reused, logprobs, *top)
     temperature = temperatures(metadata, len(noise)).cpu().numpy()
     raw = logits.float()
-    processed, divided = constrain(raw, rows, metadata, noise, temperature)
+    processed, divided = constrain(raw, rows, metadata, noise, temperature, masks)
     scores = _Scores(raw, processed, divided, temperature, by_processed)
     taken = _take_over(scores, rows, noise, followed) if followed else None
     if on_device:
@@ -143,7 +172,7 @@ def sample(
         tokens, counts = _verify(_numpy(processed), rows, scores.divisor, noise, taken)
     logprobs = _logprobs(scores, rows, tokens, counts, taken)
     reused = np.zeros(len(noise), np.int64) if taken is None else taken.count
-    return Verified(tokens, counts, reused, logprobs)
+    return Verified(tokens, counts, reused, logprobs, *_likeliest(scores, rows, counts, noise))
 
 
 def _take_over(
@@ -200,6 +229,27 @@ def _logprobs(
     index = np.flatnonzero(emitted)
     result[index] = scores.logprobs(index, samples[index], tokens[index])
     return result
+
+
+def _likeliest(
+    scores: _Scores, rows: Rows, counts: IntArray, noise: list[SampleNoise]
+) -> tuple[IntArray, npt.NDArray[np.float32]]:
+    """Return the likeliest tokens of emitted rows and their log-probabilities, [R, K]; K is the most asked for."""
+    asked = np.fromiter((item.top_logprobs for item in noise), np.int64, len(noise))
+    most = int(asked.max(initial=0))
+    tokens, values = _no_likeliest(len(rows.samples), most)
+    if most:
+        samples = rows.samples
+        index = np.flatnonzero((asked[samples] > 0) & (rows.offsets < counts[samples]))
+        found, logprobs = scores.likeliest(index, samples[index], most)
+        beyond = np.arange(most) >= asked[samples[index], None]
+        tokens[index] = np.where(beyond, NO_TOKEN, found)
+        values[index] = logprobs
+    return tokens, values
+
+
+def _no_likeliest(rows: int, most: int = 0) -> tuple[IntArray, npt.NDArray[np.float32]]:
+    return np.full((rows, most), NO_TOKEN, np.int64), np.zeros((rows, most), np.float32)
 
 
 def _seeds(noise: list[SampleNoise]) -> npt.NDArray[np.uint64]:

@@ -1,0 +1,24 @@
+"""Group of a batch: the samples of one prompt. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.v1 import sample_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGroup:
+    """Samples of one prompt: `count` of them, from index `first`.
+
+    `prefix` are response tokens that the caller brought along.
+    """
+
+    prompt_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: sample_pb2.SamplingParams
+    expected_tokens: int = 0
+    prefix: Sequence[int] = ()
+    first: int = 0
+    count: int = 1

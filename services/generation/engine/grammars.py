@@ -1,0 +1,123 @@
+"""Grammars of JSON schemas: which tokens may follow, position by position.
+
+The state of a grammar is a function of the response so far. It lies beside the sampler, which catches up with the
+response when it needs a row's mask, so that nothing of it is moved, resumed or kept anywhere else. vLLM's own
+structured outputs keep it in the scheduler, and mask the logits before the sampler gets them: log-probabilities of
+the model's own distribution would be lost, and so would a response that begins elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import xgrammar
+from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+
+from services.contracts.sampling import ModelLimits, Sampling
+from services.generation.engine.token_text import vocabulary_of
+
+_log = structlog.get_logger(__name__)
+
+# Compiled grammars are kept in so much memory.
+_CACHE_BYTES = 256 << 20
+
+
+class GrammarState:
+    """Grammar of one sample, as far as its response has been read."""
+
+    __slots__ = ("_matcher", "_read")
+
+    def __init__(self, matcher: Any | None) -> None:
+        """Follow a matcher of xgrammar; None: nothing may follow."""
+        self._matcher = matcher
+        self._read = 0
+
+    def fill(self, response: Sequence[int], drafts: Sequence[int], masks: torch.Tensor, first: int) -> None:
+        """Write the masks of the rows behind a response and behind each of its drafts, from row `first` on.
+
+        Rows behind a draft that the grammar refuses keep theirs: they are never sampled from.
+        """
+        for token in response[self._read :]:
+            if self._matcher is not None and not self._matcher.accept_token(int(token)):
+                self._matcher = None
+        self._read = len(response)
+        if (matcher := self._matcher) is None:
+            masks[first] = 0
+            return
+        taken = 0
+        for row, draft in enumerate([*drafts, None]):
+            if matcher.is_terminated():
+                break
+            matcher.fill_next_token_bitmask(masks, first + row)
+            if draft is None or not matcher.accept_token(int(draft)):
+                break
+            taken += 1
+        if taken:
+            matcher.rollback(taken)
+
+
+class Grammars:
+    """Grammars of one model's tokens. Any thread may use it."""
+
+    def __init__(self, vocabulary: Any) -> None:
+        """Compile for a vocabulary of xgrammar's."""
+        self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
+
+    def check(self, schema: str, parsed: Any, prefix: Sequence[int], stops: Sequence[int]) -> str:
+        """Return what is wrong with a schema, or with a response that is to go on under it; "" if nothing is."""
+        if isinstance(parsed, dict) and has_xgrammar_unsupported_json_features(parsed):
+            return "has features that are not supported (such as multipleOf, uniqueItems or several allOf)"
+        try:
+            matcher = self._matcher(schema, stops)
+        except Exception as error:
+            return f"is not a schema that can be served: {str(error).strip()[:200]}"
+        if not all(matcher.accept_token(int(token)) for token in prefix):
+            return "does not allow the tokens of the prefix"
+        return ""
+
+    def begin(self, schema: str, stops: Sequence[int]) -> GrammarState:
+        """Return the grammar of a sample whose response is empty so far."""
+        try:
+            return GrammarState(self._matcher(schema, stops))
+        except Exception:
+            # It was checked before; the step that samples for others too must not fail.
+            _log.exception("grammar_failed")
+            return GrammarState(None)
+
+    def _matcher(self, schema: str, stops: Sequence[int]) -> Any:
+        compiled = self._compiler.compile_json_schema(schema)
+        return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stops))
+
+
+@lru_cache(maxsize=1)
+def grammars_of(folder: Path, vocab_size: int) -> Grammars:
+    """Return the grammars of a model in this process. ValueError if its tokens have no text."""
+    vocabulary = vocabulary_of(folder, vocab_size)
+    if vocabulary is None:
+        raise ValueError("a JSON schema needs the text of tokens, and this model has no tokenizer")
+    return Grammars(vocabulary)
+
+
+def masks_for(rows: int, vocab_size: int) -> torch.Tensor:
+    """Return masks that allow everything, for so many rows, in xgrammar's form."""
+    return xgrammar.allocate_token_bitmask(rows, vocab_size)
+
+
+def apply_masks(logits: torch.Tensor, masks: torch.Tensor, rows: list[int]) -> None:
+    """Mask some rows of logits, [R, V] float32, in place; `masks` has one for each of all rows."""
+    xgrammar.apply_token_bitmask_inplace(logits, masks.to(logits.device), indices=rows)
+
+
+def schema_fault(folder: Path, limits: ModelLimits, sampling: Sampling, prefix: Sequence[int]) -> str:
+    """Return what is wrong with the schema of a sample that has this response so far; "" if nothing is.
+
+    Afterwards it is compiled.
+    """
+    schema, stops = sampling.json_schema, sorted(sampling.stops(limits))
+    return grammars_of(folder, limits.vocab_size).check(schema, json.loads(schema), prefix, stops)
