@@ -31,7 +31,7 @@ RUN_HEADER = "x-paceline-run"
 """Header that names the run of a request."""
 
 
-Events = Callable[[Sequence[SampleOutput]], list[dict[str, Any]]]
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class Facade:
 class EventStream:
     """The events of an answer, as a dialect writes them."""
 
-    new: Events
-    """Returns the events for what is new."""
-    last: Events
+    new: Callable[[Sequence[tuple[int, SampleOutput]]], list[Json]]
+    """Returns the events of the samples that have changed, which come with their places."""
+    last: Callable[[Sequence[SampleOutput]], list[Json]]
     """Returns those that follow the samples."""
     done: str = "[DONE]"
 
@@ -118,16 +118,16 @@ class EventResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate the samples and send them as they grow."""
         async with self._facade.generating(self._request, self._requests, self._request_id) as group:
-            seen = await group.progress(0)
+            # Both at one moment: what comes while the client takes its time is not in `new`.
+            new, ended = await group.news(), group.ended()
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
             try:
-                await _send(send, self._events.new(group.outputs))
-                while not group.ended():
-                    seen = await group.progress(seen)
-                    await _send(send, self._events.new(group.outputs))
-                await _send(send, self._events.last(group.outputs))
+                while not ended:
+                    await _send(send, self._events.new(new))
+                    new, ended = await group.news(), group.ended()
+                await _send(send, [*self._events.new(new), *self._events.last(group.outputs)])
                 last = f"data: {self._events.done}\n\n"
             except (PacelineError, ServiceError) as error:
                 last = _line(http_error(error).body)
@@ -135,7 +135,7 @@ class EventResponse(Response):
             self._facade.count(group.outputs, self._dialect)
 
 
-async def _send(send: Send, events: Sequence[dict[str, Any]]) -> None:
+async def _send(send: Send, events: Sequence[Json]) -> None:
     if events:
         body = "".join(map(_line, events)).encode()
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -147,5 +147,5 @@ def client_left() -> CancelledError:
     return CancelledError(grpc.StatusCode.CANCELLED, "the client has left")
 
 
-def _line(event: dict[str, Any]) -> str:
+def _line(event: Json) -> str:
     return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -147,6 +147,11 @@ def finite(logprobs: Iterable[float]) -> list[float]:
     return [max(value, LEAST_LOGPROB) if math.isfinite(value) else LEAST_LOGPROB for value in logprobs]
 
 
+def weight_versions(spans: Iterable[t.VersionSpan]) -> list[dict[str, Any]]:
+    """Return the versions that sampled a sample's tokens, as vLLM writes them."""
+    return [{"version": str(span.policy_version), "start": span.begin, "end": span.end} for span in spans]
+
+
 FINISH_REASONS: dict[t.FinishReason, str] = {
     t.FinishReason.STOP: "stop",
     t.FinishReason.LENGTH: "length",

@@ -10,7 +10,7 @@ from pydantic import Field
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import FINISH_REASONS, Body, finite, top_k_of
+from services.facade.dialects.parameters import FINISH_REASONS, Body, finite, top_k_of, weight_versions
 from services.facade.samples import SampleOutput
 from services.facade.text import TextStream, Tokenizer, needs_text
 
@@ -26,11 +26,15 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "logit_bias": ({},),
+    "no_stop_trim": (False,),
     "priority": (0,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True, False),
     "spaces_between_special_tokens": (True,),
     "stop": ([], ""),
+    "stream_reasoning": (True, False),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
@@ -39,7 +43,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Parameters of vLLM that are not supported, with the values that ask for nothing."""
+"""Parameters of vLLM and of SGLang's router that are not supported, with the values that ask for nothing."""
 
 
 class StreamOptions(Body):
@@ -49,11 +53,9 @@ class StreamOptions(Body):
     """Whether a last event has the numbers of tokens."""
 
 
-class SamplingBody(Body):
+class SamplingFields(Body):
     """Sampling parameters, under vLLM's names and with vLLM's defaults."""
 
-    model: str | None = None
-    """Name of the model; must be the one that is served."""
     n: int = 1
     """Samples of each prompt."""
     temperature: float | None = None
@@ -71,6 +73,13 @@ class SamplingBody(Body):
     """With the same seed, the same request has the same samples. Left out: one is drawn."""
     skip_special_tokens: bool = True
     """Whether the text is without special tokens; the token ids have them."""
+
+
+class SamplingBody(SamplingFields):
+    """Common part of the bodies of completions and of chat."""
+
+    model: str | None = None
+    """Name of the model; must be the one that is served."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -97,20 +106,6 @@ class CompletionBody(SamplingBody):
     """Whether text gets the special tokens that the model expects, such as one of its beginning."""
 
 
-class UpdateBody(Body):
-    """Body of /update_weights, as prime-rl sends it."""
-
-    weight_dir: str
-    """Folder of the weights, as the instances see it."""
-
-
-class AbortRequestsBody(Body):
-    """Body of /abort_requests."""
-
-    request_ids: list[str]
-    """Names of requests, `request_id` in their bodies."""
-
-
 class ChatBody(SamplingBody):
     """Body of /v1/chat/completions."""
 
@@ -128,7 +123,7 @@ class ChatBody(SamplingBody):
 
 
 def sampling_of(
-    body: SamplingBody, max_tokens: int | None, logprobs_mode: t.LogprobsMode
+    body: SamplingFields, max_tokens: int | None, logprobs_mode: t.LogprobsMode
 ) -> t.SamplingParams:
     """Return the sampling parameters of a body."""
     return t.SamplingParams(
@@ -199,21 +194,21 @@ class AnswerWriter:
         """Return the answer with all samples."""
         answer = self._object("" if not self._chat else "chat.completion")
         answer["choices"] = [self._choice(index, output) for index, output in enumerate(outputs)]
-        answer["usage"] = usage(outputs)
+        answer["usage"] = usage(outputs, self._body.n)
         if self._chat and self._body.return_token_ids:
             answer["prompt_token_ids"] = list(outputs[0].request.prompt_token_ids)
         return answer
 
-    def events(self, outputs: Sequence[SampleOutput]) -> list[Json]:
-        """Return the events for what is new since the last call."""
-        return [event for index, output in enumerate(outputs) if (event := self._event(index, output))]
+    def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
+        """Return the events for what is new since the last call in samples that come with their places."""
+        return [event for index, output in changed if (event := self._event(index, output))]
 
     def last_events(self, outputs: Sequence[SampleOutput]) -> list[Json]:
         """Return what follows the samples: their numbers of tokens, if they were asked for."""
         options = self._body.stream_options
         if options is None or not options.include_usage:
             return []
-        return [{**self._object("chat.completion.chunk"), "choices": [], "usage": usage(outputs)}]
+        return [{**self._object("chat.completion.chunk"), "choices": [], "usage": usage(outputs, self._body.n)}]
 
     def _object(self, chat_kind: str) -> Json:
         name, created, model = self._head
@@ -266,10 +261,7 @@ class AnswerWriter:
         if self._body.return_token_ids:
             tail["token_ids"] = output.token_ids[begin:]
         if reason is not None:
-            tail["weight_versions"] = [
-                {"begin": span.begin, "end": span.end, "version": span.policy_version}
-                for span in output.version_spans
-            ]
+            tail["weight_versions"] = weight_versions(output.version_spans)
         return tail
 
     def _logprobs_from(self, output: SampleOutput, begin: int) -> Json:
@@ -295,14 +287,8 @@ class AnswerWriter:
         return self._tokenizer.token(token)
 
 
-def usage(outputs: Sequence[SampleOutput]) -> Json:
-    """Return the numbers of tokens: each prompt is counted once, whatever n is."""
-    prompts = {output.request.prompt_id: len(output.request.prompt_token_ids) for output in outputs}
-    prompt, completion = sum(prompts.values()), sum(len(output.token_ids) for output in outputs)
+def usage(outputs: Sequence[SampleOutput], samples: int) -> Json:
+    """Return the numbers of tokens: each prompt is counted once, however many samples it has."""
+    prompt = sum(len(output.request.prompt_token_ids) for output in outputs[::samples])
+    completion = sum(len(output.token_ids) for output in outputs)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def models(name: str, max_model_len: int) -> Json:
-    """Return the list of models: the one that is served."""
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "root": name}
-    return {"object": "list", "data": [{**model, "max_model_len": max_model_len}]}

@@ -38,6 +38,7 @@ def _generation(router: APIRouter, facade: Facade) -> None:
         sampling = body.sampling_params or sglang.SglangSampling()
         check_unsupported(body, sglang.NEUTRAL)
         check_unsupported(sampling, sglang.NEUTRAL_SAMPLING, "sampling_params.")
+        await facade.fleet.check_model(body.model)
         prompts, several = sglang.prompts_of(body, facade.tokenizer)
         defaults = facade.defaults(request)
         requests = sample_requests(

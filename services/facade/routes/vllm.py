@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects import trl, vllm
+from services.facade.dialects import trl, vllm, vllm_control
 from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
 from services.facade.http_errors import field_of
 from services.facade.serving import EventResponse, EventStream, Facade
@@ -30,7 +30,7 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
     async def models() -> dict[str, Any]:
         """Return the model that is served."""
         model = await facade.fleet.model()
-        return vllm.models(model.name, model.max_model_len)
+        return vllm_control.models(model.name, model.max_model_len)
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: vllm.CompletionBody, request: Request) -> Response:
@@ -104,14 +104,16 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
         """Do nothing: nothing is computed with KV of other weights."""
         return Response(status_code=200)
 
-    @router.post("/abort_requests")
-    async def abort_requests(body: vllm.AbortRequestsBody) -> dict[str, Any]:
+    async def abort_requests(body: vllm_control.AbortRequestsBody) -> dict[str, Any]:
         """End requests; they are answered with what they have."""
         check_unsupported(body, {})
         return {"aborted_samples": await facade.samples.abort(set(body.request_ids).__contains__)}
 
+    for path in ("/abort_requests", "/inference/v1/abort_requests"):
+        router.post(path)(abort_requests)
+
     @router.post("/update_weights")
-    async def update_weights(body: vllm.UpdateBody, request: Request) -> dict[str, Any]:
+    async def update_weights(body: vllm_control.UpdateBody, request: Request) -> dict[str, Any]:
         """Publish the weights in a folder as the next version; samples that run go on under it."""
         check_unsupported(body, {"reset_prefix_cache": (True, False)})
         run_id = facade.defaults(request).run_id
