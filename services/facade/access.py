@@ -177,7 +177,9 @@ class Access:
         try:
             self._admit(path, headers)
             if path in OF_ONE_FACADE and not self._alone:
-                message = f"{path} is about the requests of one facade, and this is one of several: run one alone"
+                message = (
+                    f"{path} is about the requests of one facade, and this is one of several: run one alone"
+                )
                 raise Unimplemented(path, message)
         except ServiceError as refusal:
             return http_error(refusal)
