@@ -208,7 +208,9 @@ class AnswerWriter:
         options = self._body.stream_options
         if options is None or not options.include_usage:
             return []
-        return [{**self._object("chat.completion.chunk"), "choices": [], "usage": usage(outputs, self._body.n)}]
+        return [
+            {**self._object("chat.completion.chunk"), "choices": [], "usage": usage(outputs, self._body.n)}
+        ]
 
     def _object(self, chat_kind: str) -> Json:
         name, created, model = self._head

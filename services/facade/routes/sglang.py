@@ -58,7 +58,7 @@ def _generation(router: APIRouter, facade: Facade) -> None:
         outputs = await facade.outputs(request, requests, "sglang", request_id)
         unknown = any(not output.version_spans for output in outputs)
         version = await facade.fleet.policy_version() if unknown else 0
-        return JSONResponse(writer.whole(outputs, version))
+        return await facade.answer(outputs, lambda: writer.whole(outputs, version))
 
     @router.post("/abort_request")
     async def abort_request(body: sglang.AbortRequestBody) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from services.facade.dialects import tokens, vllm
 from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
@@ -41,7 +41,8 @@ def tokens_routes(facade: Facade) -> APIRouter:
         if body.stream:
             events = EventStream(writer.events, writer.last_events)
             return EventResponse(facade, request, requests, "vllm", events, request_id)
-        return JSONResponse(writer.whole(await facade.outputs(request, requests, "vllm", request_id)))
+        outputs = await facade.outputs(request, requests, "vllm", request_id)
+        return await facade.answer(outputs, lambda: writer.whole(outputs))
 
     @router.post("/tokenize")
     async def tokenize(body: tokens.TokenizeBody) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from paceline import types as t
 from paceline.errors import Violation
@@ -74,7 +74,7 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
             names={"prompt": "prompts"},
         )
         outputs = await facade.outputs(request, requests, "trl") if requests else []
-        return JSONResponse(trl.answer(body, outputs))
+        return await facade.answer(outputs, lambda: trl.answer(body, outputs))
 
     return router
 
@@ -148,7 +148,8 @@ async def _generated(
     if body.stream:
         events = EventStream(writer.events, writer.last_events)
         return EventResponse(facade, request, requests, "vllm", events, request_id)
-    return JSONResponse(writer.whole(await facade.outputs(request, requests, "vllm", request_id)))
+    outputs = await facade.outputs(request, requests, "vllm", request_id)
+    return await facade.answer(outputs, lambda: writer.whole(outputs))
 
 
 def _trl_sampling(body: trl.TrlBody) -> trl.TrlSampling:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator
 from importlib import import_module
 from pathlib import Path
@@ -61,13 +60,13 @@ async def test_trls_own_client(stack_of: StackMaker, monkeypatch: pytest.MonkeyP
 class Router:
     """An sglang-router in front of facades."""
 
-    def __init__(self, process: subprocess.Popen[bytes], http: httpx.AsyncClient) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, http: httpx.AsyncClient) -> None:
         self.process = process
         self.http = http
 
     async def workers(self) -> list[str]:
         """Return the URLs of the workers that it uses; none while it starts."""
-        assert self.process.poll() is None, "the router has ended"
+        assert self.process.returncode is None, "the router has ended"
         try:
             answer = (await self.http.get("/workers")).json()
         except httpx.TransportError:
@@ -86,9 +85,7 @@ async def facades(stack_of: StackMaker) -> AsyncIterator[tuple[Stack, list[Runni
 
 
 @pytest.fixture
-async def router(
-    facades: tuple[Stack, list[RunningFacade]], tmp_path: Path
-) -> AsyncIterator[Router]:
+async def router(facades: tuple[Stack, list[RunningFacade]], tmp_path: Path) -> AsyncIterator[Router]:
     if not ROUTER.exists():
         pytest.skip("there is no sglang-router; scripts/sglang-router makes its environment")
     port = free_port()
@@ -98,7 +95,7 @@ async def router(
         *("--policy=round_robin", "--worker-urls", *(facade.url for facade in facades[1])),
     ]
     with (tmp_path / "router.log").open("wb") as log:
-        process = subprocess.Popen(tied(command), stdout=log, stderr=log)
+        process = await asyncio.create_subprocess_exec(*tied(command), stdout=log, stderr=log)
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=CALL) as http:
                 router = Router(process, http)
@@ -110,7 +107,7 @@ async def router(
                 yield router
         finally:
             process.kill()
-            process.wait()
+            await process.wait()
 
 
 def grown(facades: list[RunningFacade]) -> list[int]:

@@ -203,6 +203,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+async def test_a_large_answer_is_whole(stack_of: StackMaker) -> None:
+    stack = await stack_of()
+    body = {"prompt": [[1], [2]], "n": 20, "seed": SEED, "max_tokens": 300, "ignore_eos": True}
+    answer = await stack.facade.post("/v1/completions", **body, logprobs=0, return_token_ids=True)
+    want = [expected([p], slot, SEED, 300, ignore_eos=True) for p in (1, 2) for slot in range(20)]
+    found = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+    assert found == want
+
+
 async def test_a_bad_parameter_is_named(stack_of: StackMaker) -> None:
     stack = await stack_of()
     for changes, param in BAD:
