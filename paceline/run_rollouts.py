@@ -46,7 +46,9 @@ class RunRollouts:
         """Return the figures of the samples of a step that were read; ValueError if none is known."""
         if step not in self._stats:
             known = ", ".join(map(str, self._stats)) or "none"
-            raise ValueError(f"step {step}: this run has asked for no samples of it lately; it has of {known}")
+            raise ValueError(
+                f"step {step}: this run has asked for no samples of it lately; it has of {known}"
+            )
         return StepStats.joined(self._stats[step]).figures()
 
     def clear(self) -> None:
