@@ -37,17 +37,18 @@ async def staying() -> Message:
 
 
 async def streamed(events: EventStream, last_word: str) -> list[Any]:
-    """Return the events that a client gets who takes the first ones when the sample has already ended."""
+    """Return the events that a client gets who has taken the first ones when the sample has already ended."""
     client = Scripted()
+    client.held.clear()
     facade = facade_of(client)
     bodies: list[bytes] = []
 
     async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] == "http.response.body":
+            bodies.append(message["body"])
+            client.held.set()
             (group,) = facade.samples.groups
             await group.wait()
-        else:
-            bodies.append(message["body"])
 
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
     http = Request(scope, staying)
