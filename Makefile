@@ -52,5 +52,5 @@ bench: setup    ## One benchmark (NAME=gateway), result in runs/bench/NAME.json
 	$(PYTHON) -m bench.$(NAME)
 
 clean:          ## Remove environment, caches and runs
-	rm -rf .venv .venv.uv .venv-verl runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv.uv .venv-router .venv-verl runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

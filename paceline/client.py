@@ -186,6 +186,14 @@ class Run(Face[AsyncRun]):
         )
         return Rollout(finish(submitting))
 
+    def stats(self, step: int) -> dict[str, float]:
+        """Return figures of the samples of a step that were read so far, flat, for a logger of experiments.
+
+        Names begin with `rollout/`; docs/sdk.md lists them. Those of the last 8 steps are kept. ValueError: no
+        samples of the step were asked for by this object.
+        """
+        return self._core.stats(step)
+
     hint = blocking(AsyncRun.hint)
     report_rewards = blocking(AsyncRun.report_rewards)
     push_weights = blocking(AsyncRun.push_weights)
@@ -216,6 +224,10 @@ class Rollout(Face[AsyncRollout]):
     def complete(self) -> bool:
         """True if every sample was given."""
         return self._core.complete
+
+    def stats(self) -> dict[str, float]:
+        """Return figures of the samples that were given so far; those of `run.stats`, of this batch alone."""
+        return self._core.stats()
 
     def __len__(self) -> int:
         """Return the number of samples of the batch."""

@@ -12,6 +12,7 @@ from paceline.calls import GatewayCalls
 from paceline.errors import on_shard
 from paceline.shard_batch import Part, ShardBatch
 from paceline.shards import OpenShard
+from paceline.step_stats import StepStats
 
 
 class AsyncRollout:
@@ -29,6 +30,8 @@ class AsyncRollout:
         """Samples of several shards that were read and not given yet."""
         self._gathered: dict[str, list[t.Sample]] = {}
         """Prompt id -> samples of a group that is not whole yet."""
+        self.step_stats = StepStats()
+        """Figures of the samples that were given."""
 
     @property
     def submitted(self) -> t.Submitted:
@@ -46,6 +49,10 @@ class AsyncRollout:
         """True if every sample was given."""
         return not self._ahead and all(own.whole for own in self._batches.values())
 
+    def stats(self) -> dict[str, float]:
+        """Return figures of the samples that were given so far; those of `run.stats`, of this batch alone."""
+        return self.step_stats.figures()
+
     def __len__(self) -> int:
         """Return the number of samples of the batch."""
         return sum(group.samples for group in self.batch.groups)
@@ -53,7 +60,9 @@ class AsyncRollout:
     async def __aiter__(self) -> AsyncGenerator[t.Sample, None]:
         async with aclosing(self._events()) as events:
             async for part, event in events:
-                yield part.give(event)
+                sample = part.give(event)
+                self.step_stats.add(sample)
+                yield sample
 
     async def by_group(self) -> AsyncIterator[list[t.Sample]]:
         """Iterate over whole groups, each when the last of its samples has ended; a group's samples are by slot.

@@ -22,6 +22,7 @@ from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
 from paceline.errors import FailedPreconditionError, NotFoundError, PacelineError, shards_differ
 from paceline.rollout import AsyncRollout
+from paceline.run_rollouts import RunRollouts
 from paceline.safetensors import Tensors
 from paceline.sharded_tensors import ShardedTensors
 from paceline.shards import OpenShard
@@ -30,9 +31,6 @@ from paceline.version_push import VersionPush, keeps_staged
 from paceline.weight_collective import WeightCollective, push_collective
 from paceline.weight_stream import WeightStream, push_stream
 from paceline.weights import WeightFolder, push_folder
-
-# Rollouts of earlier steps that are still read; of more, the newest.
-_KEPT_ROLLOUTS = 8
 
 WeightTransport = WeightFolder | WeightStream | WeightCollective
 """Ways of weights from a trainer to the instances."""
@@ -56,8 +54,7 @@ class AsyncRun:
         """Batches so far of each step and policy version."""
         self._refused: VersionPush | None = None
         """Push whose weights are staged, and wait for unfinished samples."""
-        self._rollouts: list[AsyncRollout] = []
-        """Rollouts that are not acknowledged, of the newest step and of earlier ones that are still read."""
+        self._rollouts = RunRollouts()
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,7 +66,7 @@ class AsyncRun:
 
     def close(self) -> None:
         """Acknowledge all batches that were read to their ends: nobody will read them again."""
-        self._acknowledge(math.inf)
+        self._rollouts.acknowledge(math.inf)
 
     async def end(self) -> t.RunEnded:
         """End the job: cancel its unfinished samples, and let go of all that is kept for it, on every shard."""
@@ -116,19 +113,16 @@ class AsyncRun:
         rollout = AsyncRollout(self.client, batch)
         await rollout.begin()
         self._numbers[key] = number + 1
-        self._acknowledge(step)
-        self._rollouts.append(rollout)
+        self._rollouts.add(rollout)
         return rollout
 
-    def _acknowledge(self, before: float) -> None:
-        """Acknowledge in the background what was read to its end of steps before this one."""
-        done = [each for each in self._rollouts if each.batch.step < before and each.complete]
-        for rollout in done:
-            rollout.post_ack()
-        left = [each for each in self._rollouts if each.batch.step < before and not each.complete]
-        # Those that were left in the middle are not kept without end.
-        gone = [*done, *left[:-_KEPT_ROLLOUTS]]
-        self._rollouts = [each for each in self._rollouts if each not in gone]
+    def stats(self, step: int) -> dict[str, float]:
+        """Return figures of the samples of a step that were read so far, flat, for a logger of experiments.
+
+        Names begin with `rollout/`; docs/sdk.md lists them. Those of the last 8 steps are kept. ValueError: no
+        samples of the step were asked for by this object.
+        """
+        return self._rollouts.stats(step)
 
     async def hint(
         self,
@@ -164,9 +158,8 @@ class AsyncRun:
         clip_fraction: float | None = None,
     ) -> int:
         """Report the rewards of a batch, and what its update measured; return how many samples were known."""
-        for rollout in self._rollouts:
-            if rollout.batch.batch_id == batch_id:
-                return await rollout.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
+        if (rollout := self._rollouts.find(batch_id)) is not None:
+            return await rollout.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
         shards, given = self.client.shards, list(rewards)
 
         async def report(member: OpenShard) -> int:

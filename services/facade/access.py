@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.tokens import TokenScope
-from services.contracts.errors import ServiceError
+from services.contracts.errors import ServiceError, Unimplemented
 from services.facade.http_errors import HttpError, error_body, http_error
 from services.platform.observability.metrics import RpcMetrics
 from services.platform.security.guard import Guard, scopes_for
@@ -45,11 +45,30 @@ ABSENT = (
     "/load_lora_adapter",
     "/release_memory_occupation",
     "/resume_memory_occupation",
+    "/sleep",
     "/start_weight_update",
     "/update_weights_from_distributed",
     "/update_weights_from_tensor",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/wake_up",
 )
 """Paths of the dialects that are answered 501: weights go by folders, and devices are not lent."""
+OF_ONE_FACADE = frozenset(
+    {
+        "/abort_request",
+        "/abort_requests",
+        "/continue_generation",
+        "/flush_cache",
+        "/inference/v1/abort_requests",
+        "/is_paused",
+        "/pause",
+        "/pause_generation",
+        "/resume",
+        "/v1/loads",
+    }
+)
+"""Paths that are about the requests in work of one facade."""
 OPEN = frozenset({"/health", "/health/", "/health_generate", "/livez", "/readyz", "/docs", "/openapi.json"})
 """Paths that anybody may read: probes have no token, and the page of the API says nothing of a deployment."""
 METHODS: dict[str, str] = {
@@ -62,6 +81,10 @@ METHODS: dict[str, str] = {
     "/generate": GENERATE,
     "/abort_request": GENERATE,
     "/abort_requests": GENERATE,
+    "/detokenize": READ,
+    "/inference/v1/abort_requests": GENERATE,
+    "/inference/v1/generate": GENERATE,
+    "/tokenize": READ,
     "/server_info": READ,
     "/get_server_info": READ,
     "/model_info": READ,
@@ -102,12 +125,14 @@ class Access:
         metrics: RpcMetrics,
         most_bytes: int,
         anonymous: frozenset[TokenScope] = frozenset(),
+        alone: bool = True,
     ) -> None:
         self._app = app
         self._guard = guard
         self._metrics = metrics
         self._most_bytes = most_bytes
         self._anonymous = anonymous
+        self._alone = alone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
@@ -151,6 +176,11 @@ class Access:
         """Return the answer to a request that is refused; None: it may go on."""
         try:
             self._admit(path, headers)
+            if path in OF_ONE_FACADE and not self._alone:
+                message = (
+                    f"{path} is about the requests of one facade, and this is one of several: run one alone"
+                )
+                raise Unimplemented(path, message)
         except ServiceError as refusal:
             return http_error(refusal)
         if "chunked" in headers.get("transfer-encoding", "").lower():

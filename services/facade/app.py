@@ -22,6 +22,7 @@ from services.facade.http_errors import HttpError, error_body, http_error, valid
 from services.facade.metrics import FacadeMetrics
 from services.facade.routes.health import health_routes
 from services.facade.routes.sglang import sglang_routes
+from services.facade.routes.tokens import tokens_routes
 from services.facade.routes.vllm import vllm_routes
 from services.facade.samples import SamplesInWork
 from services.facade.serving import Facade
@@ -63,6 +64,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry) -> FastAPI:
     updates = Updates(client.current, facade.samples, metrics)
     made.include_router(health_routes(facade))
     made.include_router(vllm_routes(facade, updates))
+    made.include_router(tokens_routes(facade))
     made.include_router(sglang_routes(facade, updates))
     made.add_exception_handler(PacelineError, _failed)
     made.add_exception_handler(ServiceError, _failed)
@@ -74,6 +76,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry) -> FastAPI:
         metrics=rpc_metrics(registry),
         most_bytes=config.max_message_bytes,
         anonymous=config.anonymous_scopes,
+        alone=config.alone,
     )
     return made
 

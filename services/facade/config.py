@@ -29,6 +29,9 @@ class FacadeConfig(ServiceConfig):
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
     """Log-probabilities of vLLM's dialect: raw, as vLLM by default, or processed: after temperature, masks and
     penalties, as TRL asks of vLLM. SGLang's dialect has processed ones."""
+    alone: bool = True
+    """Whether callers reach no other facade under the same address. False: what concerns the requests of one,
+    such as pauses and aborts, is refused."""
     max_samples_per_request: int = Field(default=4096, ge=1)
     """Most samples of one request: prompts times n."""
     max_concurrent_samples: int = Field(default=16384, ge=1)

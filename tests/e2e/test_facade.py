@@ -64,3 +64,15 @@ def test_tokens_in_sglangs_dialect_are_the_same(http: httpx.Client, client: Clie
         # At temperature 1 and without masks the processed log-probabilities are the raw ones.
         values = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
         assert values == pytest.approx(sample.logprobs.tolist(), abs=1e-4)
+
+
+def test_tokens_of_vllms_endpoint_for_tokens_are_the_same(http: httpx.Client, client: Client) -> None:
+    for prompt in PROMPTS:
+        params = {"max_tokens": 24, "seed": SEED, "n": 2, "logprobs": 1}
+        body = {"token_ids": prompt, "sampling_params": params}
+        choices = http.post("/inference/v1/generate", json=body).raise_for_status().json()["choices"]
+        samples = [over_grpc(client, prompt, slot) for slot in (0, 1)]
+        assert [choice["token_ids"] for choice in choices] == [each.token_ids.tolist() for each in samples]
+        for choice, sample in zip(choices, samples, strict=True):
+            values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            assert values == pytest.approx(sample.logprobs.tolist(), abs=1e-4)

@@ -141,6 +141,10 @@ def test_an_unmodified_trainer_learns_from_what_its_policy_decodes(
     assert len(recorded.given) == 2
     assert client.versions().policy_version == before + 2
     check_by_plain_decoding(recorded)
+    assert metric(trainer, "rollout/samples") == [8, 8]
+    means = [sum(map(len, found["completion_ids"])) / 8 for _, found in recorded.given]
+    assert metric(trainer, "rollout/response_length/mean") == pytest.approx(means)
+    assert metric(trainer, "rollout/version_last") == [before + 1, before + 2]
     torch = import_module("torch")
     first, second = (policy(folder).state_dict() for folder, _ in recorded.given)
     assert any(not torch.equal(first[name], second[name]) for name in first), "the policy has learned"

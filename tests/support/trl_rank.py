@@ -50,6 +50,9 @@ class BatchInMemory(list[Sample]):
 
     batch = SimpleNamespace(policy_version=1)
 
+    def stats(self) -> dict[str, float]:
+        return {"rollout/samples": len(self)}
+
 
 def answer(prompt_id: str, prompt: Any, slot: int) -> Sample:
     tokens = np.array([*prompt, 10 + slot])
@@ -89,6 +92,7 @@ def trainer(accelerator: Any, model: Any) -> Any:
         num_iterations=1,
         num_generations=2,
         _tokenize_prompts=lambda prompts: (prompts, None, {}),
+        _log_metric=lambda name, value: None,
     )
 
 

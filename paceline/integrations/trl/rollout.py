@@ -154,6 +154,9 @@ class PacelineRollout:
             self._rewarded = (rollout, repeated)
             self._hint(trainer, repeated, sampling, rollout.batch.policy_version)
         samples = in_order(repeated.keys, rollout)
+        for name, figure in rollout.stats().items():
+            # As reward functions do: TRL averages what is logged between two of its own lines.
+            trainer._log_metric(name, figure)
         return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
 
     def _next_step(self, trainer: Any) -> int:

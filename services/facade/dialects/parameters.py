@@ -158,9 +158,17 @@ def top_k_of(top_k: int | None) -> int | None:
     return 0 if top_k == -1 else top_k
 
 
-def finite(logprobs: Iterable[float]) -> list[float]:
+def finite(logprobs: list[float]) -> list[float]:
     """Return log-probabilities that JSON can express."""
+    # Nearly always all of them can: two loops in C tell, where one in Python would take most of the writing.
+    if not logprobs or (math.isfinite(sum(logprobs)) and min(logprobs) >= LEAST_LOGPROB):
+        return logprobs
     return [max(value, LEAST_LOGPROB) if math.isfinite(value) else LEAST_LOGPROB for value in logprobs]
+
+
+def weight_versions(spans: Iterable[t.VersionSpan]) -> list[dict[str, Any]]:
+    """Return the versions that sampled a sample's tokens, as vLLM writes them."""
+    return [{"version": str(span.policy_version), "start": span.begin, "end": span.end} for span in spans]
 
 
 FINISH_REASONS: dict[t.FinishReason, str] = {

@@ -15,6 +15,7 @@ from services.facade.dialects.parameters import (
     finite,
     stops_of,
     top_k_of,
+    weight_versions,
 )
 from services.facade.samples import SampleOutput
 from services.facade.text import Tokenizer, longest_beginning, needs_text, text_of
@@ -23,19 +24,24 @@ Json = dict[str, Any]
 
 NEUTRAL: dict[str, Sequence[Any]] = {
     "audio_data": ([],),
+    "background": (False,),
     "custom_logit_processor": (),
     "image_data": ([],),
     "input_embeds": (),
+    "log_metrics": (True, False),
     "lora_path": (),
     "modalities": ([],),
+    "no_logs": (True, False),
     "priority": (0,),
+    "return_bytes": (False,),
+    "return_entropy": (False,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "session_params": (),
     "token_ids_logprob": (),
     "video_data": ([],),
 }
-"""Parameters of SGLang that are not supported, with the values that ask for nothing."""
+"""Parameters of SGLang and its router that are not supported, with the values that ask for nothing."""
 NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "custom_params": ({},),
     "ebnf": (),
@@ -92,6 +98,8 @@ class GenerateBody(Body):
     text: str | list[str] | None = None
     """Prompt, or several; or `input_ids`."""
     input_ids: list[int] | list[list[int]] | None = None
+    model: str | None = None
+    """Name of the model; must be the one that is served."""
     sampling_params: SglangSampling | None = None
     rid: str | None = None
     """Name of the request, for /abort_request."""
@@ -203,23 +211,16 @@ class SglangWriter:
         self._several = several
         self._request_id = request_id
         self._tokenizer = tokenizer
-        self._sent: dict[int, int] = {}
 
     def whole(self, outputs: Sequence[SampleOutput], version: int) -> Json | list[Json]:
         """Return the answer; `version` of the weights is that of samples that do not know their own."""
         found = [self._one(index, output, version) for index, output in enumerate(outputs)]
         return found if self._several else found[0]
 
-    def events(self, outputs: Sequence[SampleOutput]) -> list[Json]:
-        """Return an event for every sample with something new since the last call."""
-        found = []
-        for index, output in enumerate(outputs):
-            measure = len(output.token_ids) + (output.finish_reason is not None)
-            if measure > self._sent.get(index, 0):
-                self._sent[index] = measure
-                event = self._one(index, output, None)
-                found.append({**event, "index": index} if self._several else event)
-        return found
+    def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
+        """Return an event for every sample that has something new; they come with their places."""
+        found = [(index, self._one(index, output, None)) for index, output in changed]
+        return [{**event, "index": index} if self._several else event for index, event in found]
 
     def _one(self, index: int, output: SampleOutput, version: int | None) -> Json:
         spans, provenance = output.version_spans, output.provenance
@@ -231,9 +232,7 @@ class SglangWriter:
             "completion_tokens": len(output.token_ids),
             "cached_tokens": 0,
             "weight_version": None if version is None else str(version),
-            "weight_versions": [
-                {"begin": span.begin, "end": span.end, "version": span.policy_version} for span in spans
-            ],
+            "weight_versions": weight_versions(spans),
             "spec_accept_token_num": provenance.accepted,
             "spec_draft_token_num": provenance.drafted,
             "spec_verify_ct": provenance.verify_steps,

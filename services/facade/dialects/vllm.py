@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -18,6 +19,7 @@ from services.facade.dialects.parameters import (
     finite,
     stops_of,
     top_k_of,
+    weight_versions,
 )
 from services.facade.samples import SampleOutput
 from services.facade.text import TextStream, Tokenizer, longest_beginning, needs_text, text_of
@@ -32,15 +34,19 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "guided_decoding": (),
     "length_penalty": (1.0,),
     "logit_bias": ({},),
+    "no_stop_trim": (False,),
     "priority": (0,),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True, False),
     "spaces_between_special_tokens": (True,),
+    "stream_reasoning": (True, False),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Parameters of vLLM that are not supported, with the values that ask for nothing."""
+"""Parameters of vLLM and of SGLang's router that are not supported, with the values that ask for nothing."""
 
 
 class StreamOptions(Body):
@@ -50,11 +56,9 @@ class StreamOptions(Body):
     """Whether a last event has the numbers of tokens."""
 
 
-class SamplingBody(Body):
+class SamplingFields(Body):
     """Sampling parameters, under vLLM's names and with vLLM's defaults."""
 
-    model: str | None = None
-    """Name of the model; must be the one that is served."""
     n: int = 1
     """Samples of each prompt."""
     temperature: float | None = None
@@ -77,6 +81,13 @@ class SamplingBody(Body):
     """With the same seed, the same request has the same samples. Left out: one is drawn."""
     skip_special_tokens: bool = True
     """Whether the text is without special tokens; the token ids have them."""
+
+
+class SamplingBody(SamplingFields):
+    """Common part of the bodies of completions and of chat."""
+
+    model: str | None = None
+    """Name of the model; must be the one that is served."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: Json | None = None
@@ -107,20 +118,6 @@ class CompletionBody(SamplingBody):
     """Log-probabilities of the sampled tokens, and of so many of the likeliest of each position; at most 20."""
     add_special_tokens: bool = True
     """Whether text gets the special tokens that the model expects, such as one of its beginning."""
-
-
-class UpdateBody(Body):
-    """Body of /update_weights, as prime-rl sends it."""
-
-    weight_dir: str
-    """Folder of the weights, as the instances see it."""
-
-
-class AbortRequestsBody(Body):
-    """Body of /abort_requests."""
-
-    request_ids: list[str]
-    """Names of requests, `request_id` in their bodies."""
 
 
 class ChatBody(SamplingBody):
@@ -176,10 +173,10 @@ def likeliest_of(body: CompletionBody | ChatBody) -> int:
 
 
 def sampling_of(
-    body: CompletionBody | ChatBody, max_tokens: int | None, logprobs_mode: t.LogprobsMode
+    body: SamplingFields, max_tokens: int | None, logprobs_mode: t.LogprobsMode
 ) -> t.SamplingParams:
     """Return the sampling parameters of a body."""
-    return t.SamplingParams(
+    sampling = t.SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=top_k_of(body.top_k),
@@ -193,10 +190,15 @@ def sampling_of(
         stop=stops_of(body.stop),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         ignore_eos=body.ignore_eos,
+        logprobs_mode=logprobs_mode,
+    )
+    if not isinstance(body, CompletionBody | ChatBody):
+        return sampling
+    return replace(
+        sampling,
         json_schema=schema_of(body),
         top_logprobs=likeliest_of(body),
         prompt_logprobs=checked_likeliest(body.prompt_logprobs, "prompt_logprobs"),
-        logprobs_mode=logprobs_mode,
     )
 
 
@@ -251,21 +253,23 @@ class AnswerWriter:
         """Return the answer with all samples."""
         answer = self._object("" if not self._chat else "chat.completion")
         answer["choices"] = [self._choice(index, output) for index, output in enumerate(outputs)]
-        answer["usage"] = usage(outputs)
+        answer["usage"] = usage(outputs, self._body.n)
         if self._chat and self._body.return_token_ids:
             answer["prompt_token_ids"] = list(outputs[0].request.prompt_token_ids)
         return answer
 
-    def events(self, outputs: Sequence[SampleOutput]) -> list[Json]:
-        """Return the events for what is new since the last call."""
-        return [event for index, output in enumerate(outputs) if (event := self._event(index, output))]
+    def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
+        """Return the events for what is new since the last call in samples that come with their places."""
+        return [event for index, output in changed if (event := self._event(index, output))]
 
     def last_events(self, outputs: Sequence[SampleOutput]) -> list[Json]:
         """Return what follows the samples: their numbers of tokens, if they were asked for."""
         options = self._body.stream_options
         if options is None or not options.include_usage:
             return []
-        return [{**self._object("chat.completion.chunk"), "choices": [], "usage": usage(outputs)}]
+        return [
+            {**self._object("chat.completion.chunk"), "choices": [], "usage": usage(outputs, self._body.n)}
+        ]
 
     def _object(self, chat_kind: str) -> Json:
         name, created, model = self._head
@@ -327,10 +331,7 @@ class AnswerWriter:
         if reason is not None and output.prompt_logprobs is not None:
             tail["prompt_logprobs"] = self._prompt(output, output.prompt_logprobs)
         if reason is not None:
-            tail["weight_versions"] = [
-                {"begin": span.begin, "end": span.end, "version": span.policy_version}
-                for span in output.version_spans
-            ]
+            tail["weight_versions"] = weight_versions(output.version_spans)
         return tail
 
     def _logprobs_from(self, output: SampleOutput, begin: int) -> Json:
@@ -388,14 +389,8 @@ def _entry(name: str, logprob: float) -> Json:
     return {"token": name, "logprob": logprob, "bytes": None}
 
 
-def usage(outputs: Sequence[SampleOutput]) -> Json:
-    """Return the numbers of tokens: each prompt is counted once, whatever n is."""
-    prompts = {output.request.prompt_id: len(output.request.prompt_token_ids) for output in outputs}
-    prompt, completion = sum(prompts.values()), sum(len(output.token_ids) for output in outputs)
+def usage(outputs: Sequence[SampleOutput], samples: int) -> Json:
+    """Return the numbers of tokens: each prompt is counted once, however many samples it has."""
+    prompt = sum(len(output.request.prompt_token_ids) for output in outputs[::samples])
+    completion = sum(len(output.token_ids) for output in outputs)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def models(name: str, max_model_len: int) -> Json:
-    """Return the list of models: the one that is served."""
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "root": name}
-    return {"object": "list", "data": [{**model, "max_model_len": max_model_len}]}

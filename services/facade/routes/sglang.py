@@ -38,6 +38,7 @@ def _generation(router: APIRouter, facade: Facade) -> None:
         sampling = body.sampling_params or sglang.SglangSampling()
         check_unsupported(body, sglang.NEUTRAL)
         check_unsupported(sampling, sglang.NEUTRAL_SAMPLING, "sampling_params.")
+        await facade.fleet.check_model(body.model)
         prompts, several = sglang.prompts_of(body, facade.tokenizer)
         defaults = facade.defaults(request)
         requests = sample_requests(
@@ -57,7 +58,7 @@ def _generation(router: APIRouter, facade: Facade) -> None:
         outputs = await facade.outputs(request, requests, "sglang", request_id)
         unknown = any(not output.version_spans for output in outputs)
         version = await facade.fleet.policy_version() if unknown else 0
-        return JSONResponse(writer.whole(outputs, version))
+        return await facade.answer(outputs, lambda: writer.whole(outputs, version))
 
     @router.post("/abort_request")
     async def abort_request(body: sglang.AbortRequestBody) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects import trl, vllm
+from services.facade.dialects import trl, vllm, vllm_control
 from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
 from services.facade.http_errors import field_of
 from services.facade.serving import EventResponse, EventStream, Facade
@@ -30,7 +30,7 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
     async def models() -> dict[str, Any]:
         """Return the model that is served."""
         model = await facade.fleet.model()
-        return vllm.models(model.name, model.max_model_len)
+        return vllm_control.models(model.name, model.max_model_len)
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: vllm.CompletionBody, request: Request) -> Response:
@@ -70,7 +70,7 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
             names={"prompt": "prompts"},
         )
         outputs = await facade.outputs(request, requests, "trl") if requests else []
-        return JSONResponse(trl.answer(body, outputs))
+        return await facade.answer(outputs, lambda: trl.answer(body, outputs))
 
     return router
 
@@ -100,14 +100,16 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
         """Do nothing: nothing is computed with KV of other weights."""
         return Response(status_code=200)
 
-    @router.post("/abort_requests")
-    async def abort_requests(body: vllm.AbortRequestsBody) -> dict[str, Any]:
+    async def abort_requests(body: vllm_control.AbortRequestsBody) -> dict[str, Any]:
         """End requests; they are answered with what they have."""
         check_unsupported(body, {})
         return {"aborted_samples": await facade.samples.abort(set(body.request_ids).__contains__)}
 
+    for path in ("/abort_requests", "/inference/v1/abort_requests"):
+        router.post(path)(abort_requests)
+
     @router.post("/update_weights")
-    async def update_weights(body: vllm.UpdateBody, request: Request) -> dict[str, Any]:
+    async def update_weights(body: vllm_control.UpdateBody, request: Request) -> dict[str, Any]:
         """Publish the weights in a folder as the next version; samples that run go on under it."""
         check_unsupported(body, {"reset_prefix_cache": (True, False)})
         run_id = facade.defaults(request).run_id
@@ -142,7 +144,8 @@ async def _generated(
     if body.stream:
         events = EventStream(writer.events, writer.last_events)
         return EventResponse(facade, request, requests, "vllm", events, request_id)
-    return JSONResponse(writer.whole(await facade.outputs(request, requests, "vllm", request_id)))
+    outputs = await facade.outputs(request, requests, "vllm", request_id)
+    return await facade.answer(outputs, lambda: writer.whole(outputs))
 
 
 def _trl_sampling(body: trl.TrlBody) -> trl.TrlSampling:

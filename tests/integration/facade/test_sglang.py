@@ -214,8 +214,8 @@ async def test_prime_rls_update_keeps_requests_in_flight(stack_of: StackMaker, t
     stack.fakes[0].hold_at = None
     (choice,) = (await asking)["choices"]
     assert choice["weight_versions"] == [
-        {"begin": 0, "end": HELD, "version": 0},
-        {"begin": HELD, "end": 12, "version": 1},
+        {"version": "0", "start": 0, "end": HELD},
+        {"version": "1", "start": HELD, "end": 12},
     ]
     seed = sample_seed(SEED, 0, prompt_id_of(PROMPT), 0)
     want = [token_at(seed, place, 0 if place < HELD else 1)[0] for place in range(12)]

@@ -44,7 +44,7 @@ async def test_the_openai_client_gets_the_samples_of_its_seed(stack_of: StackMak
         assert choice.finish_reason == ("length" if tokens[-1] != 0 else "stop")
         assert choice.text == ""
         assert choice.logprobs.tokens == [f"token_id:{token}" for token in tokens]
-        assert choice.model_extra["weight_versions"] == [{"begin": 0, "end": len(tokens), "version": 0}]
+        assert choice.model_extra["weight_versions"] == [{"version": "0", "start": 0, "end": len(tokens)}]
     assert [choice.model_extra["prompt_token_ids"] for choice in answer.choices[::2]] == PROMPTS
     assert answer.usage.completion_tokens == sum(len(tokens) for tokens, _ in found)
     again = await complete(seed=SEED)
@@ -246,6 +246,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+async def test_a_large_answer_is_whole(stack_of: StackMaker) -> None:
+    stack = await stack_of()
+    body = {"prompt": [[1], [2]], "n": 20, "seed": SEED, "max_tokens": 300, "ignore_eos": True}
+    answer = await stack.facade.post("/v1/completions", **body, logprobs=0, return_token_ids=True)
+    want = [expected([p], slot, SEED, 300, ignore_eos=True) for p in (1, 2) for slot in range(20)]
+    found = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+    assert found == want
+
+
 async def test_a_bad_parameter_is_named(stack_of: StackMaker) -> None:
     stack = await stack_of()
     for changes, param in BAD:
@@ -262,6 +271,9 @@ async def test_values_that_ask_for_nothing_are_taken(stack_of: StackMaker) -> No
     await stack.facade.post(
         "/v1/completions", prompt=[1], max_tokens=1, stop=[], best_of=1, echo=False, logit_bias=None, user="u"
     )
+    # sglang-router writes these into every body.
+    router = {"no_stop_trim": False, "skip_special_tokens": True, "return_hidden_states": False}
+    await stack.facade.post("/v1/completions", prompt=[1], max_tokens=1, echo=False, **router)
 
 
 async def test_a_client_that_leaves_ends_its_samples(stack_of: StackMaker) -> None:
@@ -297,12 +309,17 @@ async def test_a_sample_survives_its_gateway(stack_of: StackMaker, cluster: Clus
         async for line in stream.aiter_lines():
             if not line.startswith("data: {"):
                 continue
-            tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+            (choice,) = json.loads(line[6:])["choices"]
+            tokens += choice["token_ids"]
             if fake.hold_at is not None and len(tokens) >= 5:
                 await stack.gateway.kill()
                 fake.hold_at = None
                 await cluster.gateway(port=int(port))
     assert tokens == expected([1, 2], 0, SEED, 60, ignore_eos=True)[0]
+    # The second gateway knows of the tokens since it went on, and counts them from the first one.
+    (span,) = choice["weight_versions"]
+    assert (span["version"], span["end"]) == ("0", 60)
+    assert 4 <= span["start"] <= 8
 
 
 async def test_a_request_beyond_its_time_is_a_timeout(stack_of: StackMaker) -> None:

@@ -21,6 +21,8 @@ async def test_a_step_through_the_async_run(gateway: GatewayDouble, tmp_path: Pa
         rollout = await run.rollout(0, [Group("a", [1], 3)])
         slots = [sample.slot async for sample in rollout]
         assert slots == [0, 1, 2]
+        assert run.stats(0) == rollout.stats()
+        assert run.stats(0)["rollout/samples"] == 3
         batch_id = rollout.batch.batch_id
         assert await run.report_rewards(batch_id, [paceline.Reward("a", 0, 1.0)]) == 1
         assert await client.report_rewards("run", batch_id, kl=0.5, clip_fraction=0.25) == 0

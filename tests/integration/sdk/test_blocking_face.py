@@ -48,8 +48,10 @@ def test_close_ends_a_stream_in_progress(gateway: GatewayDouble) -> None:
 
 
 async def test_it_works_inside_a_running_event_loop(client: Client) -> None:
-    rollout = client.run("run").rollout(0, [Group("a", [1], 4)])
+    run = client.run("run")
+    rollout = run.rollout(0, [Group("a", [1], 4)])
     first = next(iter(rollout)).slot
+    assert run.stats(0)["rollout/samples"] == rollout.stats()["rollout/samples"] == 1
     await asyncio.sleep(0)
     assert [first, *(sample.slot for sample in rollout)] == [0, 1, 2, 3]
 

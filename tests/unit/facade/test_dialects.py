@@ -328,13 +328,13 @@ def test_events_of_vllm_have_what_is_new() -> None:
     )
     writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
     output = output_of([1, 2])
-    (first,) = writer.events([output])
-    assert writer.events([output]) == []
+    (first,) = writer.events([(0, output)])
+    assert writer.events([(0, output)]) == []
     output.token_ids.append(3)
     output.logprobs.append(-3.0)
     output.finish_reason = t.FinishReason.LENGTH
-    (last,) = writer.events([output])
-    assert writer.events([output]) == []
+    (last,) = writer.events([(0, output)])
+    assert writer.events([(0, output)]) == []
     choices = [first["choices"][0], last["choices"][0]]
     assert [choice["token_ids"] for choice in choices] == [[1, 2], [3]]
     assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [[-1.0, -2.0], [-3.0]]
@@ -343,6 +343,11 @@ def test_events_of_vllm_have_what_is_new() -> None:
     assert "prompt_token_ids" not in choices[1]
     (end,) = writer.last_events([output])
     assert end["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+def test_each_prompt_is_counted_once_also_where_two_are_equal() -> None:
+    outputs = [output_of([1]) for _ in range(6)]
+    assert vllm.usage(outputs, 3) == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Scripted:
                 whole.logprobs,
                 t.FinishReason.LENGTH,
                 t.SampleStatus.TRUNCATED,
-                (t.VersionSpan(0, LENGTH, 4),),
+                (t.VersionSpan(0, LENGTH - begin, 4),),
                 t.Provenance(),
                 seed=1,
             )
@@ -79,6 +79,9 @@ async def test_a_lost_gateway_costs_nothing_and_the_last_token_is_sampled_again(
     assert output.token_ids == [100, 101, 102, 103, 104, 105]
     assert output.logprobs == [-100.0, -101.0, -102.0, -103.0, -104.0, -105.0]
     assert client.prefixes == [[], [100], [100, 101, 102, 103]]
+    # The last gateway counted from its own first token, and did not know of the losses.
+    assert output.version_spans == (t.VersionSpan(4, LENGTH, 4),)
+    assert output.provenance.resubmissions == 2
 
 
 async def test_a_gateway_that_gives_nothing_is_an_error() -> None:
@@ -94,9 +97,8 @@ async def test_an_aborted_request_keeps_its_tokens() -> None:
     client.held.clear()
     samples = in_work(client)
     async with samples.generate([request(0), request(1)], "rid-7") as group:
-        seen = 0
-        while seen < 6:
-            seen = await group.progress(seen)
+        while sum(len(output.token_ids) for output in group.outputs) < 6:
+            await group.news()
         assert await samples.abort("other".__eq__) == 0
         assert samples.running == 2
         assert await samples.abort("rid-7".__eq__) == 2
@@ -107,13 +109,28 @@ async def test_an_aborted_request_keeps_its_tokens() -> None:
     assert client.running == 0
 
 
+async def test_news_are_of_the_samples_that_have_changed_and_come_once() -> None:
+    client = Scripted()
+    client.held.clear()
+    async with in_work(client).generate([request(0), request(1)]) as group:
+        seen: list[int] = []
+        while len(seen) < 6:
+            seen += [index for index, _ in await group.news()]
+        assert sorted(seen) == [0, 0, 0, 1, 1, 1]
+        client.held.set()
+        await group.wait()
+        assert [index for index, _ in await group.news()] == [0, 1]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(group.news(), 0.05)
+
+
 async def test_leaving_ends_everything_and_gives_its_place_back() -> None:
     client = Scripted()
     client.held.clear()
     shown: list[int] = []
     samples = in_work(client, most=3, show=shown.append)
     async with samples.generate([request(0), request(1)]) as group:
-        await group.progress(0)
+        await group.news()
         with pytest.raises(ResourceExhausted):
             async with samples.generate([request(2), request(3)]):
                 pytest.fail("there is no place")
@@ -146,7 +163,7 @@ async def test_requests_wait_during_a_pause() -> None:
     client.held.clear()
     samples = in_work(client)
     async with samples.generate([request(0)]) as before:
-        await before.progress(0)
+        await before.news()
         samples.pause()
         draining = asyncio.create_task(samples.drained())
         async with samples.generate([request(1), request(2)]) as after:

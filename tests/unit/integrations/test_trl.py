@@ -164,6 +164,8 @@ def trainer(**changed: Any) -> Any:
         get_state_dict=lambda _: {"step": made.state.global_step},
     )
     made._tokenize_prompts = lambda prompts: (prompts, None, {})
+    made.logged = []
+    made._log_metric = lambda name, value: made.logged.append((name, value))
     for name, value in changed.items():
         setattr(args if hasattr(args, name) else made, name, value)
     return made
@@ -243,6 +245,9 @@ class FakeBatch(list[Sample]):
         self.run = run
         self.batch = SimpleNamespace(policy_version=run.version)
 
+    def stats(self) -> dict[str, float]:
+        return {"rollout/samples": len(self)}
+
     def report_rewards(self, rewards: list[Reward]) -> int:
         self.run.calls.append(("rewards", rewards))
         return len(rewards)
@@ -254,6 +259,15 @@ def test_a_rollout_answers_each_prompt_at_its_place() -> None:
     assert found["prompt_ids"] == [B, A, A, B]
     assert found["completion_ids"] == [[*B, 1], [*A, 1], [*A, 2], [*B, 2]]
     assert found["logprobs"] == [[-token / 8 for token in ids] for ids in found["completion_ids"]]
+
+
+def test_the_figures_of_each_rollout_are_logged_also_in_evaluation() -> None:
+    one = trainer()
+    rollout = PacelineRollout(FakeRun())  # type: ignore[arg-type]
+    rollout([A, A, B, B], one)
+    one.model.training = False
+    rollout([A], one)
+    assert one.logged == [("rollout/samples", 4), ("rollout/samples", 1)]
 
 
 def test_weights_are_pushed_once_for_each_global_step_and_steps_ascend() -> None:

@@ -1,0 +1,1 @@
+"""Overhead of the HTTP facade against gRPC."""

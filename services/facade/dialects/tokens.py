@@ -1,0 +1,171 @@
+"""Bodies of vLLM's endpoints for tokens: `/inference/v1/generate`, `/tokenize` and `/detokenize`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from paceline import types as t
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+from services.facade.dialects.parameters import FINISH_REASONS, Body, finite, weight_versions
+from services.facade.dialects.vllm import SamplingFields, StreamOptions, usage
+from services.facade.samples import SampleOutput
+
+Json = dict[str, Any]
+
+NEUTRAL: dict[str, Sequence[Any]] = {
+    "content_parts": ([],),
+    "ec_transfer_params": (),
+    "features": (),
+    "kv_transfer_params": (),
+    "output_mode": ("tokens",),
+    "priority": (0,),
+    "reasoning_ended": (True, False),
+    "reasoning_parser_kwargs": (),
+    "token_offsets": (),
+}
+"""Parameters of vLLM that are not supported, with the values that ask for nothing."""
+NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
+    "bad_words": ([],),
+    "detokenize": (True, False),
+    "extra_args": ({},),
+    "flat_logprobs": (False,),
+    "logit_bias": ({},),
+    "output_kind": (0, 1, 2),
+    "prompt_logprobs": (),
+    "skip_clone": (True, False),
+    "spaces_between_special_tokens": (True, False),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+}
+"""The same of its sampling parameters; those of text have no effect on an answer without text."""
+NAMES = {
+    "allowed_token_ids": "sampling_params.allowed_token_ids",
+    "max_tokens": "sampling_params.max_tokens",
+    "min_tokens": "sampling_params.min_tokens",
+    "prompt": "token_ids",
+    "stop_token_ids": "sampling_params.stop_token_ids",
+    "top_k": "sampling_params.top_k",
+}
+"""Names of the parameters in a body."""
+
+
+class TokensSampling(SamplingFields):
+    """Sampling parameters of vLLM."""
+
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    """0 or 1: those of the sampled tokens, without those of other tokens."""
+
+
+class TokensBody(Body):
+    """Body of /inference/v1/generate."""
+
+    token_ids: list[int] = Field(min_length=1)
+    """Prompt."""
+    sampling_params: TokensSampling
+    model: str | None = None
+    """Name of the model; must be the one that is served."""
+    request_id: str | None = None
+    """Name of the request, for /abort_requests."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Whether the answer has `prompt_token_ids`."""
+    cache_salt: str | None = None
+    """Has no effect: prompts of other versions of the weights are never reused."""
+
+
+class TokenizeBody(Body):
+    """Body of /tokenize."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """Body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def checked_logprobs(logprobs: int | None) -> bool:
+    """Return True if log-probabilities are wanted; InvalidArgument if those of other tokens are, too."""
+    if logprobs not in (None, 0, 1):
+        found = f"{logprobs} is not supported; 0 and 1 give those of the sampled tokens"
+        raise InvalidArgument([Violation("sampling_params.logprobs", found)])
+    return logprobs is not None
+
+
+class TokensWriter:
+    """Writes the answer to one request for tokens, whole or as events with what is new."""
+
+    def __init__(self, body: TokensBody, request_id: str, head: tuple[int, str]) -> None:
+        """`head` is the time (seconds since the epoch) and the name of the model."""
+        self._body = body
+        self._request_id = request_id
+        self._created, self._model = head
+        self._logprobs = checked_logprobs(body.sampling_params.logprobs)
+        self._sent: dict[int, int] = {}
+
+    def whole(self, outputs: Sequence[SampleOutput]) -> Json:
+        """Return the answer with all samples."""
+        choices = [self._choice(index, output, 0) for index, output in enumerate(outputs)]
+        answer = self._object(choices)
+        answer |= {"model": self._model, "created": self._created, "usage": self._usage(outputs)}
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._body.token_ids
+        return answer
+
+    def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
+        """Return the events for what is new since the last call in samples that come with their places."""
+        found = []
+        for index, output in changed:
+            event = self._object([self._choice(index, output, self._sent.get(index, 0))])
+            if self._body.return_token_ids and index not in self._sent:
+                event["prompt_token_ids"] = self._body.token_ids
+            self._sent[index] = len(output.token_ids)
+            found.append(event)
+        return found
+
+    def last_events(self, outputs: Sequence[SampleOutput]) -> list[Json]:
+        """Return what follows the samples: their numbers of tokens, if they were asked for."""
+        options = self._body.stream_options
+        if options is None or not options.include_usage:
+            return []
+        return [{**self._object([]), "usage": self._usage(outputs)}]
+
+    def _usage(self, outputs: Sequence[SampleOutput]) -> Json:
+        return usage(outputs, len(outputs))
+
+    def _object(self, choices: list[Json]) -> Json:
+        return {"request_id": self._request_id, "output_mode": "tokens", "choices": choices}
+
+    def _choice(self, index: int, output: SampleOutput, begin: int) -> Json:
+        reason = output.finish_reason
+        last = output.token_ids[-1] if output.token_ids else None
+        stops = self._body.sampling_params.stop_token_ids or ()
+        choice: Json = {
+            "index": index,
+            "token_ids": output.token_ids[begin:],
+            "logprobs": self._logprobs_from(output, begin) if self._logprobs else None,
+            "finish_reason": None if reason is None else FINISH_REASONS[reason],
+            "stop_reason": last if reason is t.FinishReason.STOP and last in stops else None,
+        }
+        if reason is not None:
+            choice["weight_versions"] = weight_versions(output.version_spans)
+        return choice
+
+    def _logprobs_from(self, output: SampleOutput, begin: int) -> Json:
+        # Clients of vLLM before 0.31 read `token`, later ones `token_id`.
+        pairs = zip(output.token_ids[begin:], finite(output.logprobs[begin:]), strict=True)
+        content = [
+            {"token": f"token_id:{token}", "token_id": token, "logprob": value, "top_logprobs": []}
+            for token, value in pairs
+        ]
+        return {"content": content}

@@ -1,0 +1,74 @@
+"""Streamed answers to clients that read slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.types import Message
+
+from services.facade.config import FacadeConfig
+from services.facade.dialects import sglang, vllm
+from services.facade.fleet import ServedFleet
+from services.facade.metrics import FacadeMetrics
+from services.facade.samples import SamplesInWork
+from services.facade.serving import EventResponse, EventStream, Facade
+from tests.unit.facade.test_samples import LENGTH, Scripted, request
+
+
+def facade_of(client: Any) -> Facade:
+    return Facade(
+        FacadeConfig(),
+        lambda: client,
+        ServedFleet(lambda: client, None),
+        SamplesInWork(lambda: client, 8, 60.0, lambda _: None),
+        None,
+        FacadeMetrics(CollectorRegistry()),
+    )
+
+
+async def staying() -> Message:
+    """Receive from a client that does not leave."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def streamed(events: EventStream, last_word: str) -> list[Any]:
+    """Return the events that a client gets who has taken the first ones when the sample has already ended."""
+    client = Scripted()
+    client.held.clear()
+    facade = facade_of(client)
+    bodies: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            bodies.append(message["body"])
+            client.held.set()
+            (group,) = facade.samples.groups
+            await group.wait()
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
+    http = Request(scope, staying)
+    await EventResponse(facade, http, [request(1)], "vllm", events)(scope, staying, send)
+    lines = b"".join(bodies).decode().split("\n\n")
+    assert lines[-2:] == [f"data: {last_word}", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+async def test_a_slow_client_gets_the_end_of_a_vllm_stream() -> None:
+    body = vllm.CompletionBody(prompt=[1], return_token_ids=True)
+    writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
+    found = await streamed(EventStream(writer.events, writer.last_events), "[DONE]")
+    choices = [event["choices"][0] for event in found]
+    assert [token for choice in choices for token in choice["token_ids"]] == [100 + n for n in range(LENGTH)]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+async def test_a_slow_client_gets_the_end_of_an_sglang_stream() -> None:
+    writer = sglang.SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None)
+    found = await streamed(EventStream(writer.events, lambda _: []), "[DONE]")
+    assert found[-1]["output_ids"] == [100 + n for n in range(LENGTH)]
+    assert found[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": LENGTH}
