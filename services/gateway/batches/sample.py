@@ -49,6 +49,22 @@ class GenerationSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchGroup:
+    """Samples of one prompt: `count` of them, from index `first`.
+
+    `prefix` are response tokens that the caller brought along.
+    """
+
+    prompt_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: sample_pb2.SamplingParams
+    expected_tokens: int = 0
+    prefix: Sequence[int] = ()
+    first: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class SampleEnding:
     """End of the sample with this index, at this time in unix seconds."""
 
@@ -105,6 +121,13 @@ class GatewaySample:
     # Length of the cached rollout, and tokens kept of it, in the attempt that kept most.
     cached_tokens: int = 0
     reused_prefix: int = 0
+
+    def afresh(self) -> GatewaySample:
+        """Return the sample as it waits without a token, after the attempts that there were."""
+        fresh = GatewaySample(self.index, self.group, self.slot, self.seed, attempt=self.attempt)
+        fresh.cancelled, fresh.keep_partial = self.cancelled, self.keep_partial
+        fresh.resubmissions = self.resubmissions + 1
+        return fresh
 
     def is_running(self, attempt: int) -> bool:
         """Return True if the sample is on an instance under this attempt, so that its events count."""

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKey
-from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
-from services.gateway.batches.sample import GatewaySample
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.batches.sample import BatchGroup, GatewaySample
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.estimator import WorkEstimator
 from services.gateway.dispatch.instance_events import InstanceEvents

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import sample_pb2
 from services.contracts.rollout import Rollout
-from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
-from services.gateway.batches.sample import GatewaySample
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.batches.sample import BatchGroup, GatewaySample
 from services.gateway.finished import history_writer as module
 from services.gateway.finished.history_writer import HistoryWriter
 from services.gateway.metrics import GatewayMetrics

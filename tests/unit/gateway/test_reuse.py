@@ -12,8 +12,8 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.rollout import Rollout, RolloutKind
 from services.contracts.seeds import sample_seed
 from services.gateway.batches.messages import BatchBuilder, exactness_of, final_sample, work_item
-from services.gateway.batches.rollout_batch import BatchGroup, RolloutBatch
-from services.gateway.batches.sample import EventEffect, GatewaySample
+from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.batches.sample import BatchGroup, EventEffect, GatewaySample
 from services.gateway.finished.history_writer import rollout_of
 from services.gateway.journal.journal_write import collect
 from tests.unit.gateway.dispatch_parts import record_of
