@@ -6,7 +6,7 @@ Needs grpcio, protobuf and numpy; imports neither torch nor vLLM.
 from paceline.adapters import Adapter
 from paceline.aio import AsyncClient
 from paceline.channel import Tls
-from paceline.client import Client, Rollout, Run
+from paceline.client import Client, OpenBatch, Rollout, Run
 from paceline.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -25,6 +25,7 @@ from paceline.errors import (
     UnimplementedError,
     Violation,
 )
+from paceline.open_batch import AsyncOpenBatch
 from paceline.retry import RetryPolicy
 from paceline.rollout import AsyncRollout
 from paceline.run import AsyncRun
@@ -59,6 +60,7 @@ from paceline.types import (
     SampleRequest,
     SampleStatus,
     SamplingParams,
+    Stale,
     Submitted,
     TokenDelta,
     UpdateFinished,
@@ -76,6 +78,7 @@ __all__ = [
     "Adapter",
     "AlreadyExistsError",
     "AsyncClient",
+    "AsyncOpenBatch",
     "AsyncRollout",
     "AsyncRun",
     "Batch",
@@ -105,6 +108,7 @@ __all__ = [
     "KnobSetting",
     "LogprobsMode",
     "NotFoundError",
+    "OpenBatch",
     "PacelineError",
     "PermissionDeniedError",
     "Provenance",
@@ -122,6 +126,7 @@ __all__ = [
     "SamplingParams",
     "Shard",
     "ShardedTensors",
+    "Stale",
     "Submitted",
     "Tls",
     "TokenDelta",
