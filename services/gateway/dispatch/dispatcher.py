@@ -91,7 +91,11 @@ class Dispatcher:
         batch.samples.extend(samples)
         self.batches.grow(len(samples))
         self.settlement.extend(batch, len(samples))
-        self.turns.run(self._enqueue(running, range(first, len(batch.samples))))
+        added = range(first, len(batch.samples))
+        self.turns.run(self._enqueue(running, added))
+        if batch.superseded:
+            # Its version has gone since they were checked.
+            self.cancel(running, added, keep_partial=True)
 
     def close(self, running: RunningBatch) -> None:
         """Let a batch end with its last sample."""

@@ -229,6 +229,13 @@ class ActiveBatches:
         running = self.by_key.get(attempt.batch.key)
         return running if running is not None and running.batch is attempt.batch else None
 
+    def check_batches(self) -> None:
+        """Check that another batch without samples may be opened. ResourceExhausted if there are too many."""
+        if len(self.by_key) >= self._max_samples:
+            raise ResourceExhausted(
+                "batches", f"{len(self.by_key)} batches are in work, the most that may be", retry_after=5.0
+            )
+
     @contextmanager
     def reserve(self, samples: int) -> Iterator[None]:
         """Count samples as unfinished while they are being recorded.

@@ -49,6 +49,7 @@ class Delivery:
         while True:
             record = await self.recovery.known(key, cursor)
             _check_cursor(record, cursor)
+            self.intake.batches.use(key)
             # Before the look at the record: what comes while events are sent is not waited for.
             running = self.intake.batches.by_key.get(key)
             changed = None if running is None else running.changed.next_change()

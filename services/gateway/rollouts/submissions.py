@@ -72,6 +72,8 @@ class Submissions:
                 raise InvalidArgument(violations)
             self.intake.check_version(request.policy_version)
             self.intake.headroom.check()
+            if opens:
+                self.intake.batches.check_batches()
             total = sum(group.samples for group in request.groups)
             with self.intake.batches.reserve(total):
                 pause_collection(self.intake.batches.unfinished)

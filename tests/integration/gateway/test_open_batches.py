@@ -59,6 +59,16 @@ async def status(gateway: RunningGateway, request: Request) -> rollout_pb2.Batch
     return (await gateway.trainer.rollouts.GetBatch(message, timeout=CALL)).batch
 
 
+async def hand_in(gateway: RunningGateway, request: Request, *, opened: bool) -> None:
+    """Submit a batch, or open it, add its groups and close it: the same comes of both."""
+    if not opened:
+        await gateway.trainer.submit(request)
+        return
+    await gateway.trainer.rollouts.OpenBatch(opening(request), timeout=CALL)
+    await add(gateway, request, *range(len(request.groups)))
+    await close(gateway, request)
+
+
 async def refused(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
     """Return code, reason and details of the error of a call."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -161,6 +171,15 @@ async def test_admission_asks_to_come_again_while_the_gateway_is_full(cluster: C
     assert (await add(gateway, request, 2)).added == 4
     await close(gateway, request)
     check_samples(request, await gateway.trainer.collect(request))
+
+
+async def test_no_more_batches_are_opened_than_samples_may_be_queued(cluster: Cluster) -> None:
+    gateway, _ = await opened(cluster, make_batch(groups=0), max_queued_samples=2)
+    await gateway.trainer.rollouts.OpenBatch(opening(make_batch(groups=0)), timeout=CALL)
+    third = opening(make_batch(groups=0))
+    code, _, found = await refused(gateway.trainer.rollouts.OpenBatch(third, timeout=CALL))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "RetryInfo" in found
 
 
 async def test_a_closed_batch_without_groups_is_complete(cluster: Cluster) -> None:

@@ -13,11 +13,11 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.sampling import ModelLimits
 from services.gateway.batches.admission import as_submission, check_groups, check_submit
 from services.gateway.batches.messages import BatchBuilder, grown
-from services.gateway.batches.sample import EventEffect, SamplePhase
+from services.gateway.batches.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase
 from services.gateway.fleet.update_book import PublishedVersion, UpdateBook
 from services.gateway.journal.batch_record import BatchHead, BatchRecord
 from services.gateway.journal.recorded_request import merged
-from tests.unit.gateway.dispatch_parts import a_batch
+from tests.unit.gateway.dispatch_parts import DispatchParts, a_batch
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=64)
 BUILDER = BatchBuilder(max_seconds=10.0, max_attempts=3)
@@ -184,3 +184,15 @@ def test_without_a_bound_nothing_is_too_old() -> None:
     assert batch.extend(0, attempt, [5], [-1.0], 2.0)
     batch.current_version += 100
     assert not batch.is_stale(0)
+
+
+async def test_samples_that_are_added_when_their_version_has_just_gone_end_like_the_others() -> None:
+    parts = DispatchParts()
+    batch = a_batch(1, open=True)
+    running = parts.dispatcher.add(batch)
+    parts.dispatcher.go_on(running, None)
+    group = BatchGroup("q", [1], sample_pb2.SamplingParams(), first=1, count=2)
+    parts.dispatcher.extend(running, [group], [GatewaySample(index, 1, index - 1, 7) for index in (1, 2)])
+    await parts.until(lambda: batch.ended == 3)
+    assert {each.status for each in batch.endings} == {sample_pb2.SAMPLE_STATUS_ABORTED}
+    assert (parts.batches.unfinished, parts.batches.held) == (0, 3)
