@@ -6,7 +6,7 @@ Needs grpcio, protobuf and numpy; imports neither torch nor vLLM.
 from paceline.adapters import Adapter
 from paceline.aio import AsyncClient
 from paceline.channel import Tls
-from paceline.client import Client, Rollout, Run
+from paceline.client import Client, OpenBatch, Rollout, Run
 from paceline.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -25,6 +25,7 @@ from paceline.errors import (
     UnimplementedError,
     Violation,
 )
+from paceline.open_batch import AsyncOpenBatch
 from paceline.retry import RetryPolicy
 from paceline.rollout import AsyncRollout
 from paceline.run import AsyncRun
@@ -60,6 +61,7 @@ from paceline.types import (
     SampleRequest,
     SampleStatus,
     SamplingParams,
+    Stale,
     Submitted,
     TokenDelta,
     UpdateFinished,
@@ -77,6 +79,7 @@ __all__ = [
     "Adapter",
     "AlreadyExistsError",
     "AsyncClient",
+    "AsyncOpenBatch",
     "AsyncRollout",
     "AsyncRun",
     "Batch",
@@ -106,6 +109,7 @@ __all__ = [
     "KnobSetting",
     "LogprobsMode",
     "NotFoundError",
+    "OpenBatch",
     "PacelineError",
     "PermissionDeniedError",
     "PromptLogprobs",
@@ -124,6 +128,7 @@ __all__ = [
     "SamplingParams",
     "Shard",
     "ShardedTensors",
+    "Stale",
     "Submitted",
     "Tls",
     "TokenDelta",

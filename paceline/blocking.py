@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -85,6 +86,30 @@ def iterate(events: AsyncIterator[R]) -> Generator[R, None, None]:
     finally:
         if isinstance(events, AsyncGenerator):
             finish(_close(events))
+
+
+@contextmanager
+def entered(manager: AbstractAsyncContextManager[R, bool | None]) -> Iterator[R]:
+    """Enter an asynchronous context manager that never suspends, and leave it with what leaves this one."""
+    value = finish(_enter(manager))
+    try:
+        yield value
+    except BaseException as error:
+        if not finish(_leave(manager, error)):
+            raise
+    else:
+        finish(_leave(manager, None))
+
+
+async def _enter(manager: AbstractAsyncContextManager[R, bool | None]) -> R:
+    return await manager.__aenter__()
+
+
+async def _leave(
+    manager: AbstractAsyncContextManager[Any, bool | None], error: BaseException | None
+) -> bool | None:
+    traceback = error.__traceback__ if error is not None else None
+    return await manager.__aexit__(type(error) if error is not None else None, error, traceback)
 
 
 async def _next(events: AsyncIterator[R]) -> R:

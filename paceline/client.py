@@ -10,16 +10,18 @@ Methods raise `PacelineError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Self
 
 from paceline import types as t
-from paceline.blocking import Face, blocking, blocking_stream, finish, iterate
+from paceline.blocking import Face, blocking, blocking_stream, entered, finish, iterate
 from paceline.calls import GatewayCalls
 from paceline.calls.caller import STREAM_SECONDS
 from paceline.channel import Tls
 from paceline.grpc_transport import BlockingTransport, ConnectionOptions
+from paceline.open_batch import AsyncOpenBatch
 from paceline.retry import RetryPolicy
 from paceline.rollout import AsyncRollout
 from paceline.run import AsyncRun, WeightTransport
@@ -100,6 +102,9 @@ class Client(Face[GatewayCalls]):
     cancel = blocking(GatewayCalls.cancel)
     hint = blocking(GatewayCalls.hint)
     report_rewards = blocking(GatewayCalls.report_rewards)
+    open_batch = blocking(GatewayCalls.open_batch)
+    add_samples = blocking(GatewayCalls.add_samples)
+    close_batch = blocking(GatewayCalls.close_batch)
     batch = blocking(GatewayCalls.batch)
     batches = blocking_stream(GatewayCalls.batches)
     end_run = blocking(GatewayCalls.end_run)
@@ -194,6 +199,41 @@ class Run(Face[AsyncRun]):
         """
         return self._core.stats(step)
 
+    @contextmanager
+    def open_batch(
+        self,
+        step: int,
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        policy_version: int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        weight: int = 1,
+        max_staleness: int | None = None,
+        stale: t.Stale = t.Stale.REFUSE,
+    ) -> Iterator[OpenBatch]:
+        """Open a batch, to which groups are added while its samples are generated and read; close it when left.
+
+        An exception leaves it open, for a trainer that is restarted and opens it again; the gateway closes a batch
+        that nobody has to do with. Without `max_staleness` the samples are of the batch's version. With it, the
+        batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished samples
+        whose first token is more than so many versions behind. The other parameters are those of `rollout`.
+        """
+        opening = self._core.open_batch(
+            step,
+            sampling,
+            exactness=exactness,
+            policy_version=policy_version,
+            deadline=deadline,
+            priority=priority,
+            weight=weight,
+            max_staleness=max_staleness,
+            stale=stale,
+        )
+        with entered(opening) as opened:
+            yield OpenBatch(opened)
+
     hint = blocking(AsyncRun.hint)
     report_rewards = blocking(AsyncRun.report_rewards)
     push_weights = blocking(AsyncRun.push_weights)
@@ -240,3 +280,32 @@ class Rollout(Face[AsyncRollout]):
     ack = blocking(AsyncRollout.ack)
     cancel = blocking(AsyncRollout.cancel)
     report_rewards = blocking(AsyncRollout.report_rewards)
+
+
+class OpenBatch(Rollout):
+    """The samples of an open batch. Each is given once, over all iterations together.
+
+    Iterations end when the batch is closed and every sample was given.
+    """
+
+    _core: AsyncOpenBatch
+
+    def add(self, groups: Iterable[t.Group]) -> int:
+        """Add groups, and return how many samples they have; those of groups that are there are not counted.
+
+        A prompt id names one group of the batch: the same group again is passed over, so a call that failed may be
+        repeated. Waits while the gateway is full.
+
+        FailedPreconditionError: nothing can be added. Reasons: BATCH_CLOSED, after `close` or `cancel`, after the
+        deadline, or where the gateway has closed a batch that nobody had to do with; BATCH_STALE, where newer
+        versions were published than `max_staleness` allows; VERSION_MISMATCH, for a batch without one.
+        ResourceExhaustedError: the batch is as large as it may be; close it and open another.
+        """
+        return finish(self._core.add(groups))
+
+    def close(self) -> int:
+        """Let nothing be added any more, so that iterations end; return how many samples the batch has.
+
+        It may be repeated. Leaving `open_batch` without an exception does it, too.
+        """
+        return finish(self._core.close())

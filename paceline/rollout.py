@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -22,9 +22,7 @@ class AsyncRollout:
         self._shards = client.shards
         self.batch = batch
         self._batches: dict[str, ShardBatch] = {}
-        for member, groups in self._shards.split(batch.groups):
-            own = replace(batch, batch_id=self._shards.id_of(batch.batch_id), groups=groups)
-            self._batches[member.name] = ShardBatch(member.calls, own)
+        self._divide(client, batch)
         self._members = [member for member in self._shards.members if member.name in self._batches]
         self._ahead: deque[tuple[Part, t.SampleEvent]] = deque()
         """Samples of several shards that were read and not given yet."""
@@ -32,6 +30,11 @@ class AsyncRollout:
         """Prompt id -> samples of a group that is not whole yet."""
         self.step_stats = StepStats()
         """Figures of the samples that were given."""
+        self._whole: deque[list[t.Sample]] = deque()
+        """Whole groups that were not given yet."""
+        self._wanted: dict[str, int] = {}
+        """Prompt id -> number of samples."""
+        self._want(batch.groups)
 
     @property
     def submitted(self) -> t.Submitted:
@@ -54,8 +57,8 @@ class AsyncRollout:
         return self.step_stats.figures()
 
     def __len__(self) -> int:
-        """Return the number of samples of the batch."""
-        return sum(group.samples for group in self.batch.groups)
+        """Return the number of samples of the batch, so far if it is open."""
+        return sum(self._wanted.values())
 
     async def __aiter__(self) -> AsyncGenerator[t.Sample, None]:
         async with aclosing(self._events()) as events:
@@ -69,13 +72,36 @@ class AsyncRollout:
 
         Samples of groups that are not whole when the iteration is left are given by the next `by_group`.
         """
-        wanted = {group.prompt_id: group.samples for group in self.batch.groups}
         async with aclosing(self.__aiter__()) as samples:
-            async for sample in samples:
-                group = self._gathered.setdefault(sample.prompt_id, [])
-                group.append(sample)
-                if len(group) == wanted[sample.prompt_id]:
-                    yield sorted(self._gathered.pop(sample.prompt_id), key=lambda each: each.slot)
+            while True:
+                while self._whole:
+                    yield self._whole.popleft()
+                sample = await anext(samples, None)
+                if sample is None:
+                    return
+                self._gathered.setdefault(sample.prompt_id, []).append(sample)
+                self._collect(sample.prompt_id)
+
+    def _divide(self, client: GatewayCalls, batch: t.Batch) -> None:
+        """Give each shard its part of the batch."""
+        for member, groups in self._shards.split(batch.groups):
+            self._batches[member.name] = ShardBatch(member.calls, self._own(batch, groups))
+
+    def _own(self, batch: t.Batch, groups: Sequence[t.Group]) -> t.Batch:
+        return replace(batch, batch_id=self._shards.id_of(batch.batch_id), groups=groups)
+
+    def _want(self, groups: Iterable[t.Group]) -> None:
+        """Count groups as part of the batch."""
+        for group in groups:
+            self._wanted[group.prompt_id] = group.samples
+            # Of a trainer that was restarted, samples may come before their group is added again.
+            self._collect(group.prompt_id)
+
+    def _collect(self, prompt_id: str) -> None:
+        """Take out a group that is whole."""
+        gathered = self._gathered.get(prompt_id, ())
+        if gathered and len(gathered) == self._wanted.get(prompt_id):
+            self._whole.append(sorted(self._gathered.pop(prompt_id), key=lambda each: each.slot))
 
     def _events(self) -> AsyncGenerator[tuple[Part, t.SampleEvent], None]:
         """Return the samples of all shards, which are read at once."""
@@ -94,7 +120,10 @@ class AsyncRollout:
         await self._shards.all(lambda member: self._batches[member.name].begin(), self._members)
 
     async def cancel(self, *, keep_partial: bool = False) -> int:
-        """End unfinished samples and return how many they were; they are delivered as ABORTED."""
+        """End unfinished samples and return how many they were; they are delivered as ABORTED.
+
+        An open batch is closed by this.
+        """
         return sum(await self._on_all(lambda own: own.cancel(keep_partial=keep_partial)))
 
     async def report_rewards(

@@ -1,8 +1,19 @@
-"""The rollouts of a run: which ones are read, when they are acknowledged, and the figures of their samples."""
+"""The batches of a training job: submitted whole, or opened and added to."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
+
+from paceline import types as t
+from paceline.calls import GatewayCalls
+from paceline.errors import NotFoundError
+from paceline.open_batch import AsyncOpenBatch
 from paceline.rollout import AsyncRollout
+from paceline.shards import OpenShard
+from paceline.split import first_part
 from paceline.step_stats import StepStats
 
 # Rollouts of earlier steps that are still read; of more, the newest.
@@ -12,23 +23,137 @@ _KEPT_STEPS = 8
 
 
 class RunRollouts:
-    """Rollouts that are not acknowledged, of the newest step and of earlier ones that are still read."""
+    """Batches, hints and rewards of one training job."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: GatewayCalls, run_id: str, seed: int) -> None:
+        self.client = client
+        self.run_id = run_id
+        self._seed = seed
+        self._numbers: dict[tuple[int, int], int] = {}
+        """Batches so far of each step and policy version."""
         self._rollouts: list[AsyncRollout] = []
+        """Rollouts that are not acknowledged, of the newest step and of earlier ones that are still read."""
         self._stats: dict[int, list[StepStats]] = {}
         """Figures of the rollouts of each step, those of the newest step last."""
 
-    def add(self, rollout: AsyncRollout) -> None:
-        """Take a rollout that was submitted, and acknowledge what was read to its end of earlier steps."""
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, raised: object, *_: object) -> None:
+        """Acknowledge what was read, unless an exception ends the run."""
+        if raised is None:
+            self.close()
+
+    def close(self) -> None:
+        """Acknowledge all batches that were read to their ends: nobody will read them again."""
+        self._acknowledge(math.inf)
+
+    async def end(self) -> t.RunEnded:
+        """End the job: cancel its unfinished samples, and let go of all that is kept for it, on every shard."""
+        self._rollouts.clear()
+        ended = await self.client.shards.all(lambda member: member.calls.end_run(self.run_id))
+        return t.RunEnded(sum(each.batches for each in ended), sum(each.cancelled for each in ended))
+
+    async def rollout(
+        self,
+        step: int,
+        groups: Sequence[t.Group],
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        policy_version: int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        weight: int = 1,
+    ) -> AsyncRollout:
+        """Submit a batch and return its samples as an iterable, in completion order.
+
+        The samples are of the published policy version unless `policy_version` names another. Batches of higher
+        `priority` are placed first; within one, runs share the instances by `weight`. A batch that is too large for
+        one call (16 MiB, 65,536 samples) is submitted in parts and read as one, a part at a time in turn. Those of
+        earlier steps that were read to their ends are acknowledged: they cannot be read again.
+        """
+        if policy_version is None:
+            policy_version = await self.client.shards.version()
+        batch = t.Batch(
+            run_id=self.run_id,
+            batch_id=self._name(step, policy_version),
+            step=step,
+            policy_version=policy_version,
+            groups=groups,
+            sampling=sampling or t.SamplingParams(),
+            exactness=exactness or t.Exactness(),
+            run_seed=self._seed,
+            deadline=deadline,
+            priority=priority,
+            weight=weight,
+        )
+        rollout = AsyncRollout(self.client, batch)
+        await self._begin(rollout)
+        return rollout
+
+    @asynccontextmanager
+    async def open_batch(
+        self,
+        step: int,
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        policy_version: int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        weight: int = 1,
+        max_staleness: int | None = None,
+        stale: t.Stale = t.Stale.REFUSE,
+    ) -> AsyncIterator[AsyncOpenBatch]:
+        """Open a batch, to which groups are added while its samples are generated and read; close it when left.
+
+        An exception leaves it open, for a trainer that is restarted and opens it again; the gateway closes a batch
+        that nobody has to do with. Without `max_staleness` the samples are of the batch's version. With it, the
+        batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished samples
+        whose first token is more than so many versions behind. The other parameters are those of `rollout`.
+        """
+        if policy_version is None:
+            policy_version = await self.client.shards.version()
+        opened = AsyncOpenBatch(
+            self.client,
+            t.Batch(
+                run_id=self.run_id,
+                batch_id=self._name(step, policy_version),
+                step=step,
+                policy_version=policy_version,
+                groups=(),
+                sampling=sampling or t.SamplingParams(),
+                exactness=exactness or t.Exactness(),
+                run_seed=self._seed,
+                deadline=deadline,
+                priority=priority,
+                weight=weight,
+                max_staleness=max_staleness,
+                stale=stale,
+            ),
+        )
+        await self._begin(opened)
+        yield opened
+        await opened.close()
+
+    def _name(self, step: int, policy_version: int) -> str:
+        """Return the id of the next batch of a step and version."""
+        return f"step-{step:06d}.v{policy_version}.{self._numbers.get((step, policy_version), 0)}"
+
+    async def _begin(self, rollout: AsyncRollout) -> None:
+        """Submit or open a batch, and count it."""
+        await rollout.begin()
+        key = (rollout.batch.step, rollout.batch.policy_version)
+        self._numbers[key] = self._numbers.get(key, 0) + 1
         step = rollout.batch.step
-        self.acknowledge(step)
+        self._acknowledge(step)
         self._rollouts.append(rollout)
         self._stats[step] = [*self._stats.pop(step, []), rollout.step_stats]
         while len(self._stats) > _KEPT_STEPS:
             del self._stats[next(iter(self._stats))]
 
-    def acknowledge(self, before: float) -> None:
+    def _acknowledge(self, before: float) -> None:
         """Acknowledge in the background what was read to its end of steps before this one."""
         done = [each for each in self._rollouts if each.batch.step < before and each.complete]
         for rollout in done:
@@ -38,12 +163,12 @@ class RunRollouts:
         gone = [*done, *left[:-_KEPT_ROLLOUTS]]
         self._rollouts = [each for each in self._rollouts if each not in gone]
 
-    def find(self, batch_id: str) -> AsyncRollout | None:
-        """Return the rollout of a batch; None if it is not kept."""
-        return next((each for each in self._rollouts if each.batch.batch_id == batch_id), None)
-
     def stats(self, step: int) -> dict[str, float]:
-        """Return the figures of the samples of a step that were read; ValueError if none is known."""
+        """Return figures of the samples of a step that were read so far, flat, for a logger of experiments.
+
+        Names begin with `rollout/`; docs/sdk.md lists them. Those of the last 8 steps are kept. ValueError: no
+        samples of the step were asked for by this object.
+        """
         if step not in self._stats:
             known = ", ".join(map(str, self._stats)) or "none"
             raise ValueError(
@@ -51,6 +176,54 @@ class RunRollouts:
             )
         return StepStats.joined(self._stats[step]).figures()
 
-    def clear(self) -> None:
-        """Forget the rollouts."""
-        self._rollouts.clear()
+    async def hint(
+        self,
+        step: int,
+        groups: Sequence[t.Group],
+        sampling: t.SamplingParams | None = None,
+        *,
+        policy_version: int,
+        exactness: t.Exactness | None = None,
+    ) -> int:
+        """Announce the prompts of a coming step; return how many samples may be pre-generated.
+
+        Of a step that is too large for one call, the first part is announced; on each shard, its prompts.
+        """
+        sampling, exactness = sampling or t.SamplingParams(), exactness or t.Exactness()
+        parts = {member.name: first_part(own) for member, own in self.client.shards.split(groups)}
+
+        async def announce(member: OpenShard) -> int:
+            own = parts[member.name]
+            return await member.calls.hint(
+                t.BatchHint(self.run_id, step, policy_version, own, sampling, exactness, self._seed)
+            )
+
+        shards = self.client.shards
+        return sum(await shards.all(announce, [each for each in shards.members if each.name in parts]))
+
+    async def report_rewards(
+        self,
+        batch_id: str,
+        rewards: Iterable[t.Reward] = (),
+        *,
+        kl: float | None = None,
+        clip_fraction: float | None = None,
+    ) -> int:
+        """Report the rewards of a batch, and what its update measured; return how many samples were known."""
+        for rollout in self._rollouts:
+            if rollout.batch.batch_id == batch_id:
+                return await rollout.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
+        shards, given = self.client.shards, list(rewards)
+
+        async def report(member: OpenShard) -> int:
+            try:
+                return await member.calls.report_rewards(
+                    self.run_id, shards.id_of(batch_id), given, kl=kl, clip_fraction=clip_fraction
+                )
+            except NotFoundError:
+                # A small batch is not on all shards.
+                if shards.alone:
+                    raise
+                return 0
+
+        return sum(await shards.all(report))

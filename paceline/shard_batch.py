@@ -129,6 +129,9 @@ class ShardBatch:
         places = [part.reading.place for part in self.parts]
         return [(place.run_id, place.batch_id, place.acked) for place in places if place.acked]
 
+    async def _send(self, batch: t.Batch, queues: bool) -> t.Submitted:
+        return await self._client.send_batch(batch, queues=queues)
+
     async def _submit(self, part: Part, queues: bool) -> bool:
         """Submit a part, if it has not been; return False if the gateway has no room for it yet."""
         if part.submitted is not None:
@@ -136,7 +139,7 @@ class ShardBatch:
         try:
             batch = part.reading.batch
             assert batch is not None, "it was given with the rollout"
-            part.submitted = await self._client.send_batch(batch, queues=queues)
+            part.submitted = await self._send(batch, queues)
         except ResourceExhaustedError as error:
             if queues or error.retry_after is None:
                 raise

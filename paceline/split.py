@@ -22,7 +22,7 @@ def parts_of(batch: t.Batch, most_samples: int = MAX_SAMPLES, most_bytes: int = 
 
     The same batch always has the same parts. Seeds depend on prompt and slot only, so a group is never split.
     """
-    runs = list(_runs(batch.groups, most_samples, most_bytes))
+    runs = list(runs_of(batch.groups, most_samples, most_bytes))
     if len(runs) == 1:
         return [batch]
     ids = [f"{batch.batch_id}.part{number}of{len(runs)}" for number in range(1, len(runs) + 1)]
@@ -31,10 +31,12 @@ def parts_of(batch: t.Batch, most_samples: int = MAX_SAMPLES, most_bytes: int = 
 
 def first_part(groups: Sequence[t.Group]) -> Sequence[t.Group]:
     """Return as many groups as fit into one message."""
-    return next(_runs(groups, MAX_SAMPLES, _MAX_BYTES))
+    return next(runs_of(groups))
 
 
-def _runs(groups: Sequence[t.Group], most_samples: int, most_bytes: int) -> Iterator[Sequence[t.Group]]:
+def runs_of(
+    groups: Sequence[t.Group], most_samples: int = MAX_SAMPLES, most_bytes: int = _MAX_BYTES
+) -> Iterator[Sequence[t.Group]]:
     """Yield consecutive groups that together are within the limits, as many as possible each time."""
     # Sizes are seldom needed, and to know them is to encode the groups.
     size_of = _least_effort if sum(map(_least_effort, groups)) <= most_bytes else _encoded

@@ -33,14 +33,16 @@ class BatchPlace:
     run_id: str
     batch_id: str
     cursor: int = 0
-    total: int = 0
-    """Samples of the batch; 0 while unknown."""
+    total: int | None = None
+    """Samples of the batch, as far as it is known."""
     taken: int = 0
     """Samples that were read."""
     asked: int = 0
     """Cursor of the last request."""
     acked: int = 0
     """Cursor that was acknowledged: what is before it does not come again."""
+    open: bool = False
+    """Samples may still be added, as far as known."""
     _missing: int = 0
     _slots: dict[str, int] = field(default_factory=dict)
     """For each prompt the slots that were read, as bits."""
@@ -63,6 +65,7 @@ class BatchPlace:
 
     def read(self, answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleEvent]:
         """Yield the samples that were not read before. The place follows those that were taken."""
+        self.total, self.open = answer.total, answer.open
         for each in answer.earlier:
             yield from self._read(answer, each.cursor, each.sample)
         # Events of a later protocol are passed over.
@@ -73,18 +76,21 @@ class BatchPlace:
     ) -> Iterator[t.SampleEvent]:
         if cursor <= self.cursor:
             return
-        self.cursor, self.total = cursor, answer.total
+        self.cursor = cursor
         self._missing = answer.total - answer.finished
         if sample is not None and self._take(sample.prompt_id, sample.slot):
             yield t.SampleEvent(cursor, convert.sample(sample), answer.finished, answer.total)
 
     def complete(self) -> bool:
         """Return True if no sample is known to be missing."""
-        return self.taken >= self.total if self._from_start else self._missing <= 0
+        if self.open:
+            return False
+        return self.taken >= (self.total or 0) if self._from_start else self._missing <= 0
 
     def whole(self) -> bool:
         """Return True if every sample of the batch was read."""
-        return self._from_start and 0 < self.total <= self.taken
+        known = self.total is not None and not self.open
+        return self._from_start and known and self.taken >= (self.total or 0)
 
     def _take(self, prompt_id: str, slot: int) -> bool:
         """Count a sample; return False if it was read before."""

@@ -68,6 +68,29 @@ class RolloutCalls(Caller):
         unary = Unary("Rollout", "SubmitRollouts", request)
         return convert.submitted(await self.call(unary, queues=queues))
 
+    async def open_batch(self, batch: t.Batch) -> bool:
+        """Open a batch, to which its groups are added afterwards; return True if it was open, or had been, already.
+
+        While a batch is open and not read, added to or acknowledged, the gateway closes it after some time.
+        """
+        unary = Unary("Rollout", "OpenBatch", convert.opening_to_proto(batch))
+        return bool((await self.call(unary)).already_opened)
+
+    async def add_samples(self, run_id: str, batch_id: str, groups: Iterable[t.Group]) -> int:
+        """Add groups to an open batch, all or none; return how many samples they have.
+
+        Groups that the batch has already are passed over: the call may be repeated. It waits while the gateway is
+        full. FailedPreconditionError, reason BATCH_CLOSED or BATCH_STALE: nothing can be added any more.
+        """
+        messages = [convert.group_to_proto(group) for group in groups]
+        request = rollout_pb2.AddSamplesRequest(run_id=run_id, batch_id=batch_id, groups=messages)
+        return int((await self.call(Unary("Rollout", "AddSamples", request))).added)
+
+    async def close_batch(self, run_id: str, batch_id: str) -> int:
+        """Let nothing be added to a batch any more; return how many samples it has. May be repeated."""
+        request = rollout_pb2.CloseBatchRequest(run_id=run_id, batch_id=batch_id)
+        return int((await self.call(Unary("Rollout", "CloseBatch", request))).total)
+
     def post_ack(self, run_id: str, batch_id: str, cursor: int) -> None:
         """Acknowledge in the background. Without effect where it fails: the gateway keeps the samples longer."""
         request = rollout_pb2.AckRolloutsRequest(run_id=run_id, batch_id=batch_id, cursor=cursor)

@@ -27,6 +27,7 @@ _OPTIONAL_SAMPLING = (
 _MODE = EnumPair(t.LogprobsMode, sample_pb2.LogprobsMode, "LOGPROBS_MODE")
 _LEVEL = EnumPair(t.ExactnessLevel, sample_pb2.ExactnessLevel, "EXACTNESS_LEVEL")
 _REASON = EnumPair(t.FinishReason, sample_pb2.FinishReason, "FINISH_REASON")
+_STALE = EnumPair(t.Stale, rollout_pb2.Stale, "STALE")
 _STATUS = EnumPair(t.SampleStatus, sample_pb2.SampleStatus, "SAMPLE_STATUS")
 
 
@@ -84,6 +85,28 @@ def batch_to_proto(batch: t.Batch) -> rollout_pb2.SubmitRolloutsRequest:
     )
     if batch.deadline is not None:
         request.deadline.CopyFrom(duration(batch.deadline))
+    if batch.max_staleness is not None:
+        request.max_staleness, request.stale = batch.max_staleness, _STALE.number(batch.stale)
+    return request
+
+
+def opening_to_proto(batch: t.Batch) -> rollout_pb2.OpenBatchRequest:
+    """Return the opening of a batch, whose groups are added afterwards."""
+    request = rollout_pb2.OpenBatchRequest(
+        run_id=batch.run_id,
+        batch_id=batch.batch_id,
+        step=batch.step,
+        policy_version=batch.policy_version,
+        sampling=sampling_to_proto(batch.sampling),
+        exactness=exactness_to_proto(batch.exactness),
+        run_seed=batch.run_seed,
+        priority=batch.priority,
+        weight=batch.weight,
+    )
+    if batch.deadline is not None:
+        request.deadline.CopyFrom(duration(batch.deadline))
+    if batch.max_staleness is not None:
+        request.max_staleness, request.stale = batch.max_staleness, _STALE.number(batch.stale)
     return request
 
 
@@ -214,4 +237,5 @@ def batch_status(message: rollout_pb2.BatchStatus) -> t.BatchStatus:
         finished=message.finished,
         acknowledged=message.acknowledged,
         cursor=message.cursor,
+        open=message.open,
     )

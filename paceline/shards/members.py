@@ -69,6 +69,20 @@ class Shards:
         ]
         return [part for part in parts if part[1]] or [(self.members[0], groups)]
 
+    def spread(self, groups: Sequence[t.Group]) -> dict[str, list[t.Group]]:
+        """Return the groups of each shard that has some, by its name; a prompt's depends on nothing but the shards.
+
+        So what is added bit by bit comes to the same shard, however it is divided into bits. The shards' shares are
+        as even as chance makes them.
+        """
+        if self.alone:
+            return {self.members[0].name: list(groups)} if groups else {}
+        shards, parts = [member.shard for member in self.members], dict[str, list[t.Group]]()
+        for group in groups:
+            (index,) = assign([group.prompt_id], shards)
+            parts.setdefault(self.members[index].name, []).append(group)
+        return parts
+
     async def all(
         self,
         work: Callable[[OpenShard], Awaitable[R]],

@@ -26,6 +26,7 @@ from paceline.types.rollouts import (
     SampleKey,
     SampleRequest,
     SamplingParams,
+    Stale,
     Submitted,
     TokenIds,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "SampleRequest",
     "SampleStatus",
     "SamplingParams",
+    "Stale",
     "StreamStarted",
     "Submitted",
     "TokenDelta",

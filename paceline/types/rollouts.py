@@ -36,6 +36,18 @@ class ExactnessLevel(StrEnum):
     """Standard speculative sampling: the policy's distribution, but tokens depend on the drafts."""
 
 
+class Stale(StrEnum):
+    """Treatment of samples whose first token is of a version more than `max_staleness` behind the published one.
+
+    Samples that have ended are delivered as they are; their `version_spans` say of which versions they are.
+    """
+
+    REFUSE = "refuse"
+    """They end as ABORTED. Nothing is added to a batch whose own version is so old: FailedPreconditionError."""
+    REGENERATE = "regenerate"
+    """They are generated anew under the published version."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters. None takes the service's default, named beside each field."""
@@ -162,6 +174,10 @@ class Batch:
     """Batches of higher priority are placed first."""
     weight: int = 1
     """Share of the instances that the run gets among runs of one priority, relative to theirs; >= 1."""
+    max_staleness: int | None = None
+    """None: the samples are of `policy_version`, as above. Otherwise each begins under the version that is
+    published then, and `stale` says what becomes of those that fall further behind."""
+    stale: Stale = Stale.REFUSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +256,8 @@ class BatchStatus:
     acknowledged: int
     cursor: int
     """Cursor of the last event so far."""
+    open: bool = False
+    """Groups may still be added."""
 
 
 @dataclass(frozen=True, slots=True)

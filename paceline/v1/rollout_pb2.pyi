@@ -4,12 +4,22 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from paceline.v1 import sample_pb2 as _sample_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Stale(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STALE_UNSPECIFIED: _ClassVar[Stale]
+    STALE_REFUSE: _ClassVar[Stale]
+    STALE_REGENERATE: _ClassVar[Stale]
+STALE_UNSPECIFIED: Stale
+STALE_REFUSE: Stale
+STALE_REGENERATE: Stale
 
 class Group(_message.Message):
     __slots__ = ("prompt_id", "prompt_token_ids", "samples", "sampling", "expected_tokens")
@@ -26,7 +36,7 @@ class Group(_message.Message):
     def __init__(self, prompt_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[int] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ...) -> None: ...
 
 class SubmitRolloutsRequest(_message.Message):
-    __slots__ = ("run_id", "batch_id", "step", "policy_version", "groups", "sampling", "exactness", "run_seed", "deadline", "priority", "weight")
+    __slots__ = ("run_id", "batch_id", "step", "policy_version", "groups", "sampling", "exactness", "run_seed", "deadline", "priority", "weight", "max_staleness", "stale")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +48,8 @@ class SubmitRolloutsRequest(_message.Message):
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     batch_id: str
     step: int
@@ -49,7 +61,9 @@ class SubmitRolloutsRequest(_message.Message):
     deadline: _duration_pb2.Duration
     priority: int
     weight: int
-    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
+    max_staleness: int
+    stale: Stale
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., weight: _Optional[int] = ..., max_staleness: _Optional[int] = ..., stale: _Optional[_Union[Stale, str]] = ...) -> None: ...
 
 class SubmitRolloutsResponse(_message.Message):
     __slots__ = ("batch_id", "samples", "already_submitted")
@@ -60,6 +74,76 @@ class SubmitRolloutsResponse(_message.Message):
     samples: int
     already_submitted: bool
     def __init__(self, batch_id: _Optional[str] = ..., samples: _Optional[int] = ..., already_submitted: bool = ...) -> None: ...
+
+class OpenBatchRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id", "step", "policy_version", "sampling", "exactness", "run_seed", "deadline", "priority", "weight", "max_staleness", "stale")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    RUN_SEED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    step: int
+    policy_version: int
+    sampling: _sample_pb2.SamplingParams
+    exactness: _sample_pb2.Exactness
+    run_seed: int
+    deadline: _duration_pb2.Duration
+    priority: int
+    weight: int
+    max_staleness: int
+    stale: Stale
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., weight: _Optional[int] = ..., max_staleness: _Optional[int] = ..., stale: _Optional[_Union[Stale, str]] = ...) -> None: ...
+
+class OpenBatchResponse(_message.Message):
+    __slots__ = ("batch_id", "already_opened")
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_OPENED_FIELD_NUMBER: _ClassVar[int]
+    batch_id: str
+    already_opened: bool
+    def __init__(self, batch_id: _Optional[str] = ..., already_opened: bool = ...) -> None: ...
+
+class AddSamplesRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id", "groups")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    groups: _containers.RepeatedCompositeFieldContainer[Group]
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
+
+class AddSamplesResponse(_message.Message):
+    __slots__ = ("added", "total")
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    added: int
+    total: int
+    def __init__(self, added: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
+class CloseBatchRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ...) -> None: ...
+
+class CloseBatchResponse(_message.Message):
+    __slots__ = ("total", "already_closed")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    already_closed: bool
+    def __init__(self, total: _Optional[int] = ..., already_closed: bool = ...) -> None: ...
 
 class StreamRolloutsRequest(_message.Message):
     __slots__ = ("run_id", "batch_id", "cursor", "most_samples")
@@ -90,18 +174,20 @@ class AckRolloutsResponse(_message.Message):
     def __init__(self, trimmed: _Optional[int] = ...) -> None: ...
 
 class StreamRolloutsResponse(_message.Message):
-    __slots__ = ("cursor", "sample", "finished", "total", "earlier")
+    __slots__ = ("cursor", "sample", "finished", "total", "earlier", "open")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     EARLIER_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
     cursor: int
     sample: _sample_pb2.Sample
     finished: int
     total: int
     earlier: _containers.RepeatedCompositeFieldContainer[FinishedSample]
-    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[FinishedSample, _Mapping]]] = ...) -> None: ...
+    open: bool
+    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[FinishedSample, _Mapping]]] = ..., open: bool = ...) -> None: ...
 
 class FinishedSample(_message.Message):
     __slots__ = ("cursor", "sample")
@@ -236,7 +322,7 @@ class ReportRewardsResponse(_message.Message):
     def __init__(self, matched: _Optional[int] = ...) -> None: ...
 
 class BatchStatus(_message.Message):
-    __slots__ = ("run_id", "batch_id", "step", "policy_version", "accepted_at", "total", "finished", "acknowledged", "cursor")
+    __slots__ = ("run_id", "batch_id", "step", "policy_version", "accepted_at", "total", "finished", "acknowledged", "cursor", "open")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +332,7 @@ class BatchStatus(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     batch_id: str
     step: int
@@ -255,7 +342,8 @@ class BatchStatus(_message.Message):
     finished: int
     acknowledged: int
     cursor: int
-    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., accepted_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., total: _Optional[int] = ..., finished: _Optional[int] = ..., acknowledged: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
+    open: bool
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., accepted_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., total: _Optional[int] = ..., finished: _Optional[int] = ..., acknowledged: _Optional[int] = ..., cursor: _Optional[int] = ..., open: bool = ...) -> None: ...
 
 class GetBatchRequest(_message.Message):
     __slots__ = ("run_id", "batch_id")

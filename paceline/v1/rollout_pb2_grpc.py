@@ -42,6 +42,21 @@ class RolloutServiceStub(object):
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.SubmitRolloutsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.SubmitRolloutsResponse.FromString,
                 _registered_method=True)
+        self.OpenBatch = channel.unary_unary(
+                '/paceline.v1.RolloutService/OpenBatch',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.OpenBatchRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.OpenBatchResponse.FromString,
+                _registered_method=True)
+        self.AddSamples = channel.unary_unary(
+                '/paceline.v1.RolloutService/AddSamples',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.AddSamplesRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.AddSamplesResponse.FromString,
+                _registered_method=True)
+        self.CloseBatch = channel.unary_unary(
+                '/paceline.v1.RolloutService/CloseBatch',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.CloseBatchRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.CloseBatchResponse.FromString,
+                _registered_method=True)
         self.StreamRollouts = channel.unary_stream(
                 '/paceline.v1.RolloutService/StreamRollouts',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.StreamRolloutsRequest.SerializeToString,
@@ -103,9 +118,36 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenBatch(self, request, context):
+        """Opens a batch without groups, to which AddSamples adds while its samples already run and are streamed. Idempotent on
+        (run_id, batch_id), as SubmitRollouts. A batch that nobody has read, added to, acknowledged or looked at for the
+        gateway's open_batch_idle_seconds is closed; its deadline closes it, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddSamples(self, request, context):
+        """Adds groups to an open batch, all or none. Idempotent on their prompt ids: a group that the batch has already, with
+        the same content, is passed over; with another content it is ALREADY_EXISTS. FAILED_PRECONDITION where nothing can be
+        added: BATCH_CLOSED, BATCH_STALE, VERSION_MISMATCH. RESOURCE_EXHAUSTED, with RetryInfo where waiting helps, while the
+        gateway is full; without it where the batch is as large as it may be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseBatch(self, request, context):
+        """Lets nothing be added any more, so that the batch ends with its last sample. May be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StreamRollouts(self, request, context):
         """The finished samples of a batch in completion order, each exactly once per cursor. Resumable: a
-        stream opened with the cursor of the last event received goes on after it.
+        stream opened with the cursor of the last event received goes on after it. That of an open batch ends when it was
+        closed and every sample was sent; its last event says that the batch is not `open`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,7 +169,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelRollouts(self, request, context):
-        """Ends what is still running of a batch. Cancelled samples are delivered as ABORTED.
+        """Ends what is still running of a batch. Cancelled samples are delivered as ABORTED. Where none is named, an open batch
+        is closed, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +221,21 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.SubmitRollouts,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.SubmitRolloutsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.SubmitRolloutsResponse.SerializeToString,
+            ),
+            'OpenBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenBatch,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.OpenBatchRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.OpenBatchResponse.SerializeToString,
+            ),
+            'AddSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddSamples,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.AddSamplesRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.AddSamplesResponse.SerializeToString,
+            ),
+            'CloseBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseBatch,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.CloseBatchRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.CloseBatchResponse.SerializeToString,
             ),
             'StreamRollouts': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamRollouts,
@@ -255,6 +313,87 @@ class RolloutService(object):
             '/paceline.v1.RolloutService/SubmitRollouts',
             paceline_dot_v1_dot_rollout__pb2.SubmitRolloutsRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.SubmitRolloutsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/OpenBatch',
+            paceline_dot_v1_dot_rollout__pb2.OpenBatchRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.OpenBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/AddSamples',
+            paceline_dot_v1_dot_rollout__pb2.AddSamplesRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.AddSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/CloseBatch',
+            paceline_dot_v1_dot_rollout__pb2.CloseBatchRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.CloseBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,7 +15,7 @@ class BatchKeys:
         run_id, batch_id = key
         prefix = f"{namespace}:{{{run_id}:{batch_id}}}"
         self.meta = f"{prefix}:meta"
-        """Hash: request, fingerprint, accepted_at, total, lenience, term, acked, trimmed, finished_at."""
+        """Hash: request, fingerprint, accepted_at, total, lenience, open, term, acked, trimmed, finished_at."""
         self.events = f"{prefix}:events"
         """Hash: sample index -> serialised sample without its chunks, until it is acknowledged."""
         self.done = f"{prefix}:done"
@@ -24,11 +24,13 @@ class BatchKeys:
         """List: serialised CancelRolloutsRequest."""
         self.chunks = f"{prefix}:chunks"
         """Hash: index:number -> chunk of a sample; index -> "chunks:tokens", of a sample that has some."""
+        self.adds = f"{prefix}:adds"
+        """List: serialised SubmitRolloutsRequest with the groups of one AddSamples, which go after `request`."""
 
     @property
-    def all(self) -> tuple[str, str, str, str, str]:
+    def all(self) -> tuple[str, str, str, str, str, str]:
         """All keys, in the order in which scripts take them."""
-        return self.meta, self.events, self.done, self.cancels, self.chunks
+        return self.meta, self.events, self.done, self.cancels, self.chunks, self.adds
 
 
 class GatewayKeys:

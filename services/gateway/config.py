@@ -18,6 +18,11 @@ class GatewayConfig(LeaderConfig):
     """Most unfinished samples over all batches; above it SubmitRollouts answers RESOURCE_EXHAUSTED."""
     max_batch_seconds: float = Field(14400.0, gt=0)
     """Longest deadline of a batch, and the deadline of one that names none."""
+    open_batch_idle_seconds: float = Field(1800.0, gt=0)
+    """An open batch that no trainer has read, added to, acknowledged or looked at for so long is closed. Its
+    samples are generated all the same."""
+    max_open_batch_samples: int = Field(65_536, ge=1)
+    """Most samples of an open batch; beyond it AddSamples answers RESOURCE_EXHAUSTED."""
     max_attempts: int = Field(16, ge=1)
     """A sample is FAILED after so many attempts in a row that brought no token."""
     room_factor: float = Field(1.25, gt=0)

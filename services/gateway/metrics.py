@@ -29,6 +29,12 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         values=("completed", "truncated", "aborted", "failed"),
     )
     expired = counter("expired_samples_total", "Samples ended by the deadline of their batch.")
+    stale_samples = counter(
+        "stale_samples_total",
+        "Unfinished samples over the max_staleness of their batch, by what became of them.",
+        "outcome",
+        values=("regenerated", "aborted"),
+    )
     tokens = counter("tokens_total", "Response tokens that instances have reported.", "instance_id")
     placements = counter("placements_total", "Samples given to instances.", "instance_id")
     refusals = counter("refusals_total", "Samples that instances refused.", "instance_id", "code")
@@ -60,7 +66,14 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     batches = gauge("batches", "Batches unfinished.")
     oldest_batch = gauge(
         "oldest_batch_timestamp_seconds",
-        "Unix time at which the oldest unfinished batch of SubmitRollouts was accepted; 0: there is none.",
+        "Unix time at which the oldest unfinished batch was accepted, or closed if it had been opened; 0: there is "
+        "none. Open ones do not count.",
+    )
+    closed_batches = counter(
+        "closed_batches_total",
+        "Open batches that the gateway closed itself: idle (no trainer had to do with them) or at their deadline.",
+        "cause",
+        values=("idle", "deadline"),
     )
     batch_seconds = histogram("batch_seconds", "Batches from acceptance to the end.", _SECONDS)
     streams = gauge("streams", "Open StreamRollouts and Generate calls.")

@@ -37,6 +37,7 @@ from services.gateway.journal.recorded_batches import RecordedBatches
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.rollouts.delivery import Delivery
 from services.gateway.rollouts.intake import RolloutIntake
+from services.gateway.rollouts.open_batches import OpenBatches
 from services.gateway.rollouts.recovery import BatchRecovery
 from services.gateway.rollouts.reports import TrainerReports
 from services.gateway.rollouts.run_batches import RunBatches
@@ -141,7 +142,10 @@ class LeadershipTerm:
             leniences,
         )
         self.recovery = BatchRecovery(intake, self.hinting)
-        self.submissions = Submissions(intake, self.recovery, self.hinting, self._bubbles)
+        self.open_batches = OpenBatches(
+            intake, self.recovery, metrics, config.max_open_batch_samples, config.open_batch_idle_seconds
+        )
+        self.submissions = Submissions(intake, self.recovery, self.hinting, self._bubbles, self.open_batches)
         self.delivery = Delivery(intake, self.recovery)
         self.runs = RunBatches(self.recovery, self.submissions, self.delivery, self.hinting)
         self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed)
@@ -177,6 +181,7 @@ class LeadershipTerm:
             asyncio.create_task(self.roster.run(), name="roster"),
             asyncio.create_task(self.updater.run(), name="updater"),
             asyncio.create_task(self._unlist(), name="unlist"),
+            asyncio.create_task(self.open_batches.run(), name="open-batches"),
         ]
         optional = {
             "hints": self.hinting.run(),

@@ -90,6 +90,21 @@ def test_the_same_step_gives_the_same_tokens_wherever_it_runs(client: Client) ->
     assert any(places[0][key] != places[1][key] for key in places[0]), "both ran in the same places"
 
 
+def test_groups_that_are_added_while_others_run_have_the_same_tokens(client: Client) -> None:
+    whole = tokens(list(client.run("submitted", seed=7).rollout(3, groups(8), SAMPLING)))
+    with client.run("opened", seed=7).open_batch(3, SAMPLING) as batch:
+        batch.add(groups(8)[:4])
+        found, left = list[Sample](), groups(8)[4:]
+        for group in batch.by_group():
+            assert len(group) == 4
+            found += group
+            if left:
+                batch.add([left.pop()])
+            if len(found) == len(batch):
+                batch.close()
+    assert tokens(found) == whole
+
+
 def test_seed_step_and_slot_make_the_tokens(client: Client) -> None:
     base = tokens(list(client.run("s0", seed=7).rollout(0, groups(1), SAMPLING)))
     other_seed = tokens(list(client.run("s1", seed=8).rollout(0, groups(1), SAMPLING)))

@@ -7,13 +7,14 @@ from typing import Any
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKeys
-from services.gateway.batches.messages import BatchBuilder
+from services.gateway.batches.messages import BatchBuilder, grown
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import Likeliest, SamplePhase
 from services.gateway.journal.batch_record import BatchHead, BatchRecord, StoredBatch
-from services.gateway.journal.journal import Journal, JournalHole
+from services.gateway.journal.journal import Journal
 from services.gateway.journal.journal_write import JournalWrite, collect, settle, undo
 from services.gateway.journal.recorded_batches import RecordedBatches
+from services.gateway.journal.replies import JournalHole
 from services.gateway.rollouts.recovery import _rebuild
 
 KEY = ("run", "b")
@@ -25,6 +26,10 @@ def _request(samples: int) -> rollout_pb2.SubmitRolloutsRequest:
     request = rollout_pb2.SubmitRolloutsRequest(run_id=KEY[0], batch_id=KEY[1])
     request.groups.add(prompt_id="p", prompt_token_ids=[1, 2], samples=samples)
     return request
+
+
+def _copy(request: rollout_pb2.SubmitRolloutsRequest) -> rollout_pb2.SubmitRolloutsRequest:
+    return rollout_pb2.SubmitRolloutsRequest.FromString(request.SerializeToString())
 
 
 def _token(index: int, place: int) -> int:
@@ -39,16 +44,25 @@ class JournalDriver:
     """What the gateway does with the journal of one batch, step by step; `lengths` are those of its samples."""
 
     def __init__(
-        self, redis: Any, namespace: str, lengths: list[int], most_bytes: int, least_tokens: int
+        self,
+        redis: Any,
+        namespace: str,
+        lengths: list[int],
+        most_bytes: int,
+        least_tokens: int,
+        *,
+        opened: bool = False,
     ) -> None:
         self.redis, self.namespace, self.lengths = redis, namespace, lengths
         self.most_bytes, self.least_tokens = most_bytes, least_tokens
         self.request, self.names = _request(len(lengths)), BatchKeys(namespace, KEY)
         self.cursor, self.delivered = 0, set[int]()
         self._begin(1)
-        self.record = BatchRecord(self.request, BatchHead("digest", 0.0, len(lengths), None), 1)
+        self.lost_answer = False
+        head = BatchHead("digest", 0.0, len(lengths), None, opened)
+        self.record = BatchRecord(_copy(self.request), head, 1)
         self.records.add(self.record)
-        self.batch: RolloutBatch = _BUILDER.from_submission(self.request, 0.0)
+        self.batch: RolloutBatch = _BUILDER.from_submission(self.request, 0.0, opened=opened)
 
     def _begin(self, term: int) -> None:
         self.journal = Journal(self.redis, self.namespace, term, 3600, 600)
@@ -56,7 +70,9 @@ class JournalDriver:
         self.outstanding: JournalWrite | None = None
 
     async def create(self) -> None:
-        assert await self.journal.create(self.record, self.request.SerializeToString(deterministic=True))
+        request = self.record.request
+        assert request is not None
+        assert await self.journal.create(self.record, request.SerializeToString(deterministic=True))
 
     def grow(self, index: int, count: int) -> None:
         """Report tokens of a sample, and its end with the last one."""
@@ -72,6 +88,38 @@ class JournalDriver:
         assert self.batch.extend(index, sample.attempt, tokens, logprobs, 2.0, top=top)
         if len(sample.tokens) == self.lengths[index]:
             self.batch.finish(index, sample.attempt, _STOPPED, 3.0)
+
+    async def add(self, length: int, *, answered: bool = True) -> None:
+        """Add a sample; the trainer repeats a call that was not answered before it makes another."""
+        if not self.record.open:
+            return
+        if not self.lost_answer:
+            self.request.groups.add(prompt_id=f"q{len(self.lengths)}", prompt_token_ids=[1, 2], samples=1)
+            self.lengths.append(length)
+        groups = self.record.new_groups(self.request.groups)
+        self.lost_answer = not answered
+        await self._add(groups, answered)
+
+    async def _add(self, groups: list[rollout_pb2.Group], answered: bool = True) -> None:
+        payload = rollout_pb2.SubmitRolloutsRequest(groups=groups).SerializeToString(deterministic=True)
+        samples = sum(group.samples for group in groups)
+        await self.journal.add(self.record, payload, samples)
+        if answered:
+            assert self.record.request is not None
+            first = len(self.record.request.groups)
+            made = grown(self.request, groups, self.batch.exactness, first, self.record.total)
+            self.record.extend(groups, len(payload))
+            self.batch.groups.extend(made[0])
+            self.batch.samples.extend(made[1])
+
+    async def close(self) -> None:
+        """Let nothing be added any more."""
+        if self.lost_answer:
+            await self.add(0)
+        if self.record.open:
+            await self.journal.close(self.record, 5.0)
+            self.record.close()
+            self.batch.open = False
 
     async def write(self, *, answered: bool = True) -> None:
         """Write what is to be written, as the journal's writer does: again and again until there is an answer."""
@@ -92,32 +140,39 @@ class JournalDriver:
 
     async def look(self) -> None:
         """Compare what is known with what Redis has; what is lost is generated again."""
-        adopted = await self.journal.adopt(KEY, with_request=False)
-        if adopted is None:
-            await self.create()
-        there = StoredBatch() if adopted is None else adopted.there
+        there = await self.journal.look(self.record) or StoredBatch()
         for index in self.record.reconcile(there, lambda index: self.records.results.get(KEY, index)):
             self.batch.reopen(index)
 
     async def restart(self) -> None:
-        """Take the batch up as a later gateway does, or submit it again where Redis has nothing of it."""
+        """Take the batch up as a later gateway does; the trainer submits or adds again what Redis has not."""
+        was_open = self.record.open
         self._begin(self.journal.term + 1)
         adopted = await self.journal.adopt(KEY, with_request=True)
-        there, head = StoredBatch(), self.record.head
-        if adopted is not None:
-            there, head = adopted.there, adopted.head
-            assert adopted.request == self.request
-        self.record = BatchRecord(self.request, head, self.journal.term)
-        if adopted is None:
+        if adopted is None or adopted.request is None:
+            if adopted is not None:
+                await self.journal.discard(KEY)
+            there, head = StoredBatch(), BatchHead("digest", 0.0, len(self.lengths), None, was_open)
+            self.record = BatchRecord(_copy(self.request), head, self.journal.term)
             await self.create()
+        else:
+            there = adopted.there
+            assert list(adopted.request.groups) == self.request.groups[: len(adopted.request.groups)]
+            self.record = BatchRecord(adopted.request, adopted.head, self.journal.term)
         assert self.record.reconcile(there, lambda index: None) == []
         self.records.add(self.record)
         left = [index for index in range(self.record.total) if not self.record.has_ended(index)]
         partials = await self.journal.partials(KEY, left)
-        self.batch = _rebuild(_BUILDER, self.record, self.request, partials)
+        assert self.record.request is not None
+        self.batch = _rebuild(_BUILDER, self.record, self.record.request, partials)
         for sample in self.batch.samples:
             self.check(sample.index, sample.tokens, sample.logprobs)
             self.check_likeliest(sample.tokens, sample.top_tokens, sample.top_logprobs)
+        self.lost_answer = False
+        if lost := self.record.new_groups(self.request.groups):
+            await self._add(lost)
+        if not was_open:
+            await self.close()
 
     async def deliver(self, count: int) -> None:
         """Send the trainer what it has not, from memory or else from Redis."""
@@ -145,6 +200,7 @@ class JournalDriver:
 
     async def end(self) -> None:
         """Go on until everything is delivered."""
+        await self.close()
         for _ in range(100):
             for index, length in enumerate(self.lengths):
                 self.grow(index, length)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import sample_pb2 as paceline_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(paceline/internal/v1/rollout_event.proto\x12\x14paceline.internal.v1\x1a\x18paceline/v1/sample.proto\"\x9b\x01\n\x0fSerializedEvent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x13\n\x06sample\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x10\n\x08\x66inished\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\r\x12\x37\n\x07\x65\x61rlier\x18\x05 \x03(\x0b\x32&.paceline.internal.v1.SerializedSampleB\t\n\x07_sample\"2\n\x10SerializedSample\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x0e\n\x06sample\x18\x02 \x01(\x0c\"B\n\x0fSerializedSpans\x12/\n\rversion_spans\x18\x07 \x03(\x0b\x32\x18.paceline.v1.VersionSpanb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(paceline/internal/v1/rollout_event.proto\x12\x14paceline.internal.v1\x1a\x18paceline/v1/sample.proto\"\xa9\x01\n\x0fSerializedEvent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x13\n\x06sample\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x10\n\x08\x66inished\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\r\x12\x37\n\x07\x65\x61rlier\x18\x05 \x03(\x0b\x32&.paceline.internal.v1.SerializedSample\x12\x0c\n\x04open\x18\x06 \x01(\x08\x42\t\n\x07_sample\"2\n\x10SerializedSample\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x0e\n\x06sample\x18\x02 \x01(\x0c\"B\n\x0fSerializedSpans\x12/\n\rversion_spans\x18\x07 \x03(\x0b\x32\x18.paceline.v1.VersionSpanb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.rollou
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SERIALIZEDEVENT']._serialized_start=93
-  _globals['_SERIALIZEDEVENT']._serialized_end=248
-  _globals['_SERIALIZEDSAMPLE']._serialized_start=250
-  _globals['_SERIALIZEDSAMPLE']._serialized_end=300
-  _globals['_SERIALIZEDSPANS']._serialized_start=302
-  _globals['_SERIALIZEDSPANS']._serialized_end=368
+  _globals['_SERIALIZEDEVENT']._serialized_end=262
+  _globals['_SERIALIZEDSAMPLE']._serialized_start=264
+  _globals['_SERIALIZEDSAMPLE']._serialized_end=314
+  _globals['_SERIALIZEDSPANS']._serialized_start=316
+  _globals['_SERIALIZEDSPANS']._serialized_end=382
 # @@protoc_insertion_point(module_scope)

@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SerializedEvent(_message.Message):
-    __slots__ = ("cursor", "sample", "finished", "total", "earlier")
+    __slots__ = ("cursor", "sample", "finished", "total", "earlier", "open")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     EARLIER_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
     cursor: int
     sample: bytes
     finished: int
     total: int
     earlier: _containers.RepeatedCompositeFieldContainer[SerializedSample]
-    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[bytes] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[SerializedSample, _Mapping]]] = ...) -> None: ...
+    open: bool
+    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[bytes] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[SerializedSample, _Mapping]]] = ..., open: bool = ...) -> None: ...
 
 class SerializedSample(_message.Message):
     __slots__ = ("cursor", "sample")

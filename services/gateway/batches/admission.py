@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 
 from paceline.errors import Violation
 from paceline.times import seconds_of
@@ -29,17 +30,47 @@ def check_names(run_id: str, batch_id: str) -> list[Violation]:
     return check_run(run_id) + _unless(bool(_BATCH_ID.fullmatch(batch_id)), "batch_id", allowed)
 
 
-def check_submit(request: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits) -> list[Violation]:
-    """Return the violations in a batch of groups."""
+def check_submit(
+    request: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits, *, opens: bool = False
+) -> list[Violation]:
+    """Return the violations in a batch of groups; one that is opened has none yet."""
     violations = check_names(request.run_id, request.batch_id)
     violations += check_exactness(request.exactness)
     violations += check_sampling(resolve(request.sampling), limits, "sampling")
     in_time = not request.HasField("deadline") or seconds_of(request.deadline) > 0
     violations += _unless(in_time, "deadline", "must be above 0; leave it unset for the gateway's limit")
-    violations += _unless(bool(request.groups), "groups", "is empty; a batch has at least one group")
+    violations += _check_stale(request)
+    if opens:
+        return violations
+    return violations + check_groups(request.groups, request.sampling, limits)
+
+
+def as_submission(request: rollout_pb2.OpenBatchRequest) -> rollout_pb2.SubmitRolloutsRequest:
+    """Return the batch that is opened, to which groups are added."""
+    return rollout_pb2.SubmitRolloutsRequest(
+        run_id=request.run_id,
+        batch_id=request.batch_id,
+        step=request.step,
+        policy_version=request.policy_version,
+        sampling=request.sampling,
+        exactness=request.exactness,
+        run_seed=request.run_seed,
+        deadline=request.deadline if request.HasField("deadline") else None,
+        priority=request.priority,
+        weight=request.weight,
+        max_staleness=request.max_staleness if request.HasField("max_staleness") else None,
+        stale=request.stale,
+    )
+
+
+def check_groups(
+    groups: Sequence[rollout_pb2.Group], default: sample_pb2.SamplingParams, limits: ModelLimits
+) -> list[Violation]:
+    """Return the violations in groups, which have the sampling parameters `default` unless they have their own."""
+    violations = _unless(bool(groups), "groups", "is empty; a batch has at least one group")
     seen: dict[str, int] = {}
-    for number, group in enumerate(request.groups):
-        violations += _check_group(request, number, limits)
+    for number, group in enumerate(groups):
+        violations += _check_group(group, default, f"groups[{number}]", limits)
         first = seen.setdefault(group.prompt_id, number)
         found = f"is {group.prompt_id!r}, as groups[{first}]; prompt ids are unique in a batch"
         violations += _unless(first == number, f"groups[{number}].prompt_id", found)
@@ -147,14 +178,20 @@ def _check_prompt(prompt_id: str, field: str) -> list[Violation]:
     return _unless(1 <= len(prompt_id) <= _LONGEST_PROMPT_ID, field, fault)
 
 
+def _check_stale(request: rollout_pb2.SubmitRolloutsRequest) -> list[Violation]:
+    known = request.stale in rollout_pb2.Stale.values()
+    violations = _unless(known, "stale", f"is {request.stale}; must be REFUSE or REGENERATE")
+    bounded = request.HasField("max_staleness") or not request.stale
+    return violations + _unless(bounded, "stale", "is set; it belongs to a max_staleness")
+
+
 def _check_group(
-    request: rollout_pb2.SubmitRolloutsRequest, number: int, limits: ModelLimits
+    group: rollout_pb2.Group, default: sample_pb2.SamplingParams, field: str, limits: ModelLimits
 ) -> list[Violation]:
-    group, field = request.groups[number], f"groups[{number}]"
     violations = _check_prompt(group.prompt_id, f"{field}.prompt_id")
     violations += _unless(group.samples >= 1, f"{field}.samples", f"is {group.samples}; must be at least 1")
     own = group.HasField("sampling")
-    sampling = resolve(group.sampling if own else request.sampling)
+    sampling = resolve(group.sampling if own else default)
     if own:
         violations += check_sampling(sampling, limits, f"{field}.sampling")
     violations += check_tokens(group.prompt_token_ids, limits, f"{field}.prompt_token_ids")

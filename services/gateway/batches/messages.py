@@ -1,5 +1,6 @@
 """Messages of batches: requests of trainers in, work items and finished samples out. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -47,29 +48,26 @@ class BatchBuilder:
     """Fruitless attempts in a row that make a sample FAILED."""
 
     def from_submission(
-        self, request: rollout_pb2.SubmitRolloutsRequest, accepted_at: float, lenience: float | None = None
+        self,
+        request: rollout_pb2.SubmitRolloutsRequest,
+        accepted_at: float,
+        lenience: float | None = None,
+        *,
+        opened: bool = False,
     ) -> RolloutBatch:
-        """Return the batch of a valid request. Its deadline is the request's, `max_seconds` at most."""
-        firsts = accumulate((group.samples for group in request.groups), initial=0)
-        groups = [
-            BatchGroup(
-                group.prompt_id,
-                group.prompt_token_ids,
-                group.sampling if group.HasField("sampling") else request.sampling,
-                group.expected_tokens,
-                first=first,
-                count=group.samples,
-            )
-            for group, first in zip(request.groups, firsts, strict=False)
-        ]
+        """Return the batch of a valid request. Its deadline is the request's, `max_seconds` at most.
+
+        `opened`: groups may be added.
+        """
         key = (request.run_id, request.batch_id)
-        batch = self._begin(request, key, request.policy_version, groups, accepted_at, lenience)
-        batch.priority, batch.weight = request.priority, request.weight or 1
+        batch = self._begin(request, key, request.policy_version, [], accepted_at, lenience)
+        batch.priority, batch.weight, batch.open = request.priority, request.weight or 1, opened
         if request.HasField("deadline"):
             batch.deadline_at = min(batch.deadline_at, accepted_at + seconds_of(request.deadline))
-        for number, group in enumerate(request.groups):
-            for slot in range(group.samples):
-                _add_sample(batch, request.run_seed, number, slot)
+        if request.HasField("max_staleness"):
+            batch.max_staleness = request.max_staleness
+            batch.regenerates = request.stale == rollout_pb2.STALE_REGENERATE
+        batch.groups, batch.samples = grown(request, request.groups, batch.exactness)
         return batch
 
     def from_generate(
@@ -91,7 +89,11 @@ class BatchBuilder:
         batch = self._begin(request, key, policy_version, [group], accepted_at, lenience)
         if batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_LENIENT:
             batch.cached_run = ""
-        _add_sample(batch, request.run_seed, 0, request.slot)
+        coupled = has_coupled_history(batch.exactness)
+        seed = sample_seed(
+            request.run_seed, request.step, request.prompt_id, request.slot, coupled_history=coupled
+        )
+        batch.samples.append(GatewaySample(0, 0, request.slot, seed))
         return batch
 
     def _begin(
@@ -117,10 +119,32 @@ class BatchBuilder:
         )
 
 
-def _add_sample(batch: RolloutBatch, run_seed: int, group: int, slot: int) -> None:
-    coupled, prompt_id = has_coupled_history(batch.exactness), batch.groups[group].prompt_id
-    seed = sample_seed(run_seed, batch.step, prompt_id, slot, coupled_history=coupled)
-    batch.samples.append(GatewaySample(len(batch.samples), group, slot, seed))
+def grown(
+    request: rollout_pb2.SubmitRolloutsRequest,
+    groups: Sequence[rollout_pb2.Group],
+    exactness: sample_pb2.Exactness,
+    first_group: int = 0,
+    first_sample: int = 0,
+) -> tuple[list[BatchGroup], list[GatewaySample]]:
+    """Return groups of a batch and their samples, after so many that it has."""
+    firsts = accumulate((group.samples for group in groups), initial=first_sample)
+    made = [
+        BatchGroup(
+            group.prompt_id,
+            group.prompt_token_ids,
+            group.sampling if group.HasField("sampling") else request.sampling,
+            group.expected_tokens,
+            first=first,
+            count=group.samples,
+        )
+        for group, first in zip(groups, firsts, strict=False)
+    ]
+    coupled, samples = has_coupled_history(exactness), list[GatewaySample]()
+    for number, each in enumerate(made, first_group):
+        for slot in range(each.count):
+            seed = sample_seed(request.run_seed, request.step, each.prompt_id, slot, coupled_history=coupled)
+            samples.append(GatewaySample(each.first + slot, number, slot, seed))
+    return made, samples
 
 
 def work_item(

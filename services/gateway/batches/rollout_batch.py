@@ -46,7 +46,8 @@ class RolloutBatch:
     """State of one batch. `max_attempts` fruitless attempts in a row make a sample FAILED.
 
     `policy_version` is the one that was asked for, `current_version` the one under which unfinished samples go on:
-    a later one after a weight update that lets samples continue.
+    a later one after a weight update that lets samples continue. With `max_staleness`, that is every update, and
+    samples whose first token is of a version further behind begin anew where the batch `regenerates`, else end.
     """
 
     key: BatchKey
@@ -73,6 +74,10 @@ class RolloutBatch:
     ended: int = 0
     # Its version is served no more, and its samples do not go on under a later one.
     superseded: bool = False
+    # Groups may be added.
+    open: bool = False
+    max_staleness: int | None = None
+    regenerates: bool = False
     current_version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,10 +91,6 @@ class RolloutBatch:
     def is_done(self) -> bool:
         """Return True if every sample has ended."""
         return self.ended == len(self.samples)
-
-    def remaining(self) -> list[GatewaySample]:
-        """Return the samples that have not ended."""
-        return [sample for sample in self.samples if sample.phase is not SamplePhase.ENDED]
 
     def group_of(self, index: int) -> BatchGroup:
         """Return the group of a sample."""
@@ -154,6 +155,9 @@ class RolloutBatch:
         sample.count(report)
         if sample.cancelled:
             return self.abort(index, now)
+        if self.is_stale(index):
+            # Its first tokens came after the update, or it was let go on.
+            return self.renew(index) if self.regenerates else self.abort(index, now)
         if report.finish_reason not in (sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH):
             return self._release(sample, now, resubmission=True, blameless=bool(report.resume_on))
         sample.spans[-1].end = now
@@ -221,10 +225,8 @@ class RolloutBatch:
     def restore(self, index: int, journaled: sample_pb2.Sample, chunks: int) -> None:
         """Restore the tokens of a waiting sample from its chunks in the journal; none is the sample's last."""
         sample, count = self.samples[index], len(journaled.token_ids)
-        spans = [(span.begin, span.policy_version) for span in journaled.version_spans]
-        # Chunks of an earlier release have no spans.
-        for begin, version in spans if spans and not spans[0][0] else [(0, self.policy_version), *spans]:
-            sample.stamp(begin, version)
+        for span in journaled.version_spans:
+            sample.stamp(span.begin, span.policy_version)
         top = Likeliest(journaled.top_token_ids, journaled.top_logprobs)
         sample.append(journaled.token_ids, journaled.logprobs, sample.versions[-1][1], top)
         self.held_tokens += sample.entries
@@ -245,11 +247,23 @@ class RolloutBatch:
         """Let a sample that has ended wait again, as if it had no token yet."""
         old = self.samples[index]
         assert old.phase is SamplePhase.ENDED, f"sample {index} is {old.phase}"
-        fresh = GatewaySample(index, old.group, old.slot, old.seed, attempt=old.attempt)
-        fresh.cancelled, fresh.keep_partial = old.cancelled, old.keep_partial
-        fresh.resubmissions = old.resubmissions + 1
-        self.samples[index] = fresh
+        self.samples[index] = old.afresh()
         self.ended -= 1
+
+    def is_stale(self, index: int) -> bool:
+        """Return True if an unfinished sample has tokens of a version that is too old."""
+        sample = self.samples[index]
+        if self.max_staleness is None or not sample.versions or sample.phase is SamplePhase.ENDED:
+            return False
+        return sample.versions[0][1] < self.current_version - self.max_staleness
+
+    def renew(self, index: int) -> EventEffect:
+        """Let an unfinished sample wait again without its tokens; what its instance still sends is ignored."""
+        old = self.samples[index]
+        self.held_tokens -= old.entries
+        self.unjournaled.discard(index)
+        self.samples[index] = old.afresh()
+        return EventEffect.WAITING
 
     def _leave(self, index: int, attempt: int, now: float, *, resubmission: bool) -> EventEffect:
         sample = self.samples[index]

@@ -129,6 +129,13 @@ class GatewaySample:
     cached_tokens: int = 0
     reused_prefix: int = 0
 
+    def afresh(self) -> GatewaySample:
+        """Return the sample as it waits without a token, after the attempts that there were."""
+        fresh = GatewaySample(self.index, self.group, self.slot, self.seed, attempt=self.attempt)
+        fresh.cancelled, fresh.keep_partial = self.cancelled, self.keep_partial
+        fresh.resubmissions = self.resubmissions + 1
+        return fresh
+
     def is_running(self, attempt: int) -> bool:
         """Return True if the sample is on an instance under this attempt, so that its events count."""
         return self.phase is SamplePhase.ASSIGNED and self.attempt == attempt

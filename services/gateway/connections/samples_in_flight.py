@@ -62,4 +62,5 @@ class InFlightSamples:
     def follow(self) -> None:
         """Let every batch go on under the published version, or end where its own is served no more."""
         for running in list(self.dispatcher.batches.by_key.values()):
-            self.dispatcher.go_on(running, self.book.version_for(running.batch.policy_version))
+            batch = running.batch
+            self.dispatcher.go_on(running, self.book.version_for(batch.policy_version, batch.max_staleness))

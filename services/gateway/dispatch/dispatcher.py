@@ -10,15 +10,16 @@ and a sample may be placed, end or wait again.
 
 import asyncio
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 
 from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import EventEffect, SamplePhase
+from services.gateway.batches.sample import EventEffect, GatewaySample, SamplePhase
 from services.gateway.dispatch.estimator import Coverage, WorkEstimator
 from services.gateway.dispatch.placer import Placer
 from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
@@ -63,7 +64,7 @@ class Dispatcher:
         if not private:
             self.settlement.begin(batch, coverage)
         running.call_later(max(0.0, batch.deadline_at - time.time()), self._expire, running)
-        self.turns.run(self._enqueue(running))
+        self.turns.run(self._enqueue(running, range(len(batch.samples))))
         return running
 
     def cancel(
@@ -81,6 +82,26 @@ class Dispatcher:
         elif version != batch.current_version:
             batch.current_version = version
             self.turns.run(self._requeue(running))
+
+    def extend(
+        self, running: RunningBatch, groups: Sequence[BatchGroup], samples: Sequence[GatewaySample]
+    ) -> None:
+        """Begin samples that were added to an open batch."""
+        batch, first = running.batch, len(running.batch.samples)
+        batch.groups.extend(groups)
+        batch.samples.extend(samples)
+        self.batches.grow(len(samples))
+        self.settlement.extend(batch, len(samples))
+        added = range(first, len(batch.samples))
+        self.turns.run(self._enqueue(running, added))
+        if batch.superseded:
+            # Its version has gone since they were checked.
+            self.cancel(running, added, keep_partial=True)
+
+    def close(self, running: RunningBatch) -> None:
+        """Let a batch end with its last sample."""
+        self.batches.close(running)
+        self.journaled(running.batch.key, running.events)
 
     def drop(self, running: RunningBatch) -> None:
         """Forget a batch, and abort its samples on instances."""
@@ -102,13 +123,13 @@ class Dispatcher:
     def journaled(self, key: BatchKey, events: int) -> None:
         """Let finished samples be delivered: the journal now has so many of the batch.
 
-        The batch ends with its last one.
+        The batch ends with its last one, unless it is open.
         """
         running = self.batches.by_key.get(key)
         if running is None:
             return
         running.events = events
-        if events >= len(running.batch.samples):
+        if events >= len(running.batch.samples) and not running.batch.open:
             self.metrics.batch_seconds.observe(time.time() - running.batch.accepted_at)
             log.info("batch_finished", batch=key, samples=running.events)
             self.drop(running)
@@ -151,19 +172,39 @@ class Dispatcher:
         self.placer.pump_soon()
 
     def _requeue(self, running: RunningBatch) -> Steps:
-        """Bring the waiting samples of a batch to the queue of its current version."""
+        """Bring the waiting samples of a batch to the queue of its current version; end or renew stale ones."""
+        stale = []
         for index in range(len(running.batch.samples)):
             if running.dropped:
                 return
-            if self.placer.is_waiting(running, index):
+            if running.batch.is_stale(index):
+                if running.batch.regenerates:
+                    self._renew(running, index)
+                else:
+                    stale.append(index)
+            elif self.placer.is_waiting(running, index):
                 self.placer.enqueue(running, index)
             yield
+        if stale:
+            self.metrics.stale_samples.labels("aborted").inc(len(stale))
+            self.cancel(running, stale, keep_partial=True)
         self.placer.pump_soon()
 
-    def _enqueue(self, running: RunningBatch) -> Steps:
-        for sample in running.batch.samples:
+    def _renew(self, running: RunningBatch, index: int) -> None:
+        """Generate an unfinished sample anew, from its first token."""
+        if running.batch.samples[index].cancelled:
+            return
+        if index in running.places:
+            link, handle = running.places[index]
+            link.abort(handle)
+        self.metrics.stale_samples.labels("regenerated").inc()
+        self.settlement.settle(running, index, running.batch.renew(index))
+
+    def _enqueue(self, running: RunningBatch, indexes: Iterable[int]) -> Steps:
+        for index in indexes:
             if running.dropped:
                 return
+            sample = running.batch.samples[index]
             if sample.phase is SamplePhase.WAITING:
                 if sample.cancelled:
                     self._abort(running, sample.index)

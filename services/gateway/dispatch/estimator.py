@@ -126,6 +126,10 @@ class WorkEstimator:
         """Record the drafts of a batch."""
         self._coverage[batch.key] = coverage
 
+    def knows(self, batch: RolloutBatch) -> bool:
+        """Return True if drafts of a batch were recorded."""
+        return batch.key in self._coverage
+
     def covered(self, batch: RolloutBatch, index: int) -> DraftCoverage | None:
         """Return the draft of a sample, if there is one."""
         coverage = self._coverage.get(batch.key)

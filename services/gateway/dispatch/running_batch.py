@@ -91,6 +91,9 @@ class RunningBatch:
     left: WorkLeft = field(default_factory=WorkLeft)
     # Nobody works on it any more.
     dropped: bool = False
+    # Streams that wait for its samples, and the monotonic time at which a trainer last had to do with it.
+    readers: int = 0
+    used_at: float = field(default_factory=time.monotonic)
     # From here to the last delivery.
     trace: TraceSpan = NO_SPAN
 
@@ -111,6 +114,16 @@ class RunningBatch:
             instance_id=sample.instance_id,
             prefix_tokens=len(sample.tokens),
         )
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Count a stream that waits for samples."""
+        self.readers += 1
+        try:
+            yield
+        finally:
+            self.readers -= 1
+            self.used_at = time.monotonic()
 
     def call_later(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
         """Do something after a time, unless the timers are stopped before."""
@@ -162,7 +175,8 @@ class ActiveBatches:
         self.finished: asyncio.Queue[BatchKey] = asyncio.Queue()
         # Set whenever a sample was placed, waits again or has ended; cleared by the task that follows it.
         self.progress = asyncio.Event()
-        # When those were accepted that are no Generate calls, of which there may be thousands.
+        # When those were accepted, or closed, that are no Generate calls, of which there may be thousands. An open
+        # one lasts as long as its trainer likes.
         self._accepted: dict[BatchKey, float] = {}
         self._metrics = metrics
         self._max_samples = max_samples
@@ -175,9 +189,25 @@ class ActiveBatches:
         """Add a batch."""
         self.by_key[running.batch.key] = running
         if not running.private:
-            self._accepted[running.batch.key] = running.batch.accepted_at
+            self._accepted[running.batch.key] = math.inf if running.batch.open else running.batch.accepted_at
         self.held += len(running.batch.samples)
         self._show()
+
+    def grow(self, samples: int) -> None:
+        """Count samples that were added to a batch."""
+        self.unfinished += samples
+        self.held += samples
+
+    def close(self, running: RunningBatch) -> None:
+        """Note that nothing can be added to a batch any more."""
+        running.batch.open = False
+        self._accepted[running.batch.key] = time.time()
+        self._show()
+
+    def use(self, key: BatchKey) -> None:
+        """Note that a trainer has to do with a batch."""
+        if running := self.by_key.get(key):
+            running.used_at = time.monotonic()
 
     def remove(self, running: RunningBatch) -> None:
         """Remove a batch."""
@@ -198,6 +228,13 @@ class ActiveBatches:
         """Return the batch of an attempt, if it is still in work."""
         running = self.by_key.get(attempt.batch.key)
         return running if running is not None and running.batch is attempt.batch else None
+
+    def check_batches(self) -> None:
+        """Check that another batch without samples may be opened. ResourceExhausted if there are too many."""
+        if len(self.by_key) >= self._max_samples:
+            raise ResourceExhausted(
+                "batches", f"{len(self.by_key)} batches are in work, the most that may be", retry_after=5.0
+            )
 
     @contextmanager
     def reserve(self, samples: int) -> Iterator[None]:
@@ -236,4 +273,5 @@ class ActiveBatches:
 
     def _show(self) -> None:
         self._metrics.batches.set(len(self.by_key))
-        self._metrics.oldest_batch.set(min(self._accepted.values(), default=0.0))
+        oldest = min(self._accepted.values(), default=math.inf)
+        self._metrics.oldest_batch.set(0.0 if math.isinf(oldest) else oldest)

@@ -127,6 +127,11 @@ class Settlement:
         self._steps.begin(batch.key[0], batch.step, batch.unfinished, batch.accepted_at, pregenerated)
         self.metrics.show_run(batch.key[0], time.time(), step=batch.step)
 
+    def extend(self, batch: RolloutBatch, samples: int) -> None:
+        """Begin so many samples that are added to a batch."""
+        pregenerated = 0 if self.estimator.knows(batch) else None
+        self._steps.begin(batch.key[0], batch.step, samples, time.time(), pregenerated)
+
     def enqueue(self, running: RunningBatch, index: int) -> None:
         """Let a sample of a batch that begins wait, and count the tokens of its draft."""
         self.placer.enqueue(running, index)

@@ -126,11 +126,16 @@ class UpdateBook:
         """Return True while instances are replacing their weights."""
         return self.active is not None and self.active.phase is UpdatePhase.APPLYING
 
-    def version_for(self, version: int) -> int | None:
-        """Return the version under which unfinished samples of a version go on; None: they cannot any more."""
+    def version_for(self, version: int, max_staleness: int | None = None) -> int | None:
+        """Return the version under which unfinished samples of a version go on; None: they cannot any more.
+
+        Those of a batch with `max_staleness` always do, as far as they are not too old themselves.
+        """
         published = self.published
         if published is None or version > published.version:
             return version
+        if max_staleness is not None:
+            return published.version
         return published.version if version >= published.oldest else None
 
     def expired(self, now: float) -> WeightUpdate | None:

@@ -32,7 +32,7 @@ class HintOutcome(enum.StrEnum):
     FULL = "full"
 
 
-def as_submission(request: rollout_pb2.HintNextBatchRequest) -> rollout_pb2.SubmitRolloutsRequest:
+def hinted_batch(request: rollout_pb2.HintNextBatchRequest) -> rollout_pb2.SubmitRolloutsRequest:
     """Return the batch that a hint announces, to be checked as one."""
     return rollout_pb2.SubmitRolloutsRequest(
         run_id=request.run_id,

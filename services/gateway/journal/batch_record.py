@@ -10,7 +10,7 @@ seed, and gets a new cursor. Pure.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.v1 import rollout_pb2 as pb
@@ -28,12 +28,16 @@ def first_cursor(term: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BatchHead:
-    """Constant part of a batch's record. `lenience` is the l of its samples, None where the level has none."""
+    """Head of a batch's record. `lenience` is the l of its samples, None where the level has none.
+
+    `total` and `open`, True where groups may be added, are what they were when it was recorded or read.
+    """
 
     fingerprint: str
     accepted_at: float
     total: int
     lenience: float | None
+    open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,13 @@ class BatchRecord:
         self.policy_version: int = request.policy_version
         self.exactness: sample_pb2.Exactness = request.exactness
         self.request: pb.SubmitRolloutsRequest | None = request
-        """None once every sample has been acknowledged."""
+        """With all groups so far; None once every sample has been acknowledged."""
+        self.request_bytes = request.ByteSize() if head.open else 0
+        """Bytes of the request of an open batch."""
+        self.total = head.total
+        """Number of samples of the batch, so far if it is open."""
+        self.open = head.open
+        """Groups may be added."""
         self.cancels: list[pb.CancelRolloutsRequest] = []
         self.unwritten: dict[int, bytes] = {}
         """Sample index -> payload that has a cursor and is not in Redis, as far as known. Empty: acknowledged."""
@@ -83,16 +93,9 @@ class BatchRecord:
         self._order: list[int] = []
         self._indexes: list[int] = []
         self._stored: set[int] = set()
-        self._groups: dict[str, tuple[int, int]] = {}
-        first = 0
-        for group in request.groups:
-            self._groups[group.prompt_id] = (first, group.samples)
-            first += group.samples
-
-    @property
-    def total(self) -> int:
-        """Number of samples of the batch."""
-        return self.head.total
+        # Prompt id -> index of the first sample, number of samples, number of the group.
+        self._groups: dict[str, tuple[int, int, int]] = {}
+        self._note(request.groups, 0)
 
     @property
     def last(self) -> int:
@@ -121,17 +124,42 @@ class BatchRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Return True if every sample has ended and Redis has them all."""
-        return self.safe == self.total and not self.forgotten
+        """Return True if every sample has ended and Redis has them all, and no more can be added."""
+        return not self.open and self.safe == self.total and not self.forgotten
 
     @property
     def is_acknowledged(self) -> bool:
-        """Return True if every sample has been acknowledged."""
-        return len(self._order) == self.total and self._order[-1] <= self.acked
+        """Return True if every sample has been acknowledged, and no more can be added."""
+        return not self.open and 0 < self.total == self.acknowledged
+
+    def new_groups(self, groups: Iterable[pb.Group]) -> list[pb.Group]:
+        """Return the groups that the batch does not have. ValueError, with its number: one is there and differs."""
+        assert self.request is not None, "all was acknowledged"
+        found = list[pb.Group]()
+        for number, group in enumerate(groups):
+            known = self._groups.get(group.prompt_id)
+            if known is None:
+                found.append(group)
+            elif self.request.groups[known[2]] != group:
+                raise ValueError(number)
+        return found
+
+    def extend(self, groups: Sequence[pb.Group], nbytes: int) -> None:
+        """Add groups, which have so many bytes."""
+        assert self.request is not None, "all was acknowledged"
+        first = len(self.request.groups)
+        self.request.groups.extend(groups)
+        self.request_bytes += nbytes
+        self.total = self._note(groups, first, self.total)
+
+    def close(self) -> None:
+        """Let nothing be added any more."""
+        self.open = False
+        self.trimmed(self._trimmed)
 
     def index_of(self, prompt_id: str, slot: int) -> int | None:
         """Return the index of a sample; None if the batch does not have it."""
-        first, samples = self._groups.get(prompt_id, (0, 0))
+        first, samples, _ = self._groups.get(prompt_id, (0, 0, 0))
         return first + slot if slot < samples else None
 
     def has_ended(self, index: int) -> bool:
@@ -219,6 +247,13 @@ class BatchRecord:
         self._trimmed = max(self._trimmed, cursor)
         if self.is_acknowledged:
             self.request = None
+
+    def _note(self, groups: Iterable[pb.Group], first_group: int, first: int = 0) -> int:
+        """Note groups, of which the first has this number and begins at this sample; return the sample after."""
+        for number, group in enumerate(groups, first_group):
+            self._groups[group.prompt_id] = (first, group.samples, number)
+            first += group.samples
+        return first
 
     def _take_over(self, there: StoredBatch) -> None:
         known = ((cursor, index) for index, cursor in there.done.items())

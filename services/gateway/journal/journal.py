@@ -16,35 +16,32 @@ from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import NoScriptError, ResponseError
 
 from paceline.v1 import rollout_pb2 as pb
-from services.contracts.errors import FailedPrecondition
+from services.contracts.errors import FailedPrecondition, Unavailable
 from services.contracts.gateway_keys import BatchKey, BatchKeys, GatewayKeys
 from services.gateway.journal import scripts
 from services.gateway.journal.batch_record import BatchHead, BatchRecord, StoredBatch
 from services.gateway.journal.fenced_records import Fenced
 from services.gateway.journal.journal_write import MOST_PARTS, JournalWrite
+from services.gateway.journal.recorded_request import merged, serialised
+from services.gateway.journal.replies import BatchGone, JournalHole, judge, number, text, typed
 from services.gateway.journal.sample_chunks import Head, PartialSample
 from services.gateway.journal.stored_samples import parse_ended, read_chunks, read_ended, read_heads
 
-FORMAT = "3"
+FORMAT = "4"
 """Version of what the journal's keys hold."""
 _WRITE_DIGEST = hashlib.sha1(scripts.WRITE.encode(), usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptedBatch:
-    """A batch that belongs to this term now, as Redis has it. `request` is None where it was not asked for."""
+    """A batch that belongs to this term now, as Redis has it.
+
+    `request` is None where it was not asked for, and where Redis has lost something that was added to it.
+    """
 
     head: BatchHead
     request: pb.SubmitRolloutsRequest | None
     there: StoredBatch
-
-
-class JournalHole(Exception):
-    """Raised when Redis has less of a batch than it acknowledged."""
-
-
-class BatchGone(JournalHole):
-    """Raised when Redis has nothing of a batch."""
 
 
 class Journal:
@@ -65,7 +62,7 @@ class Journal:
 
     async def check_format(self) -> None:
         """Check that the journal is of this format. FailedPrecondition names the command for one that is not."""
-        known = _text(await self._eval(scripts.FORMAT, (self._keys.format, self._keys.batches), FORMAT))
+        known = text(await self._eval(scripts.FORMAT, (self._keys.format, self._keys.batches), FORMAT))
         if known != FORMAT:
             command = f"python -m services.gateway.drain --namespace {self._namespace}"
             raise FailedPrecondition(
@@ -86,8 +83,59 @@ class Journal:
         names, head = BatchKeys(self._namespace, record.key), record.head
         lenience = "" if head.lenience is None else repr(head.lenience)
         cancels = [cancel.SerializeToString() for cancel in record.cancels]
-        args = (head.fingerprint, payload, repr(head.accepted_at), head.total, lenience, *cancels)
-        return bool(await self._eval(scripts.CREATE, names.all, self.term, *args))
+        args = (head.fingerprint, payload, repr(head.accepted_at), record.total, lenience, _flag(record.open))
+        return bool(await self._eval(scripts.CREATE, names.all, self.term, *args, *cancels))
+
+    async def add(self, record: BatchRecord, groups: bytes, samples: int) -> None:
+        """Record groups, with so many samples, that are added to an open batch. Fenced: a successor has it."""
+        await self._change(scripts.ADD, record, record.total, record.total + samples, groups)
+
+    async def close(self, record: BatchRecord, now: float) -> None:
+        """Record that nothing is added to a batch any more. Fenced: a successor has it."""
+        expiry = self._acked if record.acknowledged == record.total else self._retention
+        await self._change(scripts.CLOSE, record, record.total, expiry, repr(now))
+
+    async def _change(self, script: str, record: BatchRecord, *args: object) -> None:
+        """Run a script that expects what is known of a batch to be there, and have it there where it is not."""
+        for _ in range(2):
+            try:
+                await self._eval(script, BatchKeys(self._namespace, record.key).all, self.term, *args)
+            except JournalHole:
+                await self._mend(record)
+            else:
+                return
+        raise Unavailable(f"Redis loses what it has of batch {'/'.join(record.key)}; come again")
+
+    async def look(self, record: BatchRecord) -> StoredBatch | None:
+        """Return what there is of a batch, recorded anew where it must be; None if all of it was acknowledged.
+
+        Fenced if a successor has it.
+        """
+        adopted = await self.adopt(record.key, with_request=False)
+        if adopted is None and record.request is None:
+            return None
+        fewer = adopted is not None and adopted.head.total < record.total
+        if adopted is None or fewer or (adopted.head.open and not record.open):
+            await self._mend(record, also_additions=False)
+        return StoredBatch() if adopted is None else adopted.there
+
+    async def _mend(self, record: BatchRecord, *, also_additions: bool = True) -> None:
+        """Record the request of a batch again, as it is known here; its samples are written by those who have them.
+
+        Unless `also_additions` are made undone that are not known here, where there are any nothing happens.
+        """
+        if record.request is None:
+            return
+        total, payload = -1, b""
+        while total != record.total:
+            # Something may be added while a large request is serialised.
+            total = record.total
+            payload, _ = await serialised(record.request)
+        args = (payload, total, _flag(record.open), int(also_additions))
+        try:
+            await self._eval(scripts.MEND, BatchKeys(self._namespace, record.key).all, self.term, *args)
+        except BatchGone:
+            await self.create(record, payload)
 
     async def write(self, pieces: Sequence[tuple[JournalWrite, BatchRecord]], now: float) -> list[Any]:
         """Write everything in one round trip, each piece atomically.
@@ -104,7 +152,7 @@ class Journal:
             again = await self._run_all([calls[at] for at in unknown], by_digest=False)
             for at, reply in zip(unknown, again, strict=True):
                 replies[at] = reply
-        return [_judge(reply) for reply in replies]
+        return [judge(reply) for reply in replies]
 
     async def events(self, key: BatchKey, indexes: Sequence[int]) -> list[bytes | None]:
         """Return the serialised samples with these indexes, None for those that are not there."""
@@ -119,8 +167,12 @@ class Journal:
         reply = await self._eval(scripts.ADOPT, names.all, self.term, int(with_request))
         if reply is None:
             return None
-        (fingerprint, accepted_at, total, lenience, acked, request), done, events, cancels = reply
-        head = BatchHead(_text(fingerprint), float(accepted_at), int(total), _number(lenience))
+        (fingerprint, accepted_at, total, lenience, opened, acked, request), done, events, cancels, adds = (
+            reply
+        )
+        head = BatchHead(
+            text(fingerprint), float(accepted_at), int(total), number(lenience), text(opened) == "1"
+        )
         # Up to 65,536 samples: more than a turn of the event loop may take.
         cursors, heads, indexes = await asyncio.to_thread(parse_ended, done, events)
         there = StoredBatch(
@@ -129,7 +181,9 @@ class Journal:
             int(acked or 0),
             tuple(pb.CancelRolloutsRequest.FromString(cancel) for cancel in cancels),
         )
-        parsed = pb.SubmitRolloutsRequest.FromString(request) if with_request else None
+        parsed = merged(request, adds) if with_request else None
+        if parsed is not None and sum(group.samples for group in parsed.groups) != head.total:
+            parsed = None
         return AdoptedBatch(head, parsed, there)
 
     async def partials(self, key: BatchKey, indexes: Sequence[int]) -> list[PartialSample]:
@@ -162,7 +216,7 @@ class Journal:
     async def unfinished(self) -> list[BatchKey]:
         """Return the batches that are listed as unfinished."""
         names = await self._redis.smembers(self._keys.batches)
-        pairs = (_text(name).split(":", 1) for name in names)
+        pairs = (text(name).split(":", 1) for name in names)
         return sorted((run_id, batch_id) for run_id, batch_id in pairs)
 
     async def unlist(self, key: BatchKey) -> None:
@@ -172,8 +226,8 @@ class Journal:
     async def check_lease(self) -> None:
         """Check that no other gateway leads. Fenced if one does."""
         holder = await self._redis.get(self._keys.lease)
-        if holder is not None and _text(holder) != str(self.term):
-            raise Fenced(f"the lease belongs to {_text(holder)}")
+        if holder is not None and text(holder) != str(self.term):
+            raise Fenced(f"the lease belongs to {text(holder)}")
 
     async def _whole(
         self, names: BatchKeys, there: Sequence[int], heads: Mapping[int, Head]
@@ -189,7 +243,7 @@ class Journal:
         try:
             return await self._redis.eval(script, len(keys), *keys, *args)
         except ResponseError as error:
-            raise _typed(error) from error
+            raise typed(error) from error
 
     async def _run_all(
         self, calls: Sequence[tuple[list[str], list[object]]], *, by_digest: bool
@@ -210,24 +264,21 @@ class Journal:
         keys = list(BatchKeys(self._namespace, write.key).all)
         expiry = self._acked if record.is_acknowledged else self._retention
         counts = (len(write.extensions), len(write.forgotten))
-        args: list[object] = [self.term, write.done, int(write.repair), expiry, repr(now), *counts]
+        args: list[object] = [
+            self.term,
+            write.done,
+            int(write.repair),
+            expiry,
+            repr(now),
+            *counts,
+            record.total,
+        ]
         for chunk in write.extensions:
             args += (chunk.index, chunk.number, chunk.begin, chunk.end, chunk.payload)
         args += write.forgotten
         for each in write.ended:
             args += (each.index, each.cursor, each.head.chunks, each.head.tokens, each.rest)
         return keys, args
-
-
-def _judge(reply: object) -> object:
-    return _typed(reply) if isinstance(reply, ResponseError) else reply
-
-
-def _typed(error: ResponseError) -> Exception:
-    for prefix, kind in (("FENCED", Fenced), ("GONE", BatchGone), ("HOLE", JournalHole)):
-        if str(error).startswith(prefix):
-            return kind(str(error))
-    return error
 
 
 def cancelled_indexes(record: BatchRecord, keys: Iterable[pb.SampleKey]) -> list[int]:
@@ -239,9 +290,5 @@ def cancelled_indexes(record: BatchRecord, keys: Iterable[pb.SampleKey]) -> list
     return [index for index in found if index is not None]
 
 
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _number(value: bytes | str | None) -> float | None:
-    return float(value) if value else None
+def _flag(value: bool) -> str:
+    return "1" if value else ""

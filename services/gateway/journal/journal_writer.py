@@ -17,11 +17,12 @@ from redis.exceptions import RedisError
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.journal.backlog import JournalBacklog
-from services.gateway.journal.batch_record import BatchRecord, StoredBatch
+from services.gateway.journal.batch_record import BatchRecord
 from services.gateway.journal.fenced_records import Fenced
-from services.gateway.journal.journal import BatchGone, Journal, JournalHole
+from services.gateway.journal.journal import Journal
 from services.gateway.journal.journal_write import JournalWrite, collect, has_more, settle, undo
 from services.gateway.journal.recorded_batches import RecordedBatches
+from services.gateway.journal.replies import BatchGone, JournalHole
 from services.gateway.metrics import GatewayMetrics
 from services.platform.backoff import ExponentialBackoff
 
@@ -180,7 +181,7 @@ class JournalWriter:
     ) -> None:
         """Look at what is there, and have written again or generated again what is not."""
         try:
-            there = await self._look(record)
+            there = await self._journal.look(record)
             if there is None:
                 self._remove(write.key)
                 return
@@ -200,16 +201,6 @@ class JournalWriter:
         if lost:
             reader.reopen(write.key, lost)
         reader.journaled(write.key, record.safe)
-
-    async def _look(self, record: BatchRecord) -> StoredBatch | None:
-        """Return what there is of a batch, recorded anew if need be; None if all of it was acknowledged."""
-        adopted = await self._journal.adopt(record.key, with_request=False)
-        if adopted is not None:
-            return adopted.there
-        if record.request is None:
-            return None
-        await self._journal.create(record, record.request.SerializeToString(deterministic=True))
-        return StoredBatch()
 
     async def _check_lease(self) -> None:
         try:

@@ -31,7 +31,7 @@ _MAY_BE_FULL = """
 redis.call('HDEL', KEYS[1], 'nothing')
 """
 
-# KEYS: all of a batch, which are meta, events, done, cancels and chunks.
+# KEYS: all of a batch, which are meta, events, done, cancels, chunks and adds.
 _DROP_CHUNKS = """
 local function drop_chunks(index)
   local head = redis.call('HGET', KEYS[5], index)
@@ -43,12 +43,23 @@ local function drop_chunks(index)
 end
 """
 
+# KEYS: all of a batch.
+_FINISH = """
+local function finish(now, expiry)
+  if redis.call('HGET', KEYS[1], 'open') == '1' then return end
+  if redis.call('HLEN', KEYS[3]) < tonumber(redis.call('HGET', KEYS[1], 'total')) then return end
+  redis.call('HSETNX', KEYS[1], 'finished_at', now)
+  for at = 1, #KEYS do redis.call('EXPIRE', KEYS[at], expiry) end
+end
+"""
+
 _SET_TERM = """
 if term ~= ARGV[1] then redis.call('HSET', KEYS[1], 'term', ARGV[1]) end
 """
 
-# KEYS: all of a batch. ARGV: term, fingerprint, request, accepted_at, total, lenience (empty for none), then
-# cancellations. Returns 1, also where this term has made the same record before; 0 if there is another.
+# KEYS: all of a batch. ARGV: term, fingerprint, request, accepted_at, total, lenience (empty for none), 1 if
+# groups may be added (else empty), then cancellations. Returns 1, also where this term has made the same record
+# before; 0 if there is another.
 CREATE = (
     _FENCE
     + """
@@ -56,21 +67,23 @@ if term then
   return (term == ARGV[1] and redis.call('HGET', KEYS[1], 'fingerprint') == ARGV[2]) and 1 or 0
 end
 redis.call('HSET', KEYS[1], 'term', ARGV[1], 'fingerprint', ARGV[2], 'request', ARGV[3],
-           'accepted_at', ARGV[4], 'total', ARGV[5], 'lenience', ARGV[6])
-redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4], KEYS[5])
-for at = 7, #ARGV do redis.call('RPUSH', KEYS[4], ARGV[at]) end
+           'accepted_at', ARGV[4], 'total', ARGV[5], 'lenience', ARGV[6], 'open', ARGV[7])
+redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6])
+for at = 8, #ARGV do redis.call('RPUSH', KEYS[4], ARGV[at]) end
 return 1
 """
 )
 
 # KEYS: all of a batch. ARGV: term, number of done samples, 1 to repair what is there instead of comparing it,
-# seconds until a finished batch expires, now, number of chunks, number of samples to forget; then (index, number,
-# begin, end, payload) of each chunk, the index of each sample to forget, and (index, cursor, chunks, their tokens,
-# payload) of each ended sample, whose payload is empty if it has been acknowledged.
+# seconds until a finished batch expires, now, number of chunks, number of samples to forget, samples of the
+# batch (those of an addition that was not answered may be there besides); then (index, number, begin, end,
+# payload) of each chunk, the index of each sample to forget, and (index, cursor, chunks, their tokens, payload)
+# of each ended sample, whose payload is empty if it has been acknowledged.
 # Returns the indexes of the samples whose earlier chunks are missing: those have none now, and have not ended.
 WRITE = (
     _FENCE_EXISTING
     + _DROP_CHUNKS
+    + _FINISH
     + """
 local extensions, forgotten = tonumber(ARGV[6]), tonumber(ARGV[7])
 if ARGV[3] == '0' then
@@ -79,11 +92,13 @@ if ARGV[3] == '0' then
   if done ~= tonumber(ARGV[2]) or redis.call('HLEN', KEYS[2]) + trimmed ~= done then
     return redis.error_reply('HOLE ' .. done .. ' samples are done')
   end
+  local total = tonumber(redis.call('HGET', KEYS[1], 'total'))
+  if total < tonumber(ARGV[8]) then return redis.error_reply('HOLE the batch has ' .. total .. ' samples') end
 end
 """
     + _SET_TERM
     + """
-local arg, torn = 8, {}
+local arg, torn = 9, {}
 for _ = 1, extensions do
   local index, number = ARGV[arg], ARGV[arg + 1]
   local before = number .. ':' .. ARGV[arg + 2]
@@ -117,18 +132,66 @@ while arg < #ARGV do
 end
 local done = redis.call('HLEN', KEYS[3])
 if ARGV[3] ~= '0' then redis.call('HSET', KEYS[1], 'trimmed', done - redis.call('HLEN', KEYS[2])) end
-if done >= tonumber(redis.call('HGET', KEYS[1], 'total')) then
-  redis.call('HSETNX', KEYS[1], 'finished_at', ARGV[5])
-  for at = 1, #KEYS do redis.call('EXPIRE', KEYS[at], ARGV[4]) end
-end
+finish(ARGV[5], ARGV[4])
 return torn
 """
 )
 
+# KEYS: all of a batch. ARGV: term, samples of the batch before and after, groups that are added.
+ADD = (
+    _FENCE_EXISTING
+    + """
+local total, open = unpack(redis.call('HMGET', KEYS[1], 'total', 'open'))
+if open == '1' and total == ARGV[3] and redis.call('LINDEX', KEYS[6], -1) == ARGV[4] then return 1 end
+if open ~= '1' or total ~= ARGV[2] then return redis.error_reply('HOLE the batch has ' .. total .. ' samples') end
+"""
+    + _SET_TERM
+    + """
+redis.call('RPUSH', KEYS[6], ARGV[4])
+redis.call('HSET', KEYS[1], 'total', ARGV[3])
+return 1
+"""
+)
+
+# KEYS: all of a batch. ARGV: term, samples of the batch, seconds until a finished batch expires, now.
+CLOSE = (
+    _FENCE_EXISTING
+    + _FINISH
+    + """
+local total = redis.call('HGET', KEYS[1], 'total')
+if total ~= ARGV[2] then return redis.error_reply('HOLE the batch has ' .. total .. ' samples') end
+"""
+    + _MAY_BE_FULL
+    + _SET_TERM
+    + """
+redis.call('HSET', KEYS[1], 'open', '')
+finish(ARGV[4], ARGV[3])
+return 1
+"""
+)
+
+# KEYS: all of a batch. ARGV: term, request with all groups, their samples, 1 if groups may be added (else
+# empty), and 1 to replace what is there even if it has as many samples. Drops additions, which are part of the
+# request.
+MEND = (
+    _FENCE_EXISTING
+    + """
+local total, open = unpack(redis.call('HMGET', KEYS[1], 'total', 'open'))
+if ARGV[5] ~= '1' and tonumber(total) >= tonumber(ARGV[3]) and (ARGV[4] == '1' or open ~= '1') then return 0 end
+"""
+    + _SET_TERM
+    + """
+redis.call('HSET', KEYS[1], 'request', ARGV[2], 'total', ARGV[3], 'open', ARGV[4])
+redis.call('UNLINK', KEYS[6])
+return 1
+"""
+)
+
 # KEYS: all of a batch. ARGV: term, 1 for the request as well.
-# Makes the batch the caller's. Returns (fingerprint, accepted_at, total, lenience, acked, request), the fields and
-# values of done, the indexes that have an event, and the cancellations; nothing if there is no such batch. Numbers
-# come as one text: a client takes microseconds for every element of a list.
+# Makes the batch the caller's. Returns (fingerprint, accepted_at, total, lenience, open, acked, request), the
+# fields and values of done, the indexes that have an event, the cancellations, and with the request what was
+# added to it; nothing if there is no such batch. Numbers come as one text: a client takes microseconds for each
+# element of a list.
 ADOPT = (
     _FENCE
     + """
@@ -137,10 +200,10 @@ if not term then return false end
     + _MAY_BE_FULL
     + _SET_TERM
     + """
-local head = redis.call('HMGET', KEYS[1], 'fingerprint', 'accepted_at', 'total', 'lenience', 'acked',
+local head = redis.call('HMGET', KEYS[1], 'fingerprint', 'accepted_at', 'total', 'lenience', 'open', 'acked',
                         ARGV[2] == '1' and 'request' or 'nothing')
 return {head, table.concat(redis.call('HGETALL', KEYS[3]), ' '), table.concat(redis.call('HKEYS', KEYS[2]), ' '),
-        redis.call('LRANGE', KEYS[4], 0, -1)}
+        redis.call('LRANGE', KEYS[4], 0, -1), ARGV[2] == '1' and redis.call('LRANGE', KEYS[6], 0, -1) or {}}
 """
 )
 

@@ -41,13 +41,15 @@ class Delivery:
         """Yield the finished samples after the request's cursor, as they come, until all have been sent.
 
         Those that are there at once share events, if the caller takes several. Where there is none yet, first an
-        event without one: the caller knows that its batch is worked on.
+        event without one: the caller knows that its batch is worked on. Likewise at the end, if the caller does not
+        know yet that nothing can be added.
         """
         key, cursor, most = (request.run_id, request.batch_id), request.cursor, max(1, request.most_samples)
-        answered = False
+        answered = told_end = False
         while True:
             record = await self.recovery.known(key, cursor)
             _check_cursor(record, cursor)
+            self.intake.batches.use(key)
             # Before the look at the record: what comes while events are sent is not waited for.
             running = self.intake.batches.by_key.get(key)
             changed = None if running is None else running.changed.next_change()
@@ -57,24 +59,28 @@ class Delivery:
             await self._pace.wait()
             for event in events_of(record, chunk, payloads, most):
                 yield event
-                cursor, answered = event.cursor, True
+                cursor, answered, told_end = event.cursor, True, not event.open
                 await self._pace.wait()
             if None in payloads:
                 await self.recovery.restore(record)
             elif record.is_complete:
                 if not chunk:
+                    if not told_end:
+                        yield _event(record, cursor)
                     return
             elif not answered:
                 yield _event(record, cursor)
                 answered = True
             elif len(chunk) < _CHUNK:
-                if changed is None:
+                if running is None or changed is None:
                     raise Unavailable(f"batch {'/'.join(key)} is not being worked on here; come again")
-                await changed.wait()
+                with running.read():
+                    await changed.wait()
 
     async def acknowledge(self, key: BatchKey, cursor: int) -> int:
         """Let go of the samples up to `cursor`; return how many were still kept."""
         record = await self.recovery.known(key, cursor)
+        self.intake.batches.use(key)
         _check_delivered(record, cursor)
         indexes = record.acknowledge(cursor)
         reached = record.acked
@@ -112,7 +118,7 @@ class Delivery:
 
 
 def _event(record: BatchRecord, cursor: int) -> SerializedEvent:
-    return SerializedEvent(cursor=cursor, finished=record.finished, total=record.total)
+    return SerializedEvent(cursor=cursor, finished=record.finished, total=record.total, open=record.open)
 
 
 def events_of(

@@ -44,7 +44,7 @@ class RolloutIntake:
     ) -> RunningBatch:
         """Begin or resume a batch (see `Dispatcher.add`), under the version that its samples go on with by now."""
         running = self.dispatcher.add(batch, private=private, events=events, coverage=coverage)
-        self.dispatcher.go_on(running, self.book.version_for(batch.policy_version))
+        self.dispatcher.go_on(running, self.book.version_for(batch.policy_version, batch.max_staleness))
         return running
 
     def check_version(self, version: int) -> None:
@@ -72,6 +72,29 @@ class RolloutIntake:
                 current=str(current),
                 requested=str(version),
                 model=model,
+            )
+
+    def check_addition(self, batch: RolloutBatch) -> None:
+        """Check that samples that are added to a batch can be generated now.
+
+        Raises:
+            FailedPrecondition: its version is served no more, or is over its `max_staleness`; as `check_version`.
+            Unavailable: no instance is serving, or a batch that lives across versions is between two.
+        """
+        if batch.max_staleness is not None and self.book.is_applying():
+            raise Unavailable("a weight update is being applied; come again after it", retry_after=0.5)
+        served = self.book.version_for(batch.policy_version, batch.max_staleness)
+        self.check_version(batch.policy_version if served is None else served)
+        if batch.max_staleness is None or batch.regenerates:
+            return
+        if self.version - batch.policy_version > batch.max_staleness:
+            raise FailedPrecondition(
+                "BATCH_STALE",
+                f"batch {'/'.join(batch.key)} is of version {batch.policy_version}, and version {self.version} is "
+                f"published: that is over its max_staleness, {batch.max_staleness}. Close it and open another",
+                current=str(self.version),
+                policy_version=str(batch.policy_version),
+                max_staleness=str(batch.max_staleness),
             )
 
     def limits(self) -> ModelLimits:

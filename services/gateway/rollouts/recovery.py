@@ -5,7 +5,6 @@ and not worked on.
 """
 
 import asyncio
-import hashlib
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -25,9 +24,6 @@ from services.gateway.rollouts.intake import RolloutIntake
 from services.platform.collection import pause_collection
 
 log = structlog.get_logger(__name__)
-
-# Requests above this are serialised in a thread.
-_LARGE_BYTES = 1 << 20
 
 
 @dataclass(eq=False)
@@ -104,10 +100,12 @@ class BatchRecovery:
         if self._closed:
             raise Unavailable("this gateway no longer leads; come again")
         journal, records = self.intake.journal, self.intake.records
-        known = record is not None and record.request is not None
-        adopted = await journal.adopt(key, with_request=not known)
-        if record is None or not known:
+        if record is None or record.request is None:
+            adopted = await journal.adopt(key, with_request=True)
             if adopted is None or adopted.request is None:
+                if adopted is not None:
+                    # It is known by number only which samples there are.
+                    await journal.discard(key)
                 await journal.unlist(key)
                 records.forget(key)
                 return None
@@ -115,11 +113,7 @@ class BatchRecovery:
             record = await asyncio.to_thread(_taken_over, adopted.request, adopted, journal.term)
             lost: list[int] = []
         else:
-            if adopted is None:
-                assert record.request is not None
-                payload, _ = await serialised(record.request)
-                await journal.create(record, payload)
-            there = StoredBatch() if adopted is None else adopted.there
+            there = await journal.look(record) or StoredBatch()
             lost = record.reconcile(there, lambda index: records.results.get(key, index))
         records.add(record)
         if key in self.intake.batches.by_key:
@@ -146,6 +140,7 @@ class BatchRecovery:
             finished=record.finished,
             partial=len(partials),
             total=record.total,
+            open=record.open,
         )
 
 
@@ -162,7 +157,9 @@ def _rebuild(
     request: pb.SubmitRolloutsRequest,
     partials: list[PartialSample],
 ) -> RolloutBatch:
-    batch = builder.from_submission(request, record.head.accepted_at, record.head.lenience)
+    batch = builder.from_submission(
+        request, record.head.accepted_at, record.head.lenience, opened=record.open
+    )
     for index in record.ended():
         batch.mark_ended(index)
     for partial in partials:
@@ -173,15 +170,3 @@ def _rebuild(
         for index in cancelled_indexes(record, cancel.samples):
             batch.cancel(index, cancel.keep_partial)
     return batch
-
-
-async def serialised(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
-    """Return a request as bytes, and a digest of all its fields, which two under one batch id must share."""
-    if request.ByteSize() < _LARGE_BYTES:
-        return _serialise(request)
-    return await asyncio.to_thread(_serialise, request)
-
-
-def _serialise(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
-    payload = request.SerializeToString(deterministic=True)
-    return payload, hashlib.sha256(payload).hexdigest()

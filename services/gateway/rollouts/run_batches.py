@@ -43,7 +43,9 @@ class RunBatches:
         """
         if violations := check_names(*key):
             raise InvalidArgument(violations)
-        return status_of(await self.recovery.known(key))
+        status = status_of(await self.recovery.known(key))
+        self.recovery.intake.batches.use(key)
+        return status
 
     def list(self, request: pb.ListBatchesRequest) -> pb.ListBatchesResponse:
         """Return a page of the batches that are in work or in memory."""
@@ -98,6 +100,7 @@ def status_of(record: BatchRecord) -> pb.BatchStatus:
         finished=record.finished,
         acknowledged=record.acknowledged,
         cursor=record.written,
+        open=record.open,
     )
     status.accepted_at.FromNanoseconds(round(record.head.accepted_at * 1e9))
     return status

@@ -10,14 +10,17 @@ import structlog
 from paceline.errors import Violation
 from paceline.v1 import rollout_pb2 as pb
 from services.contracts.errors import AlreadyExists, InvalidArgument, Unavailable
-from services.gateway.batches.admission import check_names, check_submit
-from services.gateway.hints.book import as_submission
+from services.gateway.batches.admission import as_submission, check_names, check_submit
+from services.gateway.hints.book import hinted_batch
 from services.gateway.hints.bubble_link import BubbleLink
 from services.gateway.hints.hinting import Hinting
 from services.gateway.journal.batch_record import BatchHead, BatchRecord
-from services.gateway.journal.journal import BatchGone, cancelled_indexes
+from services.gateway.journal.journal import cancelled_indexes
+from services.gateway.journal.recorded_request import serialised
+from services.gateway.journal.replies import BatchGone
 from services.gateway.rollouts.intake import RolloutIntake
-from services.gateway.rollouts.recovery import BatchRecovery, serialised
+from services.gateway.rollouts.open_batches import OpenBatches
+from services.gateway.rollouts.recovery import BatchRecovery
 from services.platform.collection import pause_collection
 
 log = structlog.get_logger(__name__)
@@ -31,30 +34,53 @@ class Submissions:
     recovery: BatchRecovery
     hinting: Hinting
     bubbles: BubbleLink
+    open_batches: OpenBatches
 
     async def submit(self, request: pb.SubmitRolloutsRequest) -> pb.SubmitRolloutsResponse:
         """Accept a batch. The same request again gets the same answer, whatever happened since."""
+        record, known = await self._accept(request)
+        return pb.SubmitRolloutsResponse(
+            batch_id=request.batch_id, samples=record.total, already_submitted=known
+        )
+
+    async def open(self, request: pb.OpenBatchRequest) -> pb.OpenBatchResponse:
+        """Open a batch. The same request again gets the same answer, whatever happened since."""
+        _, known = await self._accept(as_submission(request), opens=True)
+        return pb.OpenBatchResponse(batch_id=request.batch_id, already_opened=known)
+
+    async def _accept(
+        self, request: pb.SubmitRolloutsRequest, *, opens: bool = False
+    ) -> tuple[BatchRecord, bool]:
+        """Return the record of a batch, and True if it was known."""
         key = (request.run_id, request.batch_id)
         if violations := check_names(*key):
             raise InvalidArgument(violations)
         payload, fingerprint = await serialised(request)
+        if opens:
+            fingerprint = f"open:{fingerprint}"
         async with self.recovery.lock(key):
             known = await self.recovery.take_up(key)
             if known is not None and not known.is_acknowledged:
-                return _same_again(request, known, fingerprint)
+                _check_same(known, fingerprint)
+                self.intake.batches.use(key)
+                return known, True
             self.intake.check_version(request.policy_version)
             # What walks over a request is done in a thread; the event loop has other work meanwhile.
-            if violations := await asyncio.to_thread(check_submit, request, self.intake.limits()):
+            if violations := await asyncio.to_thread(
+                check_submit, request, self.intake.limits(), opens=opens
+            ):
                 raise InvalidArgument(violations)
             self.intake.check_version(request.policy_version)
             self.intake.headroom.check()
+            if opens:
+                self.intake.batches.check_batches()
             total = sum(group.samples for group in request.groups)
             with self.intake.batches.reserve(total):
                 pause_collection(self.intake.batches.unfinished)
                 accepted_at = time.time()
                 lenience = await self.intake.leniences.choose(request.run_id, request.exactness)
                 coverage = await self.bubbles.coverage(request.run_id, request.step)
-                head = BatchHead(fingerprint, accepted_at, total, lenience)
+                head = BatchHead(fingerprint, accepted_at, total, lenience, opens)
                 record = await asyncio.to_thread(BatchRecord, request, head, self.intake.journal.term)
                 if known is not None:
                     # Its trainer has had all of it, and wants it again: it was restarted.
@@ -64,20 +90,20 @@ class Submissions:
                 if not await self.intake.journal.create(record, payload):
                     raise Unavailable(f"batch {'/'.join(key)} was recorded by another gateway; come again")
                 batch = await asyncio.to_thread(
-                    self.intake.builder.from_submission, request, accepted_at, lenience
+                    self.intake.builder.from_submission, request, accepted_at, lenience, opened=opens
                 )
             self.intake.records.add(record)
             self.hinting.begin(batch)
             self.intake.begin(batch, coverage=coverage)
-        log.info("batch_accepted", batch=key, samples=total, version=request.policy_version)
-        return pb.SubmitRolloutsResponse(batch_id=request.batch_id, samples=total)
+        log.info("batch_accepted", batch=key, samples=total, version=request.policy_version, open=opens)
+        return record, False
 
     async def hint(self, request: pb.HintNextBatchRequest) -> int:
         """Keep a hint, checked like the batch that it announces; return how many samples may be pre-generated.
 
         0, and no error, if the step has begun, is too far ahead, or there is no room.
         """
-        announced = await asyncio.to_thread(as_submission, request)
+        announced = await asyncio.to_thread(hinted_batch, request)
         if violations := check_names(announced.run_id, announced.batch_id):
             raise InvalidArgument(violations)
         if violations := await asyncio.to_thread(check_submit, announced, self.intake.limits()):
@@ -85,10 +111,15 @@ class Submissions:
         return await self.hinting.hint(request)
 
     async def cancel(self, request: pb.CancelRolloutsRequest) -> int:
-        """End samples of a batch; return how many were not finished or cancelled before."""
+        """End samples of a batch; return how many were not finished or cancelled before.
+
+        Where none is named, an open batch is closed: a record of that cancels what is added later, too.
+        """
         key = (request.run_id, request.batch_id)
         record = await self.recovery.known(key)
         _check_samples(record, request)
+        if record.open and not request.samples:
+            await self.open_batches.close(key)
         running = self.intake.batches.by_key.get(key)
         if running is None:
             return 0
@@ -104,13 +135,12 @@ class Submissions:
         return cancelled
 
 
-def _same_again(
-    request: pb.SubmitRolloutsRequest, known: BatchRecord, fingerprint: str
-) -> pb.SubmitRolloutsResponse:
+def _check_same(known: BatchRecord, fingerprint: str) -> None:
     if known.head.fingerprint != fingerprint:
-        name = f"{request.run_id}/{request.batch_id}"
-        raise AlreadyExists("batch", name, f"batch {name} was submitted before with another content")
-    return pb.SubmitRolloutsResponse(batch_id=request.batch_id, samples=known.total, already_submitted=True)
+        name = "/".join(known.key)
+        raise AlreadyExists(
+            "batch", name, f"batch {name} was submitted or opened before with another content"
+        )
 
 
 def _check_samples(record: BatchRecord, request: pb.CancelRolloutsRequest) -> None:

@@ -48,6 +48,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> pb.SubmitRolloutsResponse:
         return await self._term().submissions.submit(request)
 
+    async def OpenBatch(self, request: pb.OpenBatchRequest, context: Context) -> pb.OpenBatchResponse:
+        return await self._term().submissions.open(request)
+
+    async def AddSamples(self, request: pb.AddSamplesRequest, context: Context) -> pb.AddSamplesResponse:
+        return await self._term().open_batches.add(request)
+
+    async def CloseBatch(self, request: pb.CloseBatchRequest, context: Context) -> pb.CloseBatchResponse:
+        return await self._term().open_batches.close((request.run_id, request.batch_id))
+
     async def StreamRollouts(
         self, request: pb.StreamRolloutsRequest, context: Context
     ) -> AsyncIterator[SerializedEvent]:

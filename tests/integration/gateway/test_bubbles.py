@@ -23,6 +23,7 @@ from tests.integration.gateway.conftest import (
     until,
 )
 from tests.integration.gateway.coordinator_double import CoordinatorDouble
+from tests.integration.gateway.test_open_batches import hand_in
 
 
 async def coordinator(cluster: Cluster, name: str = "bubbles-0") -> CoordinatorDouble:
@@ -234,7 +235,8 @@ async def test_a_run_report_is_repeated_every_second(cluster: Cluster) -> None:
     assert len({each.SerializeToString() for each in double.told}) == 1
 
 
-async def test_samples_are_placed_by_the_work_that_their_drafts_leave(cluster: Cluster) -> None:
+@pytest.mark.parametrize("opened", [False, True], ids=["submitted", "opened"])
+async def test_samples_are_placed_by_the_work_that_their_drafts_leave(cluster: Cluster, opened: bool) -> None:
     double = await coordinator(cluster)
     gateway = await cluster.gateway(affinity_slack=0.0, draft_cost=0.1, coverage_timeout_seconds=CALL)
     fakes = [await cluster.instance(name) for name in ("i0", "i1")]
@@ -251,7 +253,7 @@ async def test_samples_are_placed_by_the_work_that_their_drafts_leave(cluster: C
         bubble_pb2.SlotCoverage(prompt_id="p0", slot=slot, tokens=100, finished=True) for slot in range(4)
     ]
     double.coverage.append(bubble_pb2.SlotCoverage(prompt_id="p1", slot=2, tokens=3900, finished=False))
-    await gateway.trainer.submit(batch)
+    await hand_in(gateway, batch, opened=opened)
     await until(lambda: sum(len(fake.accepted) for fake in fakes) == 8, "all are placed")
     (asked,) = double.asked
     assert (asked.run_id, asked.step) == ("run", 3)

@@ -48,6 +48,13 @@ def valid_requests() -> dict[str, list[Message]]:
     knobs = knobs_pb2.Knobs(mode="fixed", draft_cap=3)
     return {
         "SubmitRollouts": [batch],
+        "OpenBatch": [
+            rollout_pb2.OpenBatchRequest(
+                run_id=RUN, batch_id="b1", step=3, sampling=key, max_staleness=1, stale=2, weight=1
+            )
+        ],
+        "AddSamples": [rollout_pb2.AddSamplesRequest(run_id=RUN, batch_id="b1", groups=[group])],
+        "CloseBatch": [rollout_pb2.CloseBatchRequest(run_id=RUN, batch_id="b1")],
         "StreamRollouts": [rollout_pb2.StreamRolloutsRequest(**name)],
         "AckRollouts": [rollout_pb2.AckRolloutsRequest(cursor=1, **name)],
         "Generate": [

@@ -35,11 +35,12 @@ class JournalMachine(RuleBasedStateMachine):
         lengths=st.lists(st.integers(1, 30), min_size=2, max_size=4),
         most_bytes=st.sampled_from([0, 300, 1 << 20]),
         least_tokens=st.sampled_from([1, 4]),
+        opened=st.booleans(),
     )
-    def begin(self, lengths: list[int], most_bytes: int, least_tokens: int) -> None:
+    def begin(self, lengths: list[int], most_bytes: int, least_tokens: int, opened: bool) -> None:
         self.redis: Any = connect(GatewayConfig(redis_url=self.url))
         self.run(self.redis.flushall())
-        self.driver = JournalDriver(self.redis, "ns", lengths, most_bytes, least_tokens)
+        self.driver = JournalDriver(self.redis, "ns", lengths, most_bytes, least_tokens, opened=opened)
         self.run(self.driver.create())
         self.snapshots = [self.dump()]
 
@@ -49,7 +50,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3), count=st.integers(1, 12))
     def grow(self, which: int, count: int) -> None:
-        self.driver.grow(which % len(self.driver.lengths), count)
+        self.driver.grow(which % len(self.driver.batch.samples), count)
 
     @rule(which=st.integers(0, 3), count=st.integers(1, 12))
     def advance(self, which: int, count: int) -> None:
@@ -57,9 +58,20 @@ class JournalMachine(RuleBasedStateMachine):
         self.grow(which, count)
         self.write(answered=True)
 
+    @rule(length=st.integers(1, 30), answered=st.booleans())
+    def add(self, length: int, answered: bool) -> None:
+        if len(self.driver.lengths) < 8:
+            self.run(self.driver.add(length, answered=answered))
+            self.snapshots.append(self.dump())
+
+    @rule()
+    def close(self) -> None:
+        self.run(self.driver.close())
+        self.snapshots.append(self.dump())
+
     @rule(which=st.integers(0, 3))
     def lose_the_instance(self, which: int) -> None:
-        sample = self.driver.batch.samples[which % len(self.driver.lengths)]
+        sample = self.driver.batch.samples[which % len(self.driver.batch.samples)]
         self.driver.batch.lost(sample.index, sample.attempt, 2.0)
 
     @rule(answered=st.booleans())
@@ -74,7 +86,7 @@ class JournalMachine(RuleBasedStateMachine):
         for name, kept in self.snapshots[-1].items():
             self.run(self.redis.restore(name, 0, kept))
 
-    @rule(what=st.sampled_from(["meta", "events", "done", "chunks", "all"]))
+    @rule(what=st.sampled_from(["meta", "events", "done", "chunks", "adds", "all"]))
     def forget_keys(self, what: str) -> None:
         names = getattr(self.driver.names, what)
         self.run(self.redis.delete(*([names] if isinstance(names, str) else names)))
@@ -195,7 +207,7 @@ async def test_a_long_sample_is_written_once(server: EmbeddedRedis) -> None:
         driver = JournalDriver(redis, "once", lengths, most_bytes=0, least_tokens=1024)
         await driver.create()
         before = await _received(observer)
-        while driver.batch.remaining() or has_more(driver.batch, driver.record):
+        while driver.batch.unfinished or has_more(driver.batch, driver.record):
             for index in range(len(lengths)):
                 driver.grow(index, 512)
             await driver.write()

@@ -18,6 +18,7 @@ from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import InstanceRecord, Registration, Registry
 from services.platform.tasks import end
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, make_batch, until
+from tests.integration.gateway.test_open_batches import hand_in
 
 
 @pytest.fixture
@@ -59,14 +60,17 @@ async def report(gateway: RunningGateway, request: Any, rewards: dict[tuple[str,
     return (await gateway.trainer.rollouts.ReportRewards(message, timeout=CALL)).matched
 
 
-async def test_samples_and_rewards_are_fed_as_they_were_delivered(cluster: Cluster, redis: Any) -> None:
+@pytest.mark.parametrize("opened", [False, True], ids=["submitted", "opened"])
+async def test_samples_and_rewards_are_fed_as_they_were_delivered(
+    cluster: Cluster, redis: Any, opened: bool
+) -> None:
     await learner(cluster, redis)
     gateway = await cluster.gateway()
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)
     await until(lambda: feed_of(gateway).active, "the gateway has seen the learner")
     request = make_batch(groups=3, samples=2)
-    await gateway.trainer.submit(request)
+    await hand_in(gateway, request, opened=opened)
     samples = [event.sample for event in await gateway.trainer.collect(request)]
     rewards = {(sample.prompt_id, sample.slot): float(place) for place, sample in enumerate(samples)}
     assert await report(gateway, request, rewards | {("unknown", 0): 1.0}) == 6

@@ -14,7 +14,7 @@ from paceline.internal.v1 import generation_pb2
 from paceline.times import duration, seconds_of
 from paceline.v1 import sample_pb2
 from services.gateway.batches.group import BatchGroup
-from services.gateway.batches.messages import final_sample, sample_fields, work_item
+from services.gateway.batches.messages import final_sample, work_item
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import EventEffect, GatewaySample, Likeliest, SamplePhase, TokenColumns
 from services.gateway.journal.journal_write import collect, has_more, settle, undo
@@ -499,23 +499,3 @@ def test_tokens_of_any_size_survive_the_journal(tokens: list[int]) -> None:
     fresh = make()
     restore(fresh, write.extensions)
     assert list(fresh.samples[0].tokens) == tokens[:-1]
-
-
-def test_chunks_of_an_earlier_release_are_of_the_version_that_was_asked_for() -> None:
-    batch = make()
-    batch.restore(0, sample_pb2.Sample(token_ids=[5, 6], logprobs=[-1.0, -2.0]), 1)
-    batch.current_version = 8
-    attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [7, 8], [-3.0, -4.0], 1002.0)
-    (chunk,) = collect(batch, record_of(batch)).extensions
-    batch.finish(0, attempt, finished(STOP), 1003.0)
-    spans = [(0, 2, 7), (2, 4, 8)]
-    rest = chunk_of([8], [-4.0]) + sample_fields(batch, batch.endings[0]).SerializeToString()
-    old = sample_pb2.Sample(token_ids=[5, 6], logprobs=[-1.0, -2.0]).SerializeToString()
-    delivered = joined(old + chunk.payload + rest)
-    assert list(delivered.token_ids) == [5, 6, 7, 8]
-    assert [(each.begin, each.end, each.policy_version) for each in delivered.version_spans] == spans
-    # And a gateway that reads the chunks alone goes on from both.
-    fresh = make()
-    fresh.restore(0, joined(old + chunk.payload), 2)
-    assert fresh.samples[0].versions == [(0, 7), (2, 8)]

@@ -281,7 +281,8 @@ async def test_a_recovered_batch_goes_on_from_the_journaled_tokens() -> None:
     parts = DispatchParts()
     batch = a_batch(3)
     batch.mark_ended(0)
-    batch.restore(1, sample_pb2.Sample(token_ids=[5, 6], logprobs=[-1.0] * 2), 1)
+    spans = [sample_pb2.VersionSpan(end=2, policy_version=batch.policy_version)]
+    batch.restore(1, sample_pb2.Sample(token_ids=[5, 6], logprobs=[-1.0] * 2, version_spans=spans), 1)
     batch.cancel(2, keep_partial=True)
     link = parts.link("a")
     running = parts.dispatcher.add(batch, events=1)

@@ -14,7 +14,7 @@ from services.gateway.batches.messages import BatchBuilder
 from services.gateway.batches.sample import GenerationSpan
 from services.gateway.dispatch.estimator import DraftCoverage, remaining_work
 from services.gateway.dispatch.settlement import IdleTimeBook
-from services.gateway.hints.book import Hint, HintBook, HintedRun, HintOutcome, as_submission, make_hint
+from services.gateway.hints.book import Hint, HintBook, HintedRun, HintOutcome, hinted_batch, make_hint
 
 
 def request(
@@ -44,7 +44,7 @@ def test_a_hint_names_the_very_samples_that_the_batch_will_have(level: int) -> N
     asked = request(exactness=sample_pb2.Exactness(level=level))  # type: ignore[arg-type]
     asked.groups[1].sampling.temperature = 0.5
     asked.groups[1].samples = 1
-    batch = BatchBuilder(max_seconds=1, max_attempts=1).from_submission(as_submission(asked), accepted_at=0)
+    batch = BatchBuilder(max_seconds=1, max_attempts=1).from_submission(hinted_batch(asked), accepted_at=0)
     hint = make_hint(asked)
     found = [
         (group.prompt_id, slot, value, list(group.prompt_token_ids), group.sampling)

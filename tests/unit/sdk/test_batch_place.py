@@ -78,3 +78,22 @@ def test_a_reader_who_leaves_amid_an_event_goes_on_after_the_last_sample_that_it
     del events
     assert (place.request().cursor, place.taken) == (3, 1)
     assert [each.cursor for each in place.read(several(3, 5, 8))] == [5, 8]
+
+
+def test_an_open_batch_is_whole_when_it_was_closed_and_all_was_read() -> None:
+    place = BatchPlace("r", "b", open=True)
+    growing = event(1, total=1)
+    growing.open = True
+    assert list(place.read(growing))
+    assert (place.complete(), place.whole()) == (False, False)
+    # Closed without another sample: an event of no kind, at the same cursor.
+    assert not list(place.read(rollout_pb2.StreamRolloutsResponse(cursor=1, finished=1, total=1)))
+    assert (place.complete(), place.whole()) == (True, True)
+
+
+def test_an_open_batch_without_samples_is_whole_once_it_is_closed() -> None:
+    place = BatchPlace("r", "b", open=True)
+    assert not list(place.read(rollout_pb2.StreamRolloutsResponse(open=True)))
+    assert (place.complete(), place.whole()) == (False, False)
+    assert not list(place.read(rollout_pb2.StreamRolloutsResponse()))
+    assert (place.complete(), place.whole()) == (True, True)

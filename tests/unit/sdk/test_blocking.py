@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline import AsyncRollout, AsyncRun, Client, Rollout, Run
+from paceline import AsyncOpenBatch, AsyncRollout, AsyncRun, Client, OpenBatch, Rollout, Run
 from paceline.blocking import Face, blocking, blocking_stream, finish, iterate
 from paceline.calls import GatewayCalls
 
@@ -118,7 +118,10 @@ def test_threads_share_a_face(face: CounterFace) -> None:
     assert got == [list(range(200))] * 8
 
 
-@pytest.mark.parametrize(("face", "core"), [(Client, GatewayCalls), (Run, AsyncRun), (Rollout, AsyncRollout)])
+@pytest.mark.parametrize(
+    ("face", "core"),
+    [(Client, GatewayCalls), (Run, AsyncRun), (Rollout, AsyncRollout), (OpenBatch, AsyncOpenBatch)],
+)
 def test_every_public_method_has_a_face_with_its_signature(face: type, core: type) -> None:
     ways: dict[str, Callable[..., Any]] = {
         name: method
@@ -129,7 +132,11 @@ def test_every_public_method_has_a_face_with_its_signature(face: type, core: typ
     for name, method in ways.items():
         here, there = inspect.signature(getattr(face, name)), inspect.signature(method)
         assert list(here.parameters.values()) == list(there.parameters.values()), name
-        expected = there.return_annotation.replace("AsyncIterator", "Iterator").replace("AsyncR", "R")
+        expected = (
+            there.return_annotation.replace("AsyncIterator", "Iterator")
+            .replace("AsyncR", "R")
+            .replace("AsyncOpen", "Open")
+        )
         assert here.return_annotation == expected, name
         assert getattr(face, name).__doc__ == method.__doc__
         assert not inspect.iscoroutinefunction(getattr(face, name))

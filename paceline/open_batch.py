@@ -1,0 +1,65 @@
+"""A batch to which groups are added while its samples already run and are read.
+
+async with run.open_batch(step, SamplingParams(max_tokens=512)) as batch:
+    await batch.add(groups)
+    async for group in batch.by_group():
+        kept += [group] if is_useful(group) else []
+        if len(kept) == wanted:
+            await batch.cancel()
+        elif not is_useful(group):
+            await batch.add([next(prompts)])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline import types as t
+from paceline.calls import GatewayCalls
+from paceline.open_shard_batch import OpenShardBatch
+from paceline.rollout import AsyncRollout
+from paceline.shards import OpenShard
+
+
+class AsyncOpenBatch(AsyncRollout):
+    """The samples of an open batch. Each is given once, over all iterations together.
+
+    Iterations end when the batch is closed and every sample was given.
+    """
+
+    def __init__(self, client: GatewayCalls, batch: t.Batch) -> None:
+        self._opened: dict[str, OpenShardBatch] = {}
+        super().__init__(client, batch)
+
+    async def add(self, groups: Iterable[t.Group]) -> int:
+        """Add groups, and return how many samples they have; those of groups that are there are not counted.
+
+        A prompt id names one group of the batch: the same group again is passed over, so a call that failed may be
+        repeated. Waits while the gateway is full.
+
+        FailedPreconditionError: nothing can be added. Reasons: BATCH_CLOSED, after `close` or `cancel`, after the
+        deadline, or where the gateway has closed a batch that nobody had to do with; BATCH_STALE, where newer
+        versions were published than `max_staleness` allows; VERSION_MISMATCH, for a batch without one.
+        ResourceExhaustedError: the batch is as large as it may be; close it and open another.
+        """
+        parts = self._shards.spread(list(groups))
+
+        async def add(member: OpenShard) -> int:
+            added = await self._opened[member.name].add(parts[member.name])
+            self._want(parts[member.name])
+            return added
+
+        members = [each for each in self._members if each.name in parts]
+        return sum(await self._shards.all(add, members)) if members else 0
+
+    async def close(self) -> int:
+        """Let nothing be added any more, so that iterations end; return how many samples the batch has.
+
+        It may be repeated. Leaving `open_batch` without an exception does it, too.
+        """
+        return sum(await self._shards.all(lambda member: self._opened[member.name].close(), self._members))
+
+    def _divide(self, client: GatewayCalls, batch: t.Batch) -> None:
+        for member in self._shards.members:
+            own = OpenShardBatch(member.calls, self._own(batch, ()))
+            self._batches[member.name] = self._opened[member.name] = own
