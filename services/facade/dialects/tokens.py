@@ -47,6 +47,7 @@ NAMES = {
     "max_tokens": "sampling_params.max_tokens",
     "min_tokens": "sampling_params.min_tokens",
     "prompt": "token_ids",
+    "stop": "sampling_params.stop",
     "stop_token_ids": "sampling_params.stop_token_ids",
     "top_k": "sampling_params.top_k",
 }

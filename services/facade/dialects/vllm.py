@@ -377,7 +377,7 @@ class AnswerWriter:
         return found
 
     def _named(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[str, float]]:
-        return list(zip(map(self._name, token_ids), finite(logprobs), strict=True))
+        return list(zip(map(self._name, token_ids), finite(list(logprobs)), strict=True))
 
     def _name(self, token: int) -> str:
         if self._tokenizer is None or self._body.return_tokens_as_token_ids:
