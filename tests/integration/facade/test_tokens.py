@@ -156,7 +156,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"logprobs": 5}}, "sampling_params.logprobs"),
     ({"sampling_params": {"seed": 1 << 64}}, "sampling_params.seed"),
     ({"sampling_params": {"n": 0}}, "sampling_params.n"),
-    ({"sampling_params": {"stop": [""]}}, "sampling_params.stop"),
     ({"sampling_params": {"logit_bias": {"1": 2.0}}}, "sampling_params.logit_bias"),
     ({"sampling_params": {"extra_args": {"prl_compact_logprobs": True}}}, "sampling_params.extra_args"),
     ({"sampling_params": {"stream": True}}, "sampling_params.stream"),

@@ -69,7 +69,9 @@ def everything() -> Release:
 
 
 @pytest.mark.parametrize(
-    "name", HATCHES.keys() - {"topologySpreadConstraints", "podSecurityContext", "securityContext"}
+    # Sorted: every process that collects tests must find the same ones in the same order.
+    "name",
+    sorted(HATCHES.keys() - {"topologySpreadConstraints", "podSecurityContext", "securityContext"}),
 )
 def test_a_value_of_pods_reaches_all_pods(everything: Release, name: str) -> None:
     workloads = _workloads(everything)
