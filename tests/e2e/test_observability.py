@@ -12,6 +12,7 @@ import pytest
 from paceline import Sample
 from tests.e2e.conftest import scrape
 from tests.e2e.watched_platform import LONG, SAMPLING, Watched, groups, until, watching
+from tests.support.metric_names import EXPORTER
 from tests.support.otlp_collector import Seen
 from tests.support.prometheus import ROOT
 from tests.support.promql import operands, selectors, substituted
@@ -67,7 +68,8 @@ def test_every_rule_has_something_to_judge_by(watched: Watched) -> None:
     for rule in rules:
         parts = [rule["name"]] if rule["type"] == "recording" else operands(rule["query"])
         for part in parts:
-            if any(failure in part for failure in NOT_FAILED):
+            # No exporter of Redis runs here; promtool tests the rules that read it.
+            if any(missing in part for missing in (*NOT_FAILED, *EXPORTER)):
                 continue
             if not finite(watched.prometheus.over(part, watched.began, watched.ended)):
                 empty.append(f"{rule['name']}: {part}")
