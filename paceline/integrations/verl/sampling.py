@@ -9,7 +9,12 @@ from typing import Any, Self
 from paceline import types as t
 from paceline.integrations.errors import UnsupportedTrainerError
 
-_NAMES = {field.name for field in fields(t.SamplingParams)} - {"logprobs_mode"}
+# Those of other tokens and of the prompt have no place in verl's answers.
+_NAMES = {field.name for field in fields(t.SamplingParams)} - {
+    "logprobs_mode",
+    "top_logprobs",
+    "prompt_logprobs",
+}
 # Not a parameter of sampling: a request that wants none is given none.
 _LOGPROBS = "logprobs"
 _MODES = {"raw_logprobs": t.LogprobsMode.RAW, "processed_logprobs": t.LogprobsMode.PROCESSED}
@@ -53,6 +58,8 @@ class RolloutDefaults:
         most = wanted.pop("max_tokens", most)
         if unknown := sorted(wanted.keys() - _NAMES):
             raise UnsupportedTrainerError(f"sampling_params has {', '.join(unknown)}, which is not supported")
+        if isinstance(stop := wanted.get("stop"), str):
+            wanted["stop"] = [stop]
         if "top_k" in wanted:
             # -1 is verl's word for off.
             wanted["top_k"] = max(wanted["top_k"], 0)

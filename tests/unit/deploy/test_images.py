@@ -25,7 +25,7 @@ ARGUMENTS, STAGES = read_stages((FOLDER / "Dockerfile").read_text())
 IGNORE = (FOLDER / "Dockerfile.dockerignore").read_text()
 TARGETS = ("control", "generation-cuda", "generation-cpu")
 EXTRAS = {
-    "control": {"http", "k8s", "models", "tracing"},
+    "control": {"http", "k8s", "tracing"},
     "generation-cpu": {"cpu", "tracing"},
     "generation-cuda": {"cuda", "tracing"},
 }

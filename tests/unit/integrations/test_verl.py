@@ -60,6 +60,11 @@ def test_responses_end_where_verl_ends_them(given: Any, prompt: int, most: int |
     assert rollout(max_model_len=most).sampling(given, prompt).max_tokens == tokens
 
 
+@pytest.mark.parametrize("given", ["ab", ["ab"]])
+def test_a_stop_string_may_stand_alone(given: Any) -> None:
+    assert rollout().sampling({"stop": given}, 4).stop == ("ab",)
+
+
 def test_sampling_parameters_that_are_not_supported_are_named() -> None:
     with pytest.raises(UnsupportedTrainerError, match="best_of, prompt_logprobs"):
         rollout().sampling({"prompt_logprobs": 1, "best_of": 2, "seed": None}, 4)

@@ -128,20 +128,24 @@ def test_a_division_among_rollouts_changes_nothing(parts: list[list[t.Sample]]) 
 
 
 def rollout(step: int, samples: list[t.Sample]) -> AsyncRollout:
-    batch = SimpleNamespace(step=step, batch_id=f"b{step}")
+    batch = SimpleNamespace(step=step, batch_id=f"b{step}", policy_version=1)
+
+    async def begin() -> None:
+        pass
+
     made: Any = SimpleNamespace(
-        batch=batch, complete=True, post_ack=lambda: None, step_stats=stats_of(samples)
+        batch=batch, begin=begin, complete=True, post_ack=lambda: None, step_stats=stats_of(samples)
     )
     return cast(AsyncRollout, made)
 
 
-def test_a_run_keeps_the_figures_of_its_last_steps() -> None:
-    run = RunRollouts()
-    run.add(rollout(0, [sample(4)]))
-    run.add(rollout(0, [sample(6)]))
+async def test_a_run_keeps_the_figures_of_its_last_steps() -> None:
+    run = RunRollouts(cast(Any, None), "run", 0)
+    await run._begin(rollout(0, [sample(4)]))
+    await run._begin(rollout(0, [sample(6)]))
     assert run.stats(0)["rollout/tokens"] == 10
     for step in range(1, 9):
-        run.add(rollout(step, [sample(step)]))
+        await run._begin(rollout(step, [sample(step)]))
     assert run.stats(8)["rollout/tokens"] == 8
     with pytest.raises(ValueError, match=r"step 0: .* it has of 1, 2"):
         run.stats(0)
