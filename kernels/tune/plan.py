@@ -25,7 +25,7 @@ CANDIDATES_WITHOUT_DEVICE = 2
 
 @dataclass(slots=True)
 class Bench:
-    """What steps work with: the device, what was found so far, and where the parameters are to go."""
+    """Inputs of all steps: the device, what was found so far, and where the parameters are to go."""
 
     device: torch.device
     state: State

@@ -1,4 +1,4 @@
-"""What has been done so far, in a JSON file that is replaced whole after every step."""
+"""Record of the steps done so far, in a JSON file that is replaced whole after every step."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _LOGS_BYTES = 1_000_000_000
 
 
 class State(Enum):
-    """How a machine stands in one respect."""
+    """State of a machine in one respect."""
 
     FINE = "ok"
     SCARCE = "scarce"
@@ -42,7 +42,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How the machine stands in one respect, and what to do about it."""
+    """Finding about the machine in one respect, and what to do about it."""
 
     about: str
     state: State

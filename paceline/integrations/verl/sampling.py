@@ -22,7 +22,7 @@ _MODES = {"raw_logprobs": t.LogprobsMode.RAW, "processed_logprobs": t.LogprobsMo
 
 @dataclass(frozen=True, slots=True)
 class RolloutDefaults:
-    """What the configuration of verl's rollout says of all requests."""
+    """Parameters that the configuration of verl's rollout sets for all requests."""
 
     prompt_length: int
     response_length: int
