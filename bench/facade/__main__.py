@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 from bench.comparison import Comparison
-from bench.facade.ways import Ways, Workload
+from bench.facade.ways import FacadeWorkload, Ways
 from bench.intervals import median_interval
 from bench.report import Figures, cores, show, show_table, write
 from paceline import AsyncClient
@@ -63,7 +63,7 @@ def main() -> None:
     write("facade", figures)
 
 
-async def _measure(platform: Platform, work: Workload, rounds: int) -> Figures:
+async def _measure(platform: Platform, work: FacadeWorkload, rounds: int) -> Figures:
     (facade,) = [child for child in platform.processes if child.spec.name == "facade"]
     process = psutil.Process(facade.pid)
     comparison = Comparison()
@@ -93,7 +93,7 @@ async def _measure(platform: Platform, work: Workload, rounds: int) -> Figures:
 
 
 def figures_of(
-    work: Workload, seconds: dict[str, list[float]], busy: dict[str, float], comparison: Comparison
+    work: FacadeWorkload, seconds: dict[str, list[float]], busy: dict[str, float], comparison: Comparison
 ) -> Figures:
     samples = len(work.prompts) * work.samples
     ways = {}
@@ -129,12 +129,12 @@ def _progress(done: int, rounds: int, took: float) -> None:
     print(f"round {done} of {rounds}, about {left:.0f} s left", file=sys.stderr, flush=True)
 
 
-def _workload(prompts: int, samples: int, max_tokens: int) -> Workload:
+def _workload(prompts: int, samples: int, max_tokens: int) -> FacadeWorkload:
     from examples.tinymath.tasks import make_problems
     from examples.tinymath.tokenizer import prompt_ids
 
     problems = make_problems(seed=1, n=prompts)
-    return Workload([prompt_ids(problem.question) for problem in problems], samples, max_tokens)
+    return FacadeWorkload([prompt_ids(problem.question) for problem in problems], samples, max_tokens)
 
 
 def _engine_options() -> tuple[str, ...]:

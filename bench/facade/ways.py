@@ -18,7 +18,7 @@ Way = Callable[[int], Awaitable[Tokens]]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class FacadeWorkload:
     """Samples of every way: `samples` of each prompt, at most `max_tokens` long, at temperature 1."""
 
     prompts: Sequence[list[int]]
@@ -29,7 +29,7 @@ class Workload:
 class Ways:
     """Clients of one platform."""
 
-    def __init__(self, client: AsyncClient, http: httpx.AsyncClient, work: Workload) -> None:
+    def __init__(self, client: AsyncClient, http: httpx.AsyncClient, work: FacadeWorkload) -> None:
         self._client = client
         self._http = http
         self._work = work

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from paceline.cli.output import add_columns, plain_table
 from services.local.config import PlatformConfig
-from services.local.findings import PACKAGES, Finding, Needs, State, findings
+from services.local.findings import PACKAGES, Finding, FindingState, Needs, findings
 from services.local.machine import read_machine
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -40,7 +40,7 @@ def doctor(
     )
     found = examine(config)
     Console().print(findings_table(found))
-    raise typer.Exit(any(each.state is State.MISSING for each in found))
+    raise typer.Exit(any(each.state is FindingState.MISSING for each in found))
 
 
 def examine(config: PlatformConfig) -> list[Finding]:

@@ -20,7 +20,7 @@ _VERSIONS = 3
 _LOGS_BYTES = 1_000_000_000
 
 
-class State(Enum):
+class FindingState(Enum):
     """State of a machine in one respect."""
 
     FINE = "ok"
@@ -45,7 +45,7 @@ class Finding:
     """Finding about the machine in one respect, and what to do about it."""
 
     about: str
-    state: State
+    state: FindingState
     text: str
 
 
@@ -58,58 +58,60 @@ def findings(machine: Machine, needs: Needs) -> list[Finding]:
 
 def _system(machine: Machine) -> Finding:
     if machine.system == "Linux":
-        return Finding("system", State.FINE, f"Linux on {machine.architecture}")
+        return Finding("system", FindingState.FINE, f"Linux on {machine.architecture}")
     text = f"{machine.system}: instances run on Linux only; use a container, a virtual machine, or WSL"
-    return Finding("system", State.MISSING, text)
+    return Finding("system", FindingState.MISSING, text)
 
 
 def _python(machine: Machine) -> Finding:
     version = ".".join(map(str, machine.python))
     if machine.python >= OLDEST_PYTHON:
-        return Finding("Python", State.FINE, version)
-    return Finding("Python", State.MISSING, f"{version}: 3.11 or later is needed")
+        return Finding("Python", FindingState.FINE, version)
+    return Finding("Python", FindingState.MISSING, f"{version}: 3.11 or later is needed")
 
 
 def _packages(machine: Machine) -> Finding:
     if not machine.missing_packages:
-        return Finding("packages", State.FINE, "all that an instance imports")
+        return Finding("packages", FindingState.FINE, "all that an instance imports")
     text = f"no {', '.join(machine.missing_packages)}: run `make setup`, or pip install 'paceline[cpu]' or [cuda]"
-    return Finding("packages", State.MISSING, text)
+    return Finding("packages", FindingState.MISSING, text)
 
 
 def _processor(machine: Machine, needs: Needs) -> Iterator[Finding]:
     x86 = machine.architecture in ("x86_64", "AMD64")
     if x86 and machine.flags and "avx2" not in machine.flags:
         text = "no AVX2, without which vLLM does not run on a processor"
-        yield Finding("instruction set", State.MISSING, text)
+        yield Finding("instruction set", FindingState.MISSING, text)
     elif not x86:
         text = f"{machine.architecture}: only x86_64 has been tried without a GPU"
-        yield Finding("instruction set", State.SCARCE, text)
+        yield Finding("instruction set", FindingState.SCARCE, text)
     else:
         wide = "AVX-512" if "avx512f" in machine.flags else "AVX2"
-        yield Finding("instruction set", State.FINE, wide)
+        yield Finding("instruction set", FindingState.FINE, wide)
     enough = machine.cores >= needs.instances
     text = f"{machine.cores} for {_instances(needs)}" + (
         "" if enough else ": they share cores, and are slower"
     )
-    yield Finding("cores", State.FINE if enough else State.SCARCE, text)
+    yield Finding("cores", FindingState.FINE if enough else FindingState.SCARCE, text)
 
 
 def _gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not machine.driver:
         text = "no NVIDIA driver; install 580 or later, or start with --device cpu"
-        yield Finding("driver", State.MISSING, text)
+        yield Finding("driver", FindingState.MISSING, text)
         return
     major = int(machine.driver.partition(".")[0])
     if major < OLDEST_DRIVER:
         yield Finding(
-            "driver", State.MISSING, f"{machine.driver}: {OLDEST_DRIVER} or later is needed, for CUDA 13"
+            "driver",
+            FindingState.MISSING,
+            f"{machine.driver}: {OLDEST_DRIVER} or later is needed, for CUDA 13",
         )
     else:
-        yield Finding("driver", State.FINE, machine.driver)
+        yield Finding("driver", FindingState.FINE, machine.driver)
     enough = machine.gpus >= needs.instances
     text = f"{machine.gpus} for {_instances(needs)}" + ("" if enough else ": one for each instance is needed")
-    yield Finding("GPUs", State.FINE if enough else State.MISSING, text)
+    yield Finding("GPUs", FindingState.FINE if enough else FindingState.MISSING, text)
 
 
 def _sizes(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -122,18 +124,18 @@ def _sizes(machine: Machine, needs: Needs) -> Iterator[Finding]:
         ("disk", machine.disk, disk, "for logs and three versions of the weights"),
     ):
         text = f"{_gb(there)} free, {_gb(wanted)} wanted {why}"
-        yield Finding(about, State.FINE if there >= wanted else State.SCARCE, text)
+        yield Finding(about, FindingState.FINE if there >= wanted else FindingState.SCARCE, text)
 
 
 def _ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
     for port in needs.ports:
         if port in machine.taken_ports:
             yield Finding(
-                "ports", State.MISSING, f"{port} is taken: end who listens there, or choose another"
+                "ports", FindingState.MISSING, f"{port} is taken: end who listens there, or choose another"
             )
     if not set(needs.ports) & machine.taken_ports:
         listed = ", ".join(str(port) for port in needs.ports if port)
-        yield Finding("ports", State.FINE, f"{listed} free" if listed else "any")
+        yield Finding("ports", FindingState.FINE, f"{listed} free" if listed else "any")
 
 
 def _instances(needs: Needs) -> str:

@@ -17,7 +17,7 @@ from paceline.cli.output import add_columns, plain_table
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.config import RestartPolicy
 from services.local.doctor import examine, findings_table
-from services.local.findings import State
+from services.local.findings import FindingState
 from services.models.download import DownloadError
 from services.models.local_model import local_model
 from services.models.source import SourceError
@@ -106,7 +106,7 @@ def run_until_stopped(config: PlatformConfig) -> int:
 
 def _explain(console: Console, config: PlatformConfig) -> None:
     """Show what this machine lacks, if it lacks anything."""
-    lacking = [each for each in examine(config) if each.state is not State.FINE]
+    lacking = [each for each in examine(config) if each.state is not FindingState.FINE]
     if lacking:
         console.print("\nThis machine may be the reason (paceline doctor):")
         console.print(findings_table(lacking))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from services.models.listing import CONFIGURATION, RemoteFile
-from services.models.progress import Progress, Report
+from services.models.progress import DownloadProgress, Report
 from services.models.receipt import Receipt, read_receipt
 from services.models.source import Source
 from services.platform.backoff import ExponentialBackoff
@@ -57,7 +57,7 @@ def download(
             report(f"{source.address} gives no checksums: sizes alone are compared")
         _check_room(folder, files)
         total = sum(each.size or 0 for each in files)
-        fetch = _Fetch(source, folder, Progress(total, len(files), report, interval), pause)
+        fetch = _Fetch(source, folder, DownloadProgress(total, len(files), report, interval), pause)
         last = [each for each in files if each.path == CONFIGURATION]
         with ThreadPoolExecutor(_THREADS, "download") as threads:
             list(threads.map(fetch.file, [each for each in files if each not in last]))
@@ -84,7 +84,7 @@ class _Fetch:
     """Fetches files, each in a thread of its own."""
 
     def __init__(
-        self, source: Source, folder: Path, progress: Progress, pause: Callable[[float], None]
+        self, source: Source, folder: Path, progress: DownloadProgress, pause: Callable[[float], None]
     ) -> None:
         self._source = source
         self._folder = folder

@@ -10,7 +10,7 @@ Report = Callable[[str], None]
 """Takes a line for a person."""
 
 
-class Progress:
+class DownloadProgress:
     """Bytes and files that have come, of all threads; a line every `interval` seconds at most, and at the end."""
 
     def __init__(self, total: int, files: int, report: Report, interval: float) -> None:

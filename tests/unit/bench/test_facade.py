@@ -6,7 +6,7 @@ import pytest
 
 from bench.comparison import Comparison
 from bench.facade.__main__ import figures_of
-from bench.facade.ways import Workload
+from bench.facade.ways import FacadeWorkload
 from paceline import SampleKey
 
 
@@ -21,7 +21,7 @@ def test_the_overhead_is_the_median_of_the_rounds_ratios_of_the_slowest_dialect(
     comparison = Comparison()
     comparison.add("http_vllm", 0, {SampleKey("p", 0): [1, 2, 3]}, {SampleKey("p", 0): [1, 9, 3]})
     found = figures_of(
-        Workload([[1], [2]], samples=3, max_tokens=4), seconds, dict.fromkeys(seconds, 0.42), comparison
+        FacadeWorkload([[1], [2]], samples=3, max_tokens=4), seconds, dict.fromkeys(seconds, 0.42), comparison
     )
     assert found["overhead_vs_grpc"] == pytest.approx(1.2)
     assert found["ways"]["http_vllm"]["ratio"] == pytest.approx(1.1)

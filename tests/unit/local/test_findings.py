@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.local.findings import Needs, State, findings
+from services.local.findings import FindingState, Needs, findings
 from services.local.machine import Machine
 
 GB = 1_000_000_000
@@ -31,40 +31,42 @@ CUDA = replace(CPU, cuda=True)
 @pytest.mark.parametrize("needs", [CPU, CUDA])
 def test_a_machine_that_has_everything_lacks_nothing(needs: Needs) -> None:
     found = findings(GOOD, needs)
-    assert {each.state for each in found} == {State.FINE}
+    assert {each.state for each in found} == {FindingState.FINE}
     assert len({each.about for each in found}) == len(found)
 
 
 @pytest.mark.parametrize(
     ("needs", "changes", "about", "state", "said"),
     [
-        (CPU, {"system": "Darwin"}, "system", State.MISSING, "Darwin: instances run on Linux only"),
-        (CPU, {"python": (3, 10)}, "Python", State.MISSING, "3.10: 3.11 or later"),
-        (CPU, {"missing_packages": ("vllm",)}, "packages", State.MISSING, "no vllm"),
-        (CPU, {"flags": frozenset({"sse"})}, "instruction set", State.MISSING, "no AVX2"),
-        (CPU, {"architecture": "aarch64"}, "instruction set", State.SCARCE, "aarch64"),
-        (CPU, {"cores": 1}, "cores", State.SCARCE, "1 for 2 instances"),
-        (CPU, {"memory": 9 * GB}, "memory", State.SCARCE, "9.0 GB free, 10.0 GB wanted"),
-        (CPU, {"disk": 3 * GB}, "disk", State.SCARCE, "3.0 GB free, 4.0 GB wanted"),
-        (CPU, {"taken_ports": frozenset({7400})}, "ports", State.MISSING, "7400 is taken"),
-        (CUDA, {"driver": "", "gpus": 0}, "driver", State.MISSING, "no NVIDIA driver"),
-        (CUDA, {"driver": "550.90.07"}, "driver", State.MISSING, "550.90.07: 580 or later"),
-        (CUDA, {"gpus": 1}, "GPUs", State.MISSING, "1 for 2 instances"),
+        (CPU, {"system": "Darwin"}, "system", FindingState.MISSING, "Darwin: instances run on Linux only"),
+        (CPU, {"python": (3, 10)}, "Python", FindingState.MISSING, "3.10: 3.11 or later"),
+        (CPU, {"missing_packages": ("vllm",)}, "packages", FindingState.MISSING, "no vllm"),
+        (CPU, {"flags": frozenset({"sse"})}, "instruction set", FindingState.MISSING, "no AVX2"),
+        (CPU, {"architecture": "aarch64"}, "instruction set", FindingState.SCARCE, "aarch64"),
+        (CPU, {"cores": 1}, "cores", FindingState.SCARCE, "1 for 2 instances"),
+        (CPU, {"memory": 9 * GB}, "memory", FindingState.SCARCE, "9.0 GB free, 10.0 GB wanted"),
+        (CPU, {"disk": 3 * GB}, "disk", FindingState.SCARCE, "3.0 GB free, 4.0 GB wanted"),
+        (CPU, {"taken_ports": frozenset({7400})}, "ports", FindingState.MISSING, "7400 is taken"),
+        (CUDA, {"driver": "", "gpus": 0}, "driver", FindingState.MISSING, "no NVIDIA driver"),
+        (CUDA, {"driver": "550.90.07"}, "driver", FindingState.MISSING, "550.90.07: 580 or later"),
+        (CUDA, {"gpus": 1}, "GPUs", FindingState.MISSING, "1 for 2 instances"),
     ],
 )
 def test_what_a_machine_lacks_is_found_and_nothing_else(
-    needs: Needs, changes: dict[str, Any], about: str, state: State, said: str
+    needs: Needs, changes: dict[str, Any], about: str, state: FindingState, said: str
 ) -> None:
-    (found,) = [each for each in findings(replace(GOOD, **changes), needs) if each.state is not State.FINE]
+    (found,) = [
+        each for each in findings(replace(GOOD, **changes), needs) if each.state is not FindingState.FINE
+    ]
     assert (found.about, found.state) == (about, state)
     assert found.text.startswith(said)
 
 
 def test_without_gpus_asked_for_a_driver_is_not_looked_at() -> None:
     found = findings(replace(GOOD, driver="", gpus=0), CPU)
-    assert {each.state for each in found} == {State.FINE}
+    assert {each.state for each in found} == {FindingState.FINE}
 
 
 def test_memory_for_the_weights_is_that_of_the_gpu_where_there_is_one() -> None:
     small = replace(GOOD, memory=9 * GB)
-    assert all(each.state is State.FINE for each in findings(small, CUDA))
+    assert all(each.state is FindingState.FINE for each in findings(small, CUDA))
