@@ -25,7 +25,7 @@ ARGUMENTS, STAGES = read_stages((FOLDER / "Dockerfile").read_text())
 IGNORE = (FOLDER / "Dockerfile.dockerignore").read_text()
 TARGETS = ("control", "generation-cuda", "generation-cpu")
 EXTRAS = {
-    "control": {"http", "k8s", "tracing"},
+    "control": {"http", "k8s", "models", "tracing"},
     "generation-cpu": {"cpu", "tracing"},
     "generation-cuda": {"cuda", "tracing"},
 }
@@ -181,6 +181,33 @@ def test_the_cuda_lock_satisfies_the_project_and_runs_the_services_with_the_test
     ours = set(_closure("paceline", {"services", "tracing"})) - {"paceline"}
     assert {name: lock[name] for name in ours} == {name: tested[name] for name in ours}, "run scripts/images"
     assert "+cpu" not in lock["torch"]
+
+
+def test_flashinfer_finds_a_compiler_of_the_toolkit_that_pytorch_is_built_for() -> None:
+    lock = _pins(FOLDER / "generation-cuda.lock")
+    toolkit = lock["cuda-toolkit"].split(".")[:2]
+    for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl", "nvidia-nvvm", "nvidia-cuda-runtime"):
+        assert lock[name].split(".")[:2] == toolkit, name
+    assert "ninja" in lock
+    home = STAGES["generation-cuda"].environment()["CUDA_HOME"]
+    assert home == f"/opt/paceline/lib/python3.11/site-packages/nvidia/cu{toolkit[0]}"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the stub of the driver's library is made by g++")
+def test_what_flashinfer_links_against_is_where_it_looks(tmp_path: Path) -> None:
+    (made,) = [rest for rest in STAGES["generation-cuda"].all("RUN") if "CUDA_HOME" in rest]
+    major = re.search(r"libcudart\.so\.(\d+)", made)
+    assert major is not None
+    assert _pins(FOLDER / "generation-cuda.lock")["nvidia-cuda-runtime"].startswith(f"{major[1]}.")
+    (tmp_path / "lib").mkdir()
+    runtime = tmp_path / f"lib/libcudart.so.{major[1]}"
+    subprocess.run(["g++", "-shared", "-o", runtime, "-x", "c", "/dev/null"], check=True)
+    subprocess.run(["bash", "-ec", made], env={**os.environ, "CUDA_HOME": str(tmp_path)}, check=True)
+    folder = tmp_path / "lib64"
+    linked = ["-shared", f"-L{folder}", f"-L{folder}/stubs", "-Wl,--no-as-needed", "-lcudart", "-lcuda"]
+    subprocess.run(["g++", "-o", tmp_path / "kernel.so", "-x", "c", "/dev/null", *linked], check=True)
+    needed = subprocess.run(["readelf", "-d", tmp_path / "kernel.so"], capture_output=True, text=True, check=True)
+    assert "[libcuda.so.1]" in needed.stdout
 
 
 @pytest.mark.parametrize("lock", [*TARGETS, "generation-cuda-ray"])
