@@ -60,7 +60,7 @@ resources:
 {{- end -}}
 
 {{- define "paceline.instanceVolumes" -}}
-{{ include "paceline.volumes" (dict "root" .root "component" "generation" "cacheSize" .values.cacheSize) }}
+{{ include "paceline.volumes" (dict "root" .root "component" "generation" "cache" (include "paceline.cacheVolume" .values)) }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .values.shmSize }}}
 {{- with include "paceline.adoptedVolume" .values }}

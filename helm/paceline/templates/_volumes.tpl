@@ -13,13 +13,13 @@
 {{- end }}
 {{- end -}}
 
-{{/* Volumes of `paceline.mounts`. Takes root, component and cacheSize. Secrets are mounted as folders: only so
-do the files change when the secret does. */}}
+{{/* Volumes of `paceline.mounts`. Takes root, component and, if it has one of its own, the cache's volume. Secrets are
+mounted as folders: only so do the files change when the secret does. */}}
 {{- define "paceline.volumes" -}}
 - name: tmp
   emptyDir: {sizeLimit: 1Gi}
 - name: cache
-  emptyDir: {sizeLimit: {{ .cacheSize | default "1Gi" }}}
+  {{ .cache | default "emptyDir: {sizeLimit: 1Gi}" }}
 - name: token
   secret: {secretName: {{ include "paceline.tokenSecret" .root }}, defaultMode: 0440}
 - name: grants
@@ -61,6 +61,20 @@ persistentVolumeClaim: {claimName: {{ .adoptedClaim }}}
 hostPath: {path: {{ .adoptedHostPath }}, type: Directory}
 {{- else if .adoptedSize -}}
 emptyDir: {sizeLimit: {{ .adoptedSize }}{{ with .adoptedMedium }}, medium: {{ . }}{{ end }}}
+{{- end -}}
+{{- end -}}
+
+{{/* The volume of what an instance compiles. Takes a pool's values. */}}
+{{- define "paceline.cacheVolume" -}}
+{{- if and .cacheHostPath .cacheClaim }}
+{{- fail (printf "generation.pools: %s has both cacheHostPath and cacheClaim" .name) }}
+{{- end -}}
+{{- if .cacheClaim -}}
+persistentVolumeClaim: {claimName: {{ .cacheClaim }}}
+{{- else if .cacheHostPath -}}
+hostPath: {path: {{ .cacheHostPath }}, type: Directory}
+{{- else -}}
+emptyDir: {sizeLimit: {{ .cacheSize }}}
 {{- end -}}
 {{- end -}}
 

@@ -172,6 +172,27 @@ def test_every_pool_has_a_volume_for_the_weights_that_are_pushed_to_it() -> None
         assert f"{name} ({next(iter(volume))}" in release.notes
 
 
+def test_what_instances_compile_can_lie_where_the_next_pod_finds_it() -> None:
+    pools = [
+        {"name": "usual", "cacheSize": "5Gi"},
+        {"name": "node", "cacheHostPath": "/mnt/compiled"},
+        {"name": "claimed", "cacheClaim": "compiled"},
+    ]
+    release = render({"generation": {"pools": pools}})
+    volumes = {
+        "usual": {"emptyDir": {"sizeLimit": "5Gi"}},
+        "node": {"hostPath": {"path": "/mnt/compiled", "type": "Directory"}},
+        "claimed": {"persistentVolumeClaim": {"claimName": "compiled"}},
+    }
+    for name, volume in volumes.items():
+        pool = release.named("StatefulSet", f"-generation-{name}")
+        assert {"name": "cache", "mountPath": "/cache"} in container(pool)["volumeMounts"]
+        assert {"name": "cache", **volume} in pod_of(pool)["volumes"]
+    others = [each for each in release.workloads() if "-generation-" not in each["metadata"]["name"]]
+    for each in others:
+        assert [v["emptyDir"]["sizeLimit"] for v in pod_of(each)["volumes"] if v["name"] == "cache"] in (["1Gi"], [])
+
+
 def test_a_volume_of_ones_own_takes_the_place_of_that_for_pushed_weights() -> None:
     for values in ({"adoptedSize": ""}, {"config": {"adopted_weights": "/mine"}}):
         release = render({"generation": {"defaults": values}})
