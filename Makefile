@@ -12,7 +12,7 @@ NAME ?= gateway
 help:           ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-setup:          ## Virtual environment from the lock
+setup:          ## Virtual environment from the lock (DEVICE=cuda: for NVIDIA GPUs)
 	@scripts/setup
 
 demo: setup     ## The whole platform on this machine and a GRPO run on it (DEMO_ARGS="--steps 3 ...")
@@ -42,7 +42,7 @@ format: setup   ## Format and fix what can be fixed
 protos: setup   ## Generate the gRPC stubs
 	scripts/protos
 
-lock: setup     ## Resolve requirements/cpu.lock anew
+lock: setup     ## Resolve requirements/*.lock anew
 	scripts/lock
 
 gpu:            ## The kernels on this machine's GPU, in slices of 9 minutes: answers, sweeps, table (runs/tune)
