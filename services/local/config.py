@@ -74,6 +74,7 @@ class PlatformConfig:
     environment: dict[str, str] = field(default_factory=dict)
     """More environment variables for every process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where instances run; auto: on GPUs if there are any and vLLM is built for them."""
     pin: bool = True
     """On CPU, give each instance cores of its own, so that none slows another down."""
     restarts: RestartPolicy | None = None

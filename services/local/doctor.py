@@ -13,7 +13,7 @@ from rich.table import Table
 from paceline.cli.output import add_columns, plain_table
 from services.local.config import PlatformConfig
 from services.local.findings import PACKAGES, Finding, FindingState, Needs, findings
-from services.local.machine import read_machine
+from services.local.machine import chooses_cuda, read_machine
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -27,7 +27,7 @@ def doctor(
     port: Annotated[int, typer.Option(help="Port of the gateway.")] = 7400,
     http_port: Annotated[int | None, typer.Option(help="Port of the HTTP facade.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder of the platform.")] = Path("runs/local"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA if there is a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA if there is a GPU and vLLM is built for it.")] = "auto",
 ) -> None:
     """Say what this machine lacks for `paceline up` with the same options; status 1 if it cannot start."""
     config = PlatformConfig(
@@ -49,7 +49,7 @@ def examine(config: PlatformConfig) -> list[Finding]:
     machine = read_machine(config.folder, ports, PACKAGES)
     needs = Needs(
         instances=config.instances,
-        cuda=config.device == "cuda" or (config.device == "auto" and machine.gpus > 0),
+        cuda=chooses_cuda(config.device, machine.gpus),
         ports=ports,
         model_bytes=_weights_bytes(config.model),
     )

