@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -30,9 +30,14 @@ from examples.tinymath.background import BackgroundWatch
 from examples.tinymath.decisions import DecisionWatch, save_decisions
 from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
 from examples.tinymath.report import write_report
+from examples.tinymath.text import text_of
 from examples.tinymath.train import MODEL, Options, add_options, new_learner, read_options, train
 from paceline import Client, KnobSetting, WeightFolder
 from services.local import Platform, PlatformConfig, PlatformError
+from services.local.machine import chooses_cuda, count_gpus
+from services.models.download import DownloadError
+from services.models.local_model import local_model
+from services.models.source import SourceError
 
 _TIME_COLUMNS = (
     "step",
@@ -58,6 +63,7 @@ class Setup:
 
     model: Path
     instances: int
+    device: Literal["auto", "cpu", "cuda"]
     dtype: str
     out: Path
     instance_options: tuple[str, ...]
@@ -145,6 +151,7 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
     config = PlatformConfig(
         model=setup.model.absolute(),
         instances=setup.instances,
+        device=setup.device,
         folder=setup.out,
         learner=setup.learner,
         learner_options=LEARNER_OPTIONS,
@@ -203,7 +210,7 @@ def _train(client: Client, setup: Setup, options: Options, console: Console) -> 
         BackgroundWatch(client) as watch,
         screen.live,
     ):
-        for record in train(run, learner, options, screen.watch):
+        for record in train(run, learner, options, screen.watch, text_of(setup.model)):
             filled = replace(
                 record,
                 background=watch.between(record.began, time.time()),
@@ -242,8 +249,11 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     parser = argparse.ArgumentParser(
         prog="paceline demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--instances", type=int, default=2)
-    parser.add_argument("--model", type=Path, default=MODEL, help="model folder in Hugging Face layout")
+    parser.add_argument("--instances", type=int, help="default: one for each GPU, or two without")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--model", default=str(MODEL), help="model folder in Hugging Face layout, or organization/name on the hub"
+    )
     parser.add_argument("--dtype", default="float32", help="of the instances: float32, bfloat16 or auto")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
     parser.add_argument("--policy", choices=POLICIES, help="how the platform speculates (default: planner)")
@@ -259,13 +269,27 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     add_options(parser)
     given = parser.parse_args(arguments)
     options = tuple(given.instance_option)
-    setup = Setup(given.model, given.instances, given.dtype, given.out, options, given.learner, given.policy)
+    on_gpus = count_gpus() if chooses_cuda(given.device, count_gpus()) else 0
+    setup = Setup(
+        model=local_model(given.model, lambda line: print(f"model: {line}", flush=True)),
+        instances=given.instances or on_gpus or 2,
+        device=given.device,
+        dtype=given.dtype,
+        out=given.out,
+        instance_options=options,
+        learner=given.learner,
+        policy=given.policy,
+    )
     return setup, read_options(given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit status."""
-    setup, options = read_arguments(arguments)
+    try:
+        setup, options = read_arguments(arguments)
+    except (DownloadError, SourceError, OSError) as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
     console = Console()
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     try:

@@ -26,6 +26,7 @@ from examples.tinymath import tokenizer
 from examples.tinymath.grpo import GrpoLearner, GrpoReport, GrpoSample, GrpoSettings
 from examples.tinymath.records import StepRecord, StepTiming, UpdateRecord, record_step
 from examples.tinymath.tasks import PRACTICE, Problem, make_problems
+from examples.tinymath.text import TaskText, text_of
 from paceline import Exactness, ExactnessLevel, Group, Reward, Run, SamplingParams
 
 MODEL = Path(__file__).parent / "model"
@@ -67,22 +68,26 @@ Watch = Callable[[int, int, int], None]
 
 
 def train(
-    run: Run, learner: GrpoLearner, options: Options, watch: Watch = lambda *_: None
+    run: Run,
+    learner: GrpoLearner,
+    options: Options,
+    watch: Watch = lambda *_: None,
+    text: TaskText = tokenizer,
 ) -> Iterator[StepRecord]:
-    """Trains, one step for each record taken from the iterator."""
+    """Train, one step for each record taken from the iterator."""
     sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
     schedule = list(plan(options))
     for step, problems in enumerate(schedule):
         began = time.monotonic()
-        rollout = run.rollout(step, groups(problems, options), sampling, exactness=options.asked)
+        rollout = run.rollout(step, groups(problems, options, text), sampling, exactness=options.asked)
         version = rollout.batch.policy_version
         if step + 1 < len(schedule):
-            coming = groups(schedule[step + 1], options)
+            coming = groups(schedule[step + 1], options, text)
             hint(run, step + 1, coming, sampling, version + 1, options.asked)
         samples = collect(rollout, partial(watch, step))
         rolled_out = time.monotonic()
-        rewards = reward(problems, samples)
-        report = learner.step(lessons(problems, samples, rewards))
+        rewards = reward(problems, samples, text)
+        report = learner.step(lessons(problems, samples, rewards, text))
         report_rewards(run, rollout.batch.batch_id, samples, rewards, report)
         learned = time.monotonic()
         run.push_weights(learner.model.state_dict())
@@ -103,9 +108,9 @@ def plan(options: Options) -> Iterator[list[Problem]]:
         yield [queue.pop() for _ in range(options.prompts)]
 
 
-def groups(problems: Sequence[Problem], options: Options) -> list[Group]:
+def groups(problems: Sequence[Problem], options: Options, text: TaskText = tokenizer) -> list[Group]:
     """Return the batch of a step."""
-    return [Group(p.id, tokenizer.prompt_ids(p.question), options.samples) for p in problems]
+    return [Group(p.id, text.prompt_ids(p.question), options.samples) for p in problems]
 
 
 def hint(
@@ -127,10 +132,12 @@ def collect(rollout: paceline.Rollout, watch: Callable[[int, int], None]) -> lis
     return samples
 
 
-def reward(problems: Sequence[Problem], samples: Sequence[paceline.Sample]) -> list[float]:
+def reward(
+    problems: Sequence[Problem], samples: Sequence[paceline.Sample], text: TaskText = tokenizer
+) -> list[float]:
     """Return the verifier's score of each sample, in [0, 1]."""
     known = {problem.id: problem for problem in problems}
-    return [known[s.prompt_id].reward(tokenizer.decode(s.token_ids.tolist())) for s in samples]
+    return [known[s.prompt_id].reward(text.decode(s.token_ids.tolist())) for s in samples]
 
 
 def report_rewards(
@@ -143,13 +150,16 @@ def report_rewards(
 
 
 def lessons(
-    problems: Sequence[Problem], samples: Sequence[paceline.Sample], rewards: Sequence[float]
+    problems: Sequence[Problem],
+    samples: Sequence[paceline.Sample],
+    rewards: Sequence[float],
+    text: TaskText = tokenizer,
 ) -> list[GrpoSample]:
     """Return the learner's samples in the order of the problems, whichever finished first.
 
     That order is random, so that each of the learner's updates sees several families.
     """
-    prompts = {problem.id: tokenizer.prompt_ids(problem.question) for problem in problems}
+    prompts = {problem.id: text.prompt_ids(problem.question) for problem in problems}
     place = {problem.id: i for i, problem in enumerate(problems)}
     scored = sorted(
         zip(samples, rewards, strict=True), key=lambda pair: (place[pair[0].prompt_id], pair[0].slot)
@@ -197,7 +207,7 @@ def main() -> None:
         paceline.Client(given.address, token=given.token) as client,
         client.run(given.run_id, seed=options.seed, weights=folder) as run,
     ):
-        for record in train(run, learner, options):
+        for record in train(run, learner, options, text=text_of(given.model)):
             rate = f"{record.tokens_per_second:.0f} tokens/s"
             print(
                 f"step {record.step}  reward {record.reward:.3f}  {record.tokens} tokens  {rate}", flush=True
