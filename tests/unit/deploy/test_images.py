@@ -186,7 +186,13 @@ def test_the_cuda_lock_satisfies_the_project_and_runs_the_services_with_the_test
 def test_flashinfer_finds_a_compiler_of_the_toolkit_that_pytorch_is_built_for() -> None:
     lock = _pins(FOLDER / "generation-cuda.lock")
     toolkit = lock["cuda-toolkit"].split(".")[:2]
-    for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl", "nvidia-nvvm", "nvidia-cuda-runtime"):
+    for name in (
+        "nvidia-cuda-nvcc",
+        "nvidia-cuda-crt",
+        "nvidia-cuda-cccl",
+        "nvidia-nvvm",
+        "nvidia-cuda-runtime",
+    ):
         assert lock[name].split(".")[:2] == toolkit, name
     assert "ninja" in lock
     home = STAGES["generation-cuda"].environment()["CUDA_HOME"]
@@ -206,7 +212,9 @@ def test_what_flashinfer_links_against_is_where_it_looks(tmp_path: Path) -> None
     folder = tmp_path / "lib64"
     linked = ["-shared", f"-L{folder}", f"-L{folder}/stubs", "-Wl,--no-as-needed", "-lcudart", "-lcuda"]
     subprocess.run(["g++", "-o", tmp_path / "kernel.so", "-x", "c", "/dev/null", *linked], check=True)
-    needed = subprocess.run(["readelf", "-d", tmp_path / "kernel.so"], capture_output=True, text=True, check=True)
+    needed = subprocess.run(
+        ["readelf", "-d", tmp_path / "kernel.so"], capture_output=True, text=True, check=True
+    )
     assert "[libcuda.so.1]" in needed.stdout
 
 
