@@ -252,7 +252,9 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     parser.add_argument("--instances", type=int, help="default: one for each GPU, or two without")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
-        "--model", default=str(MODEL), help="model folder in Hugging Face layout, or organization/name on the hub"
+        "--model",
+        default=str(MODEL),
+        help="model folder in Hugging Face layout, or organization/name on the hub",
     )
     parser.add_argument("--dtype", default="float32", help="of the instances: float32, bfloat16 or auto")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")

@@ -1,4 +1,4 @@
-"""How a model reads problems and writes answers: tinymath's characters, or the tokenizer of the model's own folder."""
+"""Texts of problems and answers as tokens: by tinymath's characters, or by the tokenizer of a model's folder."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def doctor(
     port: Annotated[int, typer.Option(help="Port of the gateway.")] = 7400,
     http_port: Annotated[int | None, typer.Option(help="Port of the HTTP facade.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder of the platform.")] = Path("runs/local"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA if there is a GPU and vLLM is built for it.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto: CUDA with a GPU and a vLLM for it.")
+    ] = "auto",
 ) -> None:
     """Say what this machine lacks for `paceline up` with the same options; status 1 if it cannot start."""
     config = PlatformConfig(

@@ -73,7 +73,7 @@ def _python(machine: Machine) -> Finding:
 def _packages(machine: Machine) -> Finding:
     if not machine.missing_packages:
         return Finding("packages", FindingState.FINE, "all that an instance imports")
-    text = f"no {', '.join(machine.missing_packages)}: run `make setup` (DEVICE=cuda), or pip install 'paceline[cpu]' or [cuda]"
+    text = f"no {', '.join(machine.missing_packages)}: `make setup`, or pip install 'paceline[cpu]' or [cuda]"
     return Finding("packages", FindingState.MISSING, text)
 
 

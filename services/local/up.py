@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, cast
@@ -25,6 +26,14 @@ from services.models.source import SourceError
 _CHECK_SECONDS = 1.0
 
 
+class DuringUpdate(StrEnum):
+    """Use of instances while the trainer updates the policy, as the bubbles coordinator names it."""
+
+    PREGENERATE = "pregenerate"
+    HALT = "halt"
+    SLEEP = "sleep"
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -44,12 +53,20 @@ def up(
     ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder; logs go to logs/ in it.")] = Path("runs/local"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA if there is a GPU and vLLM is built for it.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto: CUDA with a GPU and a vLLM for it.")
+    ] = "auto",
     pin: Annotated[bool, typer.Option(help="On CPU, pin each instance to its share of the cores.")] = True,
     restart: Annotated[bool, typer.Option(help="Restart instances that died.")] = True,
     learner: Annotated[
         bool, typer.Option("--learner", help="Draft with an EAGLE-3 head that is trained online.")
     ] = False,
+    during_update: Annotated[
+        DuringUpdate,
+        typer.Option(
+            help="While the trainer updates: pregenerate the next step, halt, or sleep, which leaves it the GPUs."
+        ),
+    ] = DuringUpdate.PREGENERATE,
     token: Token = None,
 ) -> None:
     """Start the whole platform on this machine and run until Ctrl-C.
@@ -72,7 +89,8 @@ def up(
         device=cast(Any, device),
         pin=pin,
         restarts=RestartPolicy() if restart else None,
-        instance_options=tuple(context.args),
+        instance_options=(*(("--sleep-mode",) if during_update is DuringUpdate.SLEEP else ()), *context.args),
+        bubble_options=(f"--during-update={during_update.value}",),
         learner=learner,
     )
     raise typer.Exit(run_until_stopped(config))

@@ -190,7 +190,8 @@ def test_what_instances_compile_can_lie_where_the_next_pod_finds_it() -> None:
         assert {"name": "cache", **volume} in pod_of(pool)["volumes"]
     others = [each for each in release.workloads() if "-generation-" not in each["metadata"]["name"]]
     for each in others:
-        assert [v["emptyDir"]["sizeLimit"] for v in pod_of(each)["volumes"] if v["name"] == "cache"] in (["1Gi"], [])
+        caches = [volume for volume in pod_of(each)["volumes"] if volume["name"] == "cache"]
+        assert [volume["emptyDir"]["sizeLimit"] for volume in caches] in (["1Gi"], [])
 
 
 def test_a_volume_of_ones_own_takes_the_place_of_that_for_pushed_weights() -> None:
