@@ -33,7 +33,9 @@ def _set_up(checkout: Path, device: str = "", **more: str) -> tuple[int, str, li
     """Run the script; return its status, what it said of errors, and the calls of uv."""
     calls = checkout / ".venv.uv/bin/calls"
     calls.unlink(missing_ok=True)
-    kept = {name: value for name, value in os.environ.items() if "FIND_LINKS" not in name and name != "DEVICE"}
+    kept = {
+        name: value for name, value in os.environ.items() if "FIND_LINKS" not in name and name != "DEVICE"
+    }
     given = {"DEVICE": device} if device else {}
     ended = subprocess.run(
         [checkout / "scripts/setup"],
