@@ -27,6 +27,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from services.platform.config.settings import ServiceConfig, TlsConfig, listening_problems
 from services.platform.config.sources import ConfigError
 from services.platform.config.watched import Watched
+from services.platform.memory_limits import own_memory_share
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 from services.platform.security.certificates import server_context
 from services.platform.security.guard import Guard, guard_of
@@ -76,9 +77,15 @@ def redis_errors() -> Counter:
 
 
 def show_build(component: str, registry: CollectorRegistry = REGISTRY) -> None:
-    """Publish the component and version of this process as a metric."""
+    """Publish the component and version of this process, and how much of its memory is in use."""
     info = Info("paceline_build", "The component and its version.", registry=registry)
     info.info({"component": component, "version": metadata.version("paceline")})
+    memory = Gauge(
+        "paceline_memory_ratio",
+        "Memory in use by this process's control group, a container's, over its limit; 0: there is no limit.",
+        registry=registry,
+    )
+    memory.set_function(own_memory_share)
 
 
 def start_metrics_server(config: ServiceConfig, registry: CollectorRegistry = REGISTRY) -> int:
