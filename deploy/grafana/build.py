@@ -11,29 +11,50 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grafana_foundation_sdk.builders import barchart, common, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import (
+    barchart,
+    common,
+    dashboard,
+    heatmap,
+    prometheus,
+    stat,
+    table,
+    timeseries,
+)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as looks
+from grafana_foundation_sdk.models import heatmap as heat
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     DataSourceRef,
     DataTransformerConfig,
+    Threshold,
+    ThresholdsMode,
     VariableOption,
     VariableRefresh,
     VariableSort,
 )
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from deploy.grafana.board import Board, Chart, Kind, Query, Variable
+from deploy.grafana.board import NUMBER, PLATFORM, Board, Chart, Choice, Kind, Limits, Query, Variable
 from deploy.grafana.boards import BOARDS
 
 FOLDER = Path(__file__).parents[2] / "helm/paceline/files/dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHT = 7
 """Rows of Grafana's grid that a chart takes; a row of numbers takes half."""
-WIDTHS = {"line": 8, "area": 8, "bars": 8, "stat": 4}
-"""Of 24 columns."""
+WIDTHS: dict[Kind, int] = {"line": 8, "area": 8, "bars": 8, "heatmap": 8, "stat": 4, "table": 24}
+"""Columns of 24."""
+RUNBOOK = "docs/runbook.md"
+"""Page that panels link to; the chart has a value for it."""
+FINE, WARN, BAD = "#009E73", "#E69F00", "#D55E00"
+"""Colours that people see apart who do not see red and green (Okabe and Ito)."""
+_UPDATES = f"changes(max by (release) (paceline_gateway_policy_version{{{PLATFORM}}})[1m:15s]) > 0"
+_VERSIONS = (
+    f"count by (component, version) (paceline_build_info{{{PLATFORM}}})"
+    f" unless count by (component, version) (paceline_build_info{{{PLATFORM}}} offset 2m)"
+)
 
 
 def render(board: Board) -> str:
@@ -55,10 +76,13 @@ def render(board: Board) -> str:
             .include_vars(True)
             .keep_time(True)
         )
+        .link(dashboard.DashboardLink("Runbook").type(DashboardLinkType.LINK).url(RUNBOOK).target_blank(True))
+        .annotation(_annotation("Weight updates", _UPDATES, "#56B4E9"))
+        .annotation(_annotation("New versions of services", _VERSIONS, "#CC79A7"))
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
     )
     for variable in board.variables:
-        made = made.with_variable(_variable(variable))
+        made = made.with_variable(_choice(variable) if isinstance(variable, Choice) else _variable(variable))
     ids = itertools.count(1)
     for section in board.sections:
         made = made.with_row(dashboard.Row(section.title).id(next(ids)))
@@ -66,6 +90,21 @@ def render(board: Board) -> str:
             made = made.with_panel(_panel(chart).id(next(ids)))
     content: dict[str, Any] = json.loads(json.dumps(made.build(), cls=JSONEncoder, sort_keys=True))
     return json.dumps(content, indent=1) + "\n"
+
+
+def _annotation(name: str, expr: str, colour: str) -> dashboard.AnnotationQuery:
+    return (
+        dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(expr)
+    )
+
+
+def _choice(variable: Choice) -> dashboard.CustomVariable:
+    return (
+        dashboard.CustomVariable(variable.name)
+        .label(variable.label)
+        .values(",".join(variable.values))
+        .current(VariableOption(selected=True, text=variable.values[0], value=variable.values[0]))
+    )
 
 
 def _variable(variable: Variable) -> dashboard.QueryVariable:
@@ -89,7 +128,9 @@ def _panel(chart: Chart) -> Any:
         "line": _lines,
         "area": _area,
         "bars": _bars,
+        "heatmap": _heatmap,
         "stat": _number,
+        "table": _table,
     }
     panel = makers[chart.kind](chart)
     panel = (
@@ -100,6 +141,14 @@ def _panel(chart: Chart) -> Any:
         .span(WIDTHS[chart.kind])
         .height(HEIGHT // 2 + 1 if chart.kind == "stat" else HEIGHT)
     )
+    if chart.most is not None:
+        panel = panel.max(chart.most)
+    if chart.limits is not None:
+        panel = panel.thresholds(_thresholds(chart.limits))
+    if chart.runbook:
+        address = f"{RUNBOOK}#{chart.runbook.lower()}"
+        link = dashboard.DashboardLink("Runbook").type(DashboardLinkType.LINK).url(address).target_blank(True)
+        panel = panel.links([link])
     for place, query in enumerate(chart.queries):
         panel = panel.with_target(_target(query, place, chart.kind))
     return panel
@@ -113,7 +162,9 @@ def _target(query: Query, place: int, kind: Kind) -> prometheus.Dataquery:
         .expr(query.expr)
         .legend_format(query.legend or "__auto")
     )
-    if kind == "bars":
+    if kind == "heatmap":
+        return made.range().format(PromQueryFormat.HEATMAP)
+    if kind in ("bars", "table"):
         return made.instant().format(PromQueryFormat.TABLE)
     return made.instant() if kind == "stat" else made.range()
 
@@ -135,7 +186,33 @@ def _lines(chart: Chart) -> timeseries.Panel:
             .placement(looks.LegendPlacement.BOTTOM)
         )
     )
-    return panel if chart.unit == "none" else panel.axis_soft_min(0)
+    if chart.limits is not None:
+        dashed = common.GraphThresholdsStyleConfig().mode(looks.GraphThresholdsStyleMode.DASHED)
+        panel = panel.thresholds_style(dashed)
+    return panel if chart.unit == NUMBER else panel.axis_soft_min(0)
+
+
+def _thresholds(limits: Limits) -> dashboard.ThresholdsConfig:
+    first, last = (BAD, FINE) if limits.below else (FINE, BAD)
+    low, high = sorted((limits.warn, limits.bad))
+    steps = [
+        Threshold(value=None, color=first),
+        Threshold(value=low, color=WARN),
+        Threshold(value=high, color=last),
+    ]
+    if low == high:
+        del steps[1]
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def _heatmap(chart: Chart) -> heatmap.Panel:
+    colours = heatmap.HeatmapColorOptions().mode(heat.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64)
+    return heatmap.Panel().color(colours).y_axis(heatmap.YAxisConfig().unit(chart.unit)).cell_gap(0)
+
+
+def _table(_chart: Chart) -> table.Panel:
+    hidden = {"excludeByName": {"Time": True, "Value": True}}
+    return table.Panel().with_transformation(DataTransformerConfig(id_val="organize", options=hidden))
 
 
 def _area(chart: Chart) -> timeseries.Panel:
@@ -160,9 +237,10 @@ def _bars(chart: Chart) -> barchart.Panel:
     return panel
 
 
-def _number(_chart: Chart) -> stat.Panel:
+def _number(chart: Chart) -> stat.Panel:
     latest = common.ReduceDataOptions().calcs(["lastNotNull"])
-    return stat.Panel().graph_mode(looks.BigValueGraphMode.NONE).reduce_options(latest)
+    judged = looks.BigValueColorMode.NONE if chart.limits is None else looks.BigValueColorMode.BACKGROUND
+    return stat.Panel().graph_mode(looks.BigValueGraphMode.NONE).color_mode(judged).reduce_options(latest)
 
 
 def main() -> None:

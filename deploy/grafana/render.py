@@ -14,13 +14,15 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-from deploy.grafana.board import Board, Chart, Query
+from deploy.grafana.board import NUMBER, Board, Chart, Query
 from deploy.grafana.boards import BOARDS
+from deploy.grafana.build import BAD, WARN
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -50,9 +52,8 @@ class PrometheusSource:
         return self._ask("query", {"query": self._filled(expression), "time": self.end})
 
     def _filled(self, expression: str) -> str:
-        return re.sub(
-            r"\$(namespace|instance|run)\b", ".*", expression.replace("$__rate_interval", self._window)
-        )
+        filled = expression.replace("$__rate_interval", self._window).replace("$top", str(_MOST_SERIES))
+        return re.sub(r"\$(namespace|release|instance|run)\b", ".*", filled)
 
     def _ask(self, what: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         with urllib.request.urlopen(
@@ -79,17 +80,19 @@ def draw(board: Board, source: PrometheusSource, path: Path) -> None:
 
 
 def _draw_chart(chart: Chart, source: PrometheusSource, axes: Axes) -> None:
-    axes.set_title(f"{chart.title} [{chart.unit}]", fontsize=10)
-    drawn = sum(
-        _draw_bars(query, source, axes) if chart.kind == "bars" else _draw_lines(query, source, axes)
-        for query in chart.queries
-    )
+    unit = chart.unit.removeprefix("si:").removeprefix("suffix:").strip()
+    axes.set_title(f"{chart.title} [{unit}]", fontsize=10)
+    drawers = {"bars": _draw_bars, "heatmap": _draw_heat, "table": _write_rows}
+    drawn = sum(drawers.get(chart.kind, _draw_lines)(query, source, axes) for query in chart.queries)
+    if chart.limits is not None and drawn:
+        for value, colour in ((chart.limits.warn, WARN), (chart.limits.bad, BAD)):
+            axes.axhline(value, color=colour, linestyle="--", linewidth=1)
     if not drawn:
         axes.text(0.5, 0.5, "no data", ha="center", transform=axes.transAxes)
     elif 0 < drawn <= _MOST_SERIES:
         axes.legend(fontsize=7)
     axes.tick_params(labelsize=7)
-    if chart.unit != "none":
+    if chart.kind in ("line", "area", "stat") and chart.unit != NUMBER:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
 
 
@@ -107,6 +110,28 @@ def _draw_bars(query: Query, source: PrometheusSource, axes: Axes) -> int:
     bars = sorted((_order(_name(query, each["metric"])), float(each["value"][1])) for each in series)
     axes.bar([str(name[1]) for name, _ in bars], [value for _, value in bars])
     return len(series) and _MOST_SERIES + 1
+
+
+def _draw_heat(query: Query, source: PrometheusSource, axes: Axes) -> int:
+    found = source.over(query.expr)
+    buckets = sorted((float(each["metric"]["le"]), dict(each["values"])) for each in found)
+    times = sorted({at for _, values in buckets for at in values})
+    if not times:
+        return 0
+    counts = [[float(values.get(at, 0)) for at in times] for _, values in buckets]
+    # Buckets are cumulative.
+    cells = [counts[0], *([b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(counts))]
+    axes.imshow(
+        cells, aspect="auto", origin="lower", cmap="viridis", extent=(times[0] - source.end, 0, 0, len(cells))
+    )
+    axes.set_yticks(range(1, len(buckets) + 1), [f"{le:g}" for le, _ in buckets])
+    return _MOST_SERIES + 1
+
+
+def _write_rows(query: Query, source: PrometheusSource, axes: Axes) -> int:
+    rows = [", ".join(each["metric"].values()) for each in source.last(query.expr)]
+    axes.text(0.02, 0.95, "\n".join(rows), va="top", fontsize=8, transform=axes.transAxes)
+    return (_MOST_SERIES + 1) * bool(rows)
 
 
 def _order(name: str) -> tuple[float, str]:

@@ -10,13 +10,29 @@ from deploy.prometheus.catalogue import SERVICES, metrics
 from tests.support.prometheus import ROOT
 from tests.support.promql import parsed
 
-TARGET = frozenset({"job", "instance", "namespace"})
-"""Labels that Prometheus gives to everything that it scrapes; `namespace` on Kubernetes only."""
-EXPORTER = ("redis_aof_last_write_status", "redis_aof_last_bgrewrite_status", "redis_evicted_keys_total")
+TARGET = frozenset({"job", "instance", "namespace", "release"})
+"""Labels that Prometheus gives to everything that it scrapes; `namespace` and `release` on Kubernetes only."""
+EXPORTER = (
+    *("redis_aof_last_write_status", "redis_aof_last_bgrewrite_status", "redis_evicted_keys_total"),
+    *("redis_memory_used_bytes", "redis_memory_max_bytes", "redis_commands_processed_total"),
+    "redis_connected_clients",
+)
 """Metrics of redis_exporter, as its version in the chart names them."""
+GPU_EXPORTER = (
+    *(
+        "DCGM_FI_DEV_GPU_UTIL",
+        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+        "DCGM_FI_DEV_FB_USED",
+        "DCGM_FI_DEV_FB_FREE",
+    ),
+    *("DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_POWER_USAGE", "DCGM_FI_DEV_XID_ERRORS"),
+)
+"""Metrics of NVIDIA's dcgm-exporter that are in its default list."""
 OTHERS = {
     name: TARGET for name in ("up", "process_cpu_seconds_total", "process_resident_memory_bytes", *EXPORTER)
 }
+OTHERS |= {name: TARGET | {"pod", "gpu"} for name in GPU_EXPORTER}
+OTHERS["ALERTS"] = TARGET | {"alertname", "alertstate", "severity", "instance_id", "method"}
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count")}
 
 

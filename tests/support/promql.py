@@ -8,7 +8,14 @@ from typing import Any
 import promql_parser
 import yaml
 
-VARIABLES = {"$__rate_interval": "20s", "$namespace": ".*", "$instance": ".*", "$run": ".*"}
+VARIABLES = {
+    "$__rate_interval": "20s",
+    "$namespace": ".*",
+    "$instance": ".*",
+    "$run": ".*",
+    "$release": ".*",
+    "$top": "1000",
+}
 """What Grafana puts in, with everything chosen."""
 _COMPARING = {"==", "!=", ">", "<", ">=", "<=", "and", "unless"}
 

@@ -1,15 +1,26 @@
 """Dashboard of bubbles, pre-generation, draft stores and migration."""
 
 from deploy.grafana.board import (
+    BYTES,
     INSTANCE,
     INSTANCES,
-    NAMESPACE,
     NAMESPACES,
+    PER_SECOND,
+    PLATFORM,
+    RELEASES,
+    SAMPLES,
+    SECONDS,
+    SHARE,
+    TOKENS_PER_SECOND,
+    TOP,
     Board,
     Chart,
     Query,
     Section,
+    each_instance,
     gauge,
+    heat,
+    largest,
     mean,
     quantile,
     quantiles,
@@ -23,14 +34,14 @@ _B = "paceline_bubbles_"
 _D = "paceline_drafts_"
 _M = "paceline_migration_"
 _R = "paceline_reallocator_"
-_HIT = f'{NAMESPACE},outcome="hit"'
+_HIT = f'{PLATFORM},outcome="hit"'
 
 _BUBBLES = Section(
     "Bubbles",
     (
         Chart(
             "Bubbles of the last step",
-            "s",
+            SECONDS,
             (
                 Query(gauge(f"{_W}step_bubble_average_seconds", how="max"), "mean"),
                 Query(gauge(f"{_W}step_bubble_max_seconds", how="max"), "longest"),
@@ -38,19 +49,33 @@ _BUBBLES = Section(
             "Time of an instance from its last sample of a step to the step's end.",
         ),
         Chart(
-            "Bubbles", "s", (Query(mean(f"{_W}bubble_seconds"), "mean"), *quantiles(f"{_W}bubble_seconds"))
+            "Bubbles",
+            SECONDS,
+            heat(f"{_W}bubble_seconds"),
+            "Times from an instance's last sample of a step to the step's end, which pre-generation fills.",
+            kind="heatmap",
         ),
         Chart(
             "Coverage",
-            "percentunit",
+            SHARE,
             (
                 Query(ratio(f"{_W}pregenerated_tokens_total", f"{_W}announced_step_tokens_total"), "mean"),
                 Query(gauge(f"{_W}step_coverage_ratio", how="max"), "last step"),
             ),
             "Tokens that there were of a step's samples when it began, over the tokens of that step.",
         ),
-        Chart("Announced samples", "short", (Query(gauge(f"{_W}hinted_samples"), "announced"),)),
-        Chart("Hints", "short", (Query(rate(f"{_W}hints_total", "outcome"), "{{outcome}}"),), "Per second."),
+        Chart(
+            "Announced samples",
+            SAMPLES,
+            (Query(gauge(f"{_W}hinted_samples"), "announced"),),
+            "Samples of coming steps that trainers have named. None: nothing can be generated ahead.",
+        ),
+        Chart(
+            "Hints",
+            PER_SECOND,
+            (Query(rate(f"{_W}hints_total", "outcome"), "{{outcome}}"),),
+            "By outcome; late and far ahead are of no use.",
+        ),
     ),
 )
 
@@ -59,23 +84,25 @@ _AHEAD = Section(
     (
         Chart(
             "Tokens per second",
-            "short",
-            (Query(rate(f"{_G}pregenerated_tokens_total", "instance", INSTANCE), "{{instance}}"),),
+            TOKENS_PER_SECOND,
+            each_instance(rate(f"{_G}pregenerated_tokens_total", "instance", INSTANCE)),
+            "Tokens of coming steps.",
         ),
         Chart(
             "Samples in the background",
-            "short",
-            (Query(gauge(f"{_G}background_samples", "instance", INSTANCE), "{{instance}}"),),
+            SAMPLES,
+            each_instance(gauge(f"{_G}background_samples", "instance", INSTANCE)),
+            "Samples of coming steps that instances generate now.",
         ),
         Chart(
             "Ended samples",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_G}pregenerated_samples_total", "outcome", INSTANCE), "{{outcome}}"),),
-            "Per second: finished; partial, so with tokens; empty.",
+            "finished; partial, so with tokens; empty.",
         ),
         Chart(
             "Time to make way",
-            "s",
+            SECONDS,
             (
                 Query(quantile(0.95, f"{_G}yield_seconds", where=INSTANCE), "for a sample of the step, p95"),
                 Query(
@@ -83,23 +110,25 @@ _AHEAD = Section(
                 ),
                 Query(quantile(0.95, f"{_G}update_halt_seconds", where=INSTANCE), "for new weights, p95"),
             ),
+            "How soon pre-generation ends when something else wants the instance.",
         ),
         Chart(
             "Leased and open samples",
-            "short",
+            SAMPLES,
             (Query(gauge(f"{_B}leased_tasks"), "leased"), Query(gauge(f"{_B}open_tasks"), "open")),
+            "Samples of coming steps that instances work at, and that are not finished.",
         ),
         Chart(
             "Leases",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_B}leases_total", "event"), "{{event}}"),),
-            "Per second, by event.",
+            "By event. expired: an instance fell silent; replaced: a newer hint has other samples.",
         ),
         Chart(
             "Polls of the coordinator",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_G}bubble_polls_total", "outcome", INSTANCE), "{{outcome}}"),),
-            "Per second.",
+            "Idle instances ask for work. failed: the coordinator does not answer, and nothing is generated ahead.",
         ),
     ),
 )
@@ -109,16 +138,24 @@ _STORE = Section(
     (
         Chart(
             "Memory",
-            "bytes",
+            BYTES,
             (
                 Query(gauge(f"{_D}bytes", "instance"), "{{instance}}"),
                 Query(gauge(f"{_D}budget_bytes", "instance"), "at most {{instance}}"),
             ),
+            "Of the draft stores. At the limit the least useful rollouts go.",
+            runbook="PacelineDraftStoreOverBudget",
         ),
-        Chart("Rollouts", "short", (Query(gauge(f"{_D}rollouts", "kind"), "{{kind}}"),), kind="area"),
+        Chart(
+            "Rollouts",
+            "si: rollouts",
+            (Query(gauge(f"{_D}rollouts", "kind"), "{{kind}}"),),
+            "Rollouts kept, by what they are.",
+            kind="area",
+        ),
         Chart(
             "Prompts found",
-            "percentunit",
+            SHARE,
             (
                 Query(
                     f"{rate(f'{_D}prompts_fetched_total', where=_HIT)}"
@@ -127,18 +164,19 @@ _STORE = Section(
                 ),
             ),
             "Of the prompts that instances ask for, those that there are rollouts of.",
+            most=1,
         ),
         Chart(
             "Rollouts put",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_D}puts_total", "outcome"), "{{outcome}}"),),
-            "Per second.",
+            "Rollouts that gateways and instances send.",
         ),
         Chart(
             "Rollouts removed",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_D}removals_total", "cause"), "{{cause}}"),),
-            "Per second. `cold` is what might still have been of use.",
+            "`cold` is what might still have been of use.",
         ),
     ),
 )
@@ -148,10 +186,11 @@ _MOVES = Section(
     (
         Chart(
             "Moves",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_M}moves_total", "outcome, reason", INSTANCE), "{{outcome}} {{reason}}"),),
-            "Samples per second that instances moved to others: with their KV (moved) or by their prefix "
+            "Samples that instances moved to others: with their KV (moved) or by their prefix "
             "(handed_on), or tried to.",
+            runbook="PacelineMigrationsFailing",
         ),
         Chart(
             "KV sent",
@@ -162,7 +201,7 @@ _MOVES = Section(
         ),
         Chart(
             "Time of a move, p95",
-            "s",
+            SECONDS,
             (
                 Query(quantile(0.95, f"{_M}stage_seconds", "stage", INSTANCE), "{{stage}}"),
                 Query(quantile(0.95, f"{_M}resume_seconds", where=INSTANCE), "resume"),
@@ -171,45 +210,46 @@ _MOVES = Section(
         ),
         Chart(
             "Stall in engine steps",
-            "short",
+            "si: steps",
             (
                 Query(mean(f"{_M}stall_steps", where=INSTANCE), "mean"),
                 *quantiles(f"{_M}stall_steps", where=INSTANCE),
             ),
+            "Engine steps of the donor for which a moved sample is paused.",
         ),
         Chart(
             "What the gateway makes of moved samples",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_W}moves_total", "outcome"), "{{outcome}}"),),
-            "Per second. Those that are neither claimed nor by_prefix are resumed by their prefix anywhere.",
+            "Those that are neither claimed nor by_prefix are resumed by their prefix anywhere.",
         ),
         Chart(
             "Arrivals",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_M}arrivals_total", "state", INSTANCE), "{{state}}"),),
-            "Per second, by how far they got.",
+            "Samples that come to an instance, by how far they got.",
         ),
         Chart(
             "Decisions of the reallocator",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_R}decisions_total", "outcome"), "{{outcome}}"),),
-            "Per second.",
+            "late: instances took too long to answer.",
         ),
         Chart(
             "Samples and saturation points",
-            "short",
+            SAMPLES,
             (
-                Query(gauge(f"{_R}instance_samples", "instance_id", how="max"), "{{instance_id}}"),
+                *largest(gauge(f"{_R}instance_samples", "instance_id", how="max"), "{{instance_id}}"),
                 Query(
-                    gauge(f"{_R}saturation_point_samples", "instance_id", how="max"),
-                    "saturation point {{instance_id}}",
+                    f"quantile(0.5, {gauge(f'{_R}saturation_point_samples', 'instance_id', how='max')})",
+                    "saturation point, median of all",
                 ),
             ),
             "Beyond its saturation point an instance gains little from more samples; below it, it could take more.",
         ),
         Chart(
             "Gain of moves",
-            "percentunit",
+            SHARE,
             (
                 Query(quantile(0.5, f"{_R}predicted_gain"), "predicted"),
                 Query(quantile(0.5, f"{_R}achieved_gain"), "measured"),
@@ -218,21 +258,21 @@ _MOVES = Section(
         ),
         Chart(
             "Trust in predicted gains",
-            "percentunit",
+            SHARE,
             (Query(gauge(f"{_R}trust", "rule", how="max"), "{{rule}}"),),
             "Share of its predicted gain that a rule has achieved. With little trust fewer moves are made.",
         ),
         Chart(
             "Engine time that a move costs",
-            "s",
+            SECONDS,
             (Query(gauge(f"{_R}move_cost_seconds", "by, side", how="max"), "by {{by}}, {{side}}"),),
             "As the reallocator has learned it. By prefix the receiver also prefills the context.",
         ),
         Chart(
             "Resumed by their prefix",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_W}resubmissions_total", "cause"), "{{cause}}"),),
-            "Samples per second whose KV is computed anew on another instance.",
+            "Samples whose KV is computed anew on another instance.",
         ),
     ),
 )
@@ -241,6 +281,6 @@ BUBBLES = Board(
     uid="paceline-bubbles",
     title="Paceline / Bubbles and migrations",
     meaning="Idle time within steps, what is generated ahead in it, where that is kept, and samples that move.",
-    variables=(NAMESPACES, INSTANCES),
+    variables=(NAMESPACES, RELEASES, INSTANCES, TOP),
     sections=(_BUBBLES, _AHEAD, _STORE, _MOVES),
 )

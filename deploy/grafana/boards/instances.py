@@ -1,14 +1,28 @@
-"""Dashboard of use, saturation and errors of generation instances."""
+"""Dashboard of use, saturation and errors of generation instances, and of the GPUs below them."""
 
 from deploy.grafana.board import (
+    BYTES,
     INSTANCE,
     INSTANCES,
     NAMESPACES,
+    NUMBER,
+    PER_SECOND,
+    RELEASES,
+    SAMPLES,
+    SECONDS,
+    SHARE,
+    TOKENS,
+    TOKENS_PER_SECOND,
+    TOP,
     Board,
     Chart,
+    Limits,
     Query,
     Section,
+    each_instance,
     gauge,
+    heat,
+    largest,
     mean,
     quantile,
     rate,
@@ -17,45 +31,68 @@ from deploy.grafana.board import (
 
 _G = "paceline_generation_"
 _D = "paceline_drafts_"
-
-
-def _each(expr: str, legend: str = "") -> Query:
-    return Query(expr, f"{legend} {{{{instance}}}}".strip())
+_GPU = 'namespace=~"$namespace",pod=~"$instance"'
+"""Selects what dcgm-exporter says of the pods' GPUs, scraped with honorLabels."""
 
 
 def _rate(name: str, by: str = "instance") -> str:
     return rate(name, by, INSTANCE)
 
 
+_ALONE = rate(f"{_G}background_seconds_total", "instance", f'{INSTANCE},beside="nothing"')
+
+
+def _gpu(expr: str) -> tuple[Query, ...]:
+    return largest(expr, "{{pod}} GPU {{gpu}}")
+
+
+def _of_gpu(metric: str, how: str = "max") -> str:
+    return gauge(f"DCGM_FI_{metric}", "pod, gpu", _GPU, how)
+
+
 _WORK = Section(
     "Work",
     (
-        Chart("Tokens per second", "short", (_each(_rate(f"{_G}tokens_total")),)),
-        Chart("Engine steps per second", "short", (_each(_rate(f"{_G}step_seconds_count")),)),
         Chart(
-            "Engine step time, median",
-            "s",
-            (_each(quantile(0.5, f"{_G}step_seconds", "instance", INSTANCE)),),
+            "Tokens per second",
+            TOKENS_PER_SECOND,
+            each_instance(_rate(f"{_G}tokens_total")),
+            "Response tokens of the steps' samples. Without pre-generation.",
         ),
         Chart(
-            "Engine step time, p95", "s", (_each(quantile(0.95, f"{_G}step_seconds", "instance", INSTANCE)),)
+            "Engine steps per second",
+            PER_SECOND,
+            each_instance(_rate(f"{_G}step_seconds_count")),
+            "A step is one forward pass of the model for all running samples.",
+        ),
+        Chart(
+            "Engine step time of all instances",
+            SECONDS,
+            heat(f"{_G}step_seconds", INSTANCE),
+            "Steps per second by their time. Two bands are often plain and verifying steps.",
+            kind="heatmap",
+        ),
+        Chart(
+            "Engine step time, p95",
+            SECONDS,
+            each_instance(quantile(0.95, f"{_G}step_seconds", "instance", INSTANCE)),
+            "An instance far above the median of all is a straggler: look at its GPU's clock.",
         ),
         Chart(
             "Time in engine steps",
-            "percentunit",
+            SHARE,
             (
-                _each(_rate(f"{_G}step_seconds_sum"), "samples of the step"),
-                Query(
-                    rate(f"{_G}background_seconds_total", "instance", f'{INSTANCE},beside="nothing"'),
-                    "pre-generation {{instance}}",
-                ),
+                *each_instance(_rate(f"{_G}step_seconds_sum"), "samples of the step"),
+                Query(f"quantile(0.5, {_ALONE})", "pre-generation, median of all"),
             ),
-            "What is missing to 100 % is idle time.",
+            "With samples of the step, and with pre-generation alone. What is missing to 100 % is idle time.",
+            most=1,
         ),
         Chart(
             "Tokens per engine step",
-            "short",
-            (_each(ratio(f"{_G}tokens_total", f"{_G}step_seconds_count", "instance", INSTANCE)),),
+            TOKENS,
+            each_instance(ratio(f"{_G}tokens_total", f"{_G}step_seconds_count", "instance", INSTANCE)),
+            "Rises with the samples that run together and with accepted drafts.",
         ),
     ),
 )
@@ -65,20 +102,39 @@ _ROOM = Section(
     (
         Chart(
             "Samples running",
-            "short",
+            SAMPLES,
             (
-                _each(gauge(f"{_G}running_samples", "instance", INSTANCE)),
-                _each(gauge(f"{_G}max_running_samples", "instance", INSTANCE), "at most"),
+                *each_instance(gauge(f"{_G}running_samples", "instance", INSTANCE)),
+                Query(f"max({gauge(f'{_G}max_running_samples', 'instance', INSTANCE)})", "at most"),
             ),
+            "Samples in the engine's batch, and the largest limit of any instance (max_num_seqs).",
         ),
-        Chart("Samples waiting", "short", (_each(gauge(f"{_G}waiting_samples", "instance", INSTANCE)),)),
-        Chart("KV in use", "percentunit", (_each(gauge(f"{_G}kv_usage_ratio", "instance", INSTANCE)),)),
-        Chart("Processor cores in use", "short", (_each(_rate("process_cpu_seconds_total")),)),
+        Chart(
+            "Samples waiting",
+            SAMPLES,
+            each_instance(gauge(f"{_G}waiting_samples", "instance", INSTANCE)),
+            "Samples that the engine has and does not run, mostly for want of KV.",
+        ),
+        Chart(
+            "KV in use",
+            SHARE,
+            each_instance(gauge(f"{_G}kv_usage_ratio", "instance", INSTANCE)),
+            "Blocks of the KV cache in use. Full, with samples waiting, the engine preempts.",
+            limits=Limits(0.9, 0.98),
+            most=1,
+            runbook="PacelineKvSaturated",
+        ),
+        Chart(
+            "Processor cores in use",
+            NUMBER,
+            each_instance(_rate("process_cpu_seconds_total")),
+            "Cores that the process is busy on. With a GPU the engine's thread alone should need less than one.",
+        ),
         Chart(
             "Memory",
-            "bytes",
-            (_each(gauge("process_resident_memory_bytes", "instance", INSTANCE)),),
-            "Resident memory of the process.",
+            BYTES,
+            each_instance(gauge("process_resident_memory_bytes", "instance", INSTANCE)),
+            "Resident memory of the process, staged weights and rollouts for drafts included.",
         ),
     ),
 )
@@ -86,11 +142,21 @@ _ROOM = Section(
 _WEIGHTS = Section(
     "Weights",
     (
-        Chart("Policy version", "none", (_each(gauge(f"{_G}policy_version", "instance", INSTANCE, "max")),)),
+        Chart(
+            "Policy version",
+            NUMBER,
+            (
+                Query(f"max({gauge(f'{_G}policy_version', 'instance', INSTANCE, 'max')})", "newest"),
+                Query(f"min({gauge(f'{_G}policy_version', 'instance', INSTANCE, 'max')})", "oldest"),
+            ),
+            "Versions that instances serve. One that stays behind after an update gets no samples.",
+            runbook="PacelinePolicyVersionSkew",
+        ),
         Chart(
             "Time to stage and apply weights",
-            "s",
-            (Query(mean(f"{_G}weight_seconds", "phase, instance", INSTANCE), "{{phase}} {{instance}}"),),
+            SECONDS,
+            (*largest(mean(f"{_G}weight_seconds", "phase, instance", INSTANCE), "{{phase}} {{instance}}"),),
+            "Staging fetches and checks a version beside running samples; applying is a pause.",
         ),
     ),
 )
@@ -100,20 +166,76 @@ _DRAFTS = Section(
     (
         Chart(
             "Fetch from the draft store",
-            "s",
-            (
-                Query(quantile(0.5, f"{_D}fetch_seconds", where=INSTANCE), "p50"),
-                Query(quantile(0.95, f"{_D}fetch_seconds", where=INSTANCE), "p95"),
-            ),
+            SECONDS,
+            heat(f"{_D}fetch_seconds", INSTANCE),
+            "Fetches per second by their time. Samples do not wait for them, but for those of lenient batches.",
+            kind="heatmap",
         ),
-        Chart("Failed fetches per second", "short", (_each(_rate(f"{_D}fetch_failures_total")),)),
-        Chart("Tokens fetched per second", "short", (_each(_rate(f"{_D}fetched_tokens_total")),)),
-        Chart("Rollouts in memory", "bytes", (_each(gauge(f"{_D}cache_bytes", "instance", INSTANCE)),)),
+        Chart(
+            "Failed fetches",
+            PER_SECOND,
+            each_instance(_rate(f"{_D}fetch_failures_total")),
+            "Fetches that a store did not answer. Samples go on with fewer drafts.",
+        ),
+        Chart(
+            "Tokens fetched",
+            TOKENS_PER_SECOND,
+            each_instance(_rate(f"{_D}fetched_tokens_total")),
+            "Tokens of earlier rollouts that came from the stores.",
+        ),
+        Chart(
+            "Rollouts in memory",
+            BYTES,
+            each_instance(gauge(f"{_D}cache_bytes", "instance", INSTANCE)),
+            "Memory of the rollouts that an instance keeps, within a budget of its own.",
+        ),
         Chart(
             "Time in the suffix index",
-            "percentunit",
-            (Query(_rate(f"{_D}index_seconds_total", "phase, instance"), "{{phase}} {{instance}}"),),
-            "Share of all time.",
+            SHARE,
+            largest(_rate(f"{_D}index_seconds_total", "phase, instance"), "{{phase}} {{instance}}"),
+            "Share of time for putting rollouts in and for following running samples.",
+            most=1,
+        ),
+    ),
+)
+
+_GPUS = Section(
+    "GPUs (needs dcgm-exporter, scraped with honorLabels)",
+    (
+        Chart(
+            "GPU busy",
+            "percent",
+            _gpu(_of_gpu("DEV_GPU_UTIL")),
+            "Share of time in which some kernel ran. It says nothing of how well the kernel used the GPU.",
+            most=100,
+        ),
+        Chart(
+            "Tensor cores busy",
+            SHARE,
+            _gpu(_of_gpu("PROF_PIPE_TENSOR_ACTIVE")),
+            "Low while small batches are decoded, which memory bounds. Verified drafts raise it.",
+            most=1,
+        ),
+        Chart(
+            "Memory of the GPU in use",
+            SHARE,
+            _gpu(f"{_of_gpu('DEV_FB_USED')} / ({_of_gpu('DEV_FB_USED')} + {_of_gpu('DEV_FB_FREE')})"),
+            "vLLM takes its share at the start, so changes are of others: a trainer on the same card, or graphs.",
+            most=1,
+        ),
+        Chart(
+            "Clock of the multiprocessors",
+            "hertz",
+            _gpu(f"1e6 * {_of_gpu('DEV_SM_CLOCK', 'min')}"),
+            "A card below the median of all is throttled by heat or power, and its instance a straggler.",
+        ),
+        Chart("Power", "watt", _gpu(_of_gpu("DEV_POWER_USAGE")), "Follows the work."),
+        Chart(
+            "Latest Xid error",
+            NUMBER,
+            _gpu(_of_gpu("DEV_XID_ERRORS")),
+            "0: none. Others are in NVIDIA's list; 48, 63, 64, 74, 79, 94 and 95 call for another GPU.",
+            limits=Limits(1, 48),
         ),
     ),
 )
@@ -122,6 +244,6 @@ INSTANCE_BOARD = Board(
     uid="paceline-instances",
     title="Paceline / Instances",
     meaning="What each generation instance does, and how near it is to what it can.",
-    variables=(NAMESPACES, INSTANCES),
-    sections=(_WORK, _ROOM, _WEIGHTS, _DRAFTS),
+    variables=(NAMESPACES, RELEASES, INSTANCES, TOP),
+    sections=(_WORK, _ROOM, _WEIGHTS, _DRAFTS, _GPUS),
 )

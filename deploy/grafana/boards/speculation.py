@@ -4,11 +4,24 @@ from deploy.grafana.board import (
     INSTANCE,
     INSTANCES,
     NAMESPACES,
+    NUMBER,
+    PER_HOUR,
+    PER_SECOND,
+    RELEASES,
+    RUN,
     RUNS,
+    SECONDS,
+    SHARE,
+    TIMES,
+    TOKENS,
+    TOKENS_PER_SECOND,
+    TOP,
     Board,
     Chart,
+    Limits,
     Query,
     Section,
+    each_instance,
     gauge,
     quantile,
     rate,
@@ -32,19 +45,21 @@ _ACCEPTANCE = Section(
     (
         Chart(
             "Acceptance rate",
-            "percentunit",
+            SHARE,
             (Query(_ratio(f"{_S}accepted_tokens_total", f"{_S}drafted_tokens_total"), "{{drafter}}"),),
             "Accepted over drafted tokens.",
+            most=1,
+            runbook="PacelineAcceptanceCollapsed",
         ),
         Chart(
             "Block efficiency",
-            "short",
+            TOKENS,
             (Query(f"1 + {_ratio(f'{_S}accepted_tokens_total', f'{_S}verify_steps_total')}", "{{drafter}}"),),
             "Accepted tokens and one more, for each verified draft.",
         ),
         Chart(
             "Draft length and acceptance length",
-            "short",
+            TOKENS,
             (
                 Query(_ratio(f"{_S}drafted_tokens_total", f"{_S}verify_steps_total"), "{{drafter}} drafted"),
                 Query(
@@ -55,7 +70,7 @@ _ACCEPTANCE = Section(
         ),
         Chart(
             "Tokens out of drafts",
-            "percentunit",
+            SHARE,
             (
                 Query(
                     f"{rate(f'{_S}accepted_tokens_total', 'drafter', INSTANCE)} / scalar({_EVERY})",
@@ -65,10 +80,11 @@ _ACCEPTANCE = Section(
             "Accepted tokens over those of the steps. Falls when drafts are refused, and when there are none. "
             "Above 100 % while drafts shorten pre-generation too.",
             kind="area",
+            runbook="PacelineDraftsDriedUp",
         ),
         Chart(
             "Acceptance by position",
-            "percentunit",
+            SHARE,
             (
                 Query(
                     _ratio(f"{_S}accepted_tokens_total", f"{_S}drafted_tokens_total", "position"),
@@ -77,19 +93,21 @@ _ACCEPTANCE = Section(
             ),
             "Of the drafts that have a token at this position, those of which it was kept.",
             kind="bars",
+            most=1,
         ),
         Chart(
             "Drafted tokens by position",
-            "short",
+            TOKENS_PER_SECOND,
             (Query(rate(f"{_S}drafted_tokens_total", "position", INSTANCE), "{{position}}"),),
-            "Per second.",
+            "Where drafts are long, and where they are not tried.",
             kind="bars",
         ),
         Chart(
             "Offers that broke the rules",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_S}drafter_faults_total", "drafter", INSTANCE), "{{drafter}}"),),
-            "Per second; such a drafter has a defect.",
+            "Such a drafter has a defect; its samples are right all the same.",
+            limits=Limits(0.001, 1),
         ),
     ),
 )
@@ -99,46 +117,44 @@ _PLANNER = Section(
     (
         Chart(
             "Steps by decision",
-            "short",
+            PER_SECOND,
             (Query(rate(f"{_P}steps_total", "reason", INSTANCE), "{{reason}}"),),
-            "Engine steps per second, and why they were drafted for or not.",
+            "Engine steps, and why they were drafted for or not.",
             kind="area",
         ),
         Chart(
             "Predicted gain",
-            "short",
-            (Query(gauge(f"{_P}predicted_speedup_ratio", "instance", INSTANCE, "max"), "{{instance}}"),),
+            TIMES,
+            each_instance(gauge(f"{_P}predicted_speedup_ratio", "instance", INSTANCE, "max")),
             "Tokens a second over plain decoding, of the latest step.",
         ),
         Chart(
             "Planned tokens",
-            "short",
+            TOKENS_PER_SECOND,
             (
                 Query(rate(f"{_P}tokens_total", where=INSTANCE), "planned"),
                 Query(rate(f"{_P}expected_tokens_total", where=INSTANCE), "expected to be kept"),
                 Query(rate(f"{_S}accepted_tokens_total", where=INSTANCE), "kept"),
             ),
-            "Per second. Expected and kept differ where the estimates of acceptance are off.",
+            "Expected and kept differ where the estimates of acceptance are off.",
         ),
         Chart(
             "Predicted over measured step time",
-            "short",
-            (
-                Query(
-                    _ratio(
-                        f"{_P}predicted_step_seconds_total", f"{_P}measured_step_seconds_total", "instance"
-                    ),
-                    "{{instance}}",
-                ),
+            TIMES,
+            each_instance(
+                _ratio(f"{_P}predicted_step_seconds_total", f"{_P}measured_step_seconds_total", "instance")
             ),
+            "1: the planner knows how long steps take. Drafts are planned by it.",
         ),
         Chart(
             "Error of predicted step times",
-            "percentunit",
+            SHARE,
             (
                 Query(quantile(0.5, f"{_P}step_time_error_ratio", where=INSTANCE), "p50"),
                 Query(quantile(0.95, f"{_P}step_time_error_ratio", where=INSTANCE), "p95"),
             ),
+            "Of single steps. High for minutes: others use the machine, or its clock changes.",
+            limits=Limits(0.2, 0.5),
         ),
     ),
 )
@@ -148,7 +164,7 @@ _REUSE = Section(
     (
         Chart(
             "Reuse rate",
-            "percentunit",
+            SHARE,
             (
                 Query(
                     ratio(f"{_G}reused_prefix_tokens_total", f"{_G}whole_sample_tokens_total", "level"),
@@ -156,10 +172,11 @@ _REUSE = Section(
                 ),
             ),
             "Response tokens before the first that is not the cached rollout's, over all response tokens.",
+            most=1,
         ),
         Chart(
             "Samples reused in full",
-            "percentunit",
+            SHARE,
             (
                 Query(
                     ratio(f"{_G}fully_reused_samples_total", f"{_G}cached_samples_total", "level"),
@@ -167,28 +184,26 @@ _REUSE = Section(
                 ),
             ),
             "Of the samples that had a cached rollout.",
+            most=1,
         ),
         Chart(
             "Tokens taken over by the lenient rule",
-            "short",
-            (Query(rate("paceline_reuse_tokens_total", "instance", INSTANCE), "{{instance}}"),),
-            "Per second.",
+            TOKENS_PER_SECOND,
+            each_instance(rate("paceline_reuse_tokens_total", "instance", INSTANCE)),
+            "Tokens of cached rollouts that need not be generated.",
         ),
         Chart(
             "Tokens for each row verified",
-            "short",
-            (
-                Query(
-                    _ratio("paceline_reuse_tokens_total", "paceline_reuse_verified_rows_total", "instance"),
-                    "{{instance}}",
-                ),
+            TOKENS,
+            each_instance(
+                _ratio("paceline_reuse_tokens_total", "paceline_reuse_verified_rows_total", "instance")
             ),
             "Taken over by the lenient rule, for each row of logits that it took.",
         ),
         Chart(
             "Lenience",
-            "none",
-            (Query(gauge(f"{_G}lenience", "run", 'namespace=~"$namespace",run=~"$run"', "max"), "{{run}}"),),
+            NUMBER,
+            (Query(gauge(f"{_G}lenience", "run", RUN, "max"), "{{run}}"),),
             "The l of the run's last LENIENT batch.",
         ),
     ),
@@ -199,7 +214,7 @@ _LEARNER = Section(
     (
         Chart(
             "Acceptance length of drafters",
-            "short",
+            TOKENS,
             (
                 Query(gauge(f"{_D}acceptance_length", "drafter", how="max"), "{{drafter}}, held out"),
                 Query(gauge(f"{_D}live_acceptance_length", how="max"), "live"),
@@ -208,23 +223,28 @@ _LEARNER = Section(
         ),
         Chart(
             "Version and age",
-            "s",
+            SECONDS,
             (
                 Query(f"time() - ({gauge(f'{_D}published_timestamp_seconds', how='max')} > 0)", "age"),
                 Query(gauge(f"{_D}version", how="max"), "version"),
             ),
             "Of the published drafter.",
         ),
-        Chart("KD loss", "short", (Query(gauge(f"{_D}kd_loss", how="max"), "nats per token"),)),
+        Chart(
+            "KD loss",
+            NUMBER,
+            (Query(gauge(f"{_D}kd_loss", how="max"), "nats per token"),),
+            "KL of the drafter from the policy, of the last update.",
+        ),
         Chart(
             "Training seconds per second",
-            "short",
+            SHARE,
             (Query(rate(f"{_D}training_seconds_total", "hidden"), "hidden: {{hidden}}"),),
             "Hidden: something else was under way, generation or the trainer's work.",
         ),
         Chart(
             "Samples per minute",
-            "short",
+            NUMBER,
             (
                 Query(f"60 * {rate(f'{_D}samples_used_total')}", "used"),
                 Query(f"60 * {rate(f'{_D}dropped_samples_total', 'cause')}", "{{cause}}"),
@@ -233,24 +253,27 @@ _LEARNER = Section(
         ),
         Chart(
             "Waiting",
-            "short",
+            NUMBER,
             (
                 Query(gauge(f"{_D}backlog_entries", how="max"), "entries of the stream"),
                 Query(gauge(f"{_D}waiting_samples", how="max"), "samples without reward"),
             ),
+            "What the learner has before it. A backlog that grows is dropped from its old end.",
+            runbook="PacelineLearnerStuck",
         ),
         Chart(
             "Candidates and roll-backs",
-            "short",
+            PER_HOUR,
             (
                 Query(f"3600 * {rate(f'{_D}candidates_total', 'outcome')}", "{{outcome}}"),
                 Query(f"3600 * {rate(f'{_D}rollbacks_total', 'cause')}", "rolled back: {{cause}}"),
             ),
-            "Per hour.",
+            "What became of trained drafters, and drafters that were taken back.",
+            runbook="PacelineDrafterRolledBack",
         ),
         Chart(
             "Instances",
-            "short",
+            NUMBER,
             (Query(gauge(f"{_D}instances", "state", how="max"), "{{state}}"),),
             "By whether they draft with what is published.",
         ),
@@ -261,6 +284,6 @@ SPECULATION = Board(
     uid="paceline-speculation",
     title="Paceline / Speculation",
     meaning="What is drafted and kept, what the planner expects, and what is taken over from earlier rollouts.",
-    variables=(NAMESPACES, INSTANCES, RUNS),
+    variables=(NAMESPACES, RELEASES, INSTANCES, RUNS, TOP),
     sections=(_ACCEPTANCE, _PLANNER, _REUSE, _LEARNER),
 )

