@@ -39,6 +39,8 @@ def _rate(name: str, by: str = "instance") -> str:
     return rate(name, by, INSTANCE)
 
 
+_OF_INSTANCES = f"and on (instance) {gauge(f'{_G}policy_version', 'instance', INSTANCE)}"
+"""Leaves out other services, whose processes have the same metrics."""
 _ALONE = rate(f"{_G}background_seconds_total", "instance", f'{INSTANCE},beside="nothing"')
 
 
@@ -127,13 +129,13 @@ _ROOM = Section(
         Chart(
             "Processor cores in use",
             NUMBER,
-            each_instance(_rate("process_cpu_seconds_total")),
+            each_instance(f"{_rate('process_cpu_seconds_total')} {_OF_INSTANCES}"),
             "Cores that the process is busy on. With a GPU the engine's thread alone should need less than one.",
         ),
         Chart(
             "Memory",
             BYTES,
-            each_instance(gauge("process_resident_memory_bytes", "instance", INSTANCE)),
+            each_instance(f"{gauge('process_resident_memory_bytes', 'instance', INSTANCE)} {_OF_INSTANCES}"),
             "Resident memory of the process, staged weights and rollouts for drafts included.",
         ),
     ),

@@ -64,7 +64,7 @@ _WELL = Section(
             NUMBER,
             f'count(ALERTS{{{_ALERTS},severity="warning"}}) or vector(0)',
             "Alerts that fire now and can wait for the day.",
-            Limits(1, 1000),
+            Limits(1, 10),
         ),
         _number(
             "Leading gateways",
