@@ -15,6 +15,9 @@ from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects import trl, vllm, vllm_control
+from services.facade.dialects.answers import AnswerWriter
+from services.facade.dialects.chat import ChatBody, chat_prompt
+from services.facade.dialects.completions import CompletionBody, completion_prompts
 from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
 from services.facade.http_errors import field_of
 from services.facade.serving import EventResponse, EventStream, Facade
@@ -33,19 +36,18 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
         return vllm_control.models(model.name, model.max_model_len)
 
     @router.post("/v1/completions", response_model=None)
-    async def completions(body: vllm.CompletionBody, request: Request) -> Response:
+    async def completions(body: CompletionBody, request: Request) -> Response:
         """Generate samples of one prompt or several, as text or as token ids."""
         check_unsupported(body, vllm.NEUTRAL)
-        prompts = vllm.completion_prompts(body, facade.tokenizer)
+        prompts = completion_prompts(body, facade.tokenizer)
         return await _generated(facade, body, request, prompts, body.max_tokens, "completion")
 
     @router.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: vllm.ChatBody, request: Request) -> Response:
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Generate samples that go on with a conversation, by the model's chat template."""
         check_unsupported(body, vllm.NEUTRAL)
-        prompt = vllm.chat_prompt(body, facade.tokenizer)
-        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        return await _generated(facade, body, request, [prompt], most, "chat")
+        prompt = chat_prompt(body, facade.tokenizer)
+        return await _generated(facade, body, request, [prompt], body.most_tokens(), "chat")
 
     async def world_size() -> dict[str, int]:
         """Return 1: trainers see one server, whatever the number of instances."""
@@ -121,7 +123,7 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
 
 async def _generated(
     facade: Facade,
-    body: vllm.CompletionBody | vllm.ChatBody,
+    body: vllm.SamplingBody,
     request: Request,
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,
@@ -140,7 +142,7 @@ async def _generated(
     )
     request_id = body.request_id or uuid.uuid4().hex
     head = (f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}", int(time.time()), model.name)
-    writer = vllm.AnswerWriter(body, kind, head, facade.tokenizer)
+    writer = AnswerWriter(body, kind, head, facade.tokenizer)
     if body.stream:
         events = EventStream(writer.events, writer.last_events)
         return EventResponse(facade, request, requests, "vllm", events, request_id)

@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from services.facade.config import FacadeConfig
-from services.facade.dialects import sglang, vllm
+from services.facade.dialects import sglang
+from services.facade.dialects.answers import AnswerWriter
+from services.facade.dialects.completions import CompletionBody
 from services.facade.fleet import ServedFleet
 from services.facade.metrics import FacadeMetrics
 from services.facade.samples import SamplesInWork
@@ -59,8 +61,8 @@ async def streamed(events: EventStream, last_word: str) -> list[Any]:
 
 
 async def test_a_slow_client_gets_the_end_of_a_vllm_stream() -> None:
-    body = vllm.CompletionBody(prompt=[1], return_token_ids=True)
-    writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
+    body = CompletionBody(prompt=[1], return_token_ids=True)
+    writer = AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
     found = await streamed(EventStream(writer.events, writer.last_events), "[DONE]")
     choices = [event["choices"][0] for event in found]
     assert [token for choice in choices for token in choice["token_ids"]] == [100 + n for n in range(LENGTH)]
