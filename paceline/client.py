@@ -102,6 +102,7 @@ class Client(Face[GatewayCalls]):
     cancel = blocking(GatewayCalls.cancel)
     hint = blocking(GatewayCalls.hint)
     report_rewards = blocking(GatewayCalls.report_rewards)
+    report_single_rewards = blocking(GatewayCalls.report_single_rewards)
     open_batch = blocking(GatewayCalls.open_batch)
     add_samples = blocking(GatewayCalls.add_samples)
     close_batch = blocking(GatewayCalls.close_batch)
