@@ -31,7 +31,13 @@ def http(platform: Platform) -> Iterator[httpx.Client]:
 def over_grpc(client: Client, prompt: list[int], slot: int) -> Sample:
     """Return a sample as the native client gets it."""
     request = SampleRequest(
-        "http", prompt_id_of(prompt), prompt, slot=slot, sampling=SamplingParams(max_tokens=24), run_seed=SEED
+        "http",
+        prompt_id_of(prompt),
+        prompt,
+        slot=slot,
+        step=client.versions().policy_version,
+        sampling=SamplingParams(max_tokens=24),
+        run_seed=SEED,
     )
     *_, sample = client.generate(request)
     assert isinstance(sample, Sample)

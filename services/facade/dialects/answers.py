@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paceline import types as t
-from services.facade.dialects.parameters import FINISH_REASONS, finite, stops_of, weight_versions
+from services.facade.dialects.parameters import FINISH_REASONS, finite, identity_of, stops_of, weight_versions
 from services.facade.dialects.vllm import SamplingBody
 from services.facade.samples import SampleOutput
 from services.facade.text import TextStream, Tokenizer, longest_beginning, text_of
@@ -42,7 +42,7 @@ class AnswerWriter:
         answer["choices"] = [self._choice(index, output) for index, output in enumerate(outputs)]
         answer["usage"] = usage(outputs, self._body.n)
         if self._chat and self._body.return_token_ids:
-            answer["prompt_token_ids"] = list(outputs[0].request.prompt_token_ids)
+            answer["prompt_token_ids"] = outputs[0].prompt
         return answer
 
     def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
@@ -72,7 +72,7 @@ class AnswerWriter:
         choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         choice |= self._tail(output, 0)
         if self._body.return_token_ids and not self._chat:
-            choice["prompt_token_ids"] = list(output.request.prompt_token_ids)
+            choice["prompt_token_ids"] = output.prompt
         return choice
 
     def _event(self, index: int, output: SampleOutput) -> Json | None:
@@ -93,7 +93,7 @@ class AnswerWriter:
         choice |= self._tail(output, sent or 0)
         event = {**self._object("chat.completion.chunk"), "choices": [choice]}
         if self._body.return_token_ids and sent is None:
-            (event if self._chat else choice)["prompt_token_ids"] = list(output.request.prompt_token_ids)
+            (event if self._chat else choice)["prompt_token_ids"] = output.prompt
         self._sent[index] = len(output.token_ids)
         if ended:
             self._ended.add(index)
@@ -119,6 +119,7 @@ class AnswerWriter:
             tail["prompt_logprobs"] = self._prompt(output, output.prompt_logprobs)
         if reason is not None:
             tail["weight_versions"] = weight_versions(output.version_spans)
+            tail["paceline"] = identity_of(output.request)
         return tail
 
     def _logprobs_from(self, output: SampleOutput, begin: int) -> Json:
@@ -178,6 +179,6 @@ def _entry(name: str, logprob: float) -> Json:
 
 def usage(outputs: Sequence[SampleOutput], samples: int) -> Json:
     """Return the numbers of tokens: each prompt is counted once, however many samples it has."""
-    prompt = sum(len(output.request.prompt_token_ids) for output in outputs[::samples])
+    prompt = sum(len(output.prompt) for output in outputs[::samples])
     completion = sum(len(output.token_ids) for output in outputs)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

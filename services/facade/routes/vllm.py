@@ -18,8 +18,9 @@ from services.facade.dialects import trl, vllm, vllm_control
 from services.facade.dialects.answers import AnswerWriter
 from services.facade.dialects.chat import ChatBody, chat_prompt
 from services.facade.dialects.completions import CompletionBody, completion_prompts
-from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
+from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
 from services.facade.http_errors import field_of
+from services.facade.names import SamplesAsked
 from services.facade.serving import EventResponse, EventStream, Facade
 from services.facade.updates import Updates
 
@@ -61,16 +62,14 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
         """Generate samples for the client of `trl vllm-serve`."""
         check_unsupported(body, trl.NEUTRAL)
         more = _trl_sampling(body)
-        defaults = facade.defaults(request)
-        requests = sample_requests(
+        asked = SamplesAsked(
             trl.prompts_of(body, facade.tokenizer),
             checked_count(body.n),
             trl.sampling_of(body, more),
-            run_id=defaults.run_id,
-            seed=run_seed(more.seed, "generation_kwargs.seed"),
-            most=defaults.most_samples,
-            names={"prompt": "prompts"},
+            run_seed(more.seed, "generation_kwargs.seed"),
+            "generation_kwargs.seed",
         )
+        requests = await facade.requests(request, asked, {"prompt": "prompts"})
         outputs = await facade.outputs(request, requests, "trl") if requests else []
         return await facade.answer(outputs, lambda: trl.answer(body, outputs))
 
@@ -114,9 +113,8 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
     async def update_weights(body: vllm_control.UpdateBody, request: Request) -> dict[str, Any]:
         """Publish the weights in a folder as the next version; samples that run go on under it."""
         check_unsupported(body, {"reset_prefix_cache": (True, False)})
-        run_id = facade.defaults(request).run_id
         outcome = await updates.from_folder(
-            run_id, body.weight_dir, t.InFlight.CONTINUE, lambda published: published + 1
+            facade.run_id(request), body.weight_dir, t.InFlight.CONTINUE, lambda published: published + 1
         )
         return {"status": "ok", "message": outcome.message, "weight_version": outcome.version}
 
@@ -130,16 +128,9 @@ async def _generated(
     kind: Literal["completion", "chat"],
 ) -> Response:
     model = await facade.fleet.check_model(body.model)
-    defaults = facade.defaults(request)
-    sampling: t.SamplingParams = vllm.sampling_of(body, max_tokens, defaults.logprobs_mode)
-    requests = sample_requests(
-        prompts,
-        checked_count(body.n),
-        sampling,
-        run_id=defaults.run_id,
-        seed=run_seed(body.seed),
-        most=defaults.most_samples,
-    )
+    sampling = vllm.sampling_of(body, max_tokens, facade.config.logprobs_mode)
+    asked = SamplesAsked(prompts, checked_count(body.n), sampling, run_seed(body.seed))
+    requests = await facade.requests(request, asked)
     request_id = body.request_id or uuid.uuid4().hex
     head = (f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}", int(time.time()), model.name)
     writer = AnswerWriter(body, kind, head, facade.tokenizer)

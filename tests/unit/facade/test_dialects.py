@@ -19,19 +19,21 @@ from services.facade.dialects.chat import ChatBody
 from services.facade.dialects.completions import CompletionBody, completion_prompts
 from services.facade.dialects.parameters import (
     LEAST_LOGPROB,
+    check_samples,
     check_unsupported,
     finite,
     prompt_id_of,
     run_seed,
-    sample_requests,
 )
+from services.facade.names import GivenNames, SampleNames, SamplesAsked
 from services.facade.samples import SampleOutput
 
 RAW, PROCESSED = t.LogprobsMode.RAW, t.LogprobsMode.PROCESSED
 
 
 def requests_of(prompts: list[list[int]], samples: int, seed: int = 5) -> list[t.SampleRequest]:
-    return sample_requests(prompts, samples, t.SamplingParams(), run_id="r", seed=seed, most=100)
+    asked = SamplesAsked(prompts, samples, t.SamplingParams(), seed)
+    return SampleNames(alone=True).requests(asked, GivenNames("r"), step=0)
 
 
 def output_of(tokens: list[int], **fields: Any) -> SampleOutput:
@@ -59,16 +61,16 @@ def test_samples_are_named_by_prompt_and_place() -> None:
 def test_seeds_are_64_bit() -> None:
     assert run_seed(7) == 7
     assert run_seed(-1) == (1 << 64) - 1
-    assert run_seed(None) != run_seed(None)
+    assert run_seed(None) is None
     for wrong in (1 << 64, -(1 << 63) - 1):
         with pytest.raises(InvalidArgument, match="seed"):
             run_seed(wrong)
 
 
 def test_more_samples_than_allowed_are_refused() -> None:
-    assert len(requests_of([[1]] * 10, 10)) == 100
+    check_samples([[1]] * 10, 10, 100)
     with pytest.raises(InvalidArgument, match="101"):
-        requests_of([[1]], 101)
+        check_samples([[1]], 101, 100)
 
 
 def test_vllms_parameters_reach_the_sample() -> None:

@@ -16,6 +16,7 @@ from services.facade.dialects.answers import AnswerWriter
 from services.facade.dialects.completions import CompletionBody
 from services.facade.fleet import ServedFleet
 from services.facade.metrics import FacadeMetrics
+from services.facade.names import SampleNames
 from services.facade.samples import SamplesInWork
 from services.facade.serving import EventResponse, EventStream, Facade
 from tests.unit.facade.test_samples import LENGTH, Scripted, request
@@ -29,6 +30,7 @@ def facade_of(client: Any) -> Facade:
         SamplesInWork(lambda: client, 8, 60.0, lambda _: None),
         None,
         FacadeMetrics(CollectorRegistry()),
+        SampleNames(alone=True),
     )
 
 
