@@ -179,6 +179,6 @@ def _entry(name: str, logprob: float) -> Json:
 
 def usage(outputs: Sequence[SampleOutput], samples: int) -> Json:
     """Return the numbers of tokens: each prompt is counted once, however many samples it has."""
-    prompt = sum(len(output.prompt) for output in outputs[::samples])
+    prompt = sum(output.prompt_tokens for output in outputs[::samples])
     completion = sum(len(output.token_ids) for output in outputs)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

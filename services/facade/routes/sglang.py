@@ -15,6 +15,7 @@ from services.contracts.errors import InvalidArgument, Unimplemented
 from services.facade.access import ABSENT
 from services.facade.dialects import sglang
 from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
+from services.facade.dialects.sglang_answers import SglangWriter
 from services.facade.http_errors import http_error
 from services.facade.names import SamplesAsked
 from services.facade.serving import EventResponse, EventStream, Facade
@@ -50,7 +51,7 @@ def _generation(router: APIRouter, facade: Facade) -> None:
         )
         requests = await facade.requests(request, asked, sglang.NAMES)
         request_id = body.rid or uuid.uuid4().hex
-        writer = sglang.SglangWriter(body, several or sampling.n > 1, request_id, facade.tokenizer)
+        writer = SglangWriter(body, several or sampling.n > 1, request_id, facade.tokenizer)
         if body.stream:
             events = EventStream(writer.events, lambda _: [])
             return EventResponse(facade, request, requests, "sglang", events, request_id)

@@ -25,6 +25,7 @@ from services.facade.dialects.parameters import (
     prompt_id_of,
     run_seed,
 )
+from services.facade.dialects.sglang_answers import SglangWriter
 from services.facade.names import GivenNames, SampleNames, SamplesAsked
 from services.facade.samples import SampleOutput
 
@@ -227,13 +228,28 @@ def test_reasons_and_stop_tokens() -> None:
     choices = writer.whole([output for output, _, _ in ends])["choices"]
     assert [(c["finish_reason"], c["stop_reason"]) for c in choices] == [(why, last) for _, why, last in ends]
     found = [
-        sglang.SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None).whole([output], 3)
+        SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None).whole([output], 3)
         for output, _, _ in ends
     ]
     infos = [each["meta_info"] for each in found if isinstance(each, dict)]
     assert [info["finish_reason"]["type"] for info in infos] == ["stop", "stop", "length", "abort"]
     assert {info["weight_version"] for info in infos} == {"3"}
     assert infos[0]["finish_reason"]["matched"] == 5
+
+
+def test_a_resumed_sample_has_the_prompt_that_was_sent_and_may_have_no_token_of_its_own() -> None:
+    request = t.SampleRequest("r", "p", [7, 8], slot=2, step=3, prefix_token_ids=[4, 5])
+    output = SampleOutput(request, [], [], t.FinishReason.STOP)
+    found = SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None).whole([output], 3)
+    assert isinstance(found, dict)
+    info = found["meta_info"]
+    assert (info["prompt_tokens"], info["completion_tokens"]) == (4, 0)
+    assert info["finish_reason"] == {"type": "stop", "matched": 5}
+    assert info["paceline"] == {"step": 3, "prompt_id": "p", "slot": 2}
+    body = CompletionBody(prompt=[1], stop_token_ids=[5], return_token_ids=True)
+    (choice,) = AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None).whole([output])["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [7, 8, 4, 5])
+    assert (choice["finish_reason"], choice["paceline"]) == ("stop", info["paceline"])
 
 
 class Words:
@@ -265,7 +281,7 @@ def test_the_text_is_without_the_stop_string_that_ended_it() -> None:
     for no_trim, text in ((False, "w4 w5 "), (True, "w4 w5 w4 w5")):
         sampling = sglang.SglangSampling(stop=["w4 w5"], no_stop_trim=no_trim)
         body = sglang.GenerateBody(input_ids=[1], sampling_params=sampling)
-        found = sglang.SglangWriter(body, False, "id", Words()).whole([output], 3)
+        found = SglangWriter(body, False, "id", Words()).whole([output], 3)
         assert isinstance(found, dict)
         assert found["text"] == text
         assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "w4 w5"}
@@ -288,7 +304,7 @@ def test_the_likeliest_tokens_are_told_in_every_dialect() -> None:
     ]
     assert told == [[("w6", -0.5), ("w4", -4.0)], [("w7", -1.0), ("w8", LEAST_LOGPROB)]]
     asked = sglang.GenerateBody(input_ids=[1], return_logprob=True, top_logprobs_num=2)
-    found = sglang.SglangWriter(asked, False, "id", Words()).whole([output], 3)
+    found = SglangWriter(asked, False, "id", Words()).whole([output], 3)
     assert isinstance(found, dict)
     assert found["meta_info"]["output_top_logprobs"] == [
         [[-0.5, 6, None], [-4.0, 4, None]],
@@ -315,7 +331,7 @@ def test_the_prompt_is_told_in_both_dialects() -> None:
         asked = sglang.GenerateBody(
             input_ids=[7, 8], return_logprob=True, logprob_start_len=begin, top_logprobs_num=2
         )
-        found = sglang.SglangWriter(asked, False, "id", None).whole([output], 3)
+        found = SglangWriter(asked, False, "id", None).whole([output], 3)
         assert isinstance(found, dict)
         entries, likeliest = [[None, 7, None], [-2.0, 8, None]], [None, [[-0.5, 9, None], [-2.0, 8, None]]]
         assert found["meta_info"]["input_token_logprobs"] == entries[begin:]

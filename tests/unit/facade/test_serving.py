@@ -14,6 +14,7 @@ from services.facade.config import FacadeConfig
 from services.facade.dialects import sglang
 from services.facade.dialects.answers import AnswerWriter
 from services.facade.dialects.completions import CompletionBody
+from services.facade.dialects.sglang_answers import SglangWriter
 from services.facade.fleet import ServedFleet
 from services.facade.metrics import FacadeMetrics
 from services.facade.names import SampleNames
@@ -72,7 +73,7 @@ async def test_a_slow_client_gets_the_end_of_a_vllm_stream() -> None:
 
 
 async def test_a_slow_client_gets_the_end_of_an_sglang_stream() -> None:
-    writer = sglang.SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None)
+    writer = SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None)
     found = await streamed(EventStream(writer.events, lambda _: []), "[DONE]")
     assert found[-1]["output_ids"] == [100 + n for n in range(LENGTH)]
     assert found[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": LENGTH}
