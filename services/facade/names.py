@@ -29,6 +29,8 @@ RUN, STEP, PROMPT, SLOT, PREFIX = (
 """Headers of a request that names its samples itself."""
 MOST_COUNTED = 1 << 18
 """Prompts whose slots are counted; beyond it all counts begin anew, with another seed."""
+MOST_SLOTS = 1 << 10
+"""Slots of a prompt in a step; further samples have these again, with another seed. Each is kept as a draft."""
 _SLOTS = range(1 << 31)
 _STEPS = range(1 << 63)
 
@@ -165,18 +167,19 @@ class SampleNames:
                 if (resumed := self._resumed(asked, given, tokens, tokens_id, slot)) is not None:
                     found.append(resumed)
                     continue
-                if slot is None:
-                    slot = number if asked.seed is not None else self._next(given.run_id, step, prompt_id)
+                seed = asked.seed
+                if seed is None:
+                    slot, seed = self._next(given.run_id, step, prompt_id)
                 found.append(
                     t.SampleRequest(
                         run_id=given.run_id,
                         prompt_id=prompt_id,
                         prompt_token_ids=tokens[:cut],
-                        slot=slot,
+                        slot=number if slot is None else slot,
                         step=step,
                         prefix_token_ids=tokens[cut:],
                         sampling=_after(asked.sampling, len(tokens) - cut),
-                        run_seed=self.seed if asked.seed is None else asked.seed,
+                        run_seed=seed,
                     )
                 )
         return found
@@ -226,16 +229,17 @@ class SampleNames:
             run_seed=own.run_seed,
         )
 
-    def _next(self, run_id: str, step: int, prompt_id: str) -> int:
-        """Return the next slot of a prompt in a step."""
+    def _next(self, run_id: str, step: int, prompt_id: str) -> tuple[int, int]:
+        """Return the next slot of a prompt in a step, and its seed."""
         if len(self._slots) >= MOST_COUNTED:
             # A sample whose slot is counted twice under one seed would come twice.
             self._slots.clear()
             self.seed = secrets.randbits(64)
         key = (run_id, step, prompt_id)
-        slot = self._slots.get(key, self._first)
-        self._slots[key] = slot + 1
-        return slot
+        count = self._slots.get(key, 0)
+        self._slots[key] = count + 1
+        again, slot = divmod(count, MOST_SLOTS)
+        return self._first + slot, (self.seed + again) % (1 << 64)
 
 
 def _check(asked: SamplesAsked, given: GivenNames) -> None:

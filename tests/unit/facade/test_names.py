@@ -58,6 +58,17 @@ def test_counts_that_are_forgotten_begin_anew_with_another_seed(monkeypatch: pyt
     assert found[0].run_seed == found[1].run_seed != found[2].run_seed == found[3].run_seed
 
 
+def test_samples_beyond_the_most_slots_have_them_again_with_another_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MOST_SLOTS", 2)
+    names = SampleNames(alone=True)
+    found = names.requests(asked([1], each=5), RUN, step=0)
+    assert [request.slot for request in found] == [0, 1, 0, 1, 0]
+    assert len({(request.slot, request.run_seed) for request in found}) == 5
+    assert found[0].run_seed == names.seed
+
+
 def test_headers_name_run_step_prompt_slot_and_prefix() -> None:
     headers = {
         "X-Paceline-Step": "7",
