@@ -184,6 +184,5 @@ def _is_plain(params: sample_pb2.SamplingParams) -> bool:
     """Return True if every token is the policy's own choice at temperature 1."""
     it = resolve(params)
     shaped = (it.temperature, it.top_p, it.repetition_penalty) != (1.0, 1.0, 1.0)
-    return not (
-        shaped or it.top_k or it.min_p or it.presence_penalty or it.frequency_penalty or it.min_tokens
-    )
+    penalised = it.presence_penalty or it.frequency_penalty or it.min_tokens
+    return not (shaped or penalised or it.top_k or it.min_p or it.allowed_token_ids or it.json_schema)
