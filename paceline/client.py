@@ -102,6 +102,7 @@ class Client(Face[GatewayCalls]):
     cancel = blocking(GatewayCalls.cancel)
     hint = blocking(GatewayCalls.hint)
     report_rewards = blocking(GatewayCalls.report_rewards)
+    report_single_rewards = blocking(GatewayCalls.report_single_rewards)
     open_batch = blocking(GatewayCalls.open_batch)
     add_samples = blocking(GatewayCalls.add_samples)
     close_batch = blocking(GatewayCalls.close_batch)
@@ -171,13 +172,17 @@ class Run(Face[AsyncRun]):
         deadline: float | None = None,
         priority: int = 0,
         weight: int = 1,
+        max_staleness: int | None = None,
+        stale: t.Stale = t.Stale.REFUSE,
     ) -> Rollout:
         """Submit a batch and return its samples as an iterable, in completion order.
 
         The samples are of the published policy version unless `policy_version` names another. Batches of higher
         `priority` are placed first; within one, runs share the instances by `weight`. A batch that is too large for
         one call (16 MiB, 65,536 samples) is submitted in parts and read as one, a part at a time in turn. Those of
-        earlier steps that were read to their ends are acknowledged: they cannot be read again.
+        earlier steps that were read to their ends are acknowledged: they cannot be read again. With `max_staleness`
+        the batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished
+        samples whose first token is more than so many versions behind.
         """
         submitting = self._core.rollout(
             step,
@@ -188,6 +193,8 @@ class Run(Face[AsyncRun]):
             deadline=deadline,
             priority=priority,
             weight=weight,
+            max_staleness=max_staleness,
+            stale=stale,
         )
         return Rollout(finish(submitting))
 

@@ -65,13 +65,17 @@ class RunRollouts:
         deadline: float | None = None,
         priority: int = 0,
         weight: int = 1,
+        max_staleness: int | None = None,
+        stale: t.Stale = t.Stale.REFUSE,
     ) -> AsyncRollout:
         """Submit a batch and return its samples as an iterable, in completion order.
 
         The samples are of the published policy version unless `policy_version` names another. Batches of higher
         `priority` are placed first; within one, runs share the instances by `weight`. A batch that is too large for
         one call (16 MiB, 65,536 samples) is submitted in parts and read as one, a part at a time in turn. Those of
-        earlier steps that were read to their ends are acknowledged: they cannot be read again.
+        earlier steps that were read to their ends are acknowledged: they cannot be read again. With `max_staleness`
+        the batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished
+        samples whose first token is more than so many versions behind.
         """
         if policy_version is None:
             policy_version = await self.client.shards.version()
@@ -87,6 +91,8 @@ class RunRollouts:
             deadline=deadline,
             priority=priority,
             weight=weight,
+            max_staleness=max_staleness,
+            stale=stale,
         )
         rollout = AsyncRollout(self.client, batch)
         await self._begin(rollout)

@@ -50,7 +50,7 @@ class Ways:
         sampling = SamplingParams(max_tokens=self._work.max_tokens)
 
         async def one(name: str, prompt: list[int], slot: int) -> tuple[SampleKey, list[int]]:
-            request = SampleRequest("http", name, prompt, slot=slot, sampling=sampling, run_seed=seed)
+            request = SampleRequest("grpc", name, prompt, slot=slot, sampling=sampling, run_seed=seed)
             async for event in self._client.generate(request):
                 if isinstance(event, Sample):
                     return event.key, event.token_ids.tolist()
@@ -127,5 +127,7 @@ class Ways:
         return found
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        response = await self._http.post(path, json=body)
+        # A run of each way: one would draft from the samples of another, which are the same.
+        headers = {"X-Paceline-Run": path.strip("/").replace("/", "-")}
+        response = await self._http.post(path, json=body, headers=headers)
         return response.raise_for_status().json()

@@ -142,6 +142,12 @@ class RolloutCalls(Caller):
         )
         return int((await self.call(Unary("Rollout", "ReportRewards", request))).matched)
 
+    async def report_single_rewards(self, run_id: str, step: int, rewards: Iterable[t.Reward]) -> int:
+        """Report rewards of finished samples of `generate` of a step; return how many of them were known."""
+        messages = [rollout_pb2.Reward(prompt_id=r.prompt_id, slot=r.slot, reward=r.reward) for r in rewards]
+        request = rollout_pb2.ReportRewardsRequest(run_id=run_id, step=step, rewards=messages)
+        return int((await self.call(Unary("Rollout", "ReportRewards", request))).matched)
+
     async def batch(self, run_id: str, batch_id: str) -> t.BatchStatus:
         """Return how far a batch is. NotFoundError: the gateway keeps nothing of it."""
         request = rollout_pb2.GetBatchRequest(run_id=run_id, batch_id=batch_id)

@@ -133,6 +133,7 @@ def sample_request_to_proto(request: t.SampleRequest) -> rollout_pb2.GenerateReq
         policy_version=request.policy_version,
         prompt_token_ids=request.prompt_token_ids,
         prefix_token_ids=request.prefix_token_ids,
+        prefix_logprobs=request.prefix_logprobs,
         sampling=sampling_to_proto(request.sampling),
         exactness=exactness_to_proto(request.exactness),
         run_seed=request.run_seed,

@@ -208,6 +208,8 @@ class SampleRequest:
     """None: the current version."""
     prefix_token_ids: Sequence[int] | TokenIds = ()
     """[prefix_len], tokens that the sample already has; noise goes on at the position after them."""
+    prefix_logprobs: Sequence[float] = ()
+    """[prefix_len] or empty; with them a sample with a prefix is kept as a draft for later ones, too."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     exactness: Exactness = field(default_factory=Exactness)
     run_seed: int = 0

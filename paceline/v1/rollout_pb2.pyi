@@ -198,7 +198,7 @@ class FinishedSample(_message.Message):
     def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("run_id", "prompt_id", "slot", "step", "policy_version", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "run_seed")
+    __slots__ = ("run_id", "prompt_id", "slot", "step", "policy_version", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "run_seed", "prefix_logprobs")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     RUN_SEED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     prompt_id: str
     slot: int
@@ -219,7 +220,8 @@ class GenerateRequest(_message.Message):
     sampling: _sample_pb2.SamplingParams
     exactness: _sample_pb2.Exactness
     run_seed: int
-    def __init__(self, run_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ...) -> None: ...
+    prefix_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, run_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., prefix_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("token_ids", "logprobs", "top_token_ids", "top_logprobs")
@@ -302,18 +304,20 @@ class Reward(_message.Message):
     def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class ReportRewardsRequest(_message.Message):
-    __slots__ = ("run_id", "batch_id", "rewards", "kl", "clip_fraction")
+    __slots__ = ("run_id", "batch_id", "rewards", "kl", "clip_fraction", "step")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     KL_FIELD_NUMBER: _ClassVar[int]
     CLIP_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     batch_id: str
     rewards: _containers.RepeatedCompositeFieldContainer[Reward]
     kl: float
     clip_fraction: float
-    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., rewards: _Optional[_Iterable[_Union[Reward, _Mapping]]] = ..., kl: _Optional[float] = ..., clip_fraction: _Optional[float] = ...) -> None: ...
+    step: int
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., rewards: _Optional[_Iterable[_Union[Reward, _Mapping]]] = ..., kl: _Optional[float] = ..., clip_fraction: _Optional[float] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ReportRewardsResponse(_message.Message):
     __slots__ = ("matched",)

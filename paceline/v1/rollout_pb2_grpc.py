@@ -162,7 +162,9 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """One sample, token by token: deltas, then the whole sample. Ends with the caller's stream.
+        """One sample, token by token: deltas, then the whole sample. Ends with the caller's stream. Nothing of it is journaled:
+        a caller whose gateway is lost goes on with the tokens that it has as the prefix. With names of a run and a prompt it
+        drafts from earlier rollouts of the prompt, and is kept for later ones, like the samples of batches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

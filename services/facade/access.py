@@ -22,6 +22,8 @@ from services.platform.observability.metrics import RpcMetrics
 from services.platform.security.guard import Guard, scopes_for
 
 GENERATE = "paceline.v1.RolloutService/Generate"
+HINT = "paceline.v1.RolloutService/HintNextBatch"
+REWARDS = "paceline.v1.RolloutService/ReportRewards"
 READ = "paceline.v1.FleetService/ListInstances"
 UPDATE = "paceline.v1.WeightService/StartUpdate"
 
@@ -92,6 +94,8 @@ METHODS: dict[str, str] = {
     "/get_weight_version": READ,
     "/v1/loads": READ,
     "/is_paused": READ,
+    "/paceline/v1/hint": HINT,
+    "/paceline/v1/rewards": REWARDS,
     **dict.fromkeys(UPDATE_PATHS, UPDATE),
     **dict.fromkeys(ABSENT, UPDATE),
 }

@@ -20,7 +20,9 @@ from services.facade.fleet import ServedFleet
 from services.facade.gateway_client import GatewayClient
 from services.facade.http_errors import HttpError, error_body, http_error, validation_error
 from services.facade.metrics import FacadeMetrics
+from services.facade.names import SampleNames
 from services.facade.routes.health import health_routes
+from services.facade.routes.paceline import paceline_routes
 from services.facade.routes.sglang import sglang_routes
 from services.facade.routes.tokens import tokens_routes
 from services.facade.routes.vllm import vllm_routes
@@ -51,6 +53,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry) -> FastAPI:
         ),
         tokenizer=_tokenizer(config),
         metrics=metrics,
+        names=SampleNames(alone=config.alone),
     )
     made = FastAPI(
         title="Paceline",
@@ -61,11 +64,12 @@ def app(config: FacadeConfig, registry: CollectorRegistry) -> FastAPI:
         redoc_url=None,
     )
     made.state.samples = facade.samples
-    updates = Updates(client.current, facade.samples, metrics)
+    updates = Updates(client.current, facade.samples, metrics, facade.fleet.published)
     made.include_router(health_routes(facade))
     made.include_router(vllm_routes(facade, updates))
     made.include_router(tokens_routes(facade))
     made.include_router(sglang_routes(facade, updates))
+    made.include_router(paceline_routes(facade))
     made.add_exception_handler(PacelineError, _failed)
     made.add_exception_handler(ServiceError, _failed)
     made.add_exception_handler(RequestValidationError, _invalid)

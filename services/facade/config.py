@@ -34,6 +34,8 @@ class FacadeConfig(ServiceConfig):
     such as pauses and aborts, is refused."""
     max_samples_per_request: int = Field(default=4096, ge=1)
     """Most samples of one request: prompts times n."""
+    max_hinted_samples: int = Field(default=262_144, ge=1)
+    """Most samples of one hint: prompts times n."""
     max_concurrent_samples: int = Field(default=16384, ge=1)
     """Most samples in work at once; above it requests are answered 429 with the time to wait."""
     max_request_seconds: float = Field(default=14400.0, gt=0, allow_inf_nan=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,8 @@ from services.contracts.errors import InvalidArgument
 
 HEALTH_SECONDS = 5.0
 """Deadline of what a probe asks."""
+VERSION_SECONDS = 1.0
+"""Seconds for which requests begin under the name of a version that was published."""
 _LIVE = (t.InstanceState.SERVING, t.InstanceState.PAUSED)
 
 
@@ -34,6 +38,8 @@ class ServedFleet:
         self._client = client
         self._name = name
         self._model: ServedModel | None = None
+        self._recent, self._recent_until = 0, -math.inf
+        self._asking: asyncio.Task[int] | None = None
 
     async def model(self) -> ServedModel:
         """Return the model, which stays the same. UnavailableError: no instance is known."""
@@ -59,6 +65,22 @@ class ServedFleet:
     async def policy_version(self) -> int:
         """Return the published version of the weights."""
         return (await self._client().versions()).policy_version
+
+    async def recent_version(self) -> int:
+        """Return the version that is published, or was within the last second: thousands of requests ask once."""
+        if time.monotonic() < self._recent_until:
+            return self._recent
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self.policy_version())
+        # Who asks first may leave.
+        version = await asyncio.shield(self._asking)
+        if time.monotonic() >= self._recent_until:
+            self.published(version)
+        return version
+
+    def published(self, version: int) -> None:
+        """Note the version that is published now."""
+        self._recent, self._recent_until = version, time.monotonic() + VERSION_SECONDS
 
     async def problem(self, *, needs_instance: bool) -> str:
         """Return why requests cannot be served now; empty if they can."""

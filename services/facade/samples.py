@@ -43,6 +43,18 @@ class SampleOutput:
     version_spans: tuple[t.VersionSpan, ...] = ()
     """Spans of the tokens since the last loss of a gateway: what it knew of those before is lost with it."""
     provenance: t.Provenance = field(default_factory=t.Provenance)
+    settled: bool = False
+    """True once it is remembered that it has not ended by itself."""
+
+    @property
+    def prompt(self) -> list[int]:
+        """Prompt as it was sent, with what it has of the beginning of the response."""
+        return [*self.request.prompt_token_ids, *self.request.prefix_token_ids]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt as it was sent."""
+        return len(self.request.prompt_token_ids) + len(self.request.prefix_token_ids)
 
 
 class SampleGroup:
@@ -168,8 +180,11 @@ class SampleGroup:
 
     async def _attempt(self, index: int, output: SampleOutput, known: int) -> t.Sample:
         """Read one stream, which begins after the `known` tokens: the last one is sampled again, to see it end."""
-        prefix = [*output.request.prefix_token_ids, *output.token_ids[:known]]
-        request = replace(output.request, prefix_token_ids=prefix)
+        asked = output.request
+        prefix = [*asked.prefix_token_ids, *output.token_ids[:known]]
+        told = len(asked.prefix_logprobs) == len(asked.prefix_token_ids)
+        logprobs = [*asked.prefix_logprobs, *output.logprobs[:known]] if told else ()
+        request = replace(asked, prefix_token_ids=prefix, prefix_logprobs=logprobs)
         place = known
         async with aclosing(self._client().generate(request)) as events:  # type: ignore[type-var]
             async for event in events:

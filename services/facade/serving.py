@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +19,14 @@ from paceline import types as t
 from paceline.errors import CancelledError, PacelineError
 from services.contracts.errors import ServiceError
 from services.facade.config import FacadeConfig
-from services.facade.dialects.parameters import Defaults
+from services.facade.dialects.parameters import check_samples, check_whole_numbers
 from services.facade.fleet import ServedFleet
 from services.facade.http_errors import http_error
 from services.facade.metrics import FacadeMetrics
+from services.facade.names import SampleNames, SamplesAsked, given_names
 from services.facade.samples import SampleGroup, SampleOutput, SamplesInWork
 from services.facade.text import Tokenizer
 from services.platform.tasks import end
-
-RUN_HEADER = "x-paceline-run"
-"""Header that names the run of a request."""
-
 
 Json = dict[str, Any]
 
@@ -47,11 +44,25 @@ class Facade:
     samples: SamplesInWork
     tokenizer: Tokenizer | None
     metrics: FacadeMetrics
+    names: SampleNames
 
-    def defaults(self, request: Request) -> Defaults:
-        """Return what a request has that does not say otherwise."""
-        run_id = request.headers.get(RUN_HEADER) or self.config.run_id
-        return Defaults(run_id, self.config.logprobs_mode, self.config.max_samples_per_request)
+    def run_id(self, request: Request) -> str:
+        """Return the run of a request."""
+        return given_names(request.headers, self.config.run_id).run_id
+
+    async def requests(
+        self, request: Request, asked: SamplesAsked, names: Mapping[str, str] | None = None
+    ) -> list[t.SampleRequest]:
+        """Return the samples that a request asks for, prompt by prompt.
+
+        `names` are those of the dialect where they differ from `paceline.SamplingParams`. InvalidArgument: there
+        are too many, whole numbers that cannot be sent, or headers that do not fit.
+        """
+        check_whole_numbers(asked.prompts, asked.sampling, names or {})
+        check_samples(asked.prompts, asked.each, self.config.max_samples_per_request)
+        given = given_names(request.headers, self.config.run_id)
+        step = await self.fleet.recent_version() if given.step is None else given.step
+        return self.names.requests(asked, given, step)
 
     @asynccontextmanager
     async def generating(
@@ -64,6 +75,7 @@ class Facade:
                 yield group
             finally:
                 await end([leaving])
+                self.names.settle(group.outputs)
 
     async def outputs(
         self, request: Request, requests: Sequence[t.SampleRequest], dialect: str, request_id: str = ""
@@ -139,6 +151,8 @@ class EventResponse(Response):
                 while not ended:
                     await _send(send, self._events.new(new))
                     new, ended = await group.news(), group.ended()
+                # Before its client can come again.
+                self._facade.names.settle(group.outputs)
                 await _send(send, [*self._events.new(new), *self._events.last(group.outputs)])
                 last = b"data: %b\n\n" % self._events.done.encode()
             except (PacelineError, ServiceError) as error:

@@ -40,6 +40,8 @@ class Updates:
     client: Callable[[], AsyncClient]
     samples: SamplesInWork
     metrics: FacadeMetrics
+    published: Callable[[int], None]
+    """Gets the version of each update that is published."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def pause(self, mode: str) -> int:
@@ -76,6 +78,7 @@ class Updates:
                 self.metrics.updates.labels("failed").inc()
                 raise
         self.metrics.updates.labels("published").inc()
+        self.published(outcome.version)
         return outcome
 
     async def _update(

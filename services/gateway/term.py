@@ -20,6 +20,7 @@ from services.gateway.dispatch.placer import Placer
 from services.gateway.dispatch.running_batch import ActiveBatches
 from services.gateway.dispatch.settlement import Settlement
 from services.gateway.dispatch.turns import Turns
+from services.gateway.finished.ended_singles import EndedSingles
 from services.gateway.finished.history_writer import HistoryWriter
 from services.gateway.finished.learner_feed import LearnerFeed
 from services.gateway.finished.published_drafter import PublishedDrafterVersion
@@ -94,8 +95,16 @@ class LeadershipTerm:
         self.placer = Placer(
             self.batches, self.estimator, self.fleet, metrics, self._backlog, config.affinity_slack
         )
+        singles = EndedSingles()
         settlement = Settlement(
-            self.batches, self.estimator, self.placer, self._writer, metrics, self._history, self.feed
+            self.batches,
+            self.estimator,
+            self.placer,
+            self._writer,
+            metrics,
+            self._history,
+            self.feed,
+            singles,
         )
         turns = Turns()
         self.events = InstanceEvents(
@@ -146,9 +155,9 @@ class LeadershipTerm:
             intake, self.recovery, metrics, config.max_open_batch_samples, config.open_batch_idle_seconds
         )
         self.submissions = Submissions(intake, self.recovery, self.hinting, self._bubbles, self.open_batches)
-        self.delivery = Delivery(intake, self.recovery)
+        self.delivery = Delivery(intake, self.recovery, self.hinting)
         self.runs = RunBatches(self.recovery, self.submissions, self.delivery, self.hinting)
-        self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed)
+        self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed, singles)
 
     @classmethod
     async def open(

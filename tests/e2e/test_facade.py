@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -31,7 +32,13 @@ def http(platform: Platform) -> Iterator[httpx.Client]:
 def over_grpc(client: Client, prompt: list[int], slot: int) -> Sample:
     """Return a sample as the native client gets it."""
     request = SampleRequest(
-        "http", prompt_id_of(prompt), prompt, slot=slot, sampling=SamplingParams(max_tokens=24), run_seed=SEED
+        "http",
+        prompt_id_of(prompt),
+        prompt,
+        slot=slot,
+        step=client.versions().policy_version,
+        sampling=SamplingParams(max_tokens=24),
+        run_seed=SEED,
     )
     *_, sample = client.generate(request)
     assert isinstance(sample, Sample)
@@ -76,3 +83,17 @@ def test_tokens_of_vllms_endpoint_for_tokens_are_the_same(http: httpx.Client, cl
         for choice, sample in zip(choices, samples, strict=True):
             values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             assert values == pytest.approx(sample.logprobs.tolist(), abs=1e-4)
+
+
+def test_a_sample_goes_on_from_what_it_has_and_ends_where_it_had_ended(http: httpx.Client) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 24, "sampling_seed": SEED, "ignore_eos": True}
+    body = {"input_ids": PROMPTS[0], "sampling_params": params}
+    tokens = http.post("/generate", json=body).raise_for_status().json()["output_ids"]
+    params = {**params, "stop_token_ids": [tokens[8]]}
+    whole = tokens[: tokens.index(tokens[8]) + 1]
+    for have in (len(whole) // 2, len(whole)):
+        rest = {**body, "input_ids": PROMPTS[0] + whole[:have], "sampling_params": params}
+        headers = {"X-Paceline-Slot": "0", "X-Paceline-Prefix": str(have)}
+        answer = http.post("/generate", json=rest, headers=headers).raise_for_status().json()
+        assert answer["output_ids"] == whole[have:]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": whole[-1]}

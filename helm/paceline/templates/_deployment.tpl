@@ -34,6 +34,10 @@ env:
   {{- if eq .component "facade" }}
   - name: PACELINE_GATEWAY
     value: {{ include "paceline.host" (dict "root" .root "component" "gateway") }}:{{ .root.Values.gateway.service.port | int }}
+  {{- if and (gt (int .values.replicas) 1) (not (hasKey .config "alone")) }}
+  - name: PACELINE_ALONE
+    value: "false"
+  {{- end }}
   {{- end }}
   {{- if eq .component "policy" }}
   {{- include "paceline.scalingEnvironment" .root | nindent 2 }}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import secrets
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,15 +29,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, protected_namespaces=())
 
 
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """Values of requests that do not say otherwise."""
-
-    run_id: str
-    logprobs_mode: t.LogprobsMode
-    most_samples: int
-
-
 def check_unsupported(body: Body, neutral: Mapping[str, Sequence[Any]], path: str = "") -> None:
     """Refuse parameters that have no field: `neutral` has the values of known ones that ask for nothing.
 
@@ -57,10 +45,10 @@ def check_unsupported(body: Body, neutral: Mapping[str, Sequence[Any]], path: st
         raise InvalidArgument(found)
 
 
-def run_seed(seed: int | None, field: str = "seed") -> int:
-    """Return the run seed of a request, 64 bit: that of its seed, or a drawn one."""
+def run_seed(seed: int | None, field: str = "seed") -> int | None:
+    """Return the run seed of a request that has a seed, 64 bit."""
     if seed is None:
-        return secrets.randbits(64)
+        return None
     if seed not in _SEEDS:
         raise InvalidArgument([Violation(field, f"{seed} is not allowed; must be in [-2**63, 2**64)")])
     return seed % (1 << 64)
@@ -71,46 +59,13 @@ def prompt_id_of(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=16).hexdigest()
 
 
-def sample_requests(
-    prompts: Sequence[Sequence[int]],
-    samples: int,
-    sampling: t.SamplingParams,
-    *,
-    run_id: str,
-    seed: int,
-    most: int,
-    names: Mapping[str, str] | None = None,
-) -> list[t.SampleRequest]:
-    """Return the samples of a request, prompt by prompt.
-
-    A sample is a function of the seed, its prompt's tokens, and how many samples of an equal prompt come before
-    it in the request: so equal requests have equal samples, and equal prompts of one request do not. `names` are
-    those of the dialect where they differ from `paceline.SamplingParams`. InvalidArgument: more than `most`
-    samples, or whole numbers that cannot be sent.
-    """
-    check_whole_numbers(prompts, sampling, names or {})
+def check_samples(prompts: Sequence[Sequence[int]], samples: int, most: int) -> None:
+    """Refuse a request for more than `most` samples, which are `samples` of each prompt."""
     if len(prompts) * samples > most:
         description = (
             f"{samples} samples of {len(prompts)} prompts are more than {most}, the most of a request"
         )
         raise InvalidArgument([Violation("n", description)])
-    slots: Counter[str] = Counter()
-    found = []
-    for token_ids in prompts:
-        prompt_id = prompt_id_of(token_ids)
-        for _ in range(samples):
-            found.append(
-                t.SampleRequest(
-                    run_id=run_id,
-                    prompt_id=prompt_id,
-                    prompt_token_ids=token_ids,
-                    slot=slots[prompt_id],
-                    sampling=sampling,
-                    run_seed=seed,
-                )
-            )
-            slots[prompt_id] += 1
-    return found
 
 
 def check_whole_numbers(
@@ -164,6 +119,11 @@ def finite(logprobs: list[float]) -> list[float]:
     if not logprobs or (math.isfinite(sum(logprobs)) and min(logprobs) >= LEAST_LOGPROB):
         return logprobs
     return [max(value, LEAST_LOGPROB) if math.isfinite(value) else LEAST_LOGPROB for value in logprobs]
+
+
+def identity_of(request: t.SampleRequest) -> dict[str, Any]:
+    """Return the names of a sample, under which its reward is reported."""
+    return {"step": request.step, "prompt_id": request.prompt_id, "slot": request.slot}
 
 
 def weight_versions(spans: Iterable[t.VersionSpan]) -> list[dict[str, Any]]:

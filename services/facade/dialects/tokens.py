@@ -10,8 +10,9 @@ from pydantic import Field
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import FINISH_REASONS, Body, finite, weight_versions
-from services.facade.dialects.vllm import SamplingFields, StreamOptions, usage
+from services.facade.dialects.answers import usage
+from services.facade.dialects.parameters import FINISH_REASONS, Body, finite, identity_of, weight_versions
+from services.facade.dialects.vllm import SamplingFields, StreamOptions
 from services.facade.samples import SampleOutput
 
 Json = dict[str, Any]
@@ -160,6 +161,7 @@ class TokensWriter:
         }
         if reason is not None:
             choice["weight_versions"] = weight_versions(output.version_spans)
+            choice["paceline"] = identity_of(output.request)
         return choice
 
     def _logprobs_from(self, output: SampleOutput, begin: int) -> Json:

@@ -82,7 +82,7 @@ def answer(body: TrlBody, outputs: Sequence[SampleOutput]) -> dict[str, Any]:
     """Return the answer: prompts once, samples prompt by prompt, log-probabilities as lists of one."""
     told = [_told(output) for output in outputs] if body.logprobs is not None else None
     return {
-        "prompt_ids": [list(output.request.prompt_token_ids) for output in outputs[:: body.n]],
+        "prompt_ids": [output.prompt for output in outputs[:: body.n]],
         "completion_ids": [output.token_ids for output in outputs],
         "logprobs": None if told is None else [[finite(values) for _, values in each] for each in told],
         "logprob_token_ids": None if told is None else [[tokens for tokens, _ in each] for each in told],

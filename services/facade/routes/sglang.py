@@ -14,8 +14,10 @@ from paceline.errors import PacelineError, Violation
 from services.contracts.errors import InvalidArgument, Unimplemented
 from services.facade.access import ABSENT
 from services.facade.dialects import sglang
-from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
+from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
+from services.facade.dialects.sglang_answers import SglangWriter
 from services.facade.http_errors import http_error
+from services.facade.names import SamplesAsked
 from services.facade.serving import EventResponse, EventStream, Facade
 from services.facade.updates import Updates
 
@@ -40,18 +42,16 @@ def _generation(router: APIRouter, facade: Facade) -> None:
         check_unsupported(sampling, sglang.NEUTRAL_SAMPLING, "sampling_params.")
         await facade.fleet.check_model(body.model)
         prompts, several = sglang.prompts_of(body, facade.tokenizer)
-        defaults = facade.defaults(request)
-        requests = sample_requests(
+        asked = SamplesAsked(
             prompts,
             checked_count(sampling.n, "sampling_params.n"),
             sglang.sampling_of(sampling, body),
-            run_id=defaults.run_id,
-            seed=run_seed(sampling.sampling_seed, "sampling_params.sampling_seed"),
-            most=defaults.most_samples,
-            names=sglang.NAMES,
+            run_seed(sampling.sampling_seed, "sampling_params.sampling_seed"),
+            "sampling_params.sampling_seed",
         )
+        requests = await facade.requests(request, asked, sglang.NAMES)
         request_id = body.rid or uuid.uuid4().hex
-        writer = sglang.SglangWriter(body, several or sampling.n > 1, request_id, facade.tokenizer)
+        writer = SglangWriter(body, several or sampling.n > 1, request_id, facade.tokenizer)
         if body.stream:
             events = EventStream(writer.events, lambda _: [])
             return EventResponse(facade, request, requests, "sglang", events, request_id)
@@ -104,7 +104,7 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
         in_flight = t.InFlight.ABORT if body.abort_all_requests else t.InFlight.CONTINUE
         try:
             outcome = await updates.from_folder(
-                facade.defaults(request).run_id,
+                facade.run_id(request),
                 body.model_path,
                 in_flight,
                 lambda published: sglang.version_asked(body.weight_version, published),

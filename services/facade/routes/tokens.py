@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from services.facade.dialects import tokens, vllm
-from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
+from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
+from services.facade.names import SamplesAsked
 from services.facade.serving import EventResponse, EventStream, Facade
 from services.facade.text import needs_text
 
@@ -28,16 +29,14 @@ def tokens_routes(facade: Facade) -> APIRouter:
         request_id = body.request_id or uuid.uuid4().hex
         model = await facade.fleet.check_model(body.model)
         writer = tokens.TokensWriter(body, request_id, (int(time.time()), model.name))
-        defaults = facade.defaults(request)
-        requests = sample_requests(
+        asked = SamplesAsked(
             [body.token_ids],
             checked_count(sampling.n, "sampling_params.n"),
-            vllm.sampling_of(sampling, sampling.max_tokens, defaults.logprobs_mode),
-            run_id=defaults.run_id,
-            seed=run_seed(sampling.seed, "sampling_params.seed"),
-            most=defaults.most_samples,
-            names=tokens.NAMES,
+            vllm.sampling_of(sampling, sampling.max_tokens, facade.config.logprobs_mode),
+            run_seed(sampling.seed, "sampling_params.seed"),
+            "sampling_params.seed",
         )
+        requests = await facade.requests(request, asked, tokens.NAMES)
         if body.stream:
             events = EventStream(writer.events, writer.last_events)
             return EventResponse(facade, request, requests, "vllm", events, request_id)

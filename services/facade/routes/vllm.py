@@ -15,8 +15,12 @@ from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects import trl, vllm, vllm_control
-from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed, sample_requests
+from services.facade.dialects.answers import AnswerWriter
+from services.facade.dialects.chat import ChatBody, chat_prompt
+from services.facade.dialects.completions import CompletionBody, completion_prompts
+from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
 from services.facade.http_errors import field_of
+from services.facade.names import SamplesAsked
 from services.facade.serving import EventResponse, EventStream, Facade
 from services.facade.updates import Updates
 
@@ -33,19 +37,18 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
         return vllm_control.models(model.name, model.max_model_len)
 
     @router.post("/v1/completions", response_model=None)
-    async def completions(body: vllm.CompletionBody, request: Request) -> Response:
+    async def completions(body: CompletionBody, request: Request) -> Response:
         """Generate samples of one prompt or several, as text or as token ids."""
         check_unsupported(body, vllm.NEUTRAL)
-        prompts = vllm.completion_prompts(body, facade.tokenizer)
+        prompts = completion_prompts(body, facade.tokenizer)
         return await _generated(facade, body, request, prompts, body.max_tokens, "completion")
 
     @router.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: vllm.ChatBody, request: Request) -> Response:
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Generate samples that go on with a conversation, by the model's chat template."""
         check_unsupported(body, vllm.NEUTRAL)
-        prompt = vllm.chat_prompt(body, facade.tokenizer)
-        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        return await _generated(facade, body, request, [prompt], most, "chat")
+        prompt = chat_prompt(body, facade.tokenizer)
+        return await _generated(facade, body, request, [prompt], body.most_tokens(), "chat")
 
     async def world_size() -> dict[str, int]:
         """Return 1: trainers see one server, whatever the number of instances."""
@@ -59,16 +62,14 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
         """Generate samples for the client of `trl vllm-serve`."""
         check_unsupported(body, trl.NEUTRAL)
         more = _trl_sampling(body)
-        defaults = facade.defaults(request)
-        requests = sample_requests(
+        asked = SamplesAsked(
             trl.prompts_of(body, facade.tokenizer),
             checked_count(body.n),
             trl.sampling_of(body, more),
-            run_id=defaults.run_id,
-            seed=run_seed(more.seed, "generation_kwargs.seed"),
-            most=defaults.most_samples,
-            names={"prompt": "prompts"},
+            run_seed(more.seed, "generation_kwargs.seed"),
+            "generation_kwargs.seed",
         )
+        requests = await facade.requests(request, asked, {"prompt": "prompts"})
         outputs = await facade.outputs(request, requests, "trl") if requests else []
         return await facade.answer(outputs, lambda: trl.answer(body, outputs))
 
@@ -112,35 +113,27 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
     async def update_weights(body: vllm_control.UpdateBody, request: Request) -> dict[str, Any]:
         """Publish the weights in a folder as the next version; samples that run go on under it."""
         check_unsupported(body, {"reset_prefix_cache": (True, False)})
-        run_id = facade.defaults(request).run_id
         outcome = await updates.from_folder(
-            run_id, body.weight_dir, t.InFlight.CONTINUE, lambda published: published + 1
+            facade.run_id(request), body.weight_dir, t.InFlight.CONTINUE, lambda published: published + 1
         )
         return {"status": "ok", "message": outcome.message, "weight_version": outcome.version}
 
 
 async def _generated(
     facade: Facade,
-    body: vllm.CompletionBody | vllm.ChatBody,
+    body: vllm.SamplingBody,
     request: Request,
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,
     kind: Literal["completion", "chat"],
 ) -> Response:
     model = await facade.fleet.check_model(body.model)
-    defaults = facade.defaults(request)
-    sampling: t.SamplingParams = vllm.sampling_of(body, max_tokens, defaults.logprobs_mode)
-    requests = sample_requests(
-        prompts,
-        checked_count(body.n),
-        sampling,
-        run_id=defaults.run_id,
-        seed=run_seed(body.seed),
-        most=defaults.most_samples,
-    )
+    sampling = vllm.sampling_of(body, max_tokens, facade.config.logprobs_mode)
+    asked = SamplesAsked(prompts, checked_count(body.n), sampling, run_seed(body.seed))
+    requests = await facade.requests(request, asked)
     request_id = body.request_id or uuid.uuid4().hex
     head = (f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}", int(time.time()), model.name)
-    writer = vllm.AnswerWriter(body, kind, head, facade.tokenizer)
+    writer = AnswerWriter(body, kind, head, facade.tokenizer)
     if body.stream:
         events = EventStream(writer.events, writer.last_events)
         return EventResponse(facade, request, requests, "vllm", events, request_id)

@@ -83,16 +83,21 @@ def check_generate(request: rollout_pb2.GenerateRequest, limits: ModelLimits) ->
     """Return the violations in a request for one sample."""
     sampling = resolve(request.sampling)
     prompt, prefix = request.prompt_token_ids, request.prefix_token_ids
-    names = []
-    if request.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT:
-        # It asks for what is cached under these names.
-        names = check_run(request.run_id) + _check_prompt(request.prompt_id, "prompt_id")
+    # Rollouts are cached under these names, which LENIENT asks for. Anything else may do without.
+    lenient, names = request.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT, list[Violation]()
+    if lenient or request.run_id:
+        names += check_run(request.run_id)
+    if lenient or request.prompt_id:
+        names += _check_prompt(request.prompt_id, "prompt_id")
+    told = len(request.prefix_logprobs)
+    counted = f"has {told} values; must have {len(prefix)}, as the prefix has tokens, or none"
     return [
         *names,
         *check_exactness(request.exactness),
         *check_sampling(sampling, limits, "sampling"),
         *check_tokens(prompt, limits, "prompt_token_ids"),
         *check_tokens(prefix, limits, "prefix_token_ids", allow_empty=True),
+        *_unless(told in (0, len(prefix)), "prefix_logprobs", counted),
         *check_lengths(len(prompt), len(prefix), sampling, limits, "prompt_token_ids"),
     ]
 
@@ -112,7 +117,11 @@ def check_exactness(exactness: sample_pb2.Exactness) -> list[Violation]:
 
 def check_report(request: rollout_pb2.ReportRewardsRequest) -> list[Violation]:
     """Return the violations in the report of a batch."""
-    violations = check_names(request.run_id, request.batch_id)
+    if request.HasField("step"):
+        found = f"is {request.batch_id[:140]!r}; a report on a step has none"
+        violations = check_run(request.run_id) + _unless(not request.batch_id, "batch_id", found)
+    else:
+        violations = check_names(request.run_id, request.batch_id)
     # Absent numbers are 0, which is allowed.
     violations += _unless(0 <= request.kl < math.inf, "kl", f"is {request.kl}; must be finite and >= 0")
     clipped = request.clip_fraction

@@ -12,7 +12,7 @@ from paceline.v1 import sample_pb2
 class BatchGroup:
     """Samples of one prompt: `count` of them, from index `first`.
 
-    `prefix` are response tokens that the caller brought along.
+    `prefix` are response tokens that the caller brought along, with their log-probabilities if it knows them.
     """
 
     prompt_id: str
@@ -20,5 +20,6 @@ class BatchGroup:
     sampling: sample_pb2.SamplingParams
     expected_tokens: int = 0
     prefix: Sequence[int] = ()
+    prefix_logprobs: Sequence[float] = ()
     first: int = 0
     count: int = 1

@@ -80,14 +80,18 @@ class BatchBuilder:
     ) -> RolloutBatch:
         """Return the batch of one sample that a Generate call requests.
 
-        Rollouts are cached for batches; only LENIENT requests one, so for any other level the instance is
-        spared the search.
+        Without a prompt id there is no name under which its rollouts could be kept.
         """
         group = BatchGroup(
-            request.prompt_id, request.prompt_token_ids, request.sampling, prefix=request.prefix_token_ids
+            request.prompt_id,
+            request.prompt_token_ids,
+            request.sampling,
+            prefix=request.prefix_token_ids,
+            prefix_logprobs=request.prefix_logprobs,
         )
         batch = self._begin(request, key, policy_version, [group], accepted_at, lenience)
-        if batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_LENIENT:
+        batch.rewarded_as = single_samples(request.step)
+        if not request.prompt_id:
             batch.cached_run = ""
         coupled = has_coupled_history(batch.exactness)
         seed = sample_seed(
@@ -117,6 +121,11 @@ class BatchBuilder:
             step=request.step,
             cached_run=request.run_id,
         )
+
+
+def single_samples(step: int) -> str:
+    """Return the batch id of all samples of Generate calls of a step; no trainer can give it to a batch."""
+    return f"generate/{step}"
 
 
 def grown(

@@ -61,6 +61,8 @@ class RolloutBatch:
     step: int = 0
     # The run under which instances look up and keep rollouts; empty: they do not.
     cached_run: str = ""
+    # The batch id under which rewards of its samples come; empty: its own.
+    rewarded_as: str = ""
     # Batches of higher priority are placed first; within one, runs share by weight.
     priority: int = 0
     weight: int = 1

@@ -72,7 +72,7 @@ class WorkLeft:
 class RunningBatch:
     """One batch in work. `order` ranks its samples after those of earlier batches.
 
-    A private batch belongs to a Generate call: it is not journaled and ends with the call.
+    A private batch belongs to a Generate call: it is not journaled, belongs to no step, and ends with the call.
     """
 
     batch: RolloutBatch

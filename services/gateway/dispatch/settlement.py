@@ -19,6 +19,7 @@ from services.gateway.dispatch.estimator import Coverage, WorkEstimator
 from services.gateway.dispatch.placer import Placer
 from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
 from services.gateway.dispatch.work_link import Attempt
+from services.gateway.finished.ended_singles import EndedSingles
 from services.gateway.finished.history_writer import HistoryWriter
 from services.gateway.finished.learner_feed import LearnerFeed
 from services.gateway.journal.journal_writer import JournalWriter
@@ -117,6 +118,7 @@ class Settlement:
     metrics: GatewayMetrics
     history: HistoryWriter | None
     feed: LearnerFeed | None
+    singles: EndedSingles
     _steps: IdleTimeBook = field(init=False, default_factory=IdleTimeBook)
 
     def begin(self, batch: RolloutBatch, coverage: Coverage | None) -> None:
@@ -190,8 +192,7 @@ class Settlement:
         if ending.status == sample_pb2.SAMPLE_STATUS_FAILED:
             log.warning("sample_failed", batch=batch.key, sample=index, error=ending.error)
         if ending.is_whole:
-            if not running.private:
-                self._keep(batch, ending)
+            self._keep(batch, ending)
             siblings = batch.group_indexes(index)
             if self.estimator.observe(batch, index) and len(siblings) <= _MOST_SIBLINGS:
                 # Those that still wait have a better prediction now.
@@ -205,6 +206,8 @@ class Settlement:
         sample = batch.samples[ending.index]
         level = sample_pb2.ExactnessLevel.Name(batch.exactness.level)[16:].lower()
         self.metrics.count_whole(level, len(sample.tokens), *sample.reuse)
+        if batch.rewarded_as and batch.cached_run:
+            self.singles.add(batch, ending.index)
         if self.history is not None:
             self.history.offer(batch, ending)
         if self.feed is not None:

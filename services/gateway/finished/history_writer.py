@@ -60,27 +60,33 @@ class HistoryWriter:
 def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> Rollout | None:
     """Return the rollout of a sample; None if it ended early, or has a log-probability that is not a number.
 
+    None, too, if it has no name, or first tokens from its caller whose log-probabilities are not known.
+
     Log-probabilities are those under the policy version that sampled each token: of what a LENIENT sample took
     over from its cached rollout, the ones that it was verified with, not the ones that the sample is delivered
     with. The rollout's version is that of its last token.
     """
     state = batch.samples[ending.index]
-    if not ending.is_whole or not state.tokens:
+    if not ending.is_whole or not state.tokens or not batch.cached_run:
+        return None
+    group = batch.groups[state.group]
+    if len(group.prefix) != len(group.prefix_logprobs):
         return None
     # Copies: the sample's own arrays are let go once they are in the journal.
     logprobs = np.array(state.logprobs, dtype=np.float32)
     logprobs[: len(state.verified)] = state.verified
+    logprobs = np.concatenate([np.asarray(group.prefix_logprobs, np.float32), logprobs])
     if np.isnan(logprobs).any():
         return None
     return Rollout(
         run_id=batch.key[0],
-        prompt_id=batch.groups[state.group].prompt_id,
+        prompt_id=group.prompt_id,
         slot=state.slot,
         version=state.versions[-1][1],
         kind=RolloutKind.HISTORY,
         step=batch.step,
         seed=state.seed,
-        tokens=np.array(state.tokens, dtype=np.uint32),
+        tokens=np.concatenate([np.asarray(group.prefix, np.uint32), np.array(state.tokens, np.uint32)]),
         logprobs=logprobs,
         finished=True,
     )

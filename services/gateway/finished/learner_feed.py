@@ -157,7 +157,8 @@ class LearnerFeed:
 def sample_of(batch: RolloutBatch, ending: SampleEnding) -> FedSample | None:
     """Return the entry of a sample; None if nothing of the policy is to be learned from it.
 
-    That is a sample that did not end by itself, is not EXACT, or is of several policy versions.
+    That is a sample that did not end by itself, is not EXACT, or is of several policy versions, as one may be whose
+    caller brought its first tokens along; and one without a name.
     """
     state = batch.samples[ending.index]
     if batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_EXACT:
@@ -165,8 +166,11 @@ def sample_of(batch: RolloutBatch, ending: SampleEnding) -> FedSample | None:
     if not ending.is_whole or len(state.versions) != 1:
         return None
     group = batch.groups[state.group]
+    if group.prefix or not batch.cached_run:
+        return None
+    run_id, batch_id = batch.key
     return FedSample(
-        batch=batch.key,
+        batch=(run_id, batch.rewarded_as or batch_id),
         prompt_id=group.prompt_id,
         slot=state.slot,
         seed=state.seed if _is_plain(group.sampling) else None,
@@ -180,6 +184,5 @@ def _is_plain(params: sample_pb2.SamplingParams) -> bool:
     """Return True if every token is the policy's own choice at temperature 1."""
     it = resolve(params)
     shaped = (it.temperature, it.top_p, it.repetition_penalty) != (1.0, 1.0, 1.0)
-    return not (
-        shaped or it.top_k or it.min_p or it.presence_penalty or it.frequency_penalty or it.min_tokens
-    )
+    penalised = it.presence_penalty or it.frequency_penalty or it.min_tokens
+    return not (shaped or penalised or it.top_k or it.min_p or it.allowed_token_ids or it.json_schema)

@@ -248,14 +248,14 @@ class BubbleLink:
     def _count(self, run_id: str) -> _SampleCount:
         """Count the samples of a run.
 
-        Those of Generate calls belong to no run, but wait like any other: they count as waiting for each run.
+        Those of Generate calls may be of any run, or of none, and count as waiting for each.
         """
         count = _SampleCount()
         for running in self.batches.by_key.values():
             unfinished = len(running.batch.samples) - running.batch.ended
             if running.private or running.batch.key[0] == run_id:
                 count.waiting += unfinished - len(running.places)
-            if not running.private and running.batch.key[0] == run_id:
+            if running.batch.key[0] == run_id:
                 count.unfinished += unfinished
         return count
 

@@ -164,6 +164,11 @@ class Hinting:
         if run is None or run.step is None or run.step < batch.step:
             self.begin(batch)
 
+    def reach(self, batch: RolloutBatch) -> None:
+        """Do as `resume` for a sample of a Generate call, if there are hints of its run."""
+        if batch.key[0] in self.book.runs:
+            self.resume(batch)
+
     async def forget(self, run_id: str) -> None:
         """Forget a run and its hints at once, since it may begin again under its name."""
         async with self._writing:

@@ -15,6 +15,7 @@ from services.gateway.batches.admission import check_generate
 from services.gateway.batches.messages import final_sample
 from services.gateway.dispatch.running_batch import RunningBatch
 from services.gateway.dispatch.turns import Pace
+from services.gateway.hints.hinting import Hinting
 from services.gateway.journal.batch_record import BatchRecord
 from services.gateway.journal.sample_chunks import whole
 from services.gateway.rollouts.intake import RolloutIntake
@@ -34,6 +35,7 @@ class Delivery:
 
     intake: RolloutIntake
     recovery: BatchRecovery
+    hinting: Hinting
     _pace: Pace = field(init=False, default_factory=Pace)
     _numbers: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
 
@@ -97,8 +99,9 @@ class Delivery:
             raise InvalidArgument(violations)
         with self.intake.batches.reserve(1):
             lenience = await self.intake.leniences.choose(request.run_id, request.exactness)
-            key = ("", f"generate-{next(self._numbers)}")
+            key = (request.run_id, f"generate/{request.step}/{next(self._numbers)}")
             batch = self.intake.builder.from_generate(request, key, version, time.time(), lenience)
+        self.hinting.reach(batch)
         running = self.intake.begin(batch, private=True)
         try:
             async for response in _deltas(running):

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.contracts.errors import InvalidArgument
+from services.contracts.gateway_keys import BatchKey
 from services.gateway.batches.adaptive_lenience import FLOOR
 from services.gateway.batches.admission import check_report
+from services.gateway.batches.messages import single_samples
+from services.gateway.finished.ended_singles import EndedSingles
 from services.gateway.finished.learner_feed import LearnerFeed
 from services.gateway.journal.batch_record import BatchRecord
 from services.gateway.journal.fenced_records import Leniences
@@ -24,11 +27,18 @@ class TrainerReports:
     leniences: Leniences
     metrics: GatewayMetrics
     feed: LearnerFeed | None
+    singles: EndedSingles
 
     async def report(self, request: pb.ReportRewardsRequest) -> int:
-        """Return how many of the rewards belong to finished samples of the batch; others are ignored."""
+        """Return how many of the rewards belong to finished samples of the batch; others are ignored.
+
+        Likewise of a step with samples of Generate calls.
+        """
         if violations := check_report(request):
             raise InvalidArgument(violations)
+        if request.HasField("step"):
+            matched = self.singles.known(request.run_id, request.step, request.rewards)
+            return self._take(request, (request.run_id, single_samples(request.step)), matched)
         key = (request.run_id, request.batch_id)
         record = await self.recovery.known(key)
         exactness = record.exactness
@@ -36,7 +46,10 @@ class TrainerReports:
         if lenient and exactness.HasField("kl_target") and request.HasField("kl"):
             used = FLOOR if record.head.lenience is None else record.head.lenience
             await self.leniences.report(key, used, request.kl, exactness.kl_target)
-        matched = known_rewards(record, request.rewards)
+        return self._take(request, key, known_rewards(record, request.rewards))
+
+    def _take(self, request: pb.ReportRewardsRequest, key: BatchKey, matched: list[pb.Reward]) -> int:
+        """Pass the rewards of known samples on, and return how many they are."""
         self._measure(request, [reward.reward for reward in matched])
         if self.feed is not None:
             self.feed.reward(key, matched)

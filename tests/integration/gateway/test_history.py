@@ -47,7 +47,45 @@ async def test_every_whole_sample_is_kept_as_it_was_delivered(
     await until(lambda: gateway.metric("history_rollouts_total", outcome="stored") == 20, "it is counted")
 
 
-async def test_samples_that_were_cut_short_and_generated_ones_are_not_kept(cluster: Cluster) -> None:
+async def test_samples_of_generate_calls_are_kept_with_what_their_caller_brought(cluster: Cluster) -> None:
+    store = await store_of(cluster)
+    gateway = await cluster.gateway()
+    fake = await cluster.instance("i0")
+    await cluster.serving(gateway, 1)
+    asked = rollout_pb2.GenerateRequest(
+        run_id="run", prompt_id="p", slot=3, step=2, prompt_token_ids=[1], run_seed=5
+    )
+    asked.sampling.max_tokens, asked.sampling.ignore_eos = 30, True
+    generate = gateway.trainer.rollouts.Generate
+    *_, whole = [event.sample async for event in generate(asked, timeout=CALL)]
+    await until(lambda: ("p", 3, 0) in store.rollouts(), "it is stored")
+    kept = store.rollouts()["p", 3, 0]
+    assert (kept.run_id, kept.step, kept.seed, kept.kind) == ("run", 2, whole.seed, RolloutKind.HISTORY)
+    assert kept.tokens.tolist() == list(whole.token_ids)
+    assert (fake.accepted[-1].run_id, fake.accepted[-1].prompt_id) == ("run", "p"), (
+        "it drafts from earlier ones"
+    )
+    # Another one goes on with its first tokens: what is kept is whole again.
+    asked.prompt_id = "resumed"
+    asked.prefix_token_ids.extend(whole.token_ids[:10])
+    asked.prefix_logprobs.extend(whole.logprobs[:10])
+    *_, rest = [event.sample async for event in generate(asked, timeout=CALL)]
+    assert len(rest.token_ids) == 20
+    await until(lambda: ("resumed", 3, 0) in store.rollouts(), "it is stored")
+    kept = store.rollouts()["resumed", 3, 0]
+    assert kept.tokens.tolist() == [*whole.token_ids[:10], *rest.token_ids]
+    assert kept.logprobs.tolist() == [*whole.logprobs[:10], *rest.logprobs]
+    asked.prompt_id = "unknown"
+    del asked.prefix_logprobs[:]
+    assert [event async for event in generate(asked, timeout=CALL)]
+    asked.prompt_id = "last"
+    del asked.prefix_token_ids[:]
+    assert [event async for event in generate(asked, timeout=CALL)]
+    await until(lambda: ("last", 3, 0) in store.rollouts(), "what comes later is stored later")
+    assert {prompt for prompt, *_ in store.rollouts()} == {"p", "resumed", "last"}
+
+
+async def test_samples_that_were_cut_short_and_those_without_a_name_are_not_kept(cluster: Cluster) -> None:
     store = await store_of(cluster)
     gateway = await cluster.gateway()
     fake = await cluster.instance("i0")
@@ -65,9 +103,7 @@ async def test_samples_that_were_cut_short_and_generated_ones_are_not_kept(clust
     await gateway.trainer.rollouts.CancelRollouts(cancel, timeout=CALL)
     fake.hold_at = None
     await gateway.trainer.collect(request)
-    single = rollout_pb2.GenerateRequest(
-        run_id="run", prompt_id="single", prompt_token_ids=[1], sampling=request.sampling
-    )
+    single = rollout_pb2.GenerateRequest(run_id="run", prompt_token_ids=[1], sampling=request.sampling)
     assert [event async for event in gateway.trainer.rollouts.Generate(single, timeout=CALL)]
     # What comes later is stored later: once it is there, the rest would be.
     last = make_batch(groups=1, samples=1)
@@ -75,7 +111,7 @@ async def test_samples_that_were_cut_short_and_generated_ones_are_not_kept(clust
     await gateway.trainer.submit(last)
     await until(lambda: ("last", 0, 0) in store.rollouts(), "the last one is stored")
     assert set(store.rollouts()) == {("p0", 1, 0), ("last", 0, 0)}
-    assert gateway.metric("whole_samples_total", level="exact") == 2
+    assert gateway.metric("whole_samples_total", level="exact") == 3
     assert gateway.metric("history_rollouts_total", outcome="not_stored") == 0
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from paceline import AsyncClient, InvalidArgumentError, Reward, SampleRequest, SamplingParams
 from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
 from services.contracts.drafter.keys import DrafterKeys
 from services.contracts.drafter.record import DrafterHistory, PublishedDrafter
@@ -58,6 +60,35 @@ async def report(gateway: RunningGateway, request: Any, rewards: dict[tuple[str,
         ],
     )
     return (await gateway.trainer.rollouts.ReportRewards(message, timeout=CALL)).matched
+
+
+async def test_samples_of_generate_calls_and_their_rewards_are_fed_by_step(
+    cluster: Cluster, redis: Any
+) -> None:
+    await learner(cluster, redis)
+    gateway = await cluster.gateway()
+    await cluster.instance("i0")
+    await cluster.serving(gateway, 1)
+    await until(lambda: feed_of(gateway).active, "the gateway has seen the learner")
+    asked = [
+        SampleRequest("run", "p", [1, 2], slot=slot, step=4, sampling=SamplingParams(max_tokens=9))
+        for slot in range(2)
+    ]
+    resumed = replace(asked[0], prompt_id="resumed", prefix_token_ids=[7], prefix_logprobs=[-1.0])
+    nameless = replace(asked[0], prompt_id="")
+    async with AsyncClient(gateway.gateway.address) as client:
+        for request in (*asked, resumed, nameless):
+            assert [event async for event in client.generate(request)]
+        rewards = [Reward("p", 0, 0.5), Reward("p", 1, 1.5), Reward("p", 2, 1.0), Reward("", 0, 1.0)]
+        assert await client.report_single_rewards("run", 4, rewards) == 2
+        assert await client.report_single_rewards("run", 5, rewards) == 0
+        with pytest.raises(InvalidArgumentError) as refused:
+            await client.report_single_rewards("a run", 4, rewards)
+        assert [violation.field for violation in refused.value.violations] == ["run_id"]
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 3, "all is fed")
+    *fed, last = await entries(cluster, redis)
+    assert last == FedRewards(("run", "generate/4"), {("p", 0): 0.5, ("p", 1): 1.5})
+    assert [each.key for each in fed] == [("run", "generate/4", "p", slot) for slot in range(2)]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["submitted", "opened"])

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
+from paceline import AsyncClient, Group, SamplingParams, Stale, VersionSpan
 from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, make_batch, until
 from tests.integration.gateway.test_in_flight import check_versions
@@ -175,3 +176,20 @@ async def test_a_treatment_without_a_bound_and_an_unknown_one_are_refused(
     )
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert found["BadRequest"].field_violations[0].field == "stale"
+
+
+async def test_a_submitted_rollout_of_the_sdk_goes_on_across_versions(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fake = await cluster.instance("i0", max_running=64)
+    fake.hold_at = 5
+    await cluster.serving(gateway, 1)
+    groups, sampling = [Group("p0", [1, 2], 4)], SamplingParams(max_tokens=20, ignore_eos=True)
+    async with AsyncClient(gateway.gateway.address) as client, client.run("run") as run:
+        kept = await run.rollout(0, groups, sampling, max_staleness=1)
+        anew = await run.rollout(1, groups, sampling, max_staleness=0, stale=Stale.REGENERATE)
+        for rollout in (kept, anew):
+            await reached(gateway, Request(batch_id=rollout.batch.batch_id), 5, 4)
+        await push(gateway, 1)
+        fake.hold_at = None
+        spans = [{sample.version_spans async for sample in rollout} for rollout in (kept, anew)]
+    assert spans == [{(VersionSpan(0, 5, 0), VersionSpan(5, 20, 1))}, {(VersionSpan(0, 20, 1),)}]

@@ -14,21 +14,27 @@ import pytest
 from paceline import types as t
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects import sglang, trl, vllm
+from services.facade.dialects.answers import AnswerWriter, usage
+from services.facade.dialects.chat import ChatBody
+from services.facade.dialects.completions import CompletionBody, completion_prompts
 from services.facade.dialects.parameters import (
     LEAST_LOGPROB,
+    check_samples,
     check_unsupported,
     finite,
     prompt_id_of,
     run_seed,
-    sample_requests,
 )
+from services.facade.dialects.sglang_answers import SglangWriter
+from services.facade.names import GivenNames, SampleNames, SamplesAsked
 from services.facade.samples import SampleOutput
 
 RAW, PROCESSED = t.LogprobsMode.RAW, t.LogprobsMode.PROCESSED
 
 
 def requests_of(prompts: list[list[int]], samples: int, seed: int = 5) -> list[t.SampleRequest]:
-    return sample_requests(prompts, samples, t.SamplingParams(), run_id="r", seed=seed, most=100)
+    asked = SamplesAsked(prompts, samples, t.SamplingParams(), seed)
+    return SampleNames(alone=True).requests(asked, GivenNames("r"), step=0)
 
 
 def output_of(tokens: list[int], **fields: Any) -> SampleOutput:
@@ -56,16 +62,16 @@ def test_samples_are_named_by_prompt_and_place() -> None:
 def test_seeds_are_64_bit() -> None:
     assert run_seed(7) == 7
     assert run_seed(-1) == (1 << 64) - 1
-    assert run_seed(None) != run_seed(None)
+    assert run_seed(None) is None
     for wrong in (1 << 64, -(1 << 63) - 1):
         with pytest.raises(InvalidArgument, match="seed"):
             run_seed(wrong)
 
 
 def test_more_samples_than_allowed_are_refused() -> None:
-    assert len(requests_of([[1]] * 10, 10)) == 100
+    check_samples([[1]] * 10, 10, 100)
     with pytest.raises(InvalidArgument, match="101"):
-        requests_of([[1]], 101)
+        check_samples([[1]], 101, 100)
 
 
 def test_vllms_parameters_reach_the_sample() -> None:
@@ -83,18 +89,18 @@ def test_vllms_parameters_reach_the_sample() -> None:
         "allowed_token_ids": [4, 6],
         "ignore_eos": True,
     }
-    body = vllm.CompletionBody(prompt=[1], logprobs=3, prompt_logprobs=0, **given)
+    body = CompletionBody(prompt=[1], logprobs=3, prompt_logprobs=0, **given)
     lists = {name: tuple(given[name]) for name in ("stop_token_ids", "stop", "allowed_token_ids")}
     wanted = t.SamplingParams(
         **{**given, **lists}, top_logprobs=3, prompt_logprobs=0, max_tokens=9, logprobs_mode=RAW
     )
     assert vllm.sampling_of(body, 9, RAW) == wanted
-    assert vllm.sampling_of(vllm.CompletionBody(prompt=[1]), 9, RAW) == t.SamplingParams(max_tokens=9)
-    assert vllm.CompletionBody(prompt=[1]).max_tokens == 16
-    assert vllm.ChatBody(messages=[{}]).max_tokens is None
-    assert vllm.sampling_of(vllm.CompletionBody(prompt=[1], top_k=-1), 9, RAW).top_k == 0
-    assert vllm.sampling_of(vllm.CompletionBody(prompt=[1], stop="x"), 9, RAW).stop == ("x",)
-    chat = vllm.ChatBody(messages=[{}], logprobs=True, top_logprobs=4)
+    assert vllm.sampling_of(CompletionBody(prompt=[1]), 9, RAW) == t.SamplingParams(max_tokens=9)
+    assert CompletionBody(prompt=[1]).max_tokens == 16
+    assert ChatBody(messages=[{}]).max_tokens is None
+    assert vllm.sampling_of(CompletionBody(prompt=[1], top_k=-1), 9, RAW).top_k == 0
+    assert vllm.sampling_of(CompletionBody(prompt=[1], stop="x"), 9, RAW).stop == ("x",)
+    chat = ChatBody(messages=[{}], logprobs=True, top_logprobs=4)
     assert vllm.sampling_of(chat, 9, RAW).top_logprobs == 4
     for wrong in (chat.model_copy(update={"logprobs": None}), chat.model_copy(update={"top_logprobs": 21})):
         with pytest.raises(InvalidArgument, match="top_logprobs"):
@@ -113,7 +119,7 @@ SCHEMA = {"type": "object"}
     ],
 )
 def test_a_schema_reaches_the_sample(given: dict[str, Any]) -> None:
-    sampling = vllm.sampling_of(vllm.CompletionBody(prompt=[1], **given), 9, RAW)
+    sampling = vllm.sampling_of(CompletionBody(prompt=[1], **given), 9, RAW)
     assert json.loads(sampling.json_schema) == SCHEMA
     assert sglang.sampling_of(sglang.SglangSampling(json_schema="{}")).json_schema == "{}"
 
@@ -136,7 +142,7 @@ def test_a_schema_reaches_the_sample(given: dict[str, Any]) -> None:
 )
 def test_other_formats_are_refused_by_name(given: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        vllm.sampling_of(vllm.CompletionBody(prompt=[1], **given), 9, RAW)
+        vllm.sampling_of(CompletionBody(prompt=[1], **given), 9, RAW)
     assert [violation.field for violation in refused.value.violations] == [field]
 
 
@@ -174,8 +180,8 @@ def test_trls_parameters_reach_the_sample() -> None:
 
 
 def test_parameters_without_a_field_are_refused_unless_they_ask_for_nothing() -> None:
-    check_unsupported(vllm.CompletionBody(prompt=[1], best_of=1, stop=None, suffix=None), vllm.NEUTRAL)
-    body = vllm.CompletionBody(prompt=[1], best_of=2, typo=1, guided_decoding={"json": {}})
+    check_unsupported(CompletionBody(prompt=[1], best_of=1, stop=None, suffix=None), vllm.NEUTRAL)
+    body = CompletionBody(prompt=[1], best_of=2, typo=1, guided_decoding={"json": {}})
     with pytest.raises(InvalidArgument) as refused:
         check_unsupported(body, vllm.NEUTRAL)
     assert [violation.field for violation in refused.value.violations] == [
@@ -187,7 +193,7 @@ def test_parameters_without_a_field_are_refused_unless_they_ask_for_nothing() ->
 
 def test_no_parameter_is_both_supported_and_not() -> None:
     pairs = [
-        (vllm.CompletionBody, vllm.NEUTRAL),
+        (CompletionBody, vllm.NEUTRAL),
         (sglang.GenerateBody, sglang.NEUTRAL),
         (sglang.SglangSampling, sglang.NEUTRAL_SAMPLING),
         (sglang.UpdateFromDiskBody, sglang.UPDATE_NEUTRAL),
@@ -201,7 +207,7 @@ def test_no_parameter_is_both_supported_and_not() -> None:
     ("prompt", "prompts"), [([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([[1]], [[1]])]
 )
 def test_prompts_are_one_or_several(prompt: Any, prompts: list[list[int]]) -> None:
-    assert vllm.completion_prompts(vllm.CompletionBody(prompt=prompt), None) == prompts
+    assert completion_prompts(CompletionBody(prompt=prompt), None) == prompts
     several = isinstance(prompt[0], list)
     assert sglang.prompts_of(sglang.GenerateBody(input_ids=prompt), None) == (prompts, several)
 
@@ -211,8 +217,8 @@ def test_log_probabilities_can_be_written_as_json() -> None:
 
 
 def test_reasons_and_stop_tokens() -> None:
-    body = vllm.CompletionBody(prompt=[1], stop_token_ids=[5], return_token_ids=True, logprobs=0)
-    writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
+    body = CompletionBody(prompt=[1], stop_token_ids=[5], return_token_ids=True, logprobs=0)
+    writer = AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
     ends = [
         (output_of([4, 5], finish_reason=t.FinishReason.STOP), "stop", 5),
         (output_of([4, 1], finish_reason=t.FinishReason.STOP), "stop", None),
@@ -222,13 +228,28 @@ def test_reasons_and_stop_tokens() -> None:
     choices = writer.whole([output for output, _, _ in ends])["choices"]
     assert [(c["finish_reason"], c["stop_reason"]) for c in choices] == [(why, last) for _, why, last in ends]
     found = [
-        sglang.SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None).whole([output], 3)
+        SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None).whole([output], 3)
         for output, _, _ in ends
     ]
     infos = [each["meta_info"] for each in found if isinstance(each, dict)]
     assert [info["finish_reason"]["type"] for info in infos] == ["stop", "stop", "length", "abort"]
     assert {info["weight_version"] for info in infos} == {"3"}
     assert infos[0]["finish_reason"]["matched"] == 5
+
+
+def test_a_resumed_sample_has_the_prompt_that_was_sent_and_may_have_no_token_of_its_own() -> None:
+    request = t.SampleRequest("r", "p", [7, 8], slot=2, step=3, prefix_token_ids=[4, 5])
+    output = SampleOutput(request, [], [], t.FinishReason.STOP)
+    found = SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None).whole([output], 3)
+    assert isinstance(found, dict)
+    info = found["meta_info"]
+    assert (info["prompt_tokens"], info["completion_tokens"]) == (4, 0)
+    assert info["finish_reason"] == {"type": "stop", "matched": 5}
+    assert info["paceline"] == {"step": 3, "prompt_id": "p", "slot": 2}
+    body = CompletionBody(prompt=[1], stop_token_ids=[5], return_token_ids=True)
+    (choice,) = AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None).whole([output])["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [7, 8, 4, 5])
+    assert (choice["finish_reason"], choice["paceline"]) == ("stop", info["paceline"])
 
 
 class Words:
@@ -253,14 +274,14 @@ def test_the_text_is_without_the_stop_string_that_ended_it() -> None:
     # It is in there before, where min_tokens let it pass.
     output = output_of([4, 5, 4, 5], finish_reason=t.FinishReason.STOP, stop_string="w4 w5")
     for include, text in ((False, "w4 w5 "), (True, "w4 w5 w4 w5")):
-        body = vllm.CompletionBody(prompt=[1], stop="w4 w5", include_stop_str_in_output=include)
-        writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), Words())
+        body = CompletionBody(prompt=[1], stop="w4 w5", include_stop_str_in_output=include)
+        writer = AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), Words())
         (choice,) = writer.whole([output])["choices"]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", "w4 w5")
     for no_trim, text in ((False, "w4 w5 "), (True, "w4 w5 w4 w5")):
         sampling = sglang.SglangSampling(stop=["w4 w5"], no_stop_trim=no_trim)
         body = sglang.GenerateBody(input_ids=[1], sampling_params=sampling)
-        found = sglang.SglangWriter(body, False, "id", Words()).whole([output], 3)
+        found = SglangWriter(body, False, "id", Words()).whole([output], 3)
         assert isinstance(found, dict)
         assert found["text"] == text
         assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "w4 w5"}
@@ -270,20 +291,20 @@ def test_the_likeliest_tokens_are_told_in_every_dialect() -> None:
     output = output_of([4, 5], top_token_ids=[[6, 4], [7, 8]], top_logprobs=[[-0.5, -4.0], [-1.0, -math.inf]])
     output.request = replace(output.request, sampling=t.SamplingParams(top_logprobs=2))
     head = ("cmpl-1", 0, "m")
-    body = vllm.CompletionBody(prompt=[1], logprobs=2)
-    (choice,) = vllm.AnswerWriter(body, "completion", head, Words()).whole([output])["choices"]
+    body = CompletionBody(prompt=[1], logprobs=2)
+    (choice,) = AnswerWriter(body, "completion", head, Words()).whole([output])["choices"]
     assert choice["logprobs"]["top_logprobs"] == [
         {"w4": -4.0, "w6": -0.5},
         {"w5": -5.0, "w7": -1.0, "w8": LEAST_LOGPROB},
     ]
-    chat = vllm.ChatBody(messages=[{}], logprobs=True, top_logprobs=2)
-    (choice,) = vllm.AnswerWriter(chat, "chat", head, Words()).whole([output])["choices"]
+    chat = ChatBody(messages=[{}], logprobs=True, top_logprobs=2)
+    (choice,) = AnswerWriter(chat, "chat", head, Words()).whole([output])["choices"]
     told = [
         [(each["token"], each["logprob"]) for each in token["top_logprobs"]] for token in _content(choice)
     ]
     assert told == [[("w6", -0.5), ("w4", -4.0)], [("w7", -1.0), ("w8", LEAST_LOGPROB)]]
     asked = sglang.GenerateBody(input_ids=[1], return_logprob=True, top_logprobs_num=2)
-    found = sglang.SglangWriter(asked, False, "id", Words()).whole([output], 3)
+    found = SglangWriter(asked, False, "id", Words()).whole([output], 3)
     assert isinstance(found, dict)
     assert found["meta_info"]["output_top_logprobs"] == [
         [[-0.5, 6, None], [-4.0, 4, None]],
@@ -297,8 +318,8 @@ def test_the_likeliest_tokens_are_told_in_every_dialect() -> None:
 def test_the_prompt_is_told_in_both_dialects() -> None:
     told = t.PromptLogprobs(np.float32([-2.0]), np.array([[9, 8]]), np.float32([[-0.5, -2.0]]))
     output = output_of([4], finish_reason=t.FinishReason.LENGTH, prompt_logprobs=told)
-    body = vllm.CompletionBody(prompt=[1], prompt_logprobs=2)
-    (choice,) = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), Words()).whole([output])["choices"]
+    body = CompletionBody(prompt=[1], prompt_logprobs=2)
+    (choice,) = AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), Words()).whole([output])["choices"]
     assert choice["prompt_logprobs"] == [
         None,
         {
@@ -310,7 +331,7 @@ def test_the_prompt_is_told_in_both_dialects() -> None:
         asked = sglang.GenerateBody(
             input_ids=[7, 8], return_logprob=True, logprob_start_len=begin, top_logprobs_num=2
         )
-        found = sglang.SglangWriter(asked, False, "id", None).whole([output], 3)
+        found = SglangWriter(asked, False, "id", None).whole([output], 3)
         assert isinstance(found, dict)
         entries, likeliest = [[None, 7, None], [-2.0, 8, None]], [None, [[-0.5, 9, None], [-2.0, 8, None]]]
         assert found["meta_info"]["input_token_logprobs"] == entries[begin:]
@@ -323,10 +344,10 @@ def _content(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_events_of_vllm_have_what_is_new() -> None:
-    body = vllm.CompletionBody(
+    body = CompletionBody(
         prompt=[1], return_token_ids=True, logprobs=0, stream_options=vllm.StreamOptions(include_usage=True)
     )
-    writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
+    writer = AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
     output = output_of([1, 2])
     (first,) = writer.events([(0, output)])
     assert writer.events([(0, output)]) == []
@@ -347,7 +368,7 @@ def test_events_of_vllm_have_what_is_new() -> None:
 
 def test_each_prompt_is_counted_once_also_where_two_are_equal() -> None:
     outputs = [output_of([1]) for _ in range(6)]
-    assert vllm.usage(outputs, 3) == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+    assert usage(outputs, 3) == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -33,6 +34,7 @@ class Scripted:
     def __init__(self, lost_at: tuple[int, ...] = ()) -> None:
         self.lost_at = list(lost_at)
         self.prefixes: list[list[int]] = []
+        self.known: list[list[float]] = []
         self.held = asyncio.Event()
         self.held.set()
         self.running = 0
@@ -40,6 +42,7 @@ class Scripted:
     async def generate(self, request: t.SampleRequest) -> AsyncIterator[t.TokenDelta | t.Sample]:
         begin = len(request.prefix_token_ids)
         self.prefixes.append([int(token) for token in request.prefix_token_ids])
+        self.known.append(list(request.prefix_logprobs))
         self.running += 1
         try:
             for place in range(begin, LENGTH):
@@ -82,6 +85,17 @@ async def test_a_lost_gateway_costs_nothing_and_the_last_token_is_sampled_again(
     # The last gateway counted from its own first token, and did not know of the losses.
     assert output.version_spans == (t.VersionSpan(4, LENGTH, 4),)
     assert output.provenance.resubmissions == 2
+
+
+async def test_log_probabilities_of_a_prefix_are_sent_where_all_of_them_are_known() -> None:
+    for logprobs, sent in ([-7.0], [[-7.0], [-7.0, -101.0]]), ([], [[], []]):
+        client = Scripted(lost_at=(3,))
+        resumed = replace(request(1), prefix_token_ids=[100], prefix_logprobs=logprobs)
+        async with in_work(client).generate([resumed]) as group:
+            (output,) = await group.wait()
+        assert output.token_ids == [101, 102, 103, 104, 105]
+        assert client.prefixes == [[100], [100, 101]]
+        assert client.known == sent
 
 
 async def test_a_gateway_that_gives_nothing_is_an_error() -> None:

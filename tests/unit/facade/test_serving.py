@@ -11,9 +11,13 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from services.facade.config import FacadeConfig
-from services.facade.dialects import sglang, vllm
+from services.facade.dialects import sglang
+from services.facade.dialects.answers import AnswerWriter
+from services.facade.dialects.completions import CompletionBody
+from services.facade.dialects.sglang_answers import SglangWriter
 from services.facade.fleet import ServedFleet
 from services.facade.metrics import FacadeMetrics
+from services.facade.names import SampleNames
 from services.facade.samples import SamplesInWork
 from services.facade.serving import EventResponse, EventStream, Facade
 from tests.unit.facade.test_samples import LENGTH, Scripted, request
@@ -27,6 +31,7 @@ def facade_of(client: Any) -> Facade:
         SamplesInWork(lambda: client, 8, 60.0, lambda _: None),
         None,
         FacadeMetrics(CollectorRegistry()),
+        SampleNames(alone=True),
     )
 
 
@@ -59,8 +64,8 @@ async def streamed(events: EventStream, last_word: str) -> list[Any]:
 
 
 async def test_a_slow_client_gets_the_end_of_a_vllm_stream() -> None:
-    body = vllm.CompletionBody(prompt=[1], return_token_ids=True)
-    writer = vllm.AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
+    body = CompletionBody(prompt=[1], return_token_ids=True)
+    writer = AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None)
     found = await streamed(EventStream(writer.events, writer.last_events), "[DONE]")
     choices = [event["choices"][0] for event in found]
     assert [token for choice in choices for token in choice["token_ids"]] == [100 + n for n in range(LENGTH)]
@@ -68,7 +73,7 @@ async def test_a_slow_client_gets_the_end_of_a_vllm_stream() -> None:
 
 
 async def test_a_slow_client_gets_the_end_of_an_sglang_stream() -> None:
-    writer = sglang.SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None)
+    writer = SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None)
     found = await streamed(EventStream(writer.events, lambda _: []), "[DONE]")
     assert found[-1]["output_ids"] == [100 + n for n in range(LENGTH)]
     assert found[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": LENGTH}

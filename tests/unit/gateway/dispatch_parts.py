@@ -24,6 +24,7 @@ from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
 from services.gateway.dispatch.settlement import Settlement
 from services.gateway.dispatch.turns import Pace, Turns
 from services.gateway.dispatch.work_link import Attempt, WorkLink
+from services.gateway.finished.ended_singles import EndedSingles
 from services.gateway.fleet.health import FleetHealth
 from services.gateway.journal.backlog import JournalBacklog
 from services.gateway.journal.batch_record import BatchHead, BatchRecord
@@ -128,7 +129,9 @@ class DispatchParts:
         self.placer = Placer(
             self.batches, self.estimator, self.fleet, self.metrics, self.backlog, 1.0, turn_seconds
         )
-        settlement = Settlement(self.batches, self.estimator, self.placer, writer, self.metrics, None, None)
+        settlement = Settlement(
+            self.batches, self.estimator, self.placer, writer, self.metrics, None, None, EndedSingles()
+        )
         turns = Turns(turn_seconds)
         self.events = InstanceEvents(
             self.batches, self.estimator, self.placer, settlement, turns, self.fleet, self.metrics, claim_wait

@@ -91,13 +91,32 @@ def test_one_lenient_sample_needs_the_names_of_what_is_cached(
     assert [violation.field for violation in check_generate(request, LIMITS)] == at_fault
 
 
-def test_one_exact_sample_needs_no_names() -> None:
-    assert check_generate(rollout_pb2.GenerateRequest(prompt_token_ids=[1]), LIMITS) == []
+@pytest.mark.parametrize(
+    ("fields", "at_fault"),
+    [
+        ({}, []),
+        ({"run_id": "run", "prompt_id": "p"}, []),
+        ({"run_id": "a b", "prompt_id": "p" * 257}, ["run_id", "prompt_id"]),
+        ({"prefix_token_ids": [1, 2], "prefix_logprobs": [-1.0, -2.0]}, []),
+        ({"prefix_token_ids": [1, 2], "prefix_logprobs": [-1.0]}, ["prefix_logprobs"]),
+        ({"prefix_logprobs": [-1.0]}, ["prefix_logprobs"]),
+    ],
+)
+def test_one_exact_sample_needs_no_names(fields: dict[str, Any], at_fault: list[str]) -> None:
+    request = rollout_pb2.GenerateRequest(prompt_token_ids=[1], **fields)
+    assert [violation.field for violation in check_generate(request, LIMITS)] == at_fault
 
 
 def report(**wanted: Any) -> list[str]:
     request = rollout_pb2.ReportRewardsRequest(run_id="run", batch_id="b", **wanted)
     return [violation.field for violation in check_report(request)]
+
+
+def test_a_report_is_on_a_batch_or_on_a_step() -> None:
+    assert report(step=0) == ["batch_id"]
+    for run_id, at_fault in (("run", []), ("", ["run_id"])):
+        request = rollout_pb2.ReportRewardsRequest(run_id=run_id, step=0)
+        assert [violation.field for violation in check_report(request)] == at_fault
 
 
 def test_a_report_needs_numbers_in_their_ranges() -> None:

@@ -58,6 +58,7 @@ class Feed:
         state = GatewaySample(0, 0, slot, slot)
         group = BatchGroup("p", [1], sample_pb2.SamplingParams())
         batch = RolloutBatch(("run", "b"), 0, [group], sample_pb2.Exactness(), [state], 0.0, 1.0, 1)
+        batch.cached_run = "run"
         attempt = batch.assign(0, "i0", 0.0)
         batch.extend(0, attempt, [1] * tokens, [-1.0] * tokens, 0.0)
         report = generation_pb2.Finished(finish_reason=sample_pb2.FINISH_REASON_STOP)

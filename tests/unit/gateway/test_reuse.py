@@ -280,13 +280,11 @@ def test_lenient_batches_have_the_l_that_was_chosen_and_new_noise_in_every_step(
     assert (batch.step, batch.cached_run) == (4, "run")
 
 
-def test_generate_names_its_run_only_where_it_asks_for_a_cached_rollout() -> None:
-    for level, run in ((LENIENT, "run"), (EXACT, "")):
-        request = rollout_pb2.GenerateRequest(run_id="run", prompt_id="p", step=2)
-        request.exactness.level = level
-        lenience = 1.1 if level == LENIENT else None
-        batch = BUILDER.from_generate(request, ("", "g"), 0, accepted_at=0.0, lenience=lenience)
-        assert (batch.cached_run, batch.step) == (run, 2)
+def test_generate_has_rollouts_under_its_names_if_it_has_both() -> None:
+    for prompt_id, run in (("p", "run"), ("", "")):
+        request = rollout_pb2.GenerateRequest(run_id="run", prompt_id=prompt_id, step=2)
+        batch = BUILDER.from_generate(request, ("run", "g"), 0, accepted_at=0.0)
+        assert (batch.cached_run, batch.step, batch.rewarded_as) == (run, 2, "generate/2")
 
 
 def test_other_levels_carry_their_name_only() -> None:

@@ -115,6 +115,22 @@ def test_weights_come_from_their_volume_only_unless_a_setting_says_otherwise() -
     assert roots(weights={"enabled": False}) == {None}
 
 
+@pytest.mark.parametrize(
+    ("values", "alone"),
+    [
+        ({}, True),
+        ({"replicas": 2}, False),
+        ({"replicas": 2, "config": {"alone": True}}, True),
+        ({"config": {"alone": False}}, False),
+    ],
+)
+def test_a_facade_with_replicas_knows_that_it_is_not_alone(
+    values: dict[str, Any], alone: bool, mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = render({"facade": {"enabled": True, **values}}).named("Deployment", "-facade")
+    assert configured("facade", workload, mounts, monkeypatch).model_dump()["alone"] is alone
+
+
 def test_a_setting_that_a_service_does_not_have_would_be_noticed(
     mounts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

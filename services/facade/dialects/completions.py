@@ -1,0 +1,43 @@
+"""Bodies of `/v1/completions`. Pure."""
+
+from __future__ import annotations
+
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+from services.facade.dialects.parameters import checked_likeliest
+from services.facade.dialects.vllm import SamplingBody
+from services.facade.text import Tokenizer, needs_text
+
+
+class CompletionBody(SamplingBody):
+    """Body of /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    """Text or token ids, of one prompt or of several."""
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    """Log-probabilities of the sampled tokens, and of so many of the likeliest of each position; at most 20."""
+    add_special_tokens: bool = True
+    """Whether text gets the special tokens that the model expects, such as one of its beginning."""
+
+    def likeliest(self) -> int:
+        """Return how many of the likeliest tokens of each position are asked for."""
+        return checked_likeliest(self.logprobs or 0, "logprobs")
+
+    def tells_logprobs(self) -> bool:
+        """Return True if the answer has the log-probabilities of the sampled tokens."""
+        return self.logprobs is not None
+
+
+def completion_prompts(body: CompletionBody, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Return the token ids of a body's prompts. InvalidArgument: there is none, or text and no tokenizer."""
+    given = body.prompt
+    several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    if not several:
+        raise InvalidArgument([Violation("prompt", "is empty")])
+    return [
+        needs_text(tokenizer, "prompt").encode(each, body.add_special_tokens)
+        if isinstance(each, str)
+        else list(each)  # type: ignore[arg-type]
+        for each in several
+    ]

@@ -1,0 +1,266 @@
+"""Names and seeds of samples over HTTP, where requests know nothing of either. Pure.
+
+A prompt is named by a hash of its tokens, a step by the published version. Without a seed, the nth sample of a
+prompt in a step has slot n, and the seed of this process: equal requests have different samples, and no two
+processes the same ones. With a seed, slots are counted within the request: equal requests have the same samples, on
+every facade. A caller that knows better says so in the headers X-Paceline-Run, -Step, -Prompt, -Slot and -Prefix.
+
+A request that is aborted is often sent again as a longer prompt, with the tokens that it was answered. It is known
+by these tokens, and goes on with the names and the noise that it had.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline import types as t
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+from services.facade.dialects.parameters import prompt_id_of
+from services.facade.samples import SampleOutput
+
+RUN, STEP, PROMPT, SLOT, PREFIX = (
+    f"X-Paceline-{name}" for name in ("Run", "Step", "Prompt", "Slot", "Prefix")
+)
+"""Headers of a request that names its samples itself."""
+MOST_COUNTED = 1 << 18
+"""Prompts whose slots are counted; beyond it all counts begin anew, with another seed."""
+MOST_SLOTS = 1 << 10
+"""Slots of a prompt in a step; further samples have these again, with another seed. Each is kept as a draft."""
+_SLOTS = range(1 << 31)
+_STEPS = range(1 << 63)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenNames:
+    """What the headers of a request say of its samples; None: nothing."""
+
+    run_id: str
+    step: int | None = None
+    prompt_id: str = ""
+    slot: int | None = None
+    """Of the first sample of each prompt."""
+    prefix: int | None = None
+    """Tokens at the end of each prompt that are the beginning of its response."""
+
+
+def given_names(headers: Mapping[str, str], run_id: str) -> GivenNames:
+    """Return what headers say; `run_id` is that of requests that name none. InvalidArgument names a header."""
+    found: list[Violation] = []
+
+    def number(name: str, allowed: range) -> int | None:
+        given = headers.get(name)
+        if given is None:
+            return None
+        if given.isascii() and given.isdigit() and int(given[:20]) in allowed:
+            return int(given)
+        text = f"{given[:40]!r} is not allowed; must be a number in [{allowed.start}, {allowed.stop})"
+        found.append(Violation(name, text))
+        return None
+
+    names = GivenNames(
+        headers.get(RUN) or run_id,
+        number(STEP, _STEPS),
+        headers.get(PROMPT, ""),
+        number(SLOT, _SLOTS),
+        number(PREFIX, _SLOTS),
+    )
+    if found:
+        raise InvalidArgument(found)
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class _Aborted:
+    prompt_tokens: int
+    prompt_id: str
+    slot: int
+    step: int
+    run_seed: int
+    logprobs: Sequence[float]
+    """Of the response so far; empty: they are not known."""
+
+
+class AbortedSamples:
+    """Samples that were aborted, by run and a hash of their tokens: the last ones, as many as there is room for."""
+
+    def __init__(self, most: int = 1 << 16, most_tokens: int = 1 << 24) -> None:
+        """Keep `most` samples, with log-probabilities of `most_tokens` tokens in all."""
+        self._most, self._most_tokens = most, most_tokens
+        self._samples: OrderedDict[tuple[str, str], list[_Aborted]] = OrderedDict()
+        self._count = self._tokens = 0
+
+    def put(self, run_id: str, tokens: Sequence[int], sample: _Aborted) -> None:
+        """Keep a sample that has these tokens of prompt and response."""
+        key = (run_id, prompt_id_of(tokens))
+        self._samples.setdefault(key, []).append(sample)
+        self._samples.move_to_end(key)
+        self._add(1, sample)
+        while self._count > self._most or self._tokens > self._most_tokens:
+            oldest = next(iter(self._samples))
+            self._take(oldest, 0)
+
+    def take(self, run_id: str, tokens_id: str, seed: int | None, slot: int | None) -> _Aborted | None:
+        """Take out a sample whose tokens have this hash, if there is one: of this seed and slot, unless None."""
+        key = (run_id, tokens_id)
+        for index, sample in enumerate(self._samples.get(key, ())):
+            if seed in (None, sample.run_seed) and slot in (None, sample.slot):
+                return self._take(key, index)
+        return None
+
+    def _take(self, key: tuple[str, str], index: int) -> _Aborted:
+        samples = self._samples[key]
+        sample = samples.pop(index)
+        if not samples:
+            del self._samples[key]
+        self._add(-1, sample)
+        return sample
+
+    def _add(self, sign: int, sample: _Aborted) -> None:
+        self._count += sign
+        self._tokens += sign * len(sample.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesAsked:
+    """Samples that a request asks for, `each` of every prompt. `seed` is the request's own, if it has one."""
+
+    prompts: Sequence[Sequence[int]]
+    each: int
+    sampling: t.SamplingParams
+    seed: int | None
+    seed_field: str = "seed"
+
+
+class SampleNames:
+    """Names of the samples of one process."""
+
+    def __init__(self, *, alone: bool) -> None:
+        """Unless this process is `alone`, it counts slots from a number that another has hardly drawn."""
+        self.seed = secrets.randbits(64)
+        """Seed of samples whose requests have none."""
+        self._first = 0 if alone else secrets.randbelow(1 << 15) << 16
+        self._slots: dict[tuple[str, int, str], int] = {}
+        self.aborted = AbortedSamples()
+
+    def requests(self, asked: SamplesAsked, given: GivenNames, step: int) -> list[t.SampleRequest]:
+        """Return the samples of a request, prompt by prompt; `step` is that of a request that names none.
+
+        InvalidArgument names a header that does not fit the request.
+        """
+        _check(asked, given)
+        step = step if given.step is None else given.step
+        counted: Counter[str] = Counter()
+        found = []
+        for tokens in asked.prompts:
+            cut = len(tokens) - (given.prefix or 0)
+            tokens_id = prompt_id_of(tokens)
+            prompt_id = given.prompt_id or (prompt_id_of(tokens[:cut]) if given.prefix else tokens_id)
+            for _ in range(asked.each):
+                number = counted[prompt_id]
+                counted[prompt_id] += 1
+                slot = None if given.slot is None else given.slot + number
+                if (resumed := self._resumed(asked, given, tokens, tokens_id, slot)) is not None:
+                    found.append(resumed)
+                    continue
+                seed = asked.seed
+                if seed is None:
+                    slot, seed = self._next(given.run_id, step, prompt_id)
+                found.append(
+                    t.SampleRequest(
+                        run_id=given.run_id,
+                        prompt_id=prompt_id,
+                        prompt_token_ids=tokens[:cut],
+                        slot=number if slot is None else slot,
+                        step=step,
+                        prefix_token_ids=tokens[cut:],
+                        sampling=_after(asked.sampling, len(tokens) - cut),
+                        run_seed=seed,
+                    )
+                )
+        return found
+
+    def settle(self, outputs: Sequence[SampleOutput]) -> None:
+        """Remember the samples that have not ended by themselves, each once, for requests that go on with them."""
+        for output in outputs:
+            request, reason = output.request, output.finish_reason
+            tokens = output.token_ids if reason is t.FinishReason.ABORTED else []
+            unended = reason in (None, t.FinishReason.ABORTED)
+            if output.settled or not unended or not (tokens or request.prefix_token_ids):
+                continue
+            output.settled = True
+            prefix = request.prefix_token_ids
+            known = len(request.prefix_logprobs) == len(prefix)
+            aborted = _Aborted(
+                prompt_tokens=len(request.prompt_token_ids),
+                prompt_id=request.prompt_id,
+                slot=request.slot,
+                step=request.step,
+                run_seed=request.run_seed,
+                logprobs=array(
+                    "f", [*request.prefix_logprobs, *output.logprobs[: len(tokens)]] if known else ()
+                ),
+            )
+            self.aborted.put(request.run_id, [*request.prompt_token_ids, *prefix, *tokens], aborted)
+
+    def _resumed(
+        self, asked: SamplesAsked, given: GivenNames, tokens: Sequence[int], tokens_id: str, slot: int | None
+    ) -> t.SampleRequest | None:
+        """Return the request for the rest of a sample whose first tokens these are, if one is remembered."""
+        if given.prefix is not None or asked.sampling.prompt_logprobs is not None:
+            return None
+        own = self.aborted.take(given.run_id, tokens_id, asked.seed, slot)
+        if own is None:
+            return None
+        cut = own.prompt_tokens
+        return t.SampleRequest(
+            run_id=given.run_id,
+            prompt_id=own.prompt_id,
+            prompt_token_ids=tokens[:cut],
+            slot=own.slot,
+            step=own.step,
+            prefix_token_ids=tokens[cut:],
+            prefix_logprobs=own.logprobs,
+            sampling=_after(asked.sampling, len(tokens) - cut),
+            run_seed=own.run_seed,
+        )
+
+    def _next(self, run_id: str, step: int, prompt_id: str) -> tuple[int, int]:
+        """Return the next slot of a prompt in a step, and its seed."""
+        if len(self._slots) >= MOST_COUNTED:
+            # A sample whose slot is counted twice under one seed would come twice.
+            self._slots.clear()
+            self.seed = secrets.randbits(64)
+        key = (run_id, step, prompt_id)
+        count = self._slots.get(key, 0)
+        self._slots[key] = count + 1
+        again, slot = divmod(count, MOST_SLOTS)
+        return self._first + slot, (self.seed + again) % (1 << 64)
+
+
+def _check(asked: SamplesAsked, given: GivenNames) -> None:
+    found = []
+    if given.prompt_id and len(asked.prompts) > 1:
+        found.append(Violation(PROMPT, f"names one prompt; the request has {len(asked.prompts)}"))
+    if given.slot is not None and asked.seed is None:
+        found.append(Violation(asked.seed_field, f"is needed with {SLOT}: both together name a sample"))
+    shortest = min(map(len, asked.prompts), default=0)
+    if given.prefix is not None and given.prefix >= shortest:
+        found.append(Violation(PREFIX, f"{given.prefix} is not below the {shortest} tokens of the prompt"))
+    if found:
+        raise InvalidArgument(found)
+
+
+def _after(sampling: t.SamplingParams, prefix: int) -> t.SamplingParams:
+    """Return the parameters of a response that has a prefix: a request's limits are those of new tokens."""
+    if not prefix:
+        return sampling
+    return replace(
+        sampling,
+        max_tokens=None if sampling.max_tokens is None else sampling.max_tokens + prefix,
+        min_tokens=sampling.min_tokens + prefix if sampling.min_tokens else sampling.min_tokens,
+    )
