@@ -162,7 +162,6 @@ class RunRollouts:
         sessions = AsyncSessions(opened)
         yield sessions
         await sessions.leave()
-        await opened.close()
 
     async def _opened(
         self, step: int, sampling: t.SamplingParams | None, policy_version: int | None, **fields: Any

@@ -169,11 +169,10 @@ class AsyncSessions:
                     yield session, session.take()
 
     async def leave(self) -> None:
-        """End what is unfinished, as ABORTED."""
-        if self._unfinished:
-            await self.batch.cancel(keep_partial=True)
-        if self._events is not None:
-            await self._events.aclose()
+        """End what is unfinished, as ABORTED, and read the rest, so that the batch can be acknowledged."""
+        await self.batch.cancel(keep_partial=True)
+        while await self._read():
+            pass
 
     async def go_on(self, continuation: t.Continuation) -> None:
         """Send an answer. Where the gateway has lost the session, it is sent again when that calls again."""
@@ -196,7 +195,8 @@ class AsyncSessions:
                 self._reading = True
                 try:
                     while not ready():
-                        await self._read()
+                        if not await self._read():
+                            raise ValueError("the batch of these sessions was ended")
                 finally:
                     self._reading = False
         finally:
@@ -207,23 +207,26 @@ class AsyncSessions:
                     wake.set()
                     break
 
-    async def _read(self) -> None:
+    async def _read(self) -> bool:
+        """Read one event; return False if there are no more."""
         if self._events is None:
             self._events = self.batch.events_with_calls(self._ahead)
         try:
-            part, event = await anext(self._events)
-        except BaseException as error:
+            found = await anext(self._events, None)
+        except BaseException:
             # Its place is kept: another one goes on there.
             self._events = None
-            if isinstance(error, StopAsyncIteration):
-                raise ValueError("the batch of these sessions was ended") from None
             raise
+        if found is None:
+            return False
+        part, event = found
         if isinstance(event, t.SampleEvent):
             sample = part.give(event)
             self.batch.step_stats.add(sample)
             await self._arrived(sample.key, sample)
         else:
             await self._arrived(t.SampleKey(event.prompt_id, event.slot), event)
+        return True
 
     async def _arrived(self, key: t.SampleKey, what: t.SampleCall | t.Sample) -> None:
         session = self._sessions.get(key)

@@ -153,7 +153,8 @@ class WaitingQueue(Generic[Ref]):
             waiting = self._pop_longest(share)
             if waiting is not None:
                 level.clock = had
-                share.had = had + waiting.predicted / share.weight
+                # All that a sample needs is counted when it begins.
+                share.had = had + (0.0 if waiting.home else waiting.predicted / share.weight)
                 heapq.heapreplace(level.turns, (share.had, run))
                 return waiting
             heapq.heappop(level.turns)

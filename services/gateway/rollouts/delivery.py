@@ -47,7 +47,7 @@ class Delivery:
         """
         key, cursor, most = (request.run_id, request.batch_id), request.cursor, max(1, request.most_samples)
         answered = told_end = False
-        called = 0
+        told_of, called = None, 0
         while True:
             record = await self.recovery.known(key, cursor)
             _check_cursor(record, cursor)
@@ -63,6 +63,8 @@ class Delivery:
                 yield event
                 cursor, answered, told_end = event.cursor, True, not event.open
                 await self._pace.wait()
+            if running is not told_of:
+                told_of, called = running, 0
             if running is not None and (calls := running.calls.after(called)):
                 called = calls[-1][0]
                 async for told in self._calls(running, calls, whole=request.whole_calls):

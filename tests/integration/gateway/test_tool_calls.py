@@ -114,6 +114,8 @@ async def five_calls(
         for session, turn in zip(begun, held, strict=True):
             await session.answer(answer_to(turn.token_ids[-1]))
         await asyncio.gather(*map(converse, begun))
+        assert not sessions.batch.complete
+    assert sessions.batch.complete, "it can be acknowledged"
     samples = [session.sample for session in begun if session.sample is not None]
     assert len(samples) == len(begun) == 8
     for sample in samples:
@@ -224,8 +226,9 @@ async def test_the_blocking_client_reads_turns_in_one_loop(cluster: Cluster) -> 
                 assert first.sample.token_ids.tolist() == turn.token_ids.tolist()
                 assert first.sample.status is SampleStatus.COMPLETED
                 second.generate()
-            assert second.sample is None
-            assert run.stats(STEP)["rollout/samples"] == 9
+            assert second.sample is not None
+            assert second.sample.status is SampleStatus.ABORTED
+            assert run.stats(STEP)["rollout/samples"] == 10
 
     await asyncio.to_thread(train)
     term = deployment.gateway.gateway.leadership.leading()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -357,3 +358,15 @@ def test_what_has_begun_goes_before_what_has_not() -> None:
     queue.push(waiting("begun", predicted=1.0, home="b"))
     placed = [queue.place_next(pool), queue.place_next(pool)]
     assert [each.waiting.ref for each in placed if each is not None] == ["begun", "long"]
+
+
+def test_a_run_is_charged_for_a_session_once() -> None:
+    pool, queue = InstancePool(), WaitingQueue[str]()
+    pool.add(InstanceSlots("a", 0, 100))
+    order = []
+    for number in range(3):
+        queue.push(replace(waiting(f"turn-{number}", home="a"), run="sessions"))
+        queue.push(replace(waiting(f"plain-{number}"), run="plain"))
+    while (placed := queue.place_next(pool)) is not None:
+        order.append(placed.waiting.run)
+    assert order == ["plain", "sessions", "sessions", "sessions", "plain", "plain"]
