@@ -74,7 +74,7 @@ class Engine:
         self._stops = StopStrings(token_bytes(Path(options.model), vocab_size))
         ends, most = end_tokens(config.model_config), config.model_config.max_model_len
         self.limits = ModelLimits(vocab_size, most, self._stops.has_text, ends)
-        self._hits = PrefixHits(self._scheduler.kv_cache_manager)
+        self._hits = PrefixHits(self._scheduler)
         self._requests = VllmRequests(
             self.limits, self._core.request_block_hasher, self._stops, self._hits, coupled=options.coupled
         )

@@ -12,16 +12,19 @@ from typing import Any
 class PrefixHits:
     """Tokens that each sample's first scheduling found in the prefix cache."""
 
-    def __init__(self, manager: Any) -> None:
-        """Watch what the scheduler finds by this vLLM KV cache manager."""
+    def __init__(self, scheduler: Any) -> None:
+        """Watch what this scheduler of vLLM finds by its KV cache manager."""
+        manager = scheduler.kv_cache_manager
+        self._requests = scheduler.requests
         self._find = manager.get_computed_blocks
         self._hits: dict[str, int] = {}
         manager.get_computed_blocks = self._watched
 
     def _watched(self, request: Any) -> Any:
         found = self._find(request)
-        # The last look before a sample runs is the one that counts.
-        self._hits[request.request_id] = found[1]
+        # The last look before a sample runs is the one that counts. Samples that arrive with KV are not queued.
+        if request.request_id in self._requests:
+            self._hits[request.request_id] = found[1]
         return found
 
     def take(self, sample_id: str) -> int | None:
