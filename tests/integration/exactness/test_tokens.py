@@ -204,8 +204,8 @@ def test_a_turn_finds_the_kv_of_those_before_it_or_computes_it_again(plain: Plai
         assert own
         assert judged.expected[given:] == own
     # Others take all blocks: those that were used least lately first.
-    crowd = requests_of(size, replace(T1, max_tokens=1), count=200, lengths=(220, 230), seed=9)
-    assert len(run(bench, crowd, cold=False).tokens) == 200
+    crowd = requests_of(size, replace(T1, max_tokens=1), count=800, lengths=(220, 230), seed=9)
+    assert len(run(bench, crowd, cold=False).tokens) == 800
     evicted = run(bench, second, cold=False)
     assert set(evicted.cached.values()) == {0}
     assert evicted.tokens == kept.tokens
