@@ -133,7 +133,7 @@ class AsyncSessions:
         self._called: dict[AsyncSession, None] = {}
         """Sessions with a turn that nobody has taken."""
         self._early: dict[t.SampleKey, t.SampleCall | t.Sample] = {}
-        """What came of sessions that a trainer before this one has begun."""
+        """Events of sessions that a trainer before this one has begun."""
         self._ahead: deque[Given] = deque()
         self._events: AsyncGenerator[Given, None] | None = None
         self._reading = False

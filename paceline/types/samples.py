@@ -156,7 +156,7 @@ class Sample:
     prompt_logprobs: PromptLogprobs | None = None
     """Of a sample that asks for them and has at least one token."""
     environment_spans: tuple[EnvironmentSpan, ...] = ()
-    """Of a sample that called tools: the tokens of its environment, whose log-probability is 0."""
+    """Tokens of its environment, where it called tools; their log-probability is 0."""
     calls: tuple[int, ...] = ()
     """Response lengths at which it called."""
 

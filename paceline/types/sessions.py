@@ -11,7 +11,7 @@ from paceline.types.samples import EnvironmentSpan, Logprobs, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Samples call tools: one that samples such a token, or completes such a string, waits for its environment."""
+    """Rules for tool calls: a sample waits for its environment behind such a token, or such a string."""
 
     call_token_ids: tuple[int, ...] = ()
     """None of them is among the `stop_token_ids`. The model's end-of-sequence token may be one."""
@@ -25,7 +25,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What follows a tool call of a sample: tokens of its environment, or the end."""
+    """Answer to a tool call of a sample: tokens of its environment, or the end."""
 
     prompt_id: str
     slot: int
@@ -62,7 +62,7 @@ class SampleCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """What a session has said since its environment, or at its end."""
+    """Tokens that a session has said since its environment, or at its end."""
 
     token_ids: TokenIds
     """[new]; the last one completes the call, unless the turn is the last."""

@@ -18,7 +18,7 @@ from services.gateway.batches.sample import GatewaySample, SamplePhase
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What makes a sample of a batch wait for its environment, how often it may, and for how many seconds."""
+    """Rules of a batch: what makes a sample wait for its environment, how often it may, for how many seconds."""
 
     token_ids: frozenset[int]
     strings: frozenset[str]
@@ -94,7 +94,7 @@ class WaitingCalls:
 
 
 class CallAnswer(enum.Enum):
-    """What a continuation does to its sample."""
+    """Effect of a continuation on its sample."""
 
     GO_ON = "go on"
     END = "end"

@@ -180,7 +180,7 @@ def test_a_filled_prefix_cache_changes_nothing(plain: Plain) -> None:
 
 
 def test_a_turn_finds_the_kv_of_those_before_it_or_computes_it_again(plain: Plain) -> None:
-    """What a tool says ends with the end-of-sequence token, which ends nothing there."""
+    """A tool's answer ends with the end-of-sequence token, which ends nothing there."""
     bench, block = plain.bench, 32
     size = bench.host.vocab_size
     turn = replace(T1, max_tokens=20, ignore_eos=True)

@@ -51,7 +51,7 @@ def answer_to(call: int) -> list[int]:
 
 
 class Script:
-    """What a session must be, of which nothing is lost."""
+    """Text that a session must be, whatever is lost."""
 
     def __init__(self, prompt_id: str, slot: int, calls: int = 5) -> None:
         seed, tokens = sample_seed(SEED, STEP, prompt_id, slot), list[int]()
