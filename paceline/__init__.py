@@ -5,6 +5,7 @@ Needs grpcio, protobuf and numpy; imports neither torch nor vLLM.
 
 from paceline.adapters import Adapter
 from paceline.aio import AsyncClient
+from paceline.blocking_sessions import Session, Sessions
 from paceline.channel import Tls
 from paceline.client import Client, OpenBatch, Rollout, Run
 from paceline.errors import (
@@ -29,15 +30,18 @@ from paceline.open_batch import AsyncOpenBatch
 from paceline.retry import RetryPolicy
 from paceline.rollout import AsyncRollout
 from paceline.run import AsyncRun
+from paceline.sessions import AsyncSession, AsyncSessions
 from paceline.sharded_tensors import ShardedTensors
 from paceline.shards import Shard
 from paceline.types import (
     Batch,
     BatchHint,
     BatchStatus,
+    Continuation,
     Decision,
     Drafter,
     DraftSource,
+    EnvironmentSpan,
     Exactness,
     ExactnessLevel,
     FinishReason,
@@ -56,6 +60,7 @@ from paceline.types import (
     Reward,
     RunEnded,
     Sample,
+    SampleCall,
     SampleEvent,
     SampleKey,
     SampleRequest,
@@ -64,6 +69,8 @@ from paceline.types import (
     Stale,
     Submitted,
     TokenDelta,
+    ToolUse,
+    Turn,
     UpdateFinished,
     UpdateStarted,
     Versions,
@@ -82,16 +89,20 @@ __all__ = [
     "AsyncOpenBatch",
     "AsyncRollout",
     "AsyncRun",
+    "AsyncSession",
+    "AsyncSessions",
     "Batch",
     "BatchHint",
     "BatchStatus",
     "CancelledError",
     "Client",
+    "Continuation",
     "DataLossError",
     "DeadlineExceededError",
     "Decision",
     "DraftSource",
     "Drafter",
+    "EnvironmentSpan",
     "Exactness",
     "ExactnessLevel",
     "FailedPreconditionError",
@@ -121,17 +132,22 @@ __all__ = [
     "Run",
     "RunEnded",
     "Sample",
+    "SampleCall",
     "SampleEvent",
     "SampleKey",
     "SampleRequest",
     "SampleStatus",
     "SamplingParams",
+    "Session",
+    "Sessions",
     "Shard",
     "ShardedTensors",
     "Stale",
     "Submitted",
     "Tls",
     "TokenDelta",
+    "ToolUse",
+    "Turn",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",

@@ -17,6 +17,7 @@ from typing import Self
 
 from paceline import types as t
 from paceline.blocking import Face, blocking, blocking_stream, entered, finish, iterate
+from paceline.blocking_sessions import Sessions
 from paceline.calls import GatewayCalls
 from paceline.calls.caller import STREAM_SECONDS
 from paceline.channel import Tls
@@ -106,6 +107,7 @@ class Client(Face[GatewayCalls]):
     open_batch = blocking(GatewayCalls.open_batch)
     add_samples = blocking(GatewayCalls.add_samples)
     close_batch = blocking(GatewayCalls.close_batch)
+    continue_samples = blocking(GatewayCalls.continue_samples)
     batch = blocking(GatewayCalls.batch)
     batches = blocking_stream(GatewayCalls.batches)
     end_run = blocking(GatewayCalls.end_run)
@@ -240,6 +242,40 @@ class Run(Face[AsyncRun]):
         )
         with entered(opening) as opened:
             yield OpenBatch(opened)
+
+    @contextmanager
+    def sessions(
+        self,
+        step: int,
+        tools: t.ToolUse,
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        policy_version: int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        weight: int = 1,
+        max_staleness: int | None = None,
+    ) -> Iterator[Sessions]:
+        """Open a batch whose samples call tools; end what is unfinished of it when left.
+
+        An exception leaves it open, for a trainer that is restarted and begins the same sessions again. With
+        `max_staleness` they go on under versions that are pushed meanwhile, and end when they are further behind.
+        The other parameters are those of `rollout`; `max_tokens` counts what environments say, too.
+        """
+        opening = self._core.sessions(
+            step,
+            tools,
+            sampling,
+            exactness=exactness,
+            policy_version=policy_version,
+            deadline=deadline,
+            priority=priority,
+            weight=weight,
+            max_staleness=max_staleness,
+        )
+        with entered(opening) as sessions:
+            yield Sessions(sessions)
 
     hint = blocking(AsyncRun.hint)
     report_rewards = blocking(AsyncRun.report_rewards)

@@ -260,6 +260,18 @@ def batch_lost(run_id: str, batch_id: str, cursor: int, cause: PacelineError) ->
     return DataLossError(grpc.StatusCode.DATA_LOSS, message, [info], cause.request_id)
 
 
+def session_differs(prompt_id: str, slot: int, position: int) -> DataLossError:
+    """Return the error of a session that was generated again, and became another."""
+    info = error_details_pb2.ErrorInfo(
+        reason="SESSION_DIFFERS", metadata={"prompt_id": prompt_id, "slot": str(slot)}
+    )
+    message = (
+        f"prompt {prompt_id!r} slot {slot} was lost and generated again, and what it says from position {position} "
+        "on is not what was given before: begin the session anew"
+    )
+    return DataLossError(grpc.StatusCode.DATA_LOSS, message, [info])
+
+
 def source_read_once(detail: str) -> AbortedError:
     """Return the error of a push that needs bytes of an iterator again."""
     info = error_details_pb2.ErrorInfo(reason=SOURCE_READ_ONCE)

@@ -12,13 +12,20 @@ async with run.open_batch(step, SamplingParams(max_tokens=512)) as batch:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 
 from paceline import types as t
 from paceline.calls import GatewayCalls
+from paceline.errors import on_shard
 from paceline.open_shard_batch import OpenShardBatch
 from paceline.rollout import AsyncRollout
+from paceline.shard_batch import Part
 from paceline.shards import OpenShard
+
+Given = tuple[Part, t.SampleEvent | t.SampleCall]
+"""Sample or tool call, and the part of the batch that it is of."""
 
 
 class AsyncOpenBatch(AsyncRollout):
@@ -58,6 +65,24 @@ class AsyncOpenBatch(AsyncRollout):
         It may be repeated. Leaving `open_batch` without an exception does it, too.
         """
         return sum(await self._shards.all(lambda member: self._opened[member.name].close(), self._members))
+
+    async def go_on(self, continuation: t.Continuation) -> None:
+        """Go on with a sample that has called a tool."""
+        member = next(each for each in self._members if self._opened[each.name].has(continuation.prompt_id))
+        with on_shard(member.name):
+            await self._opened[member.name].go_on(continuation)
+
+    def events_with_calls(self, ahead: deque[Given]) -> AsyncGenerator[Given, None]:
+        """Return samples and tool calls of all shards, which are read at once; `ahead` has what nobody took yet."""
+        if len(self._members) == 1:
+            return self._with_calls(self._members[0])
+        return self._shards.concurrency.merge([self._with_calls(each) for each in self._members], ahead)
+
+    async def _with_calls(self, member: OpenShard) -> AsyncGenerator[Given, None]:
+        with on_shard(member.name):
+            async with aclosing(self._opened[member.name].events_with_calls()) as events:
+                async for event in events:
+                    yield event
 
     def _divide(self, client: GatewayCalls, batch: t.Batch) -> None:
         for member in self._shards.members:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 from paceline import types as t
@@ -62,6 +63,24 @@ class OpenShardBatch(ShardBatch):
         """End unfinished samples and return how many they were; nothing can be added any more."""
         self._closed = True
         return await super().cancel(keep_partial=keep_partial)
+
+    def has(self, prompt_id: str) -> bool:
+        """Return True if a group was added here."""
+        return prompt_id in self._prompts
+
+    async def go_on(self, continuation: t.Continuation) -> None:
+        """Go on with a sample that has called a tool."""
+        await self._client.continue_samples(self._place.run_id, self._place.batch_id, [continuation])
+
+    async def events_with_calls(self) -> AsyncGenerator[tuple[Part, t.SampleEvent | t.SampleCall], None]:
+        """Iterate over the samples that were not read yet, and over tool calls, of which some come again."""
+        (part,) = self.parts
+        # Who opened it anew has had all calls.
+        stream = self._reading.stream_with_calls(whole=self.known)
+        async with aclosing(self._client.events(stream)) as events:
+            async for event in events:
+                part.read_samples += isinstance(event, t.SampleEvent)
+                yield part, event
 
     async def _add(self, groups: Sequence[t.Group]) -> int:
         try:

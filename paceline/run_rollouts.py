@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Self
+from typing import Any, Self
 
 from paceline import types as t
 from paceline.calls import GatewayCalls
 from paceline.errors import NotFoundError
 from paceline.open_batch import AsyncOpenBatch
 from paceline.rollout import AsyncRollout
+from paceline.sessions import AsyncSessions
 from paceline.shards import OpenShard
 from paceline.split import first_part
 from paceline.step_stats import StepStats
@@ -119,29 +120,74 @@ class RunRollouts:
         batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished samples
         whose first token is more than so many versions behind. The other parameters are those of `rollout`.
         """
-        if policy_version is None:
-            policy_version = await self.client.shards.version()
-        opened = AsyncOpenBatch(
-            self.client,
-            t.Batch(
-                run_id=self.run_id,
-                batch_id=self._name(step, policy_version),
-                step=step,
-                policy_version=policy_version,
-                groups=(),
-                sampling=sampling or t.SamplingParams(),
-                exactness=exactness or t.Exactness(),
-                run_seed=self._seed,
-                deadline=deadline,
-                priority=priority,
-                weight=weight,
-                max_staleness=max_staleness,
-                stale=stale,
-            ),
+        opened = await self._opened(
+            step,
+            sampling,
+            policy_version,
+            exactness=exactness or t.Exactness(),
+            deadline=deadline,
+            priority=priority,
+            weight=weight,
+            max_staleness=max_staleness,
+            stale=stale,
         )
-        await self._begin(opened)
         yield opened
         await opened.close()
+
+    @asynccontextmanager
+    async def sessions(
+        self,
+        step: int,
+        tools: t.ToolUse,
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        policy_version: int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        weight: int = 1,
+        max_staleness: int | None = None,
+    ) -> AsyncIterator[AsyncSessions]:
+        """Open a batch whose samples call tools; end what is unfinished of it when left.
+
+        An exception leaves it open, for a trainer that is restarted and begins the same sessions again. With
+        `max_staleness` they go on under versions that are pushed meanwhile, and end when they are further behind.
+        The other parameters are those of `rollout`; `max_tokens` counts what environments say, too.
+        """
+        opened = await self._opened(
+            step,
+            sampling,
+            policy_version,
+            exactness=exactness or t.Exactness(),
+            deadline=deadline,
+            priority=priority,
+            weight=weight,
+            max_staleness=max_staleness,
+            tools=tools,
+        )
+        sessions = AsyncSessions(opened)
+        yield sessions
+        await sessions.leave()
+
+    async def _opened(
+        self, step: int, sampling: t.SamplingParams | None, policy_version: int | None, **fields: Any
+    ) -> AsyncOpenBatch:
+        """Open a batch with these fields."""
+        if policy_version is None:
+            policy_version = await self.client.shards.version()
+        batch = t.Batch(
+            run_id=self.run_id,
+            batch_id=self._name(step, policy_version),
+            step=step,
+            policy_version=policy_version,
+            groups=(),
+            sampling=sampling or t.SamplingParams(),
+            run_seed=self._seed,
+            **fields,
+        )
+        opened = AsyncOpenBatch(self.client, batch)
+        await self._begin(opened)
+        return opened
 
     def _name(self, step: int, policy_version: int) -> str:
         """Return the id of the next batch of a step and version."""

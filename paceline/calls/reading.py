@@ -129,6 +129,30 @@ class BatchReading:
             renew=self.renew,
         )
 
+    def stream_with_calls(self, *, whole: bool) -> Stream[t.SampleEvent | t.SampleCall]:
+        """Return the stream from here on with tool calls; `whole` ones have all tokens so far."""
+
+        def request() -> rollout_pb2.StreamRolloutsRequest:
+            message = self.place.request()
+            message.whole_calls = whole
+            return message
+
+        def read(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleEvent | t.SampleCall]:
+            yield from self.place.read(answer)
+            yield from convert.sample_calls(answer)
+
+        place = self.place
+        return Stream(
+            "Rollout",
+            "StreamRollouts",
+            request,
+            read,
+            place.complete,
+            whole=place.whole,
+            begins_at_once=True,
+            renew=self.renew,
+        )
+
     async def renew(self, failure: errors.PacelineError) -> bool:
         """Submit the batch again, if the gateway has not its samples: the same ones come of the same seeds.
 

@@ -91,6 +91,18 @@ class RolloutCalls(Caller):
         request = rollout_pb2.CloseBatchRequest(run_id=run_id, batch_id=batch_id)
         return int((await self.call(Unary("Rollout", "CloseBatch", request))).total)
 
+    async def continue_samples(
+        self, run_id: str, batch_id: str, continuations: Iterable[t.Continuation]
+    ) -> int:
+        """Go on with samples that have called tools, all or none; return how many had not gone on so before.
+
+        The call may be repeated. Samples that have ended are passed over. FailedPreconditionError, reason
+        SAMPLE_NOT_CALLING: one is at another place. AlreadyExistsError: one went on with other tokens.
+        """
+        messages = [convert.continuation_to_proto(each) for each in continuations]
+        request = rollout_pb2.ContinueSamplesRequest(run_id=run_id, batch_id=batch_id, continuations=messages)
+        return int((await self.call(Unary("Rollout", "ContinueSamples", request))).continued)
+
     def post_ack(self, run_id: str, batch_id: str, cursor: int) -> None:
         """Acknowledge in the background. Without effect where it fails: the gateway keeps the samples longer."""
         request = rollout_pb2.AckRolloutsRequest(run_id=run_id, batch_id=batch_id, cursor=cursor)

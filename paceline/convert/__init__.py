@@ -16,6 +16,7 @@ from paceline.convert.rollouts import (
     sampling_to_proto,
     submitted,
 )
+from paceline.convert.sessions import continuation_to_proto, environment_spans, sample_calls, tools_to_proto
 from paceline.convert.weights import (
     collective_started,
     in_flight_to_proto,
@@ -33,8 +34,10 @@ __all__ = [
     "batch_status",
     "batch_to_proto",
     "collective_started",
+    "continuation_to_proto",
     "decision",
     "drafter",
+    "environment_spans",
     "exactness",
     "exactness_to_proto",
     "generate_events",
@@ -50,12 +53,14 @@ __all__ = [
     "opening_to_proto",
     "provenance",
     "sample",
+    "sample_calls",
     "sample_request_to_proto",
     "sampling_to_proto",
     "staged",
     "stream_started",
     "submitted",
     "target_to_proto",
+    "tools_to_proto",
     "update_finished",
     "update_started",
     "versions",

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from paceline import types as t
 from paceline.convert.enums import EnumPair
+from paceline.convert.sessions import environment_spans, tools_to_proto
 from paceline.times import duration, seconds_of
 from paceline.v1 import rollout_pb2, sample_pb2
 
@@ -87,6 +88,8 @@ def batch_to_proto(batch: t.Batch) -> rollout_pb2.SubmitRolloutsRequest:
         request.deadline.CopyFrom(duration(batch.deadline))
     if batch.max_staleness is not None:
         request.max_staleness, request.stale = batch.max_staleness, _STALE.number(batch.stale)
+    if batch.tools is not None:
+        request.tools.CopyFrom(tools_to_proto(batch.tools))
     return request
 
 
@@ -107,6 +110,8 @@ def opening_to_proto(batch: t.Batch) -> rollout_pb2.OpenBatchRequest:
         request.deadline.CopyFrom(duration(batch.deadline))
     if batch.max_staleness is not None:
         request.max_staleness, request.stale = batch.max_staleness, _STALE.number(batch.stale)
+    if batch.tools is not None:
+        request.tools.CopyFrom(tools_to_proto(batch.tools))
     return request
 
 
@@ -170,7 +175,14 @@ def provenance(message: sample_pb2.Provenance) -> t.Provenance:
         exactness=exactness(message.exactness),
         lossless=message.lossless,
         instance_spans=tuple(
-            t.InstanceSpan(s.instance_id, s.begin_token, s.end_token, seconds_of(s.begin), seconds_of(s.end))
+            t.InstanceSpan(
+                s.instance_id,
+                s.begin_token,
+                s.end_token,
+                seconds_of(s.begin),
+                seconds_of(s.end),
+                s.cached_context_tokens,
+            )
             for s in message.instance_spans
         ),
         queue_seconds=seconds_of(message.queue_time),
@@ -198,6 +210,8 @@ def sample(message: sample_pb2.Sample) -> t.Sample:
         top_token_ids=top_token_ids,
         top_logprobs=top_logprobs,
         prompt_logprobs=_prompt_logprobs(message) if message.HasField("prompt_logprobs") else None,
+        environment_spans=environment_spans(message.environment_spans),
+        calls=tuple(message.calls),
     )
 
 

@@ -32,6 +32,7 @@ from paceline.types.rollouts import (
 )
 from paceline.types.samples import (
     DraftSource,
+    EnvironmentSpan,
     FinishReason,
     InstanceSpan,
     Logprobs,
@@ -43,6 +44,7 @@ from paceline.types.samples import (
     TokenDelta,
     VersionSpan,
 )
+from paceline.types.sessions import Continuation, SampleCall, ToolUse, Turn
 from paceline.types.weights import (
     CollectiveStarted,
     InFlight,
@@ -59,9 +61,11 @@ __all__ = [
     "BatchHint",
     "BatchStatus",
     "CollectiveStarted",
+    "Continuation",
     "Decision",
     "DraftSource",
     "Drafter",
+    "EnvironmentSpan",
     "Exactness",
     "ExactnessLevel",
     "FinishReason",
@@ -81,6 +85,7 @@ __all__ = [
     "Reward",
     "RunEnded",
     "Sample",
+    "SampleCall",
     "SampleEvent",
     "SampleKey",
     "SampleRequest",
@@ -91,6 +96,8 @@ __all__ = [
     "Submitted",
     "TokenDelta",
     "TokenIds",
+    "ToolUse",
+    "Turn",
     "UpdateFinished",
     "UpdateStarted",
     "VersionSpan",

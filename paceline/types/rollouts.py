@@ -6,9 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from paceline.types.sessions import ToolUse
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -178,6 +182,8 @@ class Batch:
     """None: the samples are of `policy_version`, as above. Otherwise each begins under the version that is
     published then, and `stale` says what becomes of those that fall further behind."""
     stale: Stale = Stale.REFUSE
+    tools: ToolUse | None = None
+    """Set: its samples call tools."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    ABANDONED = "abandoned"
+    """It called a tool, and its environment gave nothing in time; the status is ABORTED."""
 
 
 class SampleStatus(StrEnum):
@@ -65,6 +67,16 @@ class InstanceSpan:
     begin: float
     """Seconds since the epoch, on the gateway's clock."""
     end: float
+    cached_context_tokens: int = 0
+    """Tokens of prompt and response before these whose KV the instance had; the others it computed first."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpan:
+    """Response tokens [begin, end) came from the sample's environment."""
+
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +155,18 @@ class Sample:
     sampled."""
     prompt_logprobs: PromptLogprobs | None = None
     """Of a sample that asks for them and has at least one token."""
+    environment_spans: tuple[EnvironmentSpan, ...] = ()
+    """Tokens of its environment, where it called tools; their log-probability is 0."""
+    calls: tuple[int, ...] = ()
+    """Response lengths at which it called."""
+
+    @property
+    def policy_mask(self) -> npt.NDArray[np.bool_]:
+        """[tokens], True for tokens that the policy sampled, False for those of the environment."""
+        mask = np.ones(len(self.token_ids), np.bool_)
+        for span in self.environment_spans:
+            mask[span.begin : span.end] = False
+        return mask
 
     @property
     def key(self) -> SampleKey:

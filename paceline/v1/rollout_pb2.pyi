@@ -36,7 +36,7 @@ class Group(_message.Message):
     def __init__(self, prompt_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[int] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ...) -> None: ...
 
 class SubmitRolloutsRequest(_message.Message):
-    __slots__ = ("run_id", "batch_id", "step", "policy_version", "groups", "sampling", "exactness", "run_seed", "deadline", "priority", "weight", "max_staleness", "stale")
+    __slots__ = ("run_id", "batch_id", "step", "policy_version", "groups", "sampling", "exactness", "run_seed", "deadline", "priority", "weight", "max_staleness", "stale", "tools")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class SubmitRolloutsRequest(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     batch_id: str
     step: int
@@ -63,7 +64,8 @@ class SubmitRolloutsRequest(_message.Message):
     weight: int
     max_staleness: int
     stale: Stale
-    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., weight: _Optional[int] = ..., max_staleness: _Optional[int] = ..., stale: _Optional[_Union[Stale, str]] = ...) -> None: ...
+    tools: _sample_pb2.ToolUse
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., weight: _Optional[int] = ..., max_staleness: _Optional[int] = ..., stale: _Optional[_Union[Stale, str]] = ..., tools: _Optional[_Union[_sample_pb2.ToolUse, _Mapping]] = ...) -> None: ...
 
 class SubmitRolloutsResponse(_message.Message):
     __slots__ = ("batch_id", "samples", "already_submitted")
@@ -76,7 +78,7 @@ class SubmitRolloutsResponse(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ..., samples: _Optional[int] = ..., already_submitted: bool = ...) -> None: ...
 
 class OpenBatchRequest(_message.Message):
-    __slots__ = ("run_id", "batch_id", "step", "policy_version", "sampling", "exactness", "run_seed", "deadline", "priority", "weight", "max_staleness", "stale")
+    __slots__ = ("run_id", "batch_id", "step", "policy_version", "sampling", "exactness", "run_seed", "deadline", "priority", "weight", "max_staleness", "stale", "tools")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +91,7 @@ class OpenBatchRequest(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     batch_id: str
     step: int
@@ -101,7 +104,8 @@ class OpenBatchRequest(_message.Message):
     weight: int
     max_staleness: int
     stale: Stale
-    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., weight: _Optional[int] = ..., max_staleness: _Optional[int] = ..., stale: _Optional[_Union[Stale, str]] = ...) -> None: ...
+    tools: _sample_pb2.ToolUse
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., weight: _Optional[int] = ..., max_staleness: _Optional[int] = ..., stale: _Optional[_Union[Stale, str]] = ..., tools: _Optional[_Union[_sample_pb2.ToolUse, _Mapping]] = ...) -> None: ...
 
 class OpenBatchResponse(_message.Message):
     __slots__ = ("batch_id", "already_opened")
@@ -145,17 +149,49 @@ class CloseBatchResponse(_message.Message):
     already_closed: bool
     def __init__(self, total: _Optional[int] = ..., already_closed: bool = ...) -> None: ...
 
+class ContinueSamplesRequest(_message.Message):
+    __slots__ = ("run_id", "batch_id", "continuations")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_id: str
+    continuations: _containers.RepeatedCompositeFieldContainer[Continuation]
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ...) -> None: ...
+
+class Continuation(_message.Message):
+    __slots__ = ("prompt_id", "slot", "position", "token_ids", "end")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    slot: int
+    position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    end: bool
+    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., end: bool = ...) -> None: ...
+
+class ContinueSamplesResponse(_message.Message):
+    __slots__ = ("continued",)
+    CONTINUED_FIELD_NUMBER: _ClassVar[int]
+    continued: int
+    def __init__(self, continued: _Optional[int] = ...) -> None: ...
+
 class StreamRolloutsRequest(_message.Message):
-    __slots__ = ("run_id", "batch_id", "cursor", "most_samples")
+    __slots__ = ("run_id", "batch_id", "cursor", "most_samples", "whole_calls")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     MOST_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_CALLS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     batch_id: str
     cursor: int
     most_samples: int
-    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., cursor: _Optional[int] = ..., most_samples: _Optional[int] = ...) -> None: ...
+    whole_calls: bool
+    def __init__(self, run_id: _Optional[str] = ..., batch_id: _Optional[str] = ..., cursor: _Optional[int] = ..., most_samples: _Optional[int] = ..., whole_calls: bool = ...) -> None: ...
 
 class AckRolloutsRequest(_message.Message):
     __slots__ = ("run_id", "batch_id", "cursor")
@@ -174,20 +210,42 @@ class AckRolloutsResponse(_message.Message):
     def __init__(self, trimmed: _Optional[int] = ...) -> None: ...
 
 class StreamRolloutsResponse(_message.Message):
-    __slots__ = ("cursor", "sample", "finished", "total", "earlier", "open")
+    __slots__ = ("cursor", "sample", "finished", "total", "earlier", "open", "calls")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     EARLIER_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     cursor: int
     sample: _sample_pb2.Sample
     finished: int
     total: int
     earlier: _containers.RepeatedCompositeFieldContainer[FinishedSample]
     open: bool
-    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[FinishedSample, _Mapping]]] = ..., open: bool = ...) -> None: ...
+    calls: _containers.RepeatedCompositeFieldContainer[SampleCall]
+    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[FinishedSample, _Mapping]]] = ..., open: bool = ..., calls: _Optional[_Iterable[_Union[SampleCall, _Mapping]]] = ...) -> None: ...
+
+class SampleCall(_message.Message):
+    __slots__ = ("prompt_id", "slot", "number", "begin", "token_ids", "logprobs", "version_spans", "environment_spans")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_SPANS_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    slot: int
+    number: int
+    begin: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    version_spans: _containers.RepeatedCompositeFieldContainer[_sample_pb2.VersionSpan]
+    environment_spans: _containers.RepeatedCompositeFieldContainer[_sample_pb2.EnvironmentSpan]
+    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[_sample_pb2.VersionSpan, _Mapping]]] = ..., environment_spans: _Optional[_Iterable[_Union[_sample_pb2.EnvironmentSpan, _Mapping]]] = ...) -> None: ...
 
 class FinishedSample(_message.Message):
     __slots__ = ("cursor", "sample")

@@ -57,6 +57,11 @@ class RolloutServiceStub(object):
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.CloseBatchRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.CloseBatchResponse.FromString,
                 _registered_method=True)
+        self.ContinueSamples = channel.unary_unary(
+                '/paceline.v1.RolloutService/ContinueSamples',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.ContinueSamplesRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.ContinueSamplesResponse.FromString,
+                _registered_method=True)
         self.StreamRollouts = channel.unary_stream(
                 '/paceline.v1.RolloutService/StreamRollouts',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.StreamRolloutsRequest.SerializeToString,
@@ -139,6 +144,16 @@ class RolloutServiceServicer(object):
 
     def CloseBatch(self, request, context):
         """Lets nothing be added any more, so that the batch ends with its last sample. May be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ContinueSamples(self, request, context):
+        """Goes on with samples that have called a tool, all of those named or none: with tokens of their environment, or with
+        their end. Idempotent: a sample that has these tokens already, or has ended, is passed over. Answered once the tokens
+        are safe. FAILED_PRECONDITION (SAMPLE_NOT_CALLING) where a sample is at another place, ALREADY_EXISTS where it went on
+        with other tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,6 +253,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.CloseBatch,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.CloseBatchRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.CloseBatchResponse.SerializeToString,
+            ),
+            'ContinueSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.ContinueSamples,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.ContinueSamplesRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.ContinueSamplesResponse.SerializeToString,
             ),
             'StreamRollouts': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamRollouts,
@@ -396,6 +416,33 @@ class RolloutService(object):
             '/paceline.v1.RolloutService/CloseBatch',
             paceline_dot_v1_dot_rollout__pb2.CloseBatchRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.CloseBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ContinueSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/ContinueSamples',
+            paceline_dot_v1_dot_rollout__pb2.ContinueSamplesRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.ContinueSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

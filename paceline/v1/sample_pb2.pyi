@@ -31,6 +31,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORTED: _ClassVar[FinishReason]
+    FINISH_REASON_ABANDONED: _ClassVar[FinishReason]
 
 class SampleStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -51,6 +52,7 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORTED: FinishReason
+FINISH_REASON_ABANDONED: FinishReason
 SAMPLE_STATUS_UNSPECIFIED: SampleStatus
 SAMPLE_STATUS_COMPLETED: SampleStatus
 SAMPLE_STATUS_TRUNCATED: SampleStatus
@@ -130,18 +132,40 @@ class DraftSource(_message.Message):
     def __init__(self, drafter: _Optional[str] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class InstanceSpan(_message.Message):
-    __slots__ = ("instance_id", "begin_token", "end_token", "begin", "end")
+    __slots__ = ("instance_id", "begin_token", "end_token", "begin", "end", "cached_context_tokens")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     BEGIN_TOKEN_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    CACHED_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     begin_token: int
     end_token: int
     begin: _timestamp_pb2.Timestamp
     end: _timestamp_pb2.Timestamp
-    def __init__(self, instance_id: _Optional[str] = ..., begin_token: _Optional[int] = ..., end_token: _Optional[int] = ..., begin: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    cached_context_tokens: int
+    def __init__(self, instance_id: _Optional[str] = ..., begin_token: _Optional[int] = ..., end_token: _Optional[int] = ..., begin: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., cached_context_tokens: _Optional[int] = ...) -> None: ...
+
+class EnvironmentSpan(_message.Message):
+    __slots__ = ("begin", "end")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    end: int
+    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class ToolUse(_message.Message):
+    __slots__ = ("call_token_ids", "call_strings", "max_calls", "max_wait")
+    CALL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CALL_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CALLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_FIELD_NUMBER: _ClassVar[int]
+    call_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    call_strings: _containers.RepeatedScalarFieldContainer[str]
+    max_calls: int
+    max_wait: _duration_pb2.Duration
+    def __init__(self, call_token_ids: _Optional[_Iterable[int]] = ..., call_strings: _Optional[_Iterable[str]] = ..., max_calls: _Optional[int] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Provenance(_message.Message):
     __slots__ = ("draft_sources", "drafted", "accepted", "decode_steps", "verify_steps", "reused_prefix", "migrations", "resubmissions", "exactness", "lossless", "instance_spans", "queue_time", "generation_time", "cached_tokens")
@@ -186,7 +210,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("prompt_id", "slot", "token_ids", "logprobs", "finish_reason", "status", "version_spans", "provenance", "seed", "error", "nonfinite_logprobs", "stop_string", "top_token_ids", "top_logprobs", "prompt_logprobs")
+    __slots__ = ("prompt_id", "slot", "token_ids", "logprobs", "finish_reason", "status", "version_spans", "provenance", "seed", "error", "nonfinite_logprobs", "stop_string", "top_token_ids", "top_logprobs", "prompt_logprobs", "environment_spans", "calls")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +226,8 @@ class Sample(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_SPANS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     slot: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -217,4 +243,6 @@ class Sample(_message.Message):
     top_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     prompt_logprobs: PromptLogprobs
-    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., status: _Optional[_Union[SampleStatus, str]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ..., nonfinite_logprobs: _Optional[_Iterable[int]] = ..., stop_string: _Optional[str] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    environment_spans: _containers.RepeatedCompositeFieldContainer[EnvironmentSpan]
+    calls: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., status: _Optional[_Union[SampleStatus, str]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ..., nonfinite_logprobs: _Optional[_Iterable[int]] = ..., stop_string: _Optional[str] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., environment_spans: _Optional[_Iterable[_Union[EnvironmentSpan, _Mapping]]] = ..., calls: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -23,6 +23,11 @@ class GatewayConfig(LeaderConfig):
     samples are generated all the same."""
     max_open_batch_samples: int = Field(65_536, ge=1)
     """Most samples of an open batch; beyond it AddSamples answers RESOURCE_EXHAUSTED."""
+    max_calls: int = Field(1024, ge=1)
+    """Most tool calls of a sample; a batch may have its samples make fewer."""
+    call_wait_seconds: float = Field(600.0, gt=0)
+    """A sample that has called a tool and gets nothing from its environment for so long ends as ABORTED, unless its
+    batch says how long it waits."""
     max_attempts: int = Field(16, ge=1)
     """A sample is FAILED after so many attempts in a row that brought no token."""
     room_factor: float = Field(1.25, gt=0)

@@ -52,6 +52,12 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         "outcome",
         values=("claimed", "by_prefix"),
     )
+    calls = counter("calls_total", "Tool calls of samples.")
+    call_seconds = histogram(
+        "call_seconds", "Waits of samples for their environments, from a call to its answer.", _SECONDS
+    )
+    abandoned_calls = counter("abandoned_calls_total", "Samples that waited too long for their environments.")
+    calling = gauge("calling_samples", "Samples that wait for their environments.")
     queued = gauge("queued_samples", "Samples waiting for an instance.")
     running = gauge("running_samples", "Samples on an instance.", "instance_id")
     queue_seconds = histogram("queue_seconds", "Samples from acceptance to placement.", _SECONDS)

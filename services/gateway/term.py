@@ -43,6 +43,7 @@ from services.gateway.rollouts.recovery import BatchRecovery
 from services.gateway.rollouts.reports import TrainerReports
 from services.gateway.rollouts.run_batches import RunBatches
 from services.gateway.rollouts.submissions import Submissions
+from services.gateway.rollouts.tool_calls import ToolCalls
 from services.platform.collection import collect_between
 from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.registry import Registry
@@ -138,7 +139,9 @@ class LeadershipTerm:
         lengths, timeout = self.estimator.lengths, config.coverage_timeout_seconds
         self._bubbles = BubbleLink(self.coordinator, hints, self.batches, lengths, book, timeout)
 
-        builder = BatchBuilder(config.max_batch_seconds, config.max_attempts)
+        builder = BatchBuilder(
+            config.max_batch_seconds, config.max_attempts, config.max_calls, config.call_wait_seconds
+        )
         intake = RolloutIntake(
             self.fleet,
             book,
@@ -156,6 +159,7 @@ class LeadershipTerm:
         )
         self.submissions = Submissions(intake, self.recovery, self.hinting, self._bubbles, self.open_batches)
         self.delivery = Delivery(intake, self.recovery, self.hinting)
+        self.tool_calls = ToolCalls(intake, self.recovery, metrics)
         self.runs = RunBatches(self.recovery, self.submissions, self.delivery, self.hinting)
         self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed, singles)
 
@@ -191,6 +195,7 @@ class LeadershipTerm:
             asyncio.create_task(self.updater.run(), name="updater"),
             asyncio.create_task(self._unlist(), name="unlist"),
             asyncio.create_task(self.open_batches.run(), name="open-batches"),
+            asyncio.create_task(self.tool_calls.run(), name="tool-calls"),
         ]
         optional = {
             "hints": self.hinting.run(),

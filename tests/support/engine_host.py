@@ -56,7 +56,8 @@ class Scenario:
 class Outcome:
     """What came out, by sample id; a prefix is not repeated in the tokens. `scheduled` counts rows of the model.
 
-    `outputs` counts pairs of a step and a sample that it gave tokens to; `began` is the step of its first ones.
+    `outputs` counts pairs of a step and a sample that it gave tokens to; `began` is the step of its first ones, and
+    `cached` counts the tokens of its context whose KV was there.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Outcome:
     scheduled: int = 0
     outputs: int = 0
     began: dict[str, int] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
 
 
 class EngineHost(EngineProcess):
@@ -233,6 +235,8 @@ class _Run:
             found.outputs += 1
             self._reuse.learn(step)
             found.began.setdefault(sample_id, found.steps)
+            if step.cached_context is not None:
+                found.cached.setdefault(sample_id, step.cached_context)
             found.tokens[sample_id] += step.token_ids
             found.logprobs[sample_id] += step.logprobs
             found.top_token_ids.setdefault(sample_id, []).extend(step.top_token_ids)

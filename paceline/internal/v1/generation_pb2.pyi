@@ -14,7 +14,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkItem(_message.Message):
-    __slots__ = ("handle", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "seed", "policy_version", "reference_token_ids", "prompt_id", "run_id", "slot", "step", "trace_parent", "streamed")
+    __slots__ = ("handle", "prompt_token_ids", "prefix_token_ids", "sampling", "exactness", "seed", "policy_version", "reference_token_ids", "prompt_id", "run_id", "slot", "step", "trace_parent", "streamed", "environment_last")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class WorkItem(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     STREAMED_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_LAST_FIELD_NUMBER: _ClassVar[int]
     handle: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -43,7 +44,8 @@ class WorkItem(_message.Message):
     step: int
     trace_parent: str
     streamed: bool
-    def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., reference_token_ids: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ..., run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., trace_parent: _Optional[str] = ..., streamed: bool = ...) -> None: ...
+    environment_last: bool
+    def __init__(self, handle: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., seed: _Optional[int] = ..., policy_version: _Optional[int] = ..., reference_token_ids: _Optional[_Iterable[int]] = ..., prompt_id: _Optional[str] = ..., run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., trace_parent: _Optional[str] = ..., streamed: bool = ..., environment_last: bool = ...) -> None: ...
 
 class WorkRequest(_message.Message):
     __slots__ = ("start", "abort", "claim", "report_interval")
@@ -86,7 +88,7 @@ class Delta(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[_sample_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_time", "generation_time", "reused_prefix", "cached_tokens", "resume_on", "stop_string")
+    __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_time", "generation_time", "reused_prefix", "cached_tokens", "resume_on", "stop_string", "cached_context_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +100,7 @@ class Finished(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESUME_ON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    CACHED_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     finish_reason: _sample_pb2.FinishReason
     draft_sources: _containers.RepeatedCompositeFieldContainer[_sample_pb2.DraftSource]
@@ -109,7 +112,8 @@ class Finished(_message.Message):
     cached_tokens: int
     resume_on: str
     stop_string: str
-    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generation_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reused_prefix: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., resume_on: _Optional[str] = ..., stop_string: _Optional[str] = ...) -> None: ...
+    cached_context_tokens: int
+    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., draft_sources: _Optional[_Iterable[_Union[_sample_pb2.DraftSource, _Mapping]]] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generation_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reused_prefix: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., resume_on: _Optional[str] = ..., stop_string: _Optional[str] = ..., cached_context_tokens: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("handle", "code", "message", "field")

@@ -1,3 +1,4 @@
+from paceline.v1 import rollout_pb2 as _rollout_pb2
 from paceline.v1 import sample_pb2 as _sample_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -8,20 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SerializedEvent(_message.Message):
-    __slots__ = ("cursor", "sample", "finished", "total", "earlier", "open")
+    __slots__ = ("cursor", "sample", "finished", "total", "earlier", "open", "calls")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     EARLIER_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     cursor: int
     sample: bytes
     finished: int
     total: int
     earlier: _containers.RepeatedCompositeFieldContainer[SerializedSample]
     open: bool
-    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[bytes] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[SerializedSample, _Mapping]]] = ..., open: bool = ...) -> None: ...
+    calls: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.SampleCall]
+    def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[bytes] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[SerializedSample, _Mapping]]] = ..., open: bool = ..., calls: _Optional[_Iterable[_Union[_rollout_pb2.SampleCall, _Mapping]]] = ...) -> None: ...
 
 class SerializedSample(_message.Message):
     __slots__ = ("cursor", "sample")

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Sequence
 
 from paceline.errors import Violation
@@ -9,6 +10,8 @@ from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2, rollout_pb2, sample_pb2
 from services.contracts.sampling import ModelLimits, check_lengths, check_sampling, check_tokens, resolve
 from services.gateway.batches.adaptive_lenience import CEILING, FLOOR
+from services.gateway.batches.call_checks import check_beside_calls, check_tools
+from services.gateway.batches.calls import with_calls
 
 _BATCH_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -31,18 +34,27 @@ def check_names(run_id: str, batch_id: str) -> list[Violation]:
 
 
 def check_submit(
-    request: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits, *, opens: bool = False
+    request: rollout_pb2.SubmitRolloutsRequest,
+    limits: ModelLimits,
+    *,
+    opens: bool = False,
+    most_calls: int = sys.maxsize,
 ) -> list[Violation]:
-    """Return the violations in a batch of groups; one that is opened has none yet."""
+    """Return the violations in a batch of groups; one that is opened has none yet.
+
+    `most_calls`: most tool calls that a sample may be allowed.
+    """
     violations = check_names(request.run_id, request.batch_id)
     violations += check_exactness(request.exactness)
-    violations += check_sampling(resolve(request.sampling), limits, "sampling")
+    tools = check_tools(request, limits, most_calls) if request.HasField("tools") else []
+    sampling = request.sampling if tools else with_calls(request.sampling, request.tools)
+    violations += [*check_sampling(resolve(sampling), limits, "sampling"), *tools]
     in_time = not request.HasField("deadline") or seconds_of(request.deadline) > 0
     violations += _unless(in_time, "deadline", "must be above 0; leave it unset for the gateway's limit")
     violations += _check_stale(request)
     if opens:
         return violations
-    return violations + check_groups(request.groups, request.sampling, limits)
+    return violations + check_groups(request.groups, request, limits)
 
 
 def as_submission(request: rollout_pb2.OpenBatchRequest) -> rollout_pb2.SubmitRolloutsRequest:
@@ -60,17 +72,18 @@ def as_submission(request: rollout_pb2.OpenBatchRequest) -> rollout_pb2.SubmitRo
         weight=request.weight,
         max_staleness=request.max_staleness if request.HasField("max_staleness") else None,
         stale=request.stale,
+        tools=request.tools if request.HasField("tools") else None,
     )
 
 
 def check_groups(
-    groups: Sequence[rollout_pb2.Group], default: sample_pb2.SamplingParams, limits: ModelLimits
+    groups: Sequence[rollout_pb2.Group], batch: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits
 ) -> list[Violation]:
-    """Return the violations in groups, which have the sampling parameters `default` unless they have their own."""
+    """Return the violations in groups of a batch, whose parameters they have unless they have their own."""
     violations = _unless(bool(groups), "groups", "is empty; a batch has at least one group")
     seen: dict[str, int] = {}
     for number, group in enumerate(groups):
-        violations += _check_group(group, default, f"groups[{number}]", limits)
+        violations += _check_group(group, batch, f"groups[{number}]", limits)
         first = seen.setdefault(group.prompt_id, number)
         found = f"is {group.prompt_id!r}, as groups[{first}]; prompt ids are unique in a batch"
         violations += _unless(first == number, f"groups[{number}].prompt_id", found)
@@ -195,14 +208,16 @@ def _check_stale(request: rollout_pb2.SubmitRolloutsRequest) -> list[Violation]:
 
 
 def _check_group(
-    group: rollout_pb2.Group, default: sample_pb2.SamplingParams, field: str, limits: ModelLimits
+    group: rollout_pb2.Group, batch: rollout_pb2.SubmitRolloutsRequest, field: str, limits: ModelLimits
 ) -> list[Violation]:
     violations = _check_prompt(group.prompt_id, f"{field}.prompt_id")
     violations += _unless(group.samples >= 1, f"{field}.samples", f"is {group.samples}; must be at least 1")
     own = group.HasField("sampling")
-    sampling = resolve(group.sampling if own else default)
+    sampling = resolve(with_calls(group.sampling, batch.tools) if own else batch.sampling)
     if own:
         violations += check_sampling(sampling, limits, f"{field}.sampling")
+        if batch.HasField("tools"):
+            violations += check_beside_calls(group.sampling, batch.tools, f"{field}.sampling")
     violations += check_tokens(group.prompt_token_ids, limits, f"{field}.prompt_token_ids")
     violations += check_lengths(len(group.prompt_token_ids), 0, sampling, limits, f"{field}.prompt_token_ids")
     return violations

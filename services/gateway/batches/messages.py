@@ -12,6 +12,7 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKey
 from services.contracts.seeds import sample_seed
 from services.gateway.batches.adaptive_lenience import FLOOR
+from services.gateway.batches.calls import CallRules, with_calls
 from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import GatewaySample, SampleEnding
@@ -46,6 +47,10 @@ class BatchBuilder:
     """Longest deadline of a batch."""
     max_attempts: int
     """Fruitless attempts in a row that make a sample FAILED."""
+    max_calls: int = 1024
+    """Most tool calls of a sample."""
+    call_wait_seconds: float = 600.0
+    """Longest wait of a sample for its environment, where its batch names none."""
 
     def from_submission(
         self,
@@ -67,6 +72,8 @@ class BatchBuilder:
         if request.HasField("max_staleness"):
             batch.max_staleness = request.max_staleness
             batch.regenerates = request.stale == rollout_pb2.STALE_REGENERATE
+        if request.HasField("tools"):
+            batch.tools = CallRules.of(request.tools, self.max_calls, self.call_wait_seconds)
         batch.groups, batch.samples = grown(request, request.groups, batch.exactness)
         return batch
 
@@ -136,12 +143,13 @@ def grown(
     first_sample: int = 0,
 ) -> tuple[list[BatchGroup], list[GatewaySample]]:
     """Return groups of a batch and their samples, after so many that it has."""
+    default = with_calls(request.sampling, request.tools)
     firsts = accumulate((group.samples for group in groups), initial=first_sample)
     made = [
         BatchGroup(
             group.prompt_id,
             group.prompt_token_ids,
-            group.sampling if group.HasField("sampling") else request.sampling,
+            with_calls(group.sampling, request.tools) if group.HasField("sampling") else default,
             group.expected_tokens,
             first=first,
             count=group.samples,
@@ -179,6 +187,7 @@ def work_item(
         streamed=streamed,
     )
     item.prefix_token_ids.extend(sample.tokens)
+    item.environment_last = sample.ends_with_environment
     if sample.prompt_logprobs is not None:
         item.sampling.ClearField("prompt_logprobs")
     return item
@@ -236,6 +245,7 @@ def _fill(
                 end_token=span.end_token,
                 begin=timestamp(span.begin),
                 end=timestamp(span.end),
+                cached_context_tokens=span.cached_context,
             )
     provenance.queue_time.CopyFrom(duration(max(0.0, first - batch.accepted_at)))
     provenance.generation_time.CopyFrom(duration(ending.at - first))

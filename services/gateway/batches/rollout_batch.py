@@ -6,6 +6,7 @@ Pure: times are passed in (unix seconds), nothing is sent or stored here. One sa
        ^___________________|   instance lost, item refused, or handed over
 
     ASSIGNED(instance, attempt) -> ASSIGNED(another instance, next attempt)   moved with its KV
+    ASSIGNED(instance, attempt) -> CALLING -> WAITING or ENDED                a tool call, and its answer
 
 Each assignment is a new attempt; events of an earlier attempt are ignored, whoever sends them. A sample
 that continues elsewhere does so from the tokens that it has, less the last one: that one is sampled again
@@ -13,7 +14,7 @@ that continues elsewhere does so from the tokens that it has, less the last one:
 which nobody else can know for the model's own end-of-sequence token. Instances report in checkpoints: what a
 lost one had not reported is generated again, and for EXACT samples is the same. A LENIENT sample continues
 likewise, but nothing more is taken from its cached rollout: the token that is sampled again, and all after it,
-are the policy's own.
+are the policy's own. What a sample has when it calls, and what its environment gives, is not sampled again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import sample_pb2
 from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.calls import CallRules, environment_likeliest
 from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.sample import (
     EventEffect,
@@ -38,6 +40,7 @@ _STATUS = {
     sample_pb2.FINISH_REASON_STOP: sample_pb2.SAMPLE_STATUS_COMPLETED,
     sample_pb2.FINISH_REASON_LENGTH: sample_pb2.SAMPLE_STATUS_TRUNCATED,
     sample_pb2.FINISH_REASON_ABORTED: sample_pb2.SAMPLE_STATUS_ABORTED,
+    sample_pb2.FINISH_REASON_ABANDONED: sample_pb2.SAMPLE_STATUS_ABORTED,
 }
 
 
@@ -80,6 +83,8 @@ class RolloutBatch:
     open: bool = False
     max_staleness: int | None = None
     regenerates: bool = False
+    # Where its samples call tools.
+    tools: CallRules | None = None
     current_version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,9 +168,35 @@ class RolloutBatch:
         if report.finish_reason not in (sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH):
             return self._release(sample, now, resubmission=True, blameless=bool(report.resume_on))
         sample.spans[-1].end = now
-        return self._end(
-            sample, report.finish_reason, _STATUS[report.finish_reason], now, "", report.stop_string
-        )
+        reason, tools = report.finish_reason, self.tools
+        stopped = reason == sample_pb2.FINISH_REASON_STOP and len(sample.tokens) > 0
+        if tools is not None and stopped and tools.is_call(sample.tokens[-1], report.stop_string):
+            if len(sample.calls) < tools.most:
+                sample.phase = SamplePhase.CALLING
+                sample.calls.append(len(sample.tokens))
+                self.unjournaled.add(index)
+                return EventEffect.CALLING
+            reason = sample_pb2.FINISH_REASON_LENGTH
+        return self._end(sample, reason, _STATUS[reason], now, "", report.stop_string)
+
+    def answer(self, index: int, tokens: Sequence[int]) -> None:
+        """Append what the environment gives to a calling sample, which waits for an instance then."""
+        sample, before = self.samples[index], self.samples[index].entries
+        assert sample.phase is SamplePhase.CALLING, f"sample {index} is {sample.phase}"
+        begin, each = len(sample.tokens), self.group_of(index).sampling.top_logprobs
+        top = Likeliest(*environment_likeliest(tokens, each))
+        # It was given rather than sampled: its log-probability is 0.
+        sample.append(tokens, [0.0] * len(tokens), sample.versions[-1][1], top)
+        sample.environment.append((begin, len(sample.tokens)))
+        self.held_tokens += sample.entries - before
+        sample.phase, sample.fruitless = SamplePhase.WAITING, 0
+        self.unjournaled.add(index)
+
+    def end_call(self, index: int, reason: sample_pb2.FinishReason, now: float) -> EventEffect:
+        """End a calling sample as it is."""
+        sample = self.samples[index]
+        assert sample.phase is SamplePhase.CALLING, f"sample {index} is {sample.phase}"
+        return self._end(sample, reason, _STATUS[reason], now)
 
     def lost(self, index: int, attempt: int, now: float) -> EventEffect:
         """Record that the instance was lost: the sample waits again, with the tokens that it has."""
@@ -225,12 +256,16 @@ class RolloutBatch:
         return self._end(sample, reason, _STATUS[reason], now)
 
     def restore(self, index: int, journaled: sample_pb2.Sample, chunks: int) -> None:
-        """Restore the tokens of a waiting sample from its chunks in the journal; none is the sample's last."""
+        """Restore the tokens of a waiting sample from its chunks in the journal: all that are not sampled again."""
         sample, count = self.samples[index], len(journaled.token_ids)
         for span in journaled.version_spans:
             sample.stamp(span.begin, span.policy_version)
         top = Likeliest(journaled.top_token_ids, journaled.top_logprobs)
         sample.append(journaled.token_ids, journaled.logprobs, sample.versions[-1][1], top)
+        sample.calls.extend(journaled.calls)
+        sample.environment.extend((span.begin, span.end) for span in journaled.environment_spans)
+        if sample.calls and sample.calls[-1] == count:
+            sample.phase = SamplePhase.CALLING
         self.held_tokens += sample.entries
         sample.journaled, sample.chunks = count, chunks
         sample.resubmissions += 1

@@ -25,6 +25,8 @@ class SamplePhase(enum.Enum):
 
     WAITING = "waiting"
     ASSIGNED = "assigned"
+    # It has called a tool, and waits for tokens of its environment.
+    CALLING = "calling"
     ENDED = "ended"
 
 
@@ -35,18 +37,23 @@ class EventEffect(enum.Enum):
     IGNORED = "ignored"
     # Back in the queue.
     WAITING = "waiting"
+    CALLING = "calling"
     ENDED = "ended"
 
 
 @dataclass(slots=True)
 class GenerationSpan:
-    """Response tokens [begin_token, end_token) and the instance that generated them, with unix seconds."""
+    """Response tokens [begin_token, end_token) and the instance that generated them, with unix seconds.
+
+    Of the tokens before, it had the KV of the first `cached_context`, those of the prompt included.
+    """
 
     instance_id: str
     begin_token: int
     end_token: int
     begin: float
     end: float
+    cached_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,9 @@ class GatewaySample:
     spans: list[GenerationSpan] = field(default_factory=list)
     # Policy versions that sampled the tokens: each with its first token, in order.
     versions: list[tuple[int, int]] = field(default_factory=list)
+    # Lengths of the response at which it called a tool, and [begin, end) of the tokens that its environment gave.
+    calls: list[int] = field(default_factory=list)
+    environment: list[tuple[int, int]] = field(default_factory=list)
     resubmissions: int = 0
     # Attempts in a row that brought no token.
     fruitless: int = 0
@@ -178,6 +188,30 @@ class GatewaySample:
         )
 
     @property
+    def ends_with_environment(self) -> bool:
+        """True if the last token came from the sample's environment."""
+        return bool(self.environment) and self.environment[-1][1] == len(self.tokens)
+
+    @property
+    def settled(self) -> int:
+        """Number of the first tokens that no later attempt samples again."""
+        have = len(self.tokens)
+        return have if self.phase is SamplePhase.CALLING or self.ends_with_environment else max(0, have - 1)
+
+    def turns(self, begin: int = 0, end: int | None = None) -> bytes:
+        """Return the calls in the tokens [begin, end), and what the environment gave, as fields of a Sample."""
+        if not self.calls:
+            return b""
+        last = len(self.tokens) if end is None else end
+        given = [
+            sample_pb2.EnvironmentSpan(begin=first, end=behind)
+            for first, behind in self.environment
+            if begin <= first and behind <= last
+        ]
+        calls = [length for length in self.calls if begin < length <= last]
+        return sample_pb2.Sample(environment_spans=given, calls=calls).SerializeToString()
+
+    @property
     def reuse(self) -> tuple[int, int]:
         """Length of the cached rollout, and the number of the sample's first tokens that equal it.
 
@@ -205,7 +239,7 @@ class GatewaySample:
     def forget_tokens(self) -> None:
         """Drop all tokens."""
         del self.tokens[:], self.logprobs[:], self.verified[:], self.versions[:]
-        del self.top_tokens[:], self.top_logprobs[:]
+        del self.top_tokens[:], self.top_logprobs[:], self.calls[:], self.environment[:]
         self.prompt_logprobs = None
         self.journaled = self.chunks = 0
 
@@ -228,6 +262,8 @@ class GatewaySample:
         """Add an instance's counts of steps and drafts."""
         if self.begun_at:
             self.first_step_at = self.begun_at + seconds_of(report.queue_time)
+        if self.spans:
+            self.spans[-1].cached_context = report.cached_context_tokens
         self.decode_steps += report.decode_steps
         self.verify_steps += report.verify_steps
         for source in report.draft_sources:

@@ -16,6 +16,7 @@ from functools import partial
 
 import structlog
 
+from paceline.v1 import sample_pb2
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.rollout_batch import RolloutBatch
@@ -137,6 +138,41 @@ class Dispatcher:
         else:
             running.notify_soon(self.batches.delivery_interval)
 
+    def extended(self, key: BatchKey, tokens: Iterable[tuple[int, float]]) -> None:
+        """Let calls be told, and answers to them be acknowledged: the journal has so many tokens of samples."""
+        running = self.batches.by_key.get(key)
+        if running is None or running.batch.tools is None:
+            return
+        told, now = len(running.calls), time.monotonic()
+        for index, count in tokens:
+            sample = running.batch.samples[index]
+            running.safe(index, count)
+            if sample.phase is SamplePhase.CALLING and count == len(sample.tokens):
+                running.calls.add(index, now)
+        if len(running.calls) > told:
+            running.notify_soon(self.batches.delivery_interval)
+
+    def answer(self, running: RunningBatch, index: int, tokens: Sequence[int]) -> asyncio.Future[None]:
+        """Let a calling sample go on with tokens of its environment; the result is there once they are safe."""
+        since = running.calls.discard(index)
+        if since is not None:
+            self.metrics.call_seconds.observe(time.monotonic() - since)
+        running.batch.answer(index, tokens)
+        safe = running.wait_safe(index)
+        self.placer.enqueue(running, index)
+        self.settlement.save(running)
+        self.placer.pump_soon()
+        return safe
+
+    def end_call(
+        self, running: RunningBatch, index: int, reason: sample_pb2.FinishReason
+    ) -> asyncio.Future[None]:
+        """End a calling sample as it is; the result is there once that is safe."""
+        safe = running.wait_safe(index)
+        self.settlement.settle(running, index, running.batch.end_call(index, reason, time.time()))
+        self.settlement.save(running)
+        return safe
+
     def reopen(self, key: BatchKey, indexes: list[int]) -> None:
         """Generate samples that had ended again, from their seeds, because the journal has lost them."""
         running = self.batches.by_key.get(key)
@@ -201,10 +237,16 @@ class Dispatcher:
         self.settlement.settle(running, index, running.batch.renew(index))
 
     def _enqueue(self, running: RunningBatch, indexes: Iterable[int]) -> Steps:
+        now = time.monotonic()
         for index in indexes:
             if running.dropped:
                 return
             sample = running.batch.samples[index]
+            if sample.phase is SamplePhase.CALLING:
+                if sample.cancelled:
+                    self._abort(running, index)
+                else:
+                    running.calls.add(index, now)
             if sample.phase is SamplePhase.WAITING:
                 if sample.cancelled:
                     self._abort(running, sample.index)

@@ -131,6 +131,17 @@ class InstancePool:
                 best, rank = slots, _rank(slots, prompt)
         return best
 
+    def at_home(self, version: int, home: str, spared: float) -> InstanceSlots | None:
+        """Return the instance that has the KV of a sample; None if another is better or it has no room.
+
+        It may have `spared` more tokens to generate than the least loaded one.
+        """
+        least, slots = self.least(version), self._instances.get(home)
+        if least is None or slots is None or slots.room < 1 or slots.policy_version != version:
+            return None
+        near = slots.load <= least.load + spared
+        return slots if near and self._is_open(slots) else None
+
     def least(self, version: int) -> InstanceSlots | None:
         """Return the least loaded instance with room, by name if there are several."""
         heap = self._heaps.get(version, [])

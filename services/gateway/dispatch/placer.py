@@ -59,18 +59,22 @@ class Placer:
     def enqueue(self, running: RunningBatch, index: int) -> None:
         """Let a sample wait, or move it to the place of its new prediction."""
         batch, run_id = running.batch, running.batch.key[0]
+        sample, group = batch.samples[index], batch.group_of(index)
         predicted = self.estimator.remaining(batch, index)
         running.left.set(index, predicted, waiting=True)
         self._queue.push(
             WaitingSample(
                 ref=(running, index),
-                prompt=(run_id, batch.group_of(index).prompt_id),
+                prompt=(run_id, group.prompt_id),
                 policy_version=batch.current_version,
                 predicted=predicted,
                 order=running.order + index,
                 run=run_id,
                 priority=batch.priority,
                 weight=batch.weight,
+                # Of a sample that has called a tool.
+                home=sample.instance_id,
+                context=len(group.prompt_token_ids) + len(sample.tokens),
             )
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.contracts.errors import ResourceExhausted
 from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.calls import WaitingCalls
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.dispatch.work_link import Attempt, WorkLink
 from services.gateway.metrics import GatewayMetrics
@@ -89,6 +90,10 @@ class RunningBatch:
     # Sample index -> its link and its handle there.
     places: dict[int, tuple[WorkLink, int]] = field(default_factory=dict)
     left: WorkLeft = field(default_factory=WorkLeft)
+    # Samples whose tool calls the journal has, and for whose environments they wait.
+    calls: WaitingCalls = field(default_factory=WaitingCalls)
+    # Sample index -> tokens that the journal is to have of it, and what waits for that.
+    unsafe: dict[int, tuple[int, asyncio.Future[None]]] = field(default_factory=dict)
     # Nobody works on it any more.
     dropped: bool = False
     # Streams that wait for its samples, and the monotonic time at which a trainer last had to do with it.
@@ -125,6 +130,24 @@ class RunningBatch:
             self.readers -= 1
             self.used_at = time.monotonic()
 
+    def wait_safe(self, index: int) -> asyncio.Future[None]:
+        """Return what is done once the journal has all tokens that the sample has now, or its end.
+
+        It is cancelled with the batch.
+        """
+        known = self.unsafe.get(index)
+        waits = asyncio.get_running_loop().create_future() if known is None else known[1]
+        self.unsafe[index] = (len(self.batch.samples[index].tokens), waits)
+        return waits
+
+    def safe(self, index: int, tokens: float) -> None:
+        """Record that the journal has so many tokens of a sample; inf: its end."""
+        wanted, waits = self.unsafe.get(index, (math.inf, None))
+        if waits is not None and tokens >= wanted:
+            del self.unsafe[index]
+            if not waits.done():
+                waits.set_result(None)
+
     def call_later(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
         """Do something after a time, unless the timers are stopped before."""
         number = next(self._timer_numbers)
@@ -148,10 +171,13 @@ class RunningBatch:
         self.changed.notify()
 
     def stop_timers(self) -> None:
-        """Cancel the deadline and all other timers."""
+        """Cancel the deadline, all other timers, and what waits for the journal."""
         for timer in self.timers.values():
             timer.cancel()
         self.timers.clear()
+        for _, waits in self.unsafe.values():
+            waits.cancel()
+        self.unsafe.clear()
 
 
 # A sample of a batch in work, by its index.
@@ -183,6 +209,7 @@ class ActiveBatches:
         self._max_token_bytes = max_token_bytes
         # Bytes of these tokens, and the time of that count.
         self._token_bytes, self._counted_at = 0, -math.inf
+        metrics.calling.set_function(lambda: sum(len(running.calls) for running in self.by_key.values()))
         metrics.unfinished_tokens.set_function(lambda: self.token_bytes() / max_token_bytes)
 
     def add(self, running: RunningBatch) -> None:

@@ -166,11 +166,16 @@ class Settlement:
         if effect is EventEffect.IGNORED:
             return
         running.places.pop(index, None)
+        running.calls.discard(index)
         self.batches.progress.set()
         if effect is EventEffect.WAITING:
             self.placer.enqueue(running, index)
             if cause:
                 self.metrics.resubmissions.labels(cause).inc()
+            return
+        if effect is EventEffect.CALLING:
+            running.left.end(index)
+            self.metrics.calls.inc()
             return
         self.batches.unfinished -= 1
         running.left.end(index)

@@ -4,12 +4,14 @@ Pure: no clock, no I/O. Binding is late: samples that fit on no instance wait he
 instance is free when its turn comes. Higher priorities go first. The runs of one priority share by weight, in
 predicted tokens (start-time fair queuing: Goyal, Vin and Cheng, 1997): the next sample is of the run that has
 had least for its weight, and a run gains nothing by having waited for nothing. Of one run the longest predicted
-sample goes first (longest-processing-time-first scheduling).
+sample goes first (longest-processing-time-first scheduling), after those that an instance has the KV of: what is
+begun is ended before more is begun, and before that KV is gone.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -23,7 +25,8 @@ Ref = TypeVar("Ref", bound=Hashable)
 class WaitingSample(Generic[Ref]):
     """Sample without an instance. `predicted` is in tokens still to come; `order` breaks ties.
 
-    `weight` is that of its run, which holds for all samples of the run in its priority.
+    `weight` is that of its run, which holds for all samples of the run in its priority. The instance `home`, if
+    any, has the KV of its `context`, in tokens.
     """
 
     ref: Ref
@@ -34,6 +37,8 @@ class WaitingSample(Generic[Ref]):
     run: str = ""
     priority: int = 0
     weight: int = 1
+    home: str = ""
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,8 @@ class WaitingQueue(Generic[Ref]):
         self._stamp += 1
         share.waiting += 1
         self._entries[waiting.ref] = (self._stamp, waiting, share)
-        heapq.heappush(share.heap, (-waiting.predicted, waiting.order, self._stamp, waiting.ref))
+        rank = -math.inf if waiting.home else -waiting.predicted
+        heapq.heappush(share.heap, (rank, waiting.order, self._stamp, waiting.ref))
         if len(share.heap) > 4 * share.waiting + 64:
             share.heap = [each for each in share.heap if self._is_valid(each)]
             heapq.heapify(share.heap)
@@ -121,7 +127,9 @@ class WaitingQueue(Generic[Ref]):
             waiting = self._pop(version)
             if waiting is None:
                 continue
-            chosen = pool.choose(version, waiting.prompt, waiting.predicted, slack)
+            spared = slack * waiting.predicted + waiting.context
+            chosen = pool.at_home(version, waiting.home, spared) if waiting.home else None
+            chosen = chosen or pool.choose(version, waiting.prompt, waiting.predicted, slack)
             assert chosen is not None, "the least loaded instance has room"
             chosen.take(waiting.prompt, waiting.predicted)
             return Placement(waiting, chosen.instance_id)
@@ -145,7 +153,8 @@ class WaitingQueue(Generic[Ref]):
             waiting = self._pop_longest(share)
             if waiting is not None:
                 level.clock = had
-                share.had = had + waiting.predicted / share.weight
+                # All that a sample needs is counted when it begins.
+                share.had = had + (0.0 if waiting.home else waiting.predicted / share.weight)
                 heapq.heapreplace(level.turns, (share.had, run))
                 return waiting
             heapq.heappop(level.turns)

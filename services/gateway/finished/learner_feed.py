@@ -173,7 +173,7 @@ def sample_of(batch: RolloutBatch, ending: SampleEnding) -> FedSample | None:
         batch=(run_id, batch.rewarded_as or batch_id),
         prompt_id=group.prompt_id,
         slot=state.slot,
-        seed=state.seed if _is_plain(group.sampling) else None,
+        seed=state.seed if _is_plain(group.sampling) and not state.environment else None,
         policy_version=state.versions[0][1],
         prompt=tuple(group.prompt_token_ids),
         response=tuple(state.tokens),

@@ -71,7 +71,8 @@ class JournalWrite:
 def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> JournalWrite:
     """Take what the journal does not have out of a batch, up to the size of one write.
 
-    Of unfinished samples it takes those with `least_tokens` new tokens or more. The tokens of ended samples are
+    Of unfinished samples it takes those with `least_tokens` new tokens or more, and all that call a tool or were
+    given tokens by their environment, for which somebody waits. The tokens of ended samples are
     then in the record only. Must not be called again before the write is settled by `settle` or `undo`.
     """
     write = JournalWrite(batch.key, record.stored, record.repairing)
@@ -81,11 +82,10 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
     while batch.unjournaled and not write.is_full:
         index = batch.unjournaled.pop()
         state = batch.samples[index]
-        # Without the last token, which may be sampled again.
-        begin, end = state.journaled, len(state.tokens) - 1
-        if end - begin >= least_tokens:
-            spans = state.version_spans(begin, end)
-            payload = pack(state.part(begin, end), spans)
+        # Mostly without the last token, which may be sampled again.
+        begin, end = state.journaled, state.settled
+        if end - begin >= (1 if end == len(state.tokens) else least_tokens):
+            payload = pack(state.part(begin, end), state.version_spans(begin, end)) + state.turns(begin, end)
             write.extensions.append(TokenChunk(index, state.chunks, begin, end, payload))
             state.journaled, state.chunks = end, state.chunks + 1
             write.count(len(payload))
@@ -142,6 +142,6 @@ def _serialised(batch: RolloutBatch, ending: SampleEnding) -> tuple[bytes, Head]
     """Return a sample that has ended, in which what the journal has comes first."""
     state = batch.samples[ending.index]
     begin = state.journaled if state.chunks else 0
-    chunks = pack(state.part(0, begin), state.version_spans(0, begin))
-    rest = pack(state.part(begin)) + sample_fields(batch, ending).SerializeToString()
+    chunks = pack(state.part(0, begin), state.version_spans(0, begin)) + state.turns(0, begin)
+    rest = pack(state.part(begin)) + state.turns(begin) + sample_fields(batch, ending).SerializeToString()
     return chunks + rest, Head(state.chunks, begin, len(chunks)) if begin else WHOLE

@@ -7,7 +7,9 @@ refuses is tried again with a delay of its own, and holds up no other.
 """
 
 import asyncio
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +44,9 @@ class JournalReader(Protocol):
 
     def journaled(self, key: BatchKey, events: int) -> None:
         """Take note that so many samples of a batch have ended and are in the journal."""
+
+    def extended(self, key: BatchKey, tokens: Iterable[tuple[int, float]]) -> None:
+        """Take note that the journal has so many tokens of these samples; inf: all, with their ends."""
 
     def reopen(self, key: BatchKey, indexes: list[int]) -> None:
         """Generate samples again that had ended and are lost."""
@@ -165,7 +170,9 @@ class JournalWriter:
             lane.backoff.succeeded()
             lane.write = None
             self._metrics.journal_holes.labels("torn").inc(len(reply))
-            settle(lane.batch, record, write, [int(index) for index in reply])
+            torn = [int(index) for index in reply]
+            settle(lane.batch, record, write, torn)
+            reader.extended(write.key, _extended(write, torn))
             self._records.keep(write)
             self._metrics.journal_chunks.inc(len(write.extensions))
             self._weigh(lane)
@@ -253,3 +260,9 @@ class JournalWriter:
             else:
                 self._metrics.journal_seconds.observe(time.perf_counter() - begin)
                 return replies
+
+
+def _extended(write: JournalWrite, torn: list[int]) -> list[tuple[int, float]]:
+    """Return the samples of a write of which the journal has all that was written so far, and their tokens."""
+    extended = [(chunk.index, float(chunk.end)) for chunk in write.extensions if chunk.index not in torn]
+    return extended + [(ended.index, math.inf) for ended in write.ended]

@@ -1,9 +1,10 @@
 """Chunks of long samples: tokens that are in the journal before their sample ends, and are not written again.
 
-A chunk is a serialised paceline.v1.Sample with nothing but tokens, log-probabilities and version spans. What is
-written when the sample ends has the rest of the tokens, all version spans and all other fields. Protobuf merges
-messages that follow one another, so chunks and rest in one string are the sample, but for its spans: see
-`join_spans`. The last token of an unfinished sample is in no chunk, because another attempt would sample it again.
+A chunk is a serialised paceline.v1.Sample with nothing but tokens, log-probabilities, version spans, tool calls and
+what came of these. What is written when the sample ends has the rest of these, all version spans and all other
+fields. Protobuf merges messages that follow one another, so chunks and rest in one string are the sample, but for
+its spans: see `join_spans`. The last token of an unfinished sample is in no chunk, because another attempt would
+sample it again, unless the sample waits for its environment or got the token from it.
 Pure.
 """
 

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import Violation
@@ -12,6 +12,7 @@ from paceline.v1 import sample_pb2
 from services.contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.batches.admission import check_generate
+from services.gateway.batches.calls import sample_call
 from services.gateway.batches.messages import final_sample
 from services.gateway.dispatch.running_batch import RunningBatch
 from services.gateway.dispatch.turns import Pace
@@ -44,10 +45,11 @@ class Delivery:
 
         Those that are there at once share events, if the caller takes several. Where there is none yet, first an
         event without one: the caller knows that its batch is worked on. Likewise at the end, if the caller does not
-        know yet that nothing can be added.
+        know yet that nothing can be added. Tool calls come as they are made, those that wait already first.
         """
         key, cursor, most = (request.run_id, request.batch_id), request.cursor, max(1, request.most_samples)
         answered = told_end = False
+        told_of, called = None, 0
         while True:
             record = await self.recovery.known(key, cursor)
             _check_cursor(record, cursor)
@@ -63,6 +65,13 @@ class Delivery:
                 yield event
                 cursor, answered, told_end = event.cursor, True, not event.open
                 await self._pace.wait()
+            if running is not told_of:
+                told_of, called = running, 0
+            if running is not None and (calls := running.calls.after(called)):
+                called = calls[-1][0]
+                async for told in self._calls(running, calls, whole=request.whole_calls):
+                    yield _event(record, cursor, told)
+                answered = True
             if None in payloads:
                 await self.recovery.restore(record)
             elif record.is_complete:
@@ -78,6 +87,24 @@ class Delivery:
                     raise Unavailable(f"batch {'/'.join(key)} is not being worked on here; come again")
                 with running.read():
                     await changed.wait()
+
+    async def _calls(
+        self, running: RunningBatch, calls: list[tuple[int, int]], *, whole: bool
+    ) -> AsyncIterator[list[pb.SampleCall]]:
+        """Yield the calls that still wait, in portions of one event."""
+        told, nbytes, batch = list[pb.SampleCall](), 0, running.batch
+        for _, index in calls:
+            # Others may have been answered while events were sent.
+            if index not in running.calls:
+                continue
+            told.append(sample_call(batch.samples[index], batch.group_of(index), whole=whole))
+            nbytes += told[-1].ByteSize()
+            if len(told) == _CHUNK or nbytes > MOST_BYTES:
+                yield told
+                told, nbytes = [], 0
+                await self._pace.wait()
+        if told:
+            yield told
 
     async def acknowledge(self, key: BatchKey, cursor: int) -> int:
         """Let go of the samples up to `cursor`; return how many were still kept."""
@@ -120,8 +147,10 @@ class Delivery:
         return [found[index] for _, index in chunk]
 
 
-def _event(record: BatchRecord, cursor: int) -> SerializedEvent:
-    return SerializedEvent(cursor=cursor, finished=record.finished, total=record.total, open=record.open)
+def _event(record: BatchRecord, cursor: int, calls: Sequence[pb.SampleCall] = ()) -> SerializedEvent:
+    return SerializedEvent(
+        cursor=cursor, finished=record.finished, total=record.total, open=record.open, calls=calls
+    )
 
 
 def events_of(

@@ -63,7 +63,7 @@ class OpenBatches:
             if groups:
                 running = await self._may_add(record)
                 if violations := await asyncio.to_thread(
-                    check_groups, request.groups, record.request.sampling, self.intake.limits()
+                    check_groups, request.groups, record.request, self.intake.limits()
                 ):
                     raise InvalidArgument(violations)
                 await self._add(running, record, groups, added)

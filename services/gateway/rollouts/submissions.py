@@ -67,7 +67,11 @@ class Submissions:
             self.intake.check_version(request.policy_version)
             # What walks over a request is done in a thread; the event loop has other work meanwhile.
             if violations := await asyncio.to_thread(
-                check_submit, request, self.intake.limits(), opens=opens
+                check_submit,
+                request,
+                self.intake.limits(),
+                opens=opens,
+                most_calls=self.intake.builder.max_calls,
             ):
                 raise InvalidArgument(violations)
             self.intake.check_version(request.policy_version)

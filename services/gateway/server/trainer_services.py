@@ -57,6 +57,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def CloseBatch(self, request: pb.CloseBatchRequest, context: Context) -> pb.CloseBatchResponse:
         return await self._term().open_batches.close((request.run_id, request.batch_id))
 
+    async def ContinueSamples(
+        self, request: pb.ContinueSamplesRequest, context: Context
+    ) -> pb.ContinueSamplesResponse:
+        return await self._term().tool_calls.go_on(request)
+
     async def StreamRollouts(
         self, request: pb.StreamRolloutsRequest, context: Context
     ) -> AsyncIterator[SerializedEvent]:

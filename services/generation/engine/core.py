@@ -33,6 +33,7 @@ from services.generation.engine.arguments import end_tokens, engine_args, refuse
 from services.generation.engine.capacity import prompt_rows
 from services.generation.engine.draft_models.drafting import ModelDrafts
 from services.generation.engine.migration import EngineMigration
+from services.generation.engine.prefix_hits import PrefixHits
 from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.token_text import token_bytes
 from services.generation.engine.types import (
@@ -73,8 +74,9 @@ class Engine:
         self._stops = StopStrings(token_bytes(Path(options.model), vocab_size))
         ends, most = end_tokens(config.model_config), config.model_config.max_model_len
         self.limits = ModelLimits(vocab_size, most, self._stops.has_text, ends)
+        self._hits = PrefixHits(self._scheduler)
         self._requests = VllmRequests(
-            self.limits, self._core.request_block_hasher, self._stops, coupled=options.coupled
+            self.limits, self._core.request_block_hasher, self._stops, self._hits, coupled=options.coupled
         )
         # Samples that leave for another engine, or come from one.
         self.migration = EngineMigration(self._core, self._requests.request, self._stops, options.coupled)
@@ -127,6 +129,7 @@ class Engine:
         """End samples now and free their KV. Unknown ones are ignored."""
         ended = list(sample_ids)
         self._core.abort_requests(ended)
+        self._hits.forget(ended)
         for sample_id in ended:
             self._requests.cached_logprobs.pop(sample_id, None)
             self._stops.end(sample_id)

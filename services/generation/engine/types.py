@@ -124,6 +124,8 @@ class EngineRequest:
     cached: tuple[int, ...] = ()
     cached_logprobs: tuple[float, ...] = ()
     lenience: float = 1.0
+    # The last of the prefix came from the sample's environment: it ends nothing.
+    environment_last: bool = False
 
     @property
     def follows(self) -> bool:
@@ -154,6 +156,8 @@ class SampleStep:
     top_token_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
+    # In the first step of a sample: the tokens before it whose KV was there.
+    cached_context: int | None = None
 
     def cut(self, count: int) -> None:
         """Keep the first `count` tokens."""

@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from services.contracts.sampling import ModelLimits, Sampling
 from services.generation.engine.marks import likeliest, unpack
+from services.generation.engine.prefix_hits import PrefixHits
 from services.generation.engine.sampling.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
 from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
@@ -26,8 +27,11 @@ _FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 class VllmRequests:
     """Translator of one engine. Keeps the cached log-probabilities of samples that take over a cached rollout."""
 
-    def __init__(self, limits: ModelLimits, block_hasher: Any, stops: StopStrings, *, coupled: bool) -> None:
+    def __init__(
+        self, limits: ModelLimits, block_hasher: Any, stops: StopStrings, hits: PrefixHits, *, coupled: bool
+    ) -> None:
         """Translate for a model with these limits, and vLLM's hasher of KV blocks."""
+        self._hits = hits
         self._limits = limits
         self._stops = stops
         self._block_hasher = block_hasher
@@ -52,9 +56,10 @@ class VllmRequests:
         """Return how the prefix of a sample ends it already; None if it does not."""
         if not request.prefix:
             return None
-        stop_string = self._stops.ended_by(request.sampling, request.prefix)
-        if stop_string or request.prefix[-1] in self._stop_tokens(request.sampling):
-            return Ending(Finish.STOP, stop_string)
+        if not request.environment_last:
+            stop_string = self._stops.ended_by(request.sampling, request.prefix)
+            if stop_string or request.prefix[-1] in self._stop_tokens(request.sampling):
+                return Ending(Finish.STOP, stop_string)
         return Ending(Finish.LENGTH) if len(request.prefix) >= self._max_tokens(request) else None
 
     def _sampling_params(self, request: EngineRequest) -> SamplingParams:
@@ -133,6 +138,7 @@ class VllmRequests:
             top_logprobs=top_logprobs,
             # Ours, where vLLM has its own.
             prompt_scores=output.new_prompt_logprobs_tensors,
+            cached_context=self._hits.take(output.request_id),
         )
         if output.request_id in self.cached_logprobs:
             self._set_cached_logprobs(step)

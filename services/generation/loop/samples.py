@@ -91,6 +91,8 @@ class RunningSample:
     # As in pb.Finished. `reused_prefix` of a LENIENT sample counts the tokens taken over.
     cached_tokens: int = 0
     reused_prefix: int = 0
+    # Tokens before the first step whose KV was there; None before it.
+    cached_context: int | None = None
     origin: Origin = NOWHERE
     rollout: Rollout | None = None
     # From its arrival until it leaves the engine.
@@ -125,6 +127,7 @@ class RunningSample:
         """Add the outcome of a step that began at `began`."""
         if self.started is None:
             self.started = began
+            self.cached_context = step.cached_context
             self.trace.event("first_step")
         self.tokens.extend(step.token_ids)
         self.logprobs.extend(step.logprobs)
@@ -208,6 +211,7 @@ class RunningSample:
             reused_prefix=self.reused_prefix,
             cached_tokens=self.cached_tokens,
             stop_string=self.stop_string,
+            cached_context_tokens=self.cached_context or 0,
         )
 
     def unsampleable(self) -> pb.Refused:

@@ -93,6 +93,7 @@ def check_item(
         tuple(item.reference_token_ids),
         item.prompt_id,
         verifier,
+        environment_last=item.environment_last,
     )
     return request if verifier is not Verifier.LENIENT else _lenient(request, item, cache)
 

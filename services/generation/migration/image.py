@@ -82,6 +82,8 @@ def take_counters(sample: RunningSample, counters: generation_pb2.Finished, now:
     sample.decode_steps, sample.verify_steps = counters.decode_steps, counters.verify_steps
     sample.cached_tokens, sample.reused_prefix = counters.cached_tokens, counters.reused_prefix
     sample.drafts = {source.drafter: source for source in counters.draft_sources}
+    # All but the last token came with their KV.
+    sample.cached_context = len(sample.request.prompt) + len(sample.request.prefix) - 1
 
 
 def drafter_states(states: Mapping[str, bytes]) -> pb.DrafterStates:

@@ -179,6 +179,38 @@ def test_a_filled_prefix_cache_changes_nothing(plain: Plain) -> None:
     plain.bench.check(requests, cold)
 
 
+def test_a_turn_finds_the_kv_of_those_before_it_or_computes_it_again(plain: Plain) -> None:
+    """A tool's answer ends with the end-of-sequence token, which ends nothing there."""
+    bench, block = plain.bench, 32
+    size = bench.host.vocab_size
+    turn = replace(T1, max_tokens=20, ignore_eos=True)
+    first = requests_of(size, turn, count=4, lengths=(50, 90), seed=8)
+    said = run(bench, first)
+    second = tuple(
+        replace(
+            request,
+            prefix=(*said.tokens[request.sample_id], 5, 6, END_TOKEN),
+            sampling=replace(T1, max_tokens=40),
+            environment_last=True,
+        )
+        for request in first
+    )
+    computed = {r.sample_id: (len(r.prompt) + 20 - 1) // block * block for r in first}
+    kept = run(bench, second, cold=False, drafts=Drafts("varying", truth=said.tokens))
+    assert kept.cached == computed
+    for request in second:
+        given, own = len(request.prefix), kept.tokens[request.sample_id]
+        judged = bench.oracle.judge(request, [*request.prefix, *own])
+        assert own
+        assert judged.expected[given:] == own
+    # Others take all blocks: those that were used least lately first.
+    crowd = requests_of(size, replace(T1, max_tokens=1), count=800, lengths=(220, 230), seed=9)
+    assert len(run(bench, crowd, cold=False).tokens) == 800
+    evicted = run(bench, second, cold=False)
+    assert set(evicted.cached.values()) == {0}
+    assert evicted.tokens == kept.tokens
+
+
 @pytest.mark.parametrize("name", ["T=1", "penalties", "min-tokens"])
 def test_a_resumed_sample_goes_on_with_the_same_noise(plain: Plain, name: str) -> None:
     expected, drafts = plain.of(name).tokens, Drafts("varying", truth=plain.of(name).tokens)

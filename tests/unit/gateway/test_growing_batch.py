@@ -123,12 +123,13 @@ def test_an_opening_keeps_what_is_set_and_nothing_else() -> None:
 
 
 def test_added_groups_are_checked_with_the_batchs_parameters() -> None:
-    default = sample_pb2.SamplingParams(max_tokens=60)
-    found = check_groups([group("p"), group("q", 0), group("p")], default, LIMITS)
+    batch = rollout_pb2.SubmitRolloutsRequest(sampling=sample_pb2.SamplingParams(max_tokens=60))
+    found = check_groups([group("p"), group("q", 0), group("p")], batch, LIMITS)
     assert [each.field for each in found] == ["groups[1].samples", "groups[2].prompt_id"]
-    (long,) = check_groups([group("p")], sample_pb2.SamplingParams(min_tokens=63), LIMITS)
+    least = rollout_pb2.SubmitRolloutsRequest(sampling=sample_pb2.SamplingParams(min_tokens=63))
+    (long,) = check_groups([group("p")], least, LIMITS)
     assert "groups[0]" in long.field
-    assert [each.field for each in check_groups([], default, LIMITS)] == ["groups"]
+    assert [each.field for each in check_groups([], batch, LIMITS)] == ["groups"]
 
 
 def test_a_batch_across_versions_goes_on_under_any_and_others_where_the_update_says_so() -> None:
