@@ -125,15 +125,15 @@ class _NoiseClock:
         self._plain: Any = None
         self._module: Any = None
         if coupled:
-            from services.generation.engine.sampling import sampler
+            from kernels.coupled_sampler import host
 
-            self._module, self._plain = sampler, sampler.coupled_verify
+            self._module, self._plain = host, host.draw_tokens
 
     def switch(self, on: bool) -> None:
         """Start or stop timing."""
         self.seconds = 0.0
         if self._plain is not None:
-            self._module.coupled_verify = self._timed if on else self._plain
+            self._module.draw_tokens = self._timed if on else self._plain
 
     def _timed(self, *arguments: Any) -> Any:
         began = time.perf_counter()

@@ -14,7 +14,8 @@ import torch
 
 from kernels.backend import Backend, KernelMismatch
 from kernels.coupled_sampler.noise import gumbel
-from kernels.coupled_sampler.sample import Sampled, sample
+from kernels.coupled_sampler.proposals import Proposals
+from kernels.coupled_sampler.sample import Edited, Sampled, sample
 from kernels.kv_pack import pack, packed_shape, unpack
 from kernels.w4a16 import quantise
 
@@ -32,6 +33,9 @@ class _Case:
     temperature: torch.Tensor
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    edited: Edited | None = None
+    proposals: Proposals | None = None
 
     def sampled(self, drafts: torch.Tensor, device: torch.device, backend: Backend) -> Sampled:
         """Return the case on a device."""
@@ -44,6 +48,9 @@ class _Case:
             torch.tensor([0, 1, 4, 6]),
             top_k=None if self.top_k is None else self.top_k.to(device),
             top_p=None if self.top_p is None else self.top_p.to(device),
+            min_p=self.min_p,
+            edited=None if self.edited is None else Edited(self.edited.rows, self.edited.logits.to(device)),
+            proposals=self.proposals,
             backend=backend,
         )
 
@@ -62,8 +69,9 @@ def check_kernels(device: torch.device) -> None:
 def check_sampler(device: torch.device) -> None:
     """KernelMismatch unless tokens, counts and log-probabilities on `device` are those of the CPU's sampler.
 
-    Rows of random logits, masked and not, of which one request has a true draft, and rows whose scores all but tie,
-    where one operation rounded differently is enough for another token.
+    Rows of random logits, masked and not, of which one request has a true draft, rows whose scores all but tie,
+    where one operation rounded differently is enough for another token, and rows that are edited or accept
+    proposals.
     """
     host = torch.device("cpu")
     for case in _cases():
@@ -74,6 +82,7 @@ def check_sampler(device: torch.device) -> None:
         if not (
             torch.equal(found.tokens.cpu(), expected.tokens)
             and torch.equal(found.counts.cpu(), expected.counts)
+            and torch.equal(found.reused.cpu(), expected.reused)
             and torch.allclose(found.logprobs.cpu(), expected.logprobs, rtol=1e-4, atol=1e-4, equal_nan=True)
         ):
             raise KernelMismatch(
@@ -127,4 +136,20 @@ def _cases() -> tuple[_Case, ...]:
         _Case(plain, seeds, positions, torch.tensor([1.0, 0.7, 0.0])),
         _Case(plain.bfloat16(), seeds, positions, torch.tensor([1.0, 0.7, 1.3]), top_k, top_p),
         _Case(torch.from_numpy(-noise), seeds, positions, torch.ones(3)),
+        _with_proposals(plain, seeds, positions),
     )
+
+
+def _with_proposals(plain: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> _Case:
+    """Return a plain request, one that follows likely tokens, and one that is verified by rejection."""
+    best = plain.argmax(dim=1)
+    proposals = Proposals(
+        torch.tensor([-1, int(best[1]), int(best[2]), int(best[3]), 13, -1]),
+        torch.tensor([0.0, -5.0, -3.0, 0.5, -1.0, 0.0]),
+        torch.tensor([False, True, False, True, False, False]),
+        torch.tensor([False, False, True]),
+    )
+    edited = Edited(torch.tensor([1, 4]), plain[[1, 4]] * 0.75)
+    temperature = torch.tensor([1.0, 0.7, 1.3])
+    min_p = torch.tensor([0.0, 0.001, 0.0])
+    return _Case(plain, seeds, positions, temperature, min_p=min_p, edited=edited, proposals=proposals)

@@ -1,11 +1,12 @@
-"""Top-k and top-p as a threshold on a row: the specification, and its plain numpy reference.
+"""Min-p, top-k and top-p as a threshold on a row: the specification, and its plain numpy reference.
 
 A token is kept if its scaled logit x = float32(logit / T) is at least the row's threshold. Equal logits are kept or
 dropped together, so no order among them has to be agreed upon:
 
+    min-p   the threshold is float32(max x + floor), floor = float32(ln min_p) from the host. Off if min_p <= 0.
     top-k   the threshold is the k-th largest x: more than k tokens are kept where others equal it, as vLLM has
-            it on CPU. Off if k < 1 or k >= V.
-    top-p   of what top-k keeps, x is kept if the tokens with a larger one hold less than the share p of the
+            it on CPU. Off if k < 1 or k >= V. Of what min-p keeps: the higher one of both thresholds.
+    top-p   of what those keep, x is kept if the tokens with a larger one hold less than the share p of the
             mass; the largest always is. That is vLLM's rule, but for equal logits across the cut, of which vLLM
             keeps those that its sort happens to put first. Off unless p < 1.
 
@@ -31,33 +32,48 @@ LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.1219444e-4)
 ROUND = np.float32(1.5 * 2**23)
 """Added and taken away, it leaves the nearest integer, ties to even."""
+_OFF = np.float32(-np.inf)
 EXP_SERIES = tuple(np.float32(c) for c in (1, 1, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040))
 
 
-def threshold(scaled: NDArray[np.float32], top_k: int, top_p: float) -> np.float32:
-    """Return the threshold of one row [V] float32 without NaN or +inf; -inf where both masks are off."""
-    lowest = np.float32(-np.inf)
-    if 1 <= top_k < len(scaled):
-        lowest = np.partition(scaled, len(scaled) - top_k)[len(scaled) - top_k]
+def floors(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return what min-p adds to the largest scaled logit, any shape: its logarithm, -inf where it is off."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logarithms = np.log(min_p.astype(np.float64)).astype(np.float32)
+    return np.where(min_p > 0, np.minimum(logarithms, np.float32(0)), np.float32(-np.inf))
+
+
+def threshold(scaled: NDArray[np.float32], top_k: int, top_p: float, floor: np.float32 = _OFF) -> np.float32:
+    """Return the threshold of one row [V] float32 without NaN or +inf; -inf where all masks are off."""
     largest = scaled.max()
-    if not top_p < 1 or largest == -np.inf:
+    if largest == -np.inf:
+        return _OFF
+    lowest = np.float32(largest + floor)
+    if 1 <= top_k < len(scaled):
+        lowest = max(lowest, np.partition(scaled, len(scaled) - top_k)[len(scaled) - top_k])
+    if not top_p < 1:
         return lowest
-    values, inverse = np.unique(scaled[scaled >= lowest], return_inverse=True)
-    masses = np.zeros(len(values), dtype=np.int64)
-    np.add.at(masses, inverse, mass_of(values - largest)[inverse])
+    # What has no mass is never kept: all the mass is above it.
+    ordered = np.sort(scaled[(scaled >= lowest) & (scaled - largest > LOWEST)])
+    masses = mass_of(ordered - largest)
     from_here = np.cumsum(masses[::-1])[::-1]
     kept = (from_here - masses).astype(np.float64) < np.float64(np.float32(top_p)) * np.float64(from_here[0])
     kept[-1] = True
-    return values[np.argmax(kept)]
+    # Of equals the last has no equal above it: its kind is kept if any of them is.
+    return np.float32(ordered[np.argmax(kept)])
 
 
 def thresholds(
-    scaled: NDArray[np.float32], top_k: NDArray[np.int64], top_p: NDArray[np.float32]
+    scaled: NDArray[np.float32],
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float32],
+    floor: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
     """Thresholds [R] of rows [R, V], a mask each; -inf for rows with NaN or +inf, which are not masked."""
     sound = scaled.max(axis=1) < np.inf
-    rows = zip(scaled, top_k, top_p, sound, strict=True)
-    found = [threshold(row, int(k), float(p)) if finite else -np.inf for row, k, p, finite in rows]
+    own = np.full(len(scaled), _OFF) if floor is None else floor
+    rows = zip(scaled, top_k, top_p, own, sound, strict=True)
+    found = [threshold(row, int(k), float(p), f) if finite else _OFF for row, k, p, f, finite in rows]
     return np.array(found, dtype=np.float32)
 
 

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,75 +19,98 @@ from kernels.coupled_sampler.triton_finish import MOST_PIECES, finish
 from kernels.coupled_sampler.triton_scan import scan
 from kernels.tuning import Tuning, multiprocessors, tuning
 
+MASKS = frozenset({"top_k", "top_p", "floors"})
+
+
+class Part(NamedTuple):
+    """Rows of a step that lie in one tensor: their numbers in the step, and their rows in the tensor, int64."""
+
+    logits: torch.Tensor
+    places: torch.Tensor
+    sources: torch.Tensor
+
 
 def sample_triton(
     logits: torch.Tensor,
     vectors: dict[str, torch.Tensor],
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
+    parts: Sequence[Part],
     out: dict[str, torch.Tensor],
     domain: Domain,
-) -> None:
+) -> torch.Tensor | None:
     """Write `out`, as sample.Sampled has it; arguments checked by its `sample`, all on the device of the logits.
 
-    `vectors`: seeds, positions, temperature, drafts, first_rows [N + 1], owners [R], each contiguous.
+    `vectors`: seeds, positions, temperature, drafts, first_rows [N + 1], owners [R]; where there are masks top_k,
+    top_p and floors [N]; where there are proposals proposed, log_odds and flags [R]; each contiguous. The parts
+    have every row once; those whose tensor is another one than `logits` are edited. Returns the rows' thresholds
+    [R], if there are masks.
     """
     rows, width = logits.shape
     if rows == 0:
-        return
+        return None
     chosen, device = tuning(logits.device), logits.device
-    seeds, positions, temperature, drafts, first_rows, owners = (
-        vectors[name] for name in ("seeds", "positions", "temperature", "drafts", "first_rows", "owners")
-    )
-    masked = top_k is not None or top_p is not None
-    lowest = torch.empty(rows, dtype=torch.float32, device=device) if masked else temperature
+    owners, temperature, first_rows = vectors["owners"], vectors["temperature"], vectors["first_rows"]
+    masked, proposing = not MASKS.isdisjoint(vectors), "proposed" in vectors
+    lowest = torch.full((rows,), -torch.inf, device=device)
     if masked:
-        thresholds(logits, owners, temperature, top_k, top_p, lowest)
+        thresholds(parts, vectors, lowest)
+    proposed, odds, flags = (vectors.get(name, owners) for name in ("proposed", "log_odds", "flags"))
     blocks, pieces = pieces_of(rows, width, chosen.scan_block, chosen.scan_programs, device)
     # Rows are as far apart as they can be, not as there are pieces: a kernel is compiled for every alignment.
-    best, *sums = torch.empty(5, rows, MOST_PIECES, dtype=torch.float32, device=device)
+    best, values, *sums = torch.empty(6, rows, MOST_PIECES, dtype=torch.float32, device=device)
     found = torch.empty(rows, MOST_PIECES, dtype=torch.int32, device=device)
-    scan[(rows, pieces)](
-        logits, logits.stride(0), width, owners, seeds, positions, temperature, first_rows, lowest,
-        _word_table(device), int(domain), best, found, *sums, blocks, MOST_PIECES,
-        MASKED=masked, BLOCK=chosen.scan_block, STAGES=chosen.scan_stages, WIDE=chosen.wide_products,
-        num_warps=chosen.scan_warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    against = torch.empty(rows if proposing else 1, MOST_PIECES, dtype=torch.int64, device=device)
+    own = torch.empty(rows, dtype=torch.float32, device=device)
+    for part in parts:
+        edited = part.logits is not logits
+        scan[(len(part.places), pieces)](
+            part.logits, part.logits.stride(0), logits, logits.stride(0), width, part.places, part.sources, owners,
+            vectors["seeds"], vectors["positions"], temperature, first_rows, lowest, _word_table(device),
+            int(domain), proposed, odds, flags, best, found, values, *sums, against, own, blocks, MOST_PIECES,
+            EDITED=edited, MASKED=masked or edited or proposing, PROPOSED=proposing, BLOCK=chosen.scan_block,
+            STAGES=chosen.scan_stages, WIDE=chosen.wide_products, num_warps=chosen.scan_warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     finish[(len(first_rows) - 1,)](
-        logits, logits.stride(0), first_rows, drafts, positions, temperature, best, found, *sums,
-        out["tokens"], out["counts"], out["logprobs"], out["processed"], pieces,
-        num_warps=4, enable_fp_fusion=False,
+        logits, logits.stride(0), first_rows, vectors["drafts"], vectors["positions"], temperature, proposed,
+        best, found, values, *sums, against, own,
+        out["tokens"], out["counts"], out["reused"], out["logprobs"], out["processed"], pieces,
+        PROPOSED=proposing, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+    return lowest if masked else None
 
 
-def thresholds(
-    logits: torch.Tensor,
-    owners: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    lowest: torch.Tensor,
-) -> None:
-    """Write the threshold of each row to `lowest` [R]: -inf for a row that is greedy, unmasked or not valid."""
-    rows, width = logits.shape
-    chosen: Tuning = tuning(logits.device)
-    blocks, pieces = pieces_of(rows, width, chosen.search_block, chosen.search_programs, logits.device)
+def thresholds(parts: Sequence[Part], vectors: dict[str, torch.Tensor], lowest: torch.Tensor) -> None:
+    """Write the threshold of each row to `lowest` [R]: -inf for a row that is greedy, unmasked or not valid.
+
+    `vectors`: owners [R] and temperature [N], and of top_k, top_p and floors [N] those that there are.
+    """
+    device, rows = lowest.device, len(lowest)
+    chosen: Tuning = tuning(device)
+    width = parts[0].logits.shape[1]
+    blocks, pieces = pieces_of(rows, width, chosen.search_block, chosen.search_programs, device)
     options: dict[str, Any] = {"num_warps": chosen.search_warps, "enable_fp_fusion": False}
     options["BLOCK"] = chosen.search_block
-    peak = torch.empty(rows, MOST_PIECES, dtype=torch.float32, device=logits.device)
-    row = (logits, logits.stride(0), width)
-    search.peaks[(rows, pieces)](*row, peak, lowest, blocks, **options)
-    keys = torch.empty(rows, search.CAPACITY, dtype=torch.int32, device=logits.device)
-    state = torch.zeros(2, rows, search.STATE, dtype=torch.int64, device=logits.device)
-    # Top-p is of what top-k keeps.
-    for limits, own, mass in ((top_k, state[0], False), (top_p, state[1], True)):
-        if limits is None:
-            continue
-        shared = (*row, owners, temperature, limits.contiguous(), peak, lowest, own)
-        for level in (0, 1):
-            search.bucket_sums[(rows, pieces)](*shared, blocks, pieces, MASS=mass, LEVEL=level, **options)
-        search.collect[(rows, pieces)](*shared, keys, blocks, pieces, MASS=mass, **options)
-        search.select[(rows,)](*shared, keys, pieces, MASS=mass, **options)
+    peak = torch.empty(rows, MOST_PIECES, dtype=torch.float32, device=device)
+    keys = torch.empty(rows, search.CAPACITY, dtype=torch.int32, device=device)
+    state = torch.zeros(2, rows, search.STATE, dtype=torch.int64, device=device)
+    owned = (vectors["owners"], vectors["temperature"])
+    for part in parts:
+        row = (part.logits, part.logits.stride(0), width, part.places, part.sources)
+        grid = (len(part.places), pieces)
+        search.peaks[grid](*row, peak, lowest, blocks, **options)
+        if "floors" in vectors:
+            search.raise_floors[grid[:1]](
+                width, part.places, *owned, vectors["floors"], peak, lowest, pieces, enable_fp_fusion=False
+            )
+        # Top-p is of what top-k keeps.
+        for name, own, mass in (("top_k", state[0], False), ("top_p", state[1], True)):
+            if name not in vectors:
+                continue
+            shared = (*row, *owned, vectors[name], peak, lowest, own)
+            for level in (0, 1):
+                search.bucket_sums[grid](*shared, blocks, pieces, MASS=mass, LEVEL=level, **options)
+            search.collect[grid](*shared, keys, blocks, pieces, MASS=mass, **options)
+            search.select[grid[:1]](*shared, keys, pieces, MASS=mass, **options)
 
 
 def pieces_of(rows: int, width: int, block: int, programs: int, device: torch.device) -> tuple[int, int]:

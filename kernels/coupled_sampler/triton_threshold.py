@@ -6,6 +6,9 @@ two units below the row's largest one, and those of the bucket in which the targ
 two passes, in which each program sums up a piece of a row and adds its 16 integers to the row's. A third pass
 collects the keys of the last bucket, some thousands, among which one program finds the key, four bits at a time.
 Integers have no order of summation, so the result is that of masks.py to the bit however rows are cut.
+
+A launch takes the rows of a step that lie in one tensor: `places` are their numbers in the step, which what is kept
+of a row goes by, and `sources` their rows in that tensor.
 """
 
 # mypy: disable-error-code="no-untyped-def,import-untyped"
@@ -48,14 +51,18 @@ def mass_of(below):
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def peaks(logits, stride, width, out, lowest, blocks, BLOCK: tl.constexpr):
+def peaks(
+    logits, stride, width, places, sources, out, lowest, blocks,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write a piece's largest logit to `out` [rows, MOST_PIECES], +inf if one is NaN; no threshold to `lowest`."""
-    which = tl.program_id(0).to(tl.int64)
+    which = tl.load(places + tl.program_id(0))
+    own_row = logits + tl.load(sources + tl.program_id(0)) * stride
     begin = tl.program_id(1) * blocks * BLOCK
     most = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, width), BLOCK, num_stages=3):
         offset = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + which * stride + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
+        x = tl.load(own_row + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
         most = tl.maximum(most, tl.where(x == x, x, float("inf")))
     tl.store(out + which * _PIECES + tl.program_id(1), tl.max(most, axis=0))
     if tl.program_id(1) == 0:
@@ -83,6 +90,15 @@ def _row(which, width, owners, temperatures, limits, peak, pieces, MASS: tl.cons
     else:
         active &= (limit >= 1.0) & (limit < width)
     return active, divisor, largest, limit
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def raise_floors(width, places, owners, temperatures, floors, peak, lowest, pieces):
+    """Write min-p's threshold to `lowest`: what it adds to the row's largest entry is in `floors` [N]."""
+    which = tl.load(places + tl.program_id(0))
+    active, _, largest, floor = _row(which, width, owners, temperatures, floors, peak, pieces, True)
+    if active:
+        tl.store(lowest + which, largest + floor.to(tl.float32))
 
 
 @triton.jit
@@ -124,11 +140,12 @@ def _reached(sums, base, target):
 
 @triton.jit(do_not_specialize=["blocks", "pieces"])
 def bucket_sums(
-    logits, stride, width, owners, temperatures, limits, peak, lowest, state, blocks, pieces,
+    logits, stride, width, places, sources, owners, temperatures, limits, peak, lowest, state, blocks, pieces,
     MASS: tl.constexpr, LEVEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the measures of a piece's entries, by bucket, to those of its row. Below `lowest` nothing counts."""
-    which = tl.program_id(0).to(tl.int64)
+    which = tl.load(places + tl.program_id(0))
+    own_row = logits + tl.load(sources + tl.program_id(0)) * stride
     active, divisor, largest, limit = _row(which, width, owners, temperatures, limits, peak, pieces, MASS)
     if active:
         own = state + which * _STATE
@@ -141,7 +158,7 @@ def bucket_sums(
         sums = tl.zeros((_BUCKETS,), tl.int64)
         for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, width), BLOCK, num_stages=3):
             offset = start + tl.arange(0, BLOCK)
-            x = _scaled(logits + which * stride, offset, width, divisor)
+            x = _scaled(own_row, offset, width, divisor)
             counted = (offset < width) & (x >= floor)
             bucket = _bucket(x, largest)
             if LEVEL == 1:
@@ -171,11 +188,12 @@ def _inside(x, offset, width, floor, largest, coarse, fine):
 
 @triton.jit(do_not_specialize=["blocks", "pieces"])
 def collect(
-    logits, stride, width, owners, temperatures, limits, peak, lowest, state, keys, blocks, pieces,
+    logits, stride, width, places, sources, owners, temperatures, limits, peak, lowest, state, keys, blocks, pieces,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the keys of a piece's entries in the last bucket to `keys` [rows, CAPACITY], in any order."""
-    which = tl.program_id(0).to(tl.int64)
+    which = tl.load(places + tl.program_id(0))
+    own_row = logits + tl.load(sources + tl.program_id(0)) * stride
     active, divisor, largest, limit = _row(which, width, owners, temperatures, limits, peak, pieces, MASS)
     if active:
         own = state + which * _STATE
@@ -184,7 +202,7 @@ def collect(
         begin = tl.program_id(1) * blocks * BLOCK
         for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, width), BLOCK, num_stages=3):
             offset = start + tl.arange(0, BLOCK)
-            x = _scaled(logits + which * stride, offset, width, divisor)
+            x = _scaled(own_row, offset, width, divisor)
             inside = _inside(x, offset, width, floor, largest, coarse, fine).to(tl.int32)
             count = tl.sum(inside, axis=0)
             if count > 0:
@@ -196,11 +214,12 @@ def collect(
 
 @triton.jit(do_not_specialize=["pieces"])
 def select(
-    logits, stride, width, owners, temperatures, limits, peak, lowest, state, keys, pieces,
+    logits, stride, width, places, sources, owners, temperatures, limits, peak, lowest, state, keys, pieces,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the key of a row among those collected, and write its entry to `lowest`."""
-    which = tl.program_id(0).to(tl.int64)
+    which = tl.load(places + tl.program_id(0))
+    own_row = logits + tl.load(sources + tl.program_id(0)) * stride
     active, divisor, largest, limit = _row(which, width, owners, temperatures, limits, peak, pieces, MASS)
     if active:
         own = state + which * _STATE
@@ -217,7 +236,7 @@ def select(
             for start in range(0, end, BLOCK):
                 offset = start + tl.arange(0, BLOCK)
                 if full:
-                    x = _scaled(logits + which * stride, offset, width, divisor)
+                    x = _scaled(own_row, offset, width, divisor)
                     inside = _inside(x, offset, width, floor, largest, coarse, fine)
                     key = order_key(x)
                 else:
@@ -231,6 +250,7 @@ def select(
             # Pivot 0 is what is known to reach it; of the others as many do as the digit says.
             reached = ((base + measures).to(tl.float64) >= target) & (tl.arange(0, _BUCKETS) > 0)
             found += tl.sum(reached.to(tl.int64), axis=0) << shift
-        # With p of 0 every key reaches the target; the largest entry is kept all the same.
+        # With p of 0 every key reaches the target; the largest entry is kept all the same. With fewer than k
+        # entries none does, and what min-p keeps stays.
         result = tl.minimum(of_order_key(found.to(tl.uint32)), largest)
-        tl.store(lowest + which, result)
+        tl.store(lowest + which, tl.where(found > 0, result, floor))

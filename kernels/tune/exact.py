@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kernels.backend import KernelMismatch
+from kernels.coupled_sampler.masks import floors
 from kernels.coupled_sampler.masks import thresholds as specified
 from kernels.coupled_sampler.noise import gumbel
 from kernels.coupled_sampler.sample import sample
@@ -42,7 +43,7 @@ def noise(device: torch.device, sizes: cases.Sizes) -> None:
 
 def masks(device: torch.device, sizes: cases.Sizes) -> None:
     """Compare thresholds of whole rows with the specification's to the bit, ties and masked entries included."""
-    from kernels.coupled_sampler.triton_sample import thresholds
+    from kernels.coupled_sampler.triton_sample import Part, thresholds
 
     rng = np.random.default_rng(1)
     rows, width = 12 if device.type == "cuda" else 3, sizes.vocabulary
@@ -53,10 +54,18 @@ def masks(device: torch.device, sizes: cases.Sizes) -> None:
     top_k = rng.choice(np.array([0, 1, 50, width - 1]), rows)
     top_p = rng.choice(np.array([0.0, 0.5, 0.95, 1.0], np.float32), rows)
     lowest = torch.empty(rows, dtype=torch.float32, device=device)
-    vectors = (logits, np.arange(rows), temperature, top_k, top_p)
-    values, owners, heat, k, p = (torch.from_numpy(vector).to(device) for vector in vectors)
-    thresholds(values, owners, heat, k, p, lowest)
-    expected = specified(logits / temperature[:, None], top_k, top_p)
+    floor = floors(rng.choice(np.array([0.0, 1e-3, 0.3], np.float32), rows))
+    given = {
+        "top_k": top_k,
+        "top_p": top_p,
+        "floors": floor,
+        "temperature": temperature,
+        "owners": np.arange(rows),
+    }
+    vectors = {name: torch.from_numpy(vector).to(device) for name, vector in given.items()}
+    part = Part(torch.from_numpy(logits).to(device), vectors["owners"], vectors["owners"])
+    thresholds([part], vectors, lowest)
+    expected = specified(logits / temperature[:, None], top_k, top_p, floor)
     found = lowest.cpu().numpy()
     if not np.array_equal(found, expected):
         raise KernelMismatch(f"thresholds are {found.tolist()}, not {expected.tolist()}")

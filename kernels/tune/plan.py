@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from kernels.short_query_attention.choice import AttentionName, fastest
 from kernels.tune import cases, exact, graphs, measure, sweeps
+from kernels.tune.race import RaceShape, backends, race
 from kernels.tune.state import State
 from kernels.tuning import Tuning, write
 
@@ -63,6 +65,7 @@ def steps(device: torch.device) -> list[Step]:
     plan.append(Step("ceilings", 10, lambda bench: measure.ceilings(bench.device, bench.sizes)))
     # Before the sweeps, too: should the time be over after them, there is a table.
     plan += [Step(f"defaults: {name}", 25, partial(_table, name, ours=True)) for name in cases.CASES]
+    plan.append(Step("attention backends", 10, _race))
     plan.append(Step("host time of sampling", 5, lambda bench: measure.host_time(bench.device, bench.sizes)))
     plan += [
         Step(f"sweep: {sweep.parameter}", sweep.seconds, partial(_sweep, sweep)) for sweep in sweeps.SWEEPS
@@ -92,6 +95,19 @@ def _table(name: str, bench: Bench, *, ours: bool) -> dict[str, Any]:
         if row["by"] == "ours" and "error" in row:
             bench.state.failed[f"{name}, {row['setting']}"] = row["error"]
     return {"rows": rows}
+
+
+def _race(bench: Bench) -> dict[str, Any]:
+    """Time the attention backends as an engine does at its start, and say which it would take."""
+    sizes = bench.sizes
+    shape = RaceShape(
+        sizes.heads, sizes.kv_heads, sizes.head_size, sizes.context, sizes.long, min(64, sizes.requests)
+    )
+    makers = backends(ours=True)
+    if bench.device.type != "cuda":
+        makers = {AttentionName.OURS: makers[AttentionName.OURS]}
+    timings = list(race(bench.device, shape, makers))
+    return {"timings": [asdict(timing) for timing in timings], "fastest": fastest(timings)}
 
 
 def _sweep(sweep: sweeps.Sweep, bench: Bench) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Alternatives to the kernels, where they are installed: FlashInfer, and vLLM's own kernels.
 
-They are looked up by name when a benchmark asks, never imported by anything else here. Each maker raises whatever
-its library does if it is absent, or other than vLLM 0.32, whose signatures were read, and FlashInfer 0.2. Neither
-was tried: the table then says so.
+They are looked up by name when a benchmark or a race asks, never imported by anything else here. Each maker raises
+whatever its library does if it is absent or of another version. Signatures were read in vLLM 0.32, FlashInfer's as
+vLLM 0.32 calls them (its lock has FlashInfer 0.7.0). None of it was ever executed: there was no GPU.
 """
 
 from __future__ import annotations
@@ -38,6 +38,15 @@ def vllm_attention(step: AttentionStep, generation: int) -> Run:
         )
 
     return run
+
+
+def vllm_own_attention(step: AttentionStep) -> Run:
+    """vLLM's choice where it does not take FlashInfer: FlashAttention, or its Triton attention."""
+    utilities = import_module("vllm.v1.attention.backends.fa_utils")
+    generation = utilities.get_flash_attn_version(head_size=step.query.shape[2])
+    if generation is None:
+        return vllm_unified_attention(step)
+    return vllm_attention(step, generation)
 
 
 def vllm_unified_attention(step: AttentionStep) -> Run:
@@ -92,17 +101,19 @@ def flashinfer_attention(step: AttentionStep) -> Run:
     table = torch.cat([row[:count] for row, count in zip(step.block_table, counts.tolist(), strict=True)])
     wrapper = prefill(torch.empty(256 << 20, dtype=torch.uint8, device=device), "NHD")
     wrapper.plan(
-        step.cu_queries,
-        starts,
-        table,
-        (step.lengths - 1) % block + 1,
-        step.query.shape[1],
-        step.keys.shape[2],
-        step.query.shape[2],
-        block,
+        qo_indptr=step.cu_queries.cpu(),
+        paged_kv_indptr=starts.cpu(),
+        paged_kv_indices=table,
+        paged_kv_last_page_len=((step.lengths - 1) % block + 1).cpu(),
+        num_qo_heads=step.query.shape[1],
+        num_kv_heads=step.keys.shape[2],
+        head_dim_qk=step.query.shape[2],
+        page_size=block,
         causal=True,
         sm_scale=step.scale,
+        window_left=-1 if step.window is None else step.window - 1,
         q_data_type=step.query.dtype,
+        kv_data_type=step.keys.dtype,
     )
     return lambda: wrapper.run(step.query, (step.keys, step.values))
 

@@ -165,7 +165,10 @@ async def _start_loop(config: GenerationConfig, metrics: EngineMetrics) -> Engin
     engine = await asyncio.wrap_future(loop.ready)
     metrics.policy_version.set(config.initial_version)
     metrics.most_running.set(config.max_num_seqs)
-    metrics.engine.info({"model": config.model, "device": engine.device, "speculation": config.speculation})
+    about = {"model": config.model, "device": engine.device, "attention": engine.attention}
+    metrics.engine.info({**about, "speculation": config.speculation})
+    for kind in engine.failed_kernels:
+        metrics.kernels_left_out.labels(kind).set(1)
     return loop
 
 

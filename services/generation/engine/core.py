@@ -99,6 +99,10 @@ class Engine:
         # The name of the device itself, such as NVIDIA H100 80GB HBM3.
         self.hardware = machine_name() if current_platform.is_cpu() else current_platform.get_device_name()
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        reports = self._core.collective_rpc("kernel_report") if options.coupled else []
+        # Attention of the workers, and the kinds of kernels that failed their check on any of them.
+        self.attention: str = reports[0].attention if reports else "vllm"
+        self.failed_kernels = sorted({kind for report in reports for kind in report.failed})
         if options.coupled:
             from kernels.coupled_sampler.cpu import warm_up
 

@@ -7,6 +7,7 @@ at all when no request carries a draft.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from services.generation.engine.marks import pack
 from services.generation.engine.prompt_scores import PromptReading
 from services.generation.engine.sampling.constraints import RowMasks
 from services.generation.engine.sampling.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
-from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.sampling.penalties import Histories, History, TokenCounts
+from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified, sample
 from services.generation.engine.symbols import FILLER
 
@@ -37,6 +39,7 @@ class CoupledRunnerMixin:
     query_start_loc: Any
     get_model: Any
     model_config: Any
+    device: torch.device
     # What a drafter reads of the target's hidden states; None: nobody asks for them.
     features: Features | None
     _scheduled: int
@@ -50,6 +53,8 @@ class CoupledRunnerMixin:
         # Of the samples that ask for scores of their prompts; preemption leaves them here.
         self._prompts: dict[str, PromptReading] = {}
         self._grammars: dict[str, GrammarState] = {}
+        # Of the samples with penalties; preemption leaves them here.
+        self._counts: TokenCounts | None = None
 
     def adopt_sample(
         self,
@@ -100,12 +105,36 @@ class CoupledRunnerMixin:
         noise = [self._noise_of(sample_id) for sample_id in batch.req_ids]
         followed = self._followed_in(batch) if self._followed else {}
         masks = self._masks_of(rows, logits.shape[1]) if self._grammars else None
-        verified = sample(logits, rows, batch.sampling_metadata, noise, followed, masks)
+        histories = self.histories_of(np.arange(len(noise)), noise)
+        verified = sample(logits, rows, batch.sampling_metadata, noise, followed, masks, histories)
         for i, rollout in followed.items():
             end = rows.positions[i] + verified.reused[i]
             if verified.reused[i] < verified.counts[i] or end >= len(rollout.tokens):
                 del self._followed[batch.req_ids[i]]
         return _sampler_output(rows, verified, logits.device)
+
+    def histories_of(
+        self, places: IntArray, noise: list[SampleNoise], more: Sequence[Sequence[int]] | None = None
+    ) -> Histories | None:
+        """Return the token counts of samples at some places of the batch; None if none of them has penalties.
+
+        Args:
+            places: [n].
+            noise: of the samples, n of them.
+            more: tokens of each sample that the batch does not have yet.
+        """
+        if not any(item.penalised for item in noise):
+            return None
+        batch = self.input_batch
+        if self._counts is None:
+            self._counts = TokenCounts(self.model_config.get_vocab_size(), self.device)
+        found: list[History | None] = []
+        for place, item in zip(places.tolist(), noise, strict=True):
+            prompt, end = int(batch.num_prompt_tokens[place]), int(batch.num_tokens_no_spec[place])
+            tokens = batch.token_ids_cpu[place]
+            own = History(batch.req_ids[place], tokens[:prompt], tokens[prompt:end])
+            found.append(own if item.penalised else None)
+        return self._counts.histories(found, more)
 
     def _followed_in(self, batch: Any) -> dict[int, CachedRollout]:
         """Return the cached rollouts of the samples in the batch, by index.
@@ -183,6 +212,8 @@ class CoupledRunnerMixin:
         self._followed.pop(req_id, None)
         self._prompts.pop(req_id, None)
         self._grammars.pop(req_id, None)
+        if self._counts is not None:
+            self._counts.forget(req_id)
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
 
 

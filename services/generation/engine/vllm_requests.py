@@ -103,6 +103,9 @@ class VllmRequests:
             json_schema=sampling.json_schema,
             stops=stops if sampling.json_schema else (),
             verifier=request.verifier,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
         )
         extra: dict[str, Any] = {NOISE_KEY: asdict(noise)}
         if request.follows:

@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from services.generation.engine.attention.backend import use_attention
-from services.generation.engine.attention.kernel_choice import use_kernels
+from services.generation.engine.attention.kernel_choice import KernelReport, failed, use_kernels
 from services.generation.engine.draft_models.eagle3 import Eagle3
 from services.generation.engine.draft_models.interface import ModelDrafter
 from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
@@ -48,7 +48,11 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         """Choose the kernels of this process (see `kernel_choice.use_kernels` and `attention.use_attention`)."""
         config = self.vllm_config
         use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
-        use_attention(config.model_config, config.parallel_config, self.device)
+        self.attention = use_attention(config, self.device)
+
+    def kernel_report(self) -> KernelReport:
+        """Return the attention of this worker, and the kinds of kernels that failed their check."""
+        return KernelReport(str(self.attention), failed())
 
     def adopt_sample(self, *args: Any) -> None:
         """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""

@@ -108,6 +108,9 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
     waiting = gauge("waiting_samples", "Samples waiting for the engine.")
     kv_usage = gauge("kv_usage_ratio", "Share of KV blocks in use, 0 to 1.")
     policy_version = gauge("policy_version", "Policy version of the weights that are served.")
+    kernels_left_out = gauge(
+        "kernels_left_out", "1 for kernels that failed their check at the start, and are left out.", "kernels"
+    )
     weight_seconds = histogram(
         "weight_seconds", "Time to stage or apply weights.", Histogram.DEFAULT_BUCKETS, "phase"
     )

@@ -58,6 +58,8 @@ class ScriptedEngine:
     apply_fault: Exception | None = None
     limits: ModelLimits = field(default_factory=lambda: ModelLimits(512, 64))
     device: str = "script"
+    attention: str = "script"
+    failed_kernels: list[str] = field(default_factory=list)
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     responses: dict[str, list[int]] = field(default_factory=dict)
     drafts: dict[str, list[int]] = field(default_factory=dict)

@@ -8,14 +8,17 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler.noise import Purpose, uniform
+from kernels.coupled_sampler.sample import sample
 from services.generation.engine.marks import pack, unpack
-from services.generation.engine.sampling.lenient import candidates, taken_over
-from services.generation.engine.sampling.noise import CachedRollout
+from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
+from services.generation.engine.sampling.proposed import proposals_of
 from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.types import Verifier
 
 VOCAB = 4
 
@@ -59,37 +62,40 @@ def _sample(random: Random) -> Sample:
     )
 
 
-def _one_by_one(sample: Sample) -> tuple[int, bool]:
-    """(tokens taken over, whether the row behind them can be sampled), looking at one position after the other."""
+def _one_by_one(sample: Sample) -> int:
+    """Return how many tokens are taken over, looking at one position after the other."""
     rollout = sample.rollout
     if rollout is None:
-        return 0, True
+        return 0
     for row in range(len(sample.drafts) + 1):
-        if row and sample.drafts[row - 1] != rollout.tokens[sample.position + row - 1]:
-            return row, False
         place = sample.position + row
-        if place == len(rollout.tokens):
-            return row, True
+        if place == len(rollout.tokens) or (row and sample.drafts[row - 1] != rollout.tokens[place - 1]):
+            return row
         token, now = rollout.tokens[place], sample.logprobs[row]
         ratio = rollout.lenience * math.exp(float(now[token]) - rollout.logprobs[place])
         accepted = uniform(sample.seed, place, Purpose.LENIENT) < min(1.0, ratio)
         if sample.temperature == 0:
             accepted = token == now.argmax()
         if not accepted:
-            return row, True
-    return len(sample.drafts) + 1, False
+            return row
+    return len(sample.drafts) + 1
 
 
-def _take_over(samples: list[Sample]) -> tuple[list[int], list[bool]]:
+def _take_over(samples: list[Sample]) -> list[int]:
     rows = _rows(samples)
-    found = candidates(rows, {i: s.rollout for i, s in enumerate(samples) if s.rollout is not None})
-    table = np.concatenate([s.logprobs for s in samples])
-    now = table[found.row, found.token]
-    seeds = np.array([s.seed for s in samples], np.uint64)
-    temperature = np.array([s.temperature for s in samples], np.float32)
-    best = table[found.row].argmax(axis=1)
-    count = taken_over(rows, found, now, np.ones(len(now), bool), best, seeds, temperature)
-    return count.tolist(), ((count < found.count) | found.beyond).tolist()
+    followed = {i: s.rollout for i, s in enumerate(samples) if s.rollout is not None}
+    noise = [SampleNoise(seed=s.seed, verifier=Verifier.LENIENT) for s in samples]
+    found = sample(
+        torch.from_numpy(np.concatenate([s.logprobs for s in samples])),
+        torch.from_numpy(np.array([s.seed for s in samples], np.uint64).view(np.int64)),
+        torch.from_numpy(rows.positions),
+        torch.tensor([s.temperature for s in samples]),
+        torch.from_numpy(rows.drafts),
+        torch.from_numpy(rows.cu),
+        proposals=proposals_of(rows, noise, followed),
+    )
+    reused: list[int] = found.reused.tolist()
+    return reused
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 6))
@@ -98,8 +104,7 @@ def test_rows_of_many_samples_are_decided_as_one_position_after_the_other(seed: 
     samples = [_sample(random) for _ in range(count)]
     if all(s.rollout is None for s in samples):
         return
-    taken, live = _take_over(samples)
-    assert list(zip(taken, live, strict=True)) == [_one_by_one(s) for s in samples]
+    assert _take_over(samples) == [_one_by_one(s) for s in samples]
 
 
 def _plain(now: list[float], then: list[float], lenience: float = 1.0, temperature: float = 1.0) -> Sample:
@@ -116,39 +121,30 @@ def _plain(now: list[float], then: list[float], lenience: float = 1.0, temperatu
 def test_no_token_is_taken_over_from_a_row_or_a_cache_that_has_no_probability_for_it(
     bad: float, lenience: float
 ) -> None:
-    assert _take_over([_plain([-0.1] * 4, [-9.0] * 4, lenience)])[0] == [4]
-    assert _take_over([_plain([-0.1, -0.1, bad, -0.1], [-9.0] * 4, lenience)])[0] == [2]
-    assert _take_over([_plain([-0.1] * 4, [-9.0, bad, -9.0, -9.0], lenience)])[0] == [1]
-    assert _take_over([_plain([-0.1] * 4, [math.inf, -9.0, -9.0, -9.0], lenience)])[0] == [0]
-    assert _take_over([_plain([-0.1, bad, -0.1, -0.1], [-9.0] * 4, lenience, temperature=0.0)])[0] == [1]
+    assert _take_over([_plain([-0.1] * 4, [-9.0] * 4, lenience)]) == [4]
+    assert _take_over([_plain([-0.1, -0.1, bad, -0.1], [-9.0] * 4, lenience)]) == [2]
+    assert _take_over([_plain([-0.1] * 4, [-9.0, bad, -9.0, -9.0], lenience)]) == [1]
+    assert _take_over([_plain([-0.1] * 4, [math.inf, -9.0, -9.0, -9.0], lenience)]) == [0]
+    assert _take_over([_plain([-0.1, bad, -0.1, -0.1], [-9.0] * 4, lenience, temperature=0.0)]) == [1]
 
 
 def test_what_may_not_be_sampled_is_not_taken_over() -> None:
     for temperature in (0.0, 1.0):
-        sample = _plain([-0.1] * 4, [-9.0] * 4, math.inf, temperature)
-        rows = _rows([sample])
-        assert sample.rollout is not None
-        found = candidates(rows, {0: sample.rollout})
-        allowed = np.array([True, True, False, True])
-        now = np.full(4, -0.1, np.float32)
-        seeds, temperatures = np.array([3], np.uint64), np.array([temperature], np.float32)
-        best = np.zeros(4, np.int64)
-        assert taken_over(rows, found, now, allowed, best, seeds, temperatures).tolist() == [2]
+        own = _plain([-0.1] * 4, [-9.0] * 4, math.inf, temperature)
+        own.logprobs[2, 0] = -np.inf
+        assert _take_over([own]) == [2]
 
 
 @pytest.mark.parametrize(("lenience", "ratio"), [(1.0, 0.3), (2.0, 0.3), (math.exp(0.5), 0.9), (1.0, 1.4)])
 def test_a_token_is_taken_over_as_often_as_the_rule_says(lenience: float, ratio: float) -> None:
-    """100,000 seeds that count up, each at two positions; the uniforms of both are independent."""
-    n = 100_000
-    rows = Rows(np.arange(n + 1), np.zeros(n, np.int64), np.empty(0, np.int64))
-    rollout = CachedRollout(np.array([2, 2]), np.array([-1.0, -1.0]), lenience)
-    now = np.full(n, -1.0 + math.log(ratio), np.float32)
-    seeds, one = np.arange(n, dtype=np.uint64), np.ones(n, np.float32)
+    n, then = 20_000, math.log(0.4)
+    rollout = CachedRollout(np.array([0, 0]), np.array([then, then]), lenience)
+    p = 0.4 * ratio
+    table = np.log(np.array([p, *[(1 - p) / (VOCAB - 1)] * (VOCAB - 1)], np.float32))
     kept = []
     for position in (0, 1):
-        at = Rows(rows.cu, rows.positions + position, rows.drafts)
-        found = candidates(at, dict.fromkeys(range(n), rollout))
-        kept.append(taken_over(at, found, now, np.ones(n, bool), np.zeros(n, np.int64), seeds, one))
+        found = _take_over([Sample(position, [], table[None], seed, 1.0, rollout) for seed in range(n)])
+        kept.append(np.array(found))
     expected = min(1.0, lenience * ratio)
     deviation = math.sqrt(expected * (1 - expected) / n)
     for counts in kept:
@@ -156,31 +152,6 @@ def test_a_token_is_taken_over_as_often_as_the_rule_says(lenience: float, ratio:
     if expected < 1:
         assert abs(np.corrcoef(kept[0], kept[1])[0, 1]) < 4 / math.sqrt(n)
         assert abs(np.corrcoef(kept[0][:-1], kept[0][1:])[0, 1]) < 4 / math.sqrt(n)
-
-
-layouts = st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(0, 4)), min_size=1, max_size=8)
-
-
-@given(layouts)
-def test_a_part_of_the_rows_keeps_positions_and_drafts(layout: list[tuple[int, bool, int]]) -> None:
-    lengths = [k + 1 for k, _, _ in layout]
-    cu = np.cumsum([0, *lengths])
-    # Draft j of sample i is 10 i + j.
-    drafts = np.array([10 * i + j for i, (k, _, _) in enumerate(layout) for j in range(k)], np.int64)
-    rows = Rows(cu, np.arange(len(layout)) * 100, drafts)
-    chosen = np.array([wanted for _, wanted, _ in layout])
-    behind = np.array([min(skip, k) for k, _, skip in layout])
-    index, part = rows.part(chosen, behind)
-    kept = [i for i, wanted in enumerate(chosen) if wanted]
-    assert index.tolist() == [int(cu[i]) + j for i in kept for j in range(behind[i], lengths[i])]
-    assert np.diff(part.cu).tolist() == [lengths[i] - behind[i] for i in kept]
-    assert part.positions.tolist() == [100 * i + behind[i] for i in kept]
-    for place, i in enumerate(kept):
-        assert part.drafts_of(place).tolist() == [10 * i + j for j in range(behind[i], lengths[i] - 1)]
-    whole, same = rows.part(np.ones(len(layout), bool), np.zeros(len(layout), np.int64))
-    assert whole.tolist() == list(range(cu[-1]))
-    assert same.drafts.tolist() == drafts.tolist()
-    assert part.row_positions.tolist() == rows.row_positions[index].tolist()
 
 
 @given(st.lists(st.tuples(st.integers(0, 130), st.integers(0, 130)), min_size=1, max_size=6))

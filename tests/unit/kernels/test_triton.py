@@ -15,7 +15,7 @@ from kernels.backend import installed
 
 FOLDER = Path(__file__).parent / "triton_backend"
 ROOT = FOLDER.parents[3]
-KERNELS = ("attend", "kd_loss", "kv_pack", "sample", "selfcheck", "w4a16")
+KERNELS = ("attend", "kd_loss", "kv_pack", "proposals", "sample", "selfcheck", "w4a16")
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="Triton is not installed (extra: kernels)"),

@@ -4,7 +4,8 @@ The backends here are vLLM's own, Triton and FlashAttention, with one thing chan
 more than 16 query tokens, decoding and verification in any mixture, goes through one launch of
 `kernels.short_query_attention`. KV layout, writes, metadata, CUDA graphs, and all steps with a prefill in them are
 vLLM's. They take the places of their originals in vLLM's registry, so vLLM chooses among backends as ever, layer by
-layer, and where it chooses another one (MLA, FlashInfer on Blackwell), nothing of ours is there.
+layer, and where it chooses another one (MLA, FlashInfer on Blackwell), nothing of ours is there. Whether they do is
+decided by what was measured (race.py), and so is whether FlashInfer takes vLLM's place.
 
 Graphs: a launch depends on shapes and on upper bounds that the capture holds for every replay (a graph for plain
 decoding has one query token a request; one for any batch of n tokens has at most n), and waits for nothing.
@@ -13,6 +14,7 @@ decoding has one query token a request; one for any batch of n tokens has at mos
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,9 +28,12 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from kernels.backend import Backend, choose, in_use
 from kernels.short_query_attention import AttentionStep
+from kernels.short_query_attention.choice import AttentionName
 from kernels.short_query_attention.launch import Scratch
 from kernels.short_query_attention.selfcheck import check_attention
 from kernels.tuning import tuning
+from services.generation.engine.attention.kernel_choice import ATTENTION, leave_out
+from services.generation.engine.attention.race import measured_choice
 from services.generation.engine.attention.rules import LONGEST_SHORT_QUERY, LayerTraits, is_short, refusal
 
 _log = logging.getLogger(__name__)
@@ -179,21 +184,43 @@ _REPLACED: dict[AttentionBackendEnum, type] = {
 }
 
 
-def use_attention(model_config: Any, parallel_config: Any, device: torch.device) -> bool:
-    """Put our attention into vLLM's registry in this process, or take it out; whether it is in.
+def use_attention(
+    config: Any, device: torch.device, measured: Callable[..., AttentionName] = measured_choice
+) -> AttentionName:
+    """Choose the attention of this process, and put it where vLLM looks for it; returns which it is.
 
-    It is in on CUDA, where the switch of all kernels is at Triton, for models whose shape of attention it computes
-    rightly here. With `auto` one that does not compile, or is wrong, is left out; with `triton` that is an error.
-    To be called after `use_kernels`, and before the model is built.
+    It is vLLM's own on CPU, where the switch of all kernels is at the reference, and for models whose heads or
+    options ours cannot compute. With `triton` it is ours, if that computes rightly here, else that is an error.
+    With `auto` it is what was measured to be the fastest (`race.py`), ours only where it computes rightly. To be
+    called after `use_kernels`, and before the model is built.
+
+    Args:
+        config: vLLM's, which takes the name of another backend.
+        device: of this worker.
+        measured: returns the fastest backend.
     """
-    wanted = device.type == "cuda" and choose(device) is Backend.TRITON and not model_config.use_mla
-    if wanted and _is_right(model_config, parallel_config, device):
-        for place, ours in _REPLACED.items():
+    chosen = _chosen(config, device, measured)
+    for place, ours in _REPLACED.items():
+        if chosen is AttentionName.OURS:
             register_backend(place, f"{ours.__module__}.{ours.__qualname__}")
-        return True
-    for place in _REPLACED:
-        place.clear_override()
-    return False
+        else:
+            place.clear_override()
+    if chosen is AttentionName.FLASHINFER:
+        config.attention_config.backend = AttentionBackendEnum.FLASHINFER
+    return chosen
+
+
+def _chosen(config: Any, device: torch.device, measured: Callable[..., AttentionName]) -> AttentionName:
+    model = config.model_config
+    if device.type != "cuda" or choose(device) is not Backend.TRITON or model.use_mla:
+        return AttentionName.VLLM
+    right = _is_right(model, config.parallel_config, device)
+    if in_use() is Backend.TRITON:
+        return AttentionName.OURS if right else AttentionName.VLLM
+    # A backend that somebody asked vLLM for is left alone.
+    if config.attention_config.backend is not None:
+        return AttentionName.VLLM
+    return measured(config, device, ours=right)
 
 
 def _is_right(model_config: Any, parallel_config: Any, device: torch.device) -> bool:
@@ -209,7 +236,7 @@ def _is_right(model_config: Any, parallel_config: Any, device: torch.device) -> 
     except Exception as error:  # A compiler's errors are of many kinds.
         if in_use() is Backend.TRITON:
             raise
-        _log.warning("our attention is left out: %s: %s", type(error).__name__, error)
+        leave_out(ATTENTION, error)
         return False
     return True
 

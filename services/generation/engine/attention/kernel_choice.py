@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -10,14 +11,39 @@ from kernels.backend import Backend, choose, in_use, use
 from kernels.selfcheck import check_kernels
 
 _log = logging.getLogger(__name__)
+SAMPLER, ATTENTION = "sampler", "attention"
+"""Kinds of kernels that a failed check leaves out: those that every engine uses, and attention."""
+
+
+class KernelReport(NamedTuple):
+    """Kernels of a worker: the attention that it has, and the kinds that failed their check."""
+
+    attention: str
+    failed: tuple[str, ...]
+
+
+_failed: dict[str, None] = {}
+
+
+def failed() -> tuple[str, ...]:
+    """Return the kinds of kernels that failed their check in this process, and are left out."""
+    return tuple(_failed)
+
+
+def leave_out(kind: str, error: Exception) -> None:
+    """Note that a kind of kernels failed its check; an error to be seen, for serving goes on without them."""
+    _failed[kind] = None
+    _log.error("kernels_left_out: %s: %s: %s", kind, type(error).__name__, error)
 
 
 def use_kernels(wanted: str, device: torch.device) -> Backend:
     """Set the switch of all kernels in this process, and return what it is set to.
 
     With `auto`, kernels that do not compile here, or do not give the references' results, are left for the
-    references; with `triton` that is an error, the kernels' own, or BackendUnavailable where they cannot run.
+    references, which take all logits to the host: see `failed`. With `triton` that is an error, the kernels' own,
+    or BackendUnavailable where they cannot run.
     """
+    _failed.clear()
     use(wanted)
     if choose(device) is Backend.TRITON:
         try:
@@ -25,6 +51,6 @@ def use_kernels(wanted: str, device: torch.device) -> Backend:
         except Exception as error:  # A compiler's errors are of many kinds.
             if in_use() is Backend.TRITON:
                 raise
-            _log.warning("the Triton kernels are left out: %s: %s", type(error).__name__, error)
+            leave_out(SAMPLER, error)
             use(Backend.REFERENCE)
     return in_use()

@@ -86,7 +86,10 @@ class DraftRows:
             logits = forward(tokens, live, step)
             layout = Rows(np.arange(len(live) + 1), first[live] + step, np.empty(0, np.int64))
             noise = [self._noise[i] for i in live.tolist()]
-            verified = sample(logits, layout, self._sampling(live, drafted), noise, {})
+            histories = self._runner.histories_of(
+                self.places[live], noise, [drafted[i] for i in live.tolist()]
+            )
+            verified = sample(logits, layout, self._sampling(live), noise, {}, histories=histories)
             goes_on = np.zeros(len(live), bool)
             for j, (i, token) in enumerate(zip(live.tolist(), verified.tokens.tolist(), strict=True)):
                 # Not finite: the drafter has not this token, or is broken; nothing is told of such a draw.
@@ -106,8 +109,8 @@ class DraftRows:
         found: IntArray = (self.positions + 1 - prompts).astype(np.int64)
         return found
 
-    def _sampling(self, live: IntArray, drafted: Sequence[Sequence[int]]) -> SamplingMetadata:
-        """Return vLLM's sampling parameters of some samples, with their draft tokens so far as output."""
+    def _sampling(self, live: IntArray) -> SamplingMetadata:
+        """Return vLLM's sampling parameters of some samples, as far as our sampler reads them."""
         whole: SamplingMetadata = self._runner.input_batch.sampling_metadata
         places = self.places[live]
 
@@ -117,16 +120,4 @@ class DraftRows:
         chosen: dict[str, Any] = {
             name: part(getattr(whole, name)) for name in ("temperature", "top_p", "top_k")
         }
-        if not whole.no_penalties:
-            penalties = (
-                "prompt_token_ids",
-                "frequency_penalties",
-                "presence_penalties",
-                "repetition_penalties",
-            )
-            chosen |= {name: part(getattr(whole, name)) for name in penalties}
-            chosen["output_token_ids"] = [
-                [*whole.output_token_ids[place], *drafted[i]]
-                for place, i in zip(places.tolist(), live.tolist(), strict=True)
-            ]
         return replace(whole, **chosen)

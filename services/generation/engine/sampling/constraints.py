@@ -1,4 +1,7 @@
-"""Apply penalties and masks row by row: vLLM's own, and ours for min-p and min-tokens."""
+"""Edit rows of logits: penalties, and masks by token, of the samples that ask for them and of no others.
+
+Masks by probability (min-p, top-k, top-p) are the kernels' (kernels/coupled_sampler/masks.py), for every row.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.penalties import apply_all_penalties
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from kernels.coupled_sampler.sample import Edited
 from services.generation.engine.grammars import apply_masks
 from services.generation.engine.sampling.noise import SampleNoise
-from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.sampling.penalties import Histories, penalise
+from services.generation.engine.sampling.rows import IntArray, Rows
+
+CHUNK_BYTES = 64 << 20
+"""Memory that rows are worked on in at a time, beside that of the result."""
 
 
 class RowMasks(NamedTuple):
@@ -31,93 +37,87 @@ def temperatures(metadata: SamplingMetadata, n: int) -> torch.Tensor:
     return metadata.temperature[:n]  # type: ignore[no-any-return]
 
 
-def constrain(
-    raw: torch.Tensor,
+def edit(
+    logits: torch.Tensor,
     rows: Rows,
-    metadata: SamplingMetadata,
     noise: list[SampleNoise],
-    temperature: npt.NDArray[np.float32],
     masks: RowMasks | None = None,
-) -> tuple[torch.Tensor, bool]:
-    """Apply penalties and masks by row. Returns the logits and whether they were divided by temperature."""
-    penalised = not metadata.no_penalties
-    withheld = any(item.min_tokens for item in noise) and _withheld(rows, noise)
-    limited = any(item.allowed for item in noise)
-    masked = metadata.top_k is not None or metadata.top_p is not None or any(item.min_p for item in noise)
-    if not (penalised or withheld or limited or masked or masks is not None):
-        return raw, False
-    logits = raw.clone()
-    index = torch.from_numpy(rows.samples).to(logits.device)
-    if penalised:
-        logits = _penalise(logits, index, rows, metadata)
-    for row, tokens in withheld or ():
-        logits[row, tokens] = float("-inf")
-    if limited:
-        _limit(logits, rows, noise)
+    histories: Histories | None = None,
+) -> Edited | None:
+    """Apply penalties and masks by token to the rows whose samples ask for them. None if none does.
+
+    Args:
+        logits: [R, V], any float type; left as it is.
+        rows: the layout.
+        noise: one per sample.
+        masks: of the rows of samples that follow a grammar.
+        histories: of the samples; may be None if no sample has penalties.
+    """
+    penalised = _of_rows(rows, [item.penalised for item in noise])
+    limited = _of_rows(rows, [bool(item.allowed) for item in noise])
+    withheld = _of_rows(rows, [bool(item.forbidden) for item in noise])
+    if withheld.any():
+        least = np.fromiter((item.min_tokens for item in noise), np.int64, len(noise))
+        withheld &= rows.row_positions < least[rows.samples]
+    chosen = penalised | limited | withheld
     if masks is not None:
-        apply_masks(logits, masks.bits, masks.rows)
-    if masked:
-        _mask(logits, index, metadata, noise, temperature)
-    return logits, masked
+        chosen[masks.rows] = True
+    index = np.flatnonzero(chosen)
+    if not len(index):
+        return None
+    edited = torch.empty((len(index), logits.shape[1]), dtype=torch.float32, device=logits.device)
+    for begin, end in chunks(len(index), logits.shape[1]):
+        edited[begin:end] = logits[_there(index[begin:end], logits)]
+    _penalise(edited, index, penalised[index], rows, noise, histories)
+    place, samples = np.cumsum(chosen) - 1, rows.samples
+    for row in np.flatnonzero(withheld).tolist():
+        edited[place[row], list(noise[samples[row]].forbidden)] = float("-inf")
+    _limit(edited, place[limited], [noise[owner].allowed for owner in samples[limited].tolist()])
+    if masks is not None:
+        # The masks of the edited rows, each where its row is now.
+        apply_masks(edited, masks.bits[torch.from_numpy(index)], place[masks.rows].tolist())
+    return Edited(torch.from_numpy(index), edited)
 
 
-def _withheld(rows: Rows, noise: list[SampleNoise]) -> list[tuple[int, list[int]]]:
-    """Return the rows that may not end their sample yet, with the tokens that would."""
-    found = []
-    positions = rows.row_positions
-    for row, owner in enumerate(rows.samples):
-        item = noise[owner]
-        if item.forbidden and positions[row] < item.min_tokens:
-            found.append((row, list(item.forbidden)))
-    return found
+def chunks(rows: int, width: int) -> list[tuple[int, int]]:
+    """Cut float32 rows into ranges of at most CHUNK_BYTES each, or one row."""
+    each = max(1, CHUNK_BYTES // (4 * width))
+    return [(begin, min(begin + each, rows)) for begin in range(0, rows, each)]
 
 
-def _limit(logits: torch.Tensor, rows: Rows, noise: list[SampleNoise]) -> None:
-    """Mask all but the allowed tokens in the rows of samples that have some, in place."""
-    limited = {row: noise[owner].allowed for row, owner in enumerate(rows.samples) if noise[owner].allowed}
-    counts = [len(allowed) for allowed in limited.values()]
-    index = np.fromiter(limited, np.int64, len(limited))
-    row = torch.from_numpy(np.repeat(index, counts)).to(logits.device)
-    tokens = np.fromiter(chain.from_iterable(limited.values()), np.int64, sum(counts))
-    token = torch.from_numpy(tokens).to(logits.device)
-    kept = logits[row, token]
-    logits[torch.from_numpy(index).to(logits.device)] = float("-inf")
-    logits[row, token] = kept
+def _of_rows(rows: Rows, each: list[bool]) -> npt.NDArray[np.bool_]:
+    return np.array(each, bool)[rows.samples]
 
 
 def _penalise(
-    logits: torch.Tensor, index: torch.Tensor, rows: Rows, metadata: SamplingMetadata
-) -> torch.Tensor:
-    outputs: list[list[int]] = []
-    for i in range(len(rows.cu) - 1):
-        history, drafts = list(metadata.output_token_ids[i]), rows.drafts_of(i).tolist()
-        outputs.extend([*history, *drafts[:j]] for j in range(len(drafts) + 1))
-    assert metadata.prompt_token_ids is not None
-    return apply_all_penalties(
-        logits,
-        metadata.prompt_token_ids[index],
-        metadata.presence_penalties[index],
-        metadata.frequency_penalties[index],
-        metadata.repetition_penalties[index],
-        outputs,
-    )
-
-
-def _mask(
-    logits: torch.Tensor,
-    index: torch.Tensor,
-    metadata: SamplingMetadata,
+    edited: torch.Tensor,
+    index: IntArray,
+    penalised: npt.NDArray[np.bool_],
+    rows: Rows,
     noise: list[SampleNoise],
-    temperature: npt.NDArray[np.float32],
+    histories: Histories | None,
 ) -> None:
-    """Divide by temperature, then apply min-p, top-k and top-p in vLLM's order, in place."""
-    divisor = torch.from_numpy(np.where(temperature > 0, temperature, 1).astype(np.float32))
-    logits.div_(divisor.to(logits.device)[index].unsqueeze(1))
-    if any(item.min_p for item in noise):
-        min_p = torch.tensor([item.min_p for item in noise], device=logits.device)[index]
-        probabilities = logits.softmax(dim=-1)
-        floor = probabilities.amax(dim=-1, keepdim=True) * min_p.unsqueeze(1)
-        logits.masked_fill_(probabilities < floor, float("-inf"))
-    top_k = None if metadata.top_k is None else metadata.top_k[index]
-    top_p = None if metadata.top_p is None else metadata.top_p[index]
-    logits.copy_(apply_top_k_top_p(logits, top_k, top_p))
+    if not penalised.any():
+        return
+    assert histories is not None
+    among = np.flatnonzero(penalised)
+    for begin, end in chunks(len(among), edited.shape[1]):
+        part = among[begin:end]
+        there = _there(part, edited)
+        edited[there] = penalise(edited[there], index[part], rows, noise, histories)
+
+
+def _limit(edited: torch.Tensor, places: IntArray, allowed: list[tuple[int, ...]]) -> None:
+    """Mask all but the allowed tokens of some rows, in place."""
+    if not len(places):
+        return
+    counts = [len(tokens) for tokens in allowed]
+    row = _there(np.repeat(places, counts), edited)
+    token = _there(np.fromiter(chain.from_iterable(allowed), np.int64, sum(counts)), edited)
+    kept = edited[row, token]
+    edited[_there(places, edited)] = float("-inf")
+    edited[row, token] = kept
+
+
+def _there(index: IntArray, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(index).to(tensor.device)

@@ -1,6 +1,6 @@
-"""SPEC-RL's rule: decide how many tokens of a cached rollout are reused.
+"""SPEC-RL's rule: propose the tokens of a cached rollout, with the probability that each must exceed.
 
-The token y at a position of the cached rollout is taken over iff u < lenience * p_now(y) / p_then(y), with
+The token y at a position of the cached rollout is taken over iff p_now(y) > u * p_then(y) / lenience, with
 p_now the current policy's probability of it, p_then that of the policy which generated it, and u a uniform that
 is a pure function of (seed, position). So what is taken over does not depend on how many positions a step looks
 at. p_now and p_then are of the model's own distribution, or of the one sampled from where a sample asks for such
@@ -17,7 +17,7 @@ domain than u, so it is a sample of the current policy whatever u was.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,31 +30,27 @@ from services.generation.engine.sampling.rows import IntArray, Rows
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The cached tokens that a step decides on, C of all samples: `row` of each, its `token`, `then`, `lenience`.
+class Candidates(NamedTuple):
+    """The cached tokens that a step decides on, C of all samples: `row` of each, and its `token`.
 
-    A sample's lie in its first rows, `count` [n] of them; 0 for a sample that takes nothing over. `beyond` [n]
-    is whether its next row, behind those, can be sampled when all of them are taken over.
+    `bound` [C] is what the current policy's probability of it must exceed; NaN: it is not taken over.
     """
 
     row: IntArray
     token: IntArray
-    then: FloatArray
-    lenience: FloatArray
-    count: IntArray
-    beyond: npt.NDArray[np.bool_]
+    bound: FloatArray
 
 
-def candidates(rows: Rows, followed: Mapping[int, CachedRollout]) -> Candidates:
-    """Find the rows that the cached rollouts reach.
+def candidates(
+    rows: Rows, followed: Mapping[int, CachedRollout], seeds: npt.NDArray[np.uint64]
+) -> Candidates:
+    """Find the rows that the cached rollouts reach. A sample's candidates lie in its first rows.
 
     Args:
         rows: the layout of the step.
         followed: by its index, rising, the cached rollout of each sample that has taken over all its tokens so far.
+        seeds: of the samples, [n].
     """
-    n = len(rows.cu) - 1
-    count, beyond = np.zeros(n, np.int64), np.ones(n, bool)
     row, token, then, lenience = [], [], [], []
     for i, rollout in followed.items():
         begin, drafts = int(rows.positions[i]), rows.drafts_of(i)
@@ -63,51 +59,14 @@ def candidates(rows: Rows, followed: Mapping[int, CachedRollout]) -> Candidates:
         agree = min(len(drafts), len(wanted))
         differs = np.flatnonzero(drafts[:agree] != wanted[:agree])
         matched = int(differs[0]) if len(differs) else agree
-        count[i] = min(matched + 1, len(wanted))
-        beyond[i] = count[i] <= matched and count[i] <= len(drafts)
-        row.append(rows.cu[i] + np.arange(count[i]))
-        token.append(wanted[: count[i]])
-        then.append(rollout.logprobs[begin : begin + count[i]])
-        lenience.append(np.full(count[i], rollout.lenience))
-    return Candidates(
-        np.concatenate(row),
-        np.concatenate(token),
-        np.concatenate(then),
-        np.concatenate(lenience),
-        count,
-        beyond,
-    )
-
-
-def taken_over(
-    rows: Rows,
-    found: Candidates,
-    now: npt.NDArray[np.float32],
-    allowed: npt.NDArray[np.bool_],
-    best: IntArray,
-    seeds: npt.NDArray[np.uint64],
-    temperature: npt.NDArray[np.float32],
-) -> IntArray:
-    """Return how many cached tokens each sample reuses, [n].
-
-    Args:
-        rows: the layout of the step.
-        found: the candidates, C of them.
-        now: [C], log-probability of each candidate under the current policy.
-        allowed: [C], whether it may be sampled now.
-        best: [C], the arg-max of each candidate's row; looked at where the temperature is 0.
-        seeds: [n], of the samples.
-        temperature: [n], of the samples.
-    """
-    owner = rows.samples[found.row]
-    u = uniforms(seeds[owner], rows.row_positions[found.row], Purpose.LENIENT)
-    sound = np.isfinite(now) & np.isfinite(found.then) & allowed
-    with np.errstate(invalid="ignore", over="ignore"):
-        accepted = u < found.lenience * np.exp(now.astype(np.float64) - found.then)
-    greedy = temperature[owner] == 0
-    accepted[greedy] = found.token[greedy] == best[greedy]
-    # The candidates of a sample lie next to each other: count up to its first that is rejected.
-    rejected = np.append(np.flatnonzero(~(accepted & sound)), len(owner))
-    begin = np.concatenate(([0], np.cumsum(found.count)[:-1]))
-    first = rejected[np.searchsorted(rejected, begin)]
-    return np.minimum(first - begin, found.count)
+        count = min(matched + 1, len(wanted))
+        row.append(rows.cu[i] + np.arange(count))
+        token.append(wanted[:count])
+        then.append(rollout.logprobs[begin : begin + count])
+        lenience.append(np.full(count, rollout.lenience))
+    where = np.concatenate(row)
+    u = uniforms(seeds[rows.samples[where]], rows.row_positions[where], Purpose.LENIENT)
+    known = np.concatenate(then)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bound = u * np.exp(known) / np.concatenate(lenience)
+    return Candidates(where, np.concatenate(token), np.where(np.isfinite(known), bound, np.nan))

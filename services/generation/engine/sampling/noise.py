@@ -35,10 +35,14 @@ class SampleNoise:
     stops: tuple[int, ...] = ()
     verifier: Verifier = Verifier.COUPLED
 
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
     @property
-    def by_row(self) -> bool:
-        """True if the kernels alone cannot do what the sample asks for."""
-        return bool(self.min_tokens or self.min_p or self.allowed or self.top_logprobs or self.json_schema)
+    def penalised(self) -> bool:
+        """True if tokens that are there already count against their being sampled again."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,18 +42,3 @@ class Rows:
     def drafts_of(self, sample: int) -> IntArray:
         """Return the draft tokens of one sample, [k]."""
         return self.drafts[int(self.cu[sample]) - sample : int(self.cu[sample + 1]) - sample - 1]
-
-    def part(self, chosen: npt.NDArray[np.bool_], behind: IntArray) -> tuple[IntArray, Rows]:
-        """Return the rows of some samples ([n] bool) behind the first `behind` ([n]) of each, at least one.
-
-        Returns:
-            Their indices here, and their layout among themselves.
-        """
-        index = np.flatnonzero(chosen[self.samples] & (self.offsets >= behind[self.samples]))
-        cu = np.concatenate(([0], np.cumsum((np.diff(self.cu) - behind)[chosen])))
-        # Row j of a sample has its draft j, but for the last row.
-        has_draft = np.ones(self.cu[-1], bool)
-        has_draft[self.cu[1:] - 1] = False
-        drafts = np.full(self.cu[-1], -1, np.int64)
-        drafts[has_draft] = self.drafts
-        return index, Rows(cu, (self.positions + behind)[chosen], drafts[index[has_draft[index]]])

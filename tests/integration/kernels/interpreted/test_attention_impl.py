@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kernels import backend
 from kernels.backend import Backend, KernelMismatch
 from kernels.short_query_attention import AttentionStep
+from kernels.short_query_attention.choice import AttentionName
 from kernels.short_query_attention.reference import attend_reference
 from kernels.tune.rivals import vllm_unified_attention
 from services.generation.engine.attention import backend as attention
@@ -26,6 +27,7 @@ from services.generation.engine.attention.backend import (
     traits_of,
     use_attention,
 )
+from services.generation.engine.attention.kernel_choice import failed
 from services.generation.engine.attention.rules import refusal
 from tests.support.models import tiny_model
 
@@ -277,8 +279,13 @@ class TestRegistry:
         monkeypatch.setattr(attention, "check_attention", lambda _, *rest: real(torch.device("cpu"), *rest))
         return torch.device("cuda")
 
-    def used(self, config, device):
-        return use_attention(config.model_config, config.parallel_config, device)
+    def used(self, config, device, fastest="ours"):
+        """Return whether ours is used, with `auto` where it was measured to be the fastest."""
+
+        def measured(config, device, *, ours):
+            return AttentionName(fastest if ours or fastest != "ours" else "vllm")
+
+        return use_attention(config, device, measured) is AttentionName.OURS
 
     def test_on_cuda_ours_are_in_vllms_registry_under_vllms_names(self, config, cuda):
         assert self.used(config, cuda)
@@ -301,7 +308,8 @@ class TestRegistry:
 
         monkeypatch.setattr(attention, "check_attention", wrong)
         assert not self.used(config, cuda)
-        assert "our attention is left out" in caplog.text
+        assert "kernels_left_out: attention: KernelMismatch: off by more" in caplog.text
+        assert failed() == ("attention",)
         backend.use("triton")
         with pytest.raises(KernelMismatch):
             self.used(config, cuda)
@@ -311,4 +319,23 @@ class TestRegistry:
         real = config.model_config
         names = ("use_mla", "get_head_size", "get_num_attention_heads", "get_num_kv_heads", "dtype")
         model = SimpleNamespace(**{name: getattr(real, name) for name in names} | change)
-        assert not use_attention(model, config.parallel_config, cuda)
+        other = SimpleNamespace(
+            model_config=model,
+            parallel_config=config.parallel_config,
+            attention_config=config.attention_config,
+        )
+        assert not self.used(other, cuda)
+
+    def test_auto_leaves_attention_to_vllm_until_another_is_faster(self, config, cuda):
+        assert not self.used(config, cuda, "vllm")
+        assert not any(place.is_overridden() for place, _ in self.PLACES)
+        assert config.attention_config.backend is None
+        try:
+            assert use_attention(config, cuda, lambda *_, ours: AttentionName.FLASHINFER) == "flashinfer"
+            assert config.attention_config.backend is AttentionBackendEnum.FLASHINFER
+            # Now it is a backend that was asked for.
+            assert not self.used(config, cuda)
+        finally:
+            config.attention_config.backend = None
+        backend.use("triton")
+        assert self.used(config, cuda, "vllm")

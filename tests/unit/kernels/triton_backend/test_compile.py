@@ -4,90 +4,20 @@ What was slow once is asserted: registers that spill, narrow loads, loops that w
 twice, and kernels compiled anew for another batch.
 """
 
-import re
-import subprocess
-from dataclasses import dataclass
-
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
-from kernels.coupled_sampler.sample import sample
 from kernels.kd_loss.triton_kd import FusedLoss
 from kernels.kv_pack.layout import BlockLayout, runs
 from kernels.kv_pack.triton_copy import copy
-from kernels.short_query_attention import AttentionStep
 from kernels.short_query_attention.triton_attend import attend_triton
+from kernels.tune.compiled import compile_for, faults, intercepted
+from kernels.tune.launches import WIDTH, attention_step, draw
 from kernels.tuning import Tuning, using
 from kernels.w4a16.triton_quantise import quantise_triton
 
-NAMES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.uint8: "u8",
-}
-WIDTH = 151_936
 _compiled = {}
 """By specialisation: tests ask for the same kernels."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """PTX, and what the machine code takes: registers a thread, bytes spilled, bytes of shared memory."""
-
-    ptx: str
-    registers: int
-    spilled: int
-    shared: int
-
-    def count(self, pattern):
-        return len(re.findall(pattern, self.ptx))
-
-    @property
-    def bytes_ahead(self):
-        """Bytes of each asynchronous copy: what a loop loads before it is needed."""
-        return {
-            int(size, 0)
-            for size in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x\w+|\d+)", self.ptx)
-        }
-
-
-def specialised(kernel, values):
-    """Signature, constants and alignments, by which Triton tells variants of a kernel apart."""
-    signature, constants, aligned = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        special = isinstance(value, int) and not parameter.do_not_specialize
-        if parameter.is_constexpr or (special and value == 1):
-            signature[parameter.name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + NAMES[value.dtype]
-            if value.data_ptr() % 16 == 0:
-                aligned[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if special and value % 16 == 0:
-                aligned[(index,)] = [["tt.divisibility", 16]]
-    return signature, constants, aligned
-
-
-def intercept(monkeypatch, take):
-    """Give launches to `take` (name, kernel, specialisation, options) instead of making them."""
-
-    def run(kernel, *args, grid, warmup, **kwargs):
-        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        options = {name: values.pop(name) for name in set(values) - set(kernel.arg_names)}
-        take(kernel.fn.__name__, kernel, specialised(kernel, values), options)
-
-    monkeypatch.setattr(JITFunction, "run", run)
 
 
 @pytest.fixture
@@ -99,76 +29,41 @@ def launched(monkeypatch, tmp_path):
     def take(name, kernel, special, options):
         key = repr((name, special, sorted(options.items())))
         if key not in _compiled:
-            _compiled[key] = compiled(kernel, special, options, tmp_path)
+            _compiled[key] = compile_for(90, kernel, special, options)
         found[name] = _compiled[key]
 
-    intercept(monkeypatch, take)
-    return found
+    with intercepted(take):
+        yield found
 
 
 @pytest.fixture
-def variants(monkeypatch):
+def variants():
     """Collect launches: name -> the variants that Triton would have compiled."""
     found = {}
 
     def take(name, kernel, special, options):
         found.setdefault(name, set()).add(repr((special, sorted(options.items()))))
 
-    intercept(monkeypatch, take)
-    return found
-
-
-def compiled(kernel, special, options, folder):
-    """Compile for compute capability 9.0; raises if any stage down to machine code fails."""
-    result = triton.compile(ASTSource(kernel, *special), target=GPUTarget("cuda", 90, 32), options=options)
-    assert result.asm["cubin"]
-    path = folder / "kernel.ptx"
-    path.write_text(result.asm["ptx"])
-    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(folder / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = (
-        re.search(r"Used (\d+) registers", said),
-        re.search(r"(\d+) bytes spill stores", said),
-    )
-    return Compiled(
-        result.asm["ptx"], int(registers[1]), int(spilled[1]) if spilled else 0, result.metadata.shared
-    )
-
-
-def draw(rows, width=WIDTH, dtype=torch.bfloat16, drafts=0, masked=False):
-    """Sample `rows` rows, of which the last request has `drafts` + 1."""
-    cu = torch.tensor([*range(rows - drafts), rows])
-    count = len(cu) - 1
-    ids = torch.zeros(count, dtype=torch.int64)
-    masks = {"top_k": ids, "top_p": torch.ones(count)} if masked else {}
-    sample(
-        torch.empty(rows, width, dtype=dtype), ids, ids, torch.ones(count), ids.new_zeros(drafts), cu,
-        backend="triton", **masks,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def as_on_cuda(monkeypatch):
-    """Entry functions launch, although tensors are in host memory."""
-    monkeypatch.setattr("kernels.backend.interpreted", lambda: True)
+    with intercepted(take):
+        yield found
 
 
 @pytest.mark.parametrize(("rows", "width", "dtype"), [(4, WIDTH, torch.bfloat16), (1, 1, torch.float32)])
-def test_sampler_compiles_and_fuses_no_specified_operation(rows, width, dtype, launched, as_on_cuda):
-    for masked in (False, True):
-        draw(rows, width, dtype, drafts=rows // 2, masked=masked)
+def test_sampler_compiles_and_fuses_no_specified_operation(rows, width, dtype, launched):
+    for asked in ((), ("masked",), ("masked", "edited", "proposing")):
+        draw(rows, width, dtype, drafts=rows // 2, **dict.fromkeys(asked, True))
         scan = launched["scan"]
         assert "fma" not in scan.ptx
         assert "div.rn.f32" in scan.ptx
         # Numbers too small to be normal are not flushed to 0.
         assert not scan.count(r"(add|sub|mul|div)\.rn\.ftz")
-    for name in ("peaks", "bucket_sums", "collect", "select"):
+    for name in ("peaks", "raise_floors", "bucket_sums", "collect", "select"):
         assert "fma" not in launched[name].ptx
     assert "finish" in launched
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_the_scan_draws_philox_once_and_loads_16_bytes_ahead(wide, launched, as_on_cuda):
+def test_the_scan_draws_philox_once_and_loads_16_bytes_ahead(wide, launched):
     with using(Tuning(wide_products=wide)):
         draw(4)
     scan = launched["scan"]
@@ -181,15 +76,23 @@ def test_the_scan_draws_philox_once_and_loads_16_bytes_ahead(wide, launched, as_
     assert wide is not ("mul.hi.u32" in scan.ptx)
 
 
-def test_passes_over_the_vocabulary_load_16_bytes_ahead(launched, as_on_cuda):
+def test_passes_over_the_vocabulary_load_16_bytes_ahead(launched):
     draw(4, masked=True)
     for name in ("peaks", "bucket_sums", "collect"):
         assert (launched[name].spilled, launched[name].bytes_ahead) == (0, {16}), name
     assert launched["select"].spilled == 0
 
 
+@pytest.mark.parametrize("asked", ["masked", "edited", "proposing"])
+def test_rows_that_ask_for_more_stay_within_their_limits(asked, launched):
+    draw(4, drafts=2, **{asked: True})
+    code = launched["scan"]
+    assert faults("scan", "proposals" if asked == "proposing" else asked, 90, code) == []
+    assert code.bytes_ahead == {16}
+
+
 @pytest.mark.parametrize("masked", [False, True])
-def test_no_batch_is_a_reason_to_compile_the_sampler_anew(masked, variants, as_on_cuda):
+def test_no_batch_is_a_reason_to_compile_the_sampler_anew(masked, variants):
     for rows, drafts in [(rows, 0) for rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 127, 128)] + [
         (5, 3),
         (48, 31),
@@ -197,28 +100,9 @@ def test_no_batch_is_a_reason_to_compile_the_sampler_anew(masked, variants, as_o
         draw(rows, drafts=drafts, masked=masked)
     # The search has a variant for top-k and one for top-p, and one more for each of its levels.
     assert {name: len(found) for name, found in variants.items()} == (
-        {"peaks": 1, "bucket_sums": 4, "collect": 2, "select": 2, "scan": 1, "finish": 1}
+        {"peaks": 1, "raise_floors": 1, "bucket_sums": 4, "collect": 2, "select": 2, "scan": 1, "finish": 1}
         if masked
         else {"scan": 1, "finish": 1}
-    )
-
-
-def attention_step(queries, group, kv_heads=8, size=128, window=None, tree=False, longest=5):
-    cu = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
-    cache = torch.zeros(9, 16, kv_heads, 2 * size, dtype=torch.bfloat16)
-    keys, values = cache.split(size, dim=-1)
-    return AttentionStep(
-        query=torch.zeros(int(cu[-1]), group * kv_heads, size, dtype=torch.bfloat16),
-        keys=keys,
-        values=values,
-        block_table=torch.zeros(len(queries), 64, dtype=torch.int32),
-        lengths=torch.zeros(len(queries), dtype=torch.int32),
-        cu_queries=cu,
-        longest_query=longest,
-        longest=1024,
-        scale=0.1,
-        window=window,
-        tree=torch.zeros(int(cu[-1]), dtype=torch.int64) if tree else None,
     )
 
 
@@ -227,7 +111,7 @@ def attention_step(queries, group, kv_heads=8, size=128, window=None, tree=False
     [([2, 5], None, False, 2, 128), ([1], 100, False, 1, 256), ([0, 3], None, True, 8, 80)],
 )
 def test_attention_compiles_to_tensor_cores(queries, window, tree, kv_heads, size, launched):
-    attend_triton(attention_step(queries, 8 // kv_heads, kv_heads, size, window, tree))
+    attend_triton(attention_step(queries, 8 // kv_heads, kv_heads, size, window, tree=tree))
     assert "mma" in launched["_attend"].ptx
     assert 16 in launched["_attend"].bytes_ahead
     assert "_sum_parts" in launched

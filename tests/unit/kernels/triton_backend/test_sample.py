@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 from kernels.coupled_sampler import Domain, gumbel, triton_threshold
-from kernels.coupled_sampler.masks import mass_of
+from kernels.coupled_sampler.masks import floors, mass_of
 from kernels.coupled_sampler.masks import thresholds as specified
 from kernels.coupled_sampler.noise import words
 from kernels.coupled_sampler.sample import sample
 from kernels.coupled_sampler.triton_noise import gumbel_of, of_order_key, order_key, words_of
-from kernels.coupled_sampler.triton_sample import thresholds
+from kernels.coupled_sampler.triton_sample import Part, thresholds
 from kernels.coupled_sampler.triton_threshold import mass_of as mass_in_triton
 from kernels.tuning import Tuning, multiprocessors, using
 
@@ -187,18 +187,26 @@ def test_tokens_are_the_cpu_samplers_when_scores_nearly_tie(tied, level, rise, d
 
 @pytest.mark.parametrize("capacity", [triton_threshold.CAPACITY, 8], ids=["room", "no room"])
 @pytest.mark.parametrize("kind", ["flat", "ties", "masked", "far"])
-def test_thresholds_are_the_specifications_to_the_bit(kind, capacity, device, monkeypatch):
+@pytest.mark.parametrize("min_p", [(0, 0, 0, 0, 0), (0.9, 0.02, 1.0, 0, 1e-4)], ids=["", "min-p"])
+def test_thresholds_are_the_specifications_to_the_bit(min_p, kind, capacity, device, monkeypatch):
     monkeypatch.setattr(triton_threshold, "CAPACITY", capacity)
     monkeypatch.setattr(triton_threshold, "_CAPACITY", tl.constexpr(capacity))
     rows, width = 5, 150
     logits = make_logits(kind, rows, width, np.random.default_rng(3))
     temperatures = np.array([1.0, 0.7, 3.0, 1.0, 0.5], np.float32)
     top_k, top_p = np.array([5, 0, 149, 40, 3]), np.array([1.0, 0.9, 0.3, 0.99, 0.0], np.float32)
+    floor = floors(np.array(min_p, np.float32))
     out = torch.empty(rows, device=device)
-    there = (torch.from_numpy(vector).to(device) for vector in (temperatures, top_k, top_p))
+    given = {"temperature": temperatures, "top_k": top_k, "top_p": top_p, "owners": np.arange(rows)}
+    given = given | {"floors": floor} if any(min_p) else given
+    there = {name: torch.from_numpy(vector).to(device) for name, vector in given.items()}
+    # Rows of two tensors, in another order than in the step.
+    places = torch.tensor([[3, 0, 1], [4, 2, 0]], device=device)
+    first = Part(logits[[1, 3, 0]].to(device), places[0], torch.tensor([1, 2, 0], device=device))
+    second = Part(logits[[2, 4]].to(device), places[1, :2], torch.tensor([1, 0], device=device))
     with using(small(rows, device)):
-        thresholds(logits.to(device), torch.arange(rows, device=device), *there, out)
-    expected = specified(logits.numpy() / temperatures[:, None], top_k, top_p)
+        thresholds([first, second], there, out)
+    expected = specified(logits.numpy() / temperatures[:, None], top_k, top_p, floor)
     np.testing.assert_array_equal(out.cpu().numpy(), expected)
 
 

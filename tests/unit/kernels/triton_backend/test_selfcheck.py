@@ -24,7 +24,7 @@ def test_kernels_that_pass_their_check_are_used(device):
 
 
 def test_wrong_kernels_are_an_error_or_left_out(device, monkeypatch, caplog):
-    cases = selfcheck._cases()[2:]
+    cases = selfcheck._cases()[2:3]
     monkeypatch.setattr(selfcheck, "_cases", lambda: cases)
     real = triton_sample.sample_triton
 
@@ -40,7 +40,12 @@ def test_wrong_kernels_are_an_error_or_left_out(device, monkeypatch, caplog):
     monkeypatch.setattr(kernel_choice, "choose", lambda _: Backend.TRITON)
     with caplog.at_level(logging.WARNING):
         assert use_kernels("auto", device) is Backend.REFERENCE
-    assert "left out" in caplog.text
+    assert "kernels_left_out: sampler: KernelMismatch" in caplog.text
+    assert kernel_choice.failed() == ("sampler",)
+    # The next choice begins anew.
+    monkeypatch.setattr(kernel_choice, "choose", lambda _: Backend.REFERENCE)
+    use_kernels("reference", device)
+    assert kernel_choice.failed() == ()
 
 
 def test_wrong_integers_and_wrong_copies_are_found_out(device, monkeypatch):

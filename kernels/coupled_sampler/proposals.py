@@ -1,0 +1,89 @@
+"""Acceptance of proposed tokens by their probability: the specification, and its plain numpy reference.
+
+A row may carry a token d that something else proposes: a draft under standard speculative sampling, or a token of a
+cached rollout. It is accepted iff p(d) > theta, with theta in (0, 1) from the caller, a uniform draw times what the
+rule has. With x the logits that p is of, p(d) > theta iff
+
+    sum over v != d of exp((x_v - x_d) + s) < 1,    s = ln(theta / (1 - theta)), the log-odds of theta
+
+which takes one pass, and no maximum or sum of the row before it. So that every device decides alike, the
+exponentials are the integer masses of masks.py (sums of integers have no order), of differences in float32 as they
+are written here, none fused:
+
+    accepted iff  sum over v != d of mass(min((x_v - x_d) + s, 0)) < mass(0) = 2**40, x_d is finite and kept, and
+    s < +inf
+
+A term that the minimum cuts off is at least 1 and rejects by itself. 2**22 entries of mass 2**40 stay below 2**63.
+Masses are 2**-40 apart and exponentials good to 1e-7, so p(d) is too, which is what rounding does to logits.
+
+A greedy row accepts its arg-max and nothing else. In a request proposals count up to the first that is rejected, or
+the first row without one; from there on its rows are sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.checks import check
+from kernels.coupled_sampler.masks import MASS_BITS, mass_of
+
+NO_PROPOSAL = -1
+LEAST = np.float32(-1e30)
+"""Log-odds at which whatever is kept is accepted; finite, so that no sum with it is NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Proposed tokens of R rows, N requests, in host memory.
+
+    tokens    [R] int64; NO_PROPOSAL for a row without one
+    log_odds  [R] float32, of the probability that the token's must exceed; +inf or NaN: it is rejected
+    raw       [R] bool: by the logits' own distribution, else by what is sampled from (edited, divided by T, masked)
+    residual  [N] bool: the request is sampled with noise of Domain.RESIDUAL, and a token that was rejected is left
+              out of the row's sampling: max(p - q, 0) of a proposal that was certain (q = 1)
+    """
+
+    tokens: torch.Tensor
+    log_odds: torch.Tensor
+    raw: torch.Tensor
+    residual: torch.Tensor
+
+    def check(self, rows: int, requests: int, width: int) -> None:
+        """ValueError for a shape, dtype or token that does not fit."""
+        check("proposals.tokens", self.tokens, (rows,), (torch.int64,))
+        check("proposals.log_odds", self.log_odds, (rows,), (torch.float32,))
+        check("proposals.raw", self.raw, (rows,), (torch.bool,))
+        check("proposals.residual", self.residual, (requests,), (torch.bool,))
+        if rows and (int(self.tokens.min()) < NO_PROPOSAL or int(self.tokens.max()) >= width):
+            raise ValueError(f"proposals.tokens must be {NO_PROPOSAL} or in 0..{width - 1}")
+
+
+def log_odds(theta: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return ln(theta / (1 - theta)) as float32: LEAST from 0 down, +inf from 1 up, NaN for NaN."""
+    inside = np.clip(theta, 0, 1)
+    with np.errstate(divide="ignore"):
+        found = (np.log(inside) - np.log1p(-inside)).astype(np.float32)
+    return np.maximum(found, LEAST)
+
+
+def accepts(
+    values: NDArray[np.float32], tokens: NDArray[np.int64], odds: NDArray[np.float32]
+) -> NDArray[np.bool_]:
+    """Return whether each row's distribution accepts its token, [m].
+
+    Args:
+        values: logits [m, V] of the distributions, -inf what is not kept.
+        tokens: [m].
+        odds: log-odds of what the tokens' probabilities must exceed, [m].
+    """
+    each = np.arange(len(values))
+    own = values[each, tokens]
+    with np.errstate(invalid="ignore", over="ignore"):
+        against = mass_of(np.minimum((values - own[:, None]) + odds[:, None], np.float32(0)))
+        possible = (own > -np.inf) & (own < np.inf) & (odds < np.inf)
+    found: NDArray[np.bool_] = possible & (against.sum(axis=1) - against[each, tokens] < 1 << MASS_BITS)
+    return found

@@ -1,0 +1,226 @@
+"""Compile what the entry functions launch for devices that are not there, and say what the code takes.
+
+    python -m kernels.tune.compiled                      # for compute capabilities 8.0, 8.9, 9.0 and 10.0
+    python -m kernels.tune.compiled --arch 90 --json codes.json
+
+For each kernel and variant: registers a thread, bytes spilled, shared memory, the widest load, the bytes of each
+asynchronous copy, and instructions of the machine code; then whether that is within the limits. The status is 1 if
+anything is not, or does not compile. It runs with the Triton that is installed: `scripts/compiled-kernels` runs it
+with others.
+"""
+
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kernels import backend
+from kernels.tune.launches import LAUNCHES
+
+ARCHITECTURES = (80, 89, 90, 100)
+Special = tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]
+Take = Callable[[str, Any, Special, dict[str, Any]], None]
+_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.uint8: "u8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """PTX, and what the machine code takes: registers a thread, bytes spilled, bytes of shared memory."""
+
+    ptx: str
+    registers: int
+    spilled: int
+    shared: int
+    instructions: int
+
+    def count(self, pattern: str) -> int:
+        """Return how often a pattern is in the PTX."""
+        return len(re.findall(pattern, self.ptx))
+
+    @property
+    def bytes_ahead(self) -> set[int]:
+        """Bytes of each asynchronous copy: what a loop loads before it is needed."""
+        pattern = r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x\w+|\d+)"
+        return {int(size, 0) for size in re.findall(pattern, self.ptx)}
+
+    @property
+    def widest(self) -> int:
+        """Bytes of the widest load from global memory, asynchronous ones included."""
+        loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", self.ptx)
+        return max([int(n or 1) * int(bits) // 8 for n, bits in loads] + list(self.bytes_ahead), default=0)
+
+
+def specialised(kernel: Any, values: dict[str, Any]) -> Special:
+    """Return signature, constants and alignments, by which Triton tells variants of a kernel apart."""
+    signature: dict[str, str] = {}
+    constants: dict[Any, Any] = {}
+    aligned: dict[Any, Any] = {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and value == 1):
+            signature[parameter.name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + _NAMES[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                aligned[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if special and value % 16 == 0:
+                aligned[(index,)] = [["tt.divisibility", 16]]
+    return signature, constants, aligned
+
+
+@contextmanager
+def intercepted(take: Take) -> Iterator[None]:
+    """Give launches to `take` (name, kernel, specialisation, options) instead of making them, on any device."""
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        options = {name: values.pop(name) for name in set(values) - set(kernel.arg_names)}
+        take(kernel.fn.__name__, kernel, specialised(kernel, values), options)
+
+    before, interpreted = JITFunction.run, backend.interpreted
+    JITFunction.run, backend.interpreted = run, lambda: True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        JITFunction.run, backend.interpreted = before, interpreted
+
+
+def compile_for(capability: int, kernel: Any, special: Special, options: dict[str, Any]) -> Code:
+    """Compile for a compute capability, 90 for 9.0; raises if any stage down to machine code fails."""
+    result = triton.compile(
+        ASTSource(kernel, *special), target=GPUTarget("cuda", capability, 32), options=options
+    )
+    ptxas = Path(get_ptxas(capability).path)
+    target = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(result.asm["ptx"])
+        command = [str(ptxas), "-v", f"--gpu-name={target}", str(source), "-o", str(binary)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        listing = [str(ptxas.with_name("nvdisasm")), "-c", str(binary)]
+        found = subprocess.run(listing, capture_output=True, text=True)
+    registers = re.search(r"Used (\d+) registers", said)
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    assert registers is not None
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA `)\S", found.stdout, re.MULTILINE)
+    return Code(
+        result.asm["ptx"],
+        int(registers[1]),
+        int(spilled[1]) if spilled else 0,
+        int(result.metadata.shared),
+        len(lines),
+    )
+
+
+def codes(capability: int) -> Iterator[tuple[str, str, Code | Exception]]:
+    """Compile every kernel in every setting; yields (setting, kernel, code or what went wrong)."""
+    seen: set[str] = set()
+    for setting, launch in LAUNCHES.items():
+        pending: list[tuple[str, Any, Special, dict[str, Any]]] = []
+        with intercepted(lambda *launched: pending.append(launched)):  # noqa: B023
+            launch()
+        for name, kernel, special, options in pending:
+            key = repr((name, special, sorted(options.items())))
+            if key in seen:
+                continue
+            seen.add(key)
+            try:
+                yield setting, name, compile_for(capability, kernel, special, options)
+            except Exception as error:  # A compiler's errors are of many kinds.
+                yield setting, name, error
+
+
+def most_registers(kernel: str, setting: str, capability: int) -> int:
+    """Return the most registers a thread that a kernel may take.
+
+    scan: 64 of a multiprocessor's 65,536 for eight programs of 128 threads. For 8.0 and 8.9 ptxas takes up to 66 by
+    itself; told to keep to 64 (`--maxrregcount`) it does, and spills nothing, so it is its taste and no need of the
+    code. It costs one program of eight, on devices that nothing here is tuned for. With proposals the scan sums
+    64-bit masses, and five programs must do: such rows are few. Attention: two programs. The rest must only not
+    spill.
+    """
+    if kernel == "_attend":
+        return 256
+    if kernel != "scan":
+        return 255
+    if "proposals" in setting:
+        return 96
+    return 64 if capability >= 90 else 72
+
+
+def faults(kernel: str, setting: str, capability: int, code: Code) -> list[str]:
+    """Return in what the code of a kernel is outside its limits."""
+    most = most_registers(kernel, setting, capability)
+    found = []
+    if code.registers > most:
+        found.append(f"more than {most} registers")
+    if code.spilled:
+        found.append(f"{code.spilled} bytes spilled")
+    if kernel in ("scan", "peaks", "bucket_sums", "collect", "_forward") and code.widest < 16:
+        found.append("loads of less than 16 bytes")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table for each architecture; returns 1 if anything is outside its limits."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.tune.compiled", description=__doc__)
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capabilities, 90 for 9.0"
+    )
+    parser.add_argument("--json", type=Path, help="file for the same as JSON")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for capability in options.arch:
+        print(f"Triton {triton.__version__}, compute capability {capability / 10}")
+        print(
+            f"{'kernel':14}{'setting':34}{'regs':>5}{'spill':>6}{'shared':>8}{'widest':>7}{'instr':>7}  limits"
+        )
+        for setting, name, code in codes(capability):
+            row: dict[str, Any] = {"arch": capability, "kernel": name, "setting": setting}
+            if isinstance(code, Exception):
+                wrong = [f"{type(code).__name__}: {str(code).splitlines()[-1][:80] if str(code) else ''}"]
+                numbers = f"{'':33}"
+            else:
+                wrong = faults(name, setting, capability, code)
+                row |= {key: value for key, value in asdict(code).items() if key != "ptx"}
+                row |= {"widest": code.widest, "ahead": sorted(code.bytes_ahead)}
+                numbers = (
+                    f"{code.registers:5}{code.spilled:6}{code.shared:8}{code.widest:7}{code.instructions:7}"
+                )
+            print(f"{name:14}{setting:34}{numbers}  {'; '.join(wrong) or 'within'}", flush=True)
+            rows.append(row | {"wrong": wrong})
+    if options.json:
+        options.json.write_text(json.dumps({"triton": triton.__version__, "rows": rows}, indent=1) + "\n")
+    return int(any(row["wrong"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,49 @@
+"""Proposals of a step: drafts that are verified by rejection, and tokens of cached rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from kernels.coupled_sampler.noise import Purpose
+from kernels.coupled_sampler.proposals import NO_PROPOSAL, Proposals, log_odds
+from services.generation.engine.sampling.lenient import candidates
+from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
+from services.generation.engine.sampling.rejection import uniforms
+from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.types import Verifier
+
+
+def proposals_of(
+    rows: Rows, noise: list[SampleNoise], followed: Mapping[int, CachedRollout]
+) -> Proposals | None:
+    """Return what the rows of a step propose, and how probable it must be; None if nothing is proposed.
+
+    Args:
+        rows: the layout.
+        noise: one per sample.
+        followed: by its index, the cached rollout of each sample that has taken over all its tokens so far.
+    """
+    rejecting = np.fromiter((item.verifier is Verifier.REJECTION for item in noise), bool, len(noise))
+    if not followed and not rejecting.any():
+        return None
+    samples = rows.samples
+    seeds = np.fromiter((item.seed for item in noise), np.uint64, len(noise))
+    tokens, raw = np.full(len(samples), NO_PROPOSAL, np.int64), np.zeros(len(samples), bool)
+    theta = np.full(len(samples), np.nan)
+    drafted = np.ones(len(samples), bool)
+    drafted[rows.cu[1:] - 1] = False
+    draft = np.full(len(samples), NO_PROPOSAL, np.int64)
+    draft[drafted] = rows.drafts
+    verified = np.flatnonzero(drafted & rejecting[samples])
+    tokens[verified] = draft[verified]
+    theta[verified] = uniforms(seeds[samples[verified]], rows.row_positions[verified], Purpose.REJECTION)
+    if followed:
+        found = candidates(rows, followed, seeds)
+        tokens[found.row], theta[found.row] = found.token, found.bound
+        by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
+        raw[found.row] = ~by_processed[samples[found.row]]
+    parts = (torch.from_numpy(part) for part in (tokens, log_odds(theta), raw, rejecting))
+    return Proposals(*parts)
