@@ -191,9 +191,9 @@ class PacelineRolloutWorker:
         completions: list[Any] = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         if not isinstance(prompt.row["prompt"], str):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        given = {name: [value] * len(ids) for name, value in prompt.row.items()}
-        given |= {"prompt": [], "prompts": given["prompt"], "completions": completions, "completion_ids": ids}
-        del given["prompt"]
+        columns = {name: [value] * len(ids) for name, value in prompt.row.items() if name != "prompt"}
+        prompts = [prompt.row["prompt"]] * len(ids)
+        given = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
         rewards = {get_callable_name(each): _rewards(each, given) for each in self._functions}
         return score(rewards, len(samples)), completions
 
