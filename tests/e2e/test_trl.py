@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -9,21 +11,30 @@ from typing import Any, ClassVar
 
 import pytest
 
-from examples.tinymath import tokenizer
-from examples.tinymath.tasks import PRACTICE, load_problem, make_problems
-from paceline import Client, Group, WeightFolder
+from paceline import Client, Group, SampleStatus, WeightFolder
 from paceline.integrations.trl import PacelineRollout
 from paceline.integrations.trl.grouping import group_repeated
 from services.contracts.seeds import sample_seed
 from services.generation.engine.types import EngineRequest, Sampling
+from services.local import Platform
 from tests.support.oracle import Oracle
 from tests.support.trl_alone import import_trl
-
-MODEL = Path(__file__).parents[2] / "examples/tinymath/model"
-SEED = 5
-LENGTH, TEMPERATURE = 40, 0.8
-# Two forwards in float32 agree to about 1e-5 here; scores closer than this are a tie.
-TIE = 1e-3
+from tests.support.trl_async import RecordedWeights, samples_read, without_gpu
+from tests.support.trl_runs import (
+    LENGTH,
+    MODEL,
+    SEED,
+    TEMPERATURE,
+    TIE,
+    arguments,
+    check_spans,
+    data,
+    metric,
+    policy,
+    score,
+    variety,
+    words,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,57 +52,6 @@ def model(trl: Any) -> Path:
 def run(client: Client, request: pytest.FixtureRequest) -> Iterator[Any]:
     with client.run(request.node.name, seed=SEED) as run:
         yield run
-
-
-def variety(completions: Sequence[str], **_: Any) -> list[float]:
-    """A reward that differs among completions that are too short for an answer."""
-    return [len(set(text)) / LENGTH for text in completions]
-
-
-def score(completions: Sequence[str], problem: Sequence[str], **_: Any) -> list[float]:
-    return [load_problem(name).reward(text) for name, text in zip(problem, completions, strict=True)]
-
-
-def data(count: int) -> Any:
-    problems = make_problems(0, count, PRACTICE)
-    rows = [{"prompt": tokenizer.BOS + each.question, "problem": each.id} for each in problems]
-    return import_module("datasets").Dataset.from_list(rows)
-
-
-def policy(folder: Path = MODEL) -> Any:
-    transformers = import_module("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=import_module("torch").float32)
-
-
-def arguments(trl: Any, folder: Path, **changed: Any) -> Any:
-    """Of two steps on the data of two prompts."""
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 2,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": LENGTH,
-        "temperature": TEMPERATURE,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-    }
-    return trl.GRPOConfig(**settings | changed)
-
-
-def words() -> Any:
-    return import_module("transformers").AutoTokenizer.from_pretrained(MODEL, padding_side="left")
-
-
-def metric(trainer: Any, name: str) -> list[float]:
-    """Of each step, as TRL logs it."""
-    return [each[name] for each in trainer.state.log_history if name in each]
 
 
 class Recorded:
@@ -250,3 +210,75 @@ def test_the_reward_rises(trl: Any, run: Any, tmp_path: Path) -> None:
     print("reward of each step", [round(each, 3) for each in rewards])
     assert len(rewards) == 20
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+
+
+def test_an_asynchronous_trainer_trains_on_what_was_sampled_meanwhile(
+    trl: Any, run: Any, client: Client, platform: Platform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one: it leaves one instance."""
+    grpo = import_module("trl.experimental.async_grpo")
+    worker_of = import_module("paceline.integrations.trl").PacelineRolloutWorker
+
+    class Kill(import_module("transformers").TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 2:
+                platform.kill("instance-0")
+
+    class Recorded(worker_of):  # type: ignore[misc]
+        rows: ClassVar[list[tuple[Any, Any, Any]]] = []
+
+        def _row(self, prompt: Any, sample: Any, *others: Any) -> Any:
+            self.rows.append((prompt, sample, super()._row(prompt, sample, *others)))
+            return self.rows[-1][-1]
+
+    without_gpu(monkeypatch)
+    read = samples_read(monkeypatch)
+    common = vars(arguments(trl, tmp_path))
+    names = ("per_device_train_batch_size", "num_generations", "max_completion_length", "temperature")
+    args = grpo.AsyncGRPOConfig(
+        **{name: common[name] for name in (*names, "output_dir", "learning_rate", "logging_steps")},
+        max_steps=4,
+        max_staleness=2,
+        token_budget=4096,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+    weights = RecordedWeights(run, client, MODEL, tmp_path)
+    worker = Recorded(run, weights, args, data(6), variety, words())
+    trainer = grpo.AsyncGRPOTrainer(
+        str(MODEL),
+        args=args,
+        train_dataset=data(6),
+        processing_class=words(),
+        callbacks=[Kill()],
+        rollout_worker=worker,
+        weight_transfer=weights,
+    )
+    trainer.train()
+    assert not [each for each in threading.enumerate() if each.name.startswith("paceline-groups")]
+    assert not [each for each in client.batches(run.run_id) if each.open or each.finished < each.total]
+    assert max(Counter((step, sample.key) for step, sample in read).values()) == 1
+    assert sum(each.status is SampleStatus.ABORTED for _, each in read) <= args.max_inflight_tasks
+    assert len(weights.folders) == 5
+    assert len(Recorded.rows) >= 4 * 8
+    prompts = {}
+    for prompt, sample, row in Recorded.rows:
+        prompts[sample.prompt_id] = prompt.token_ids
+        assert row.input_ids.tolist() == [*prompt.token_ids, *sample.token_ids]
+        assert row.old_log_probs[row.completion_mask == 1].tolist() == sample.logprobs.tolist()
+        assert list(weights.folders)[row.model_version - 1] == sample.version_spans[0].policy_version
+    rows = {(sample.seed, sample.prompt_id) for _, sample, _ in Recorded.rows}
+    taken = [(step, each) for step, each in read if (each.seed, each.prompt_id) in rows]
+    resumed = [each for each in taken if each[1].provenance.resubmissions]
+    mixed = [each for each in taken if len(each[1].version_spans) > 1]
+    assert resumed, "some were on the instance that was killed"
+    assert mixed, "some went on under new weights"
+    check_spans([*taken[:24], *resumed[:12], *mixed[:12]], weights.folders, prompts)
+    # At the first step the policy is the one that sampled, so its own forward gives the same log-probabilities.
+    assert metric(trainer, "ratio")[0] == pytest.approx(1.0, abs=TIE)
+    assert max(metric(trainer, "sample/staleness_max")) <= 2
+    assert len(metric(trainer, "reward")) == 4

@@ -15,12 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from verl import DataProto
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
+from verl.experimental.agent_loop import AgentLoopManager
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -34,7 +38,7 @@ from paceline.integrations.verl import FleetSettings
 PROMPT, OTHER = [1, 9, 17, 5], [1, 30, 31, 32, 33]
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-LONG = SAMPLED | {"max_tokens": 600, "ignore_eos": True}
+LONG = SAMPLED | {"max_tokens": 900, "ignore_eos": True}
 
 
 class FolderTrainer(Worker):
@@ -79,6 +83,11 @@ def configuration(order: dict[str, Any]) -> Any:
         f"{rollout}.prompt_length=64",
         f"{rollout}.response_length=32",
         f"{rollout}.checkpoint_engine.backend=paceline",
+        f"{rollout}.temperature=1.0",
+        f"{rollout}.calculate_log_probs=True",
+        f"{rollout}.agent.num_workers=1",
+        f"actor_rollout_ref.model.path={order['words']}",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         *(f"+{rollout}.engine_kwargs.paceline.{name}={value}" for name, value in order["settings"].items()),
         f"+{rollout}.checkpoint_engine.engine_kwargs.paceline=${{{rollout}.engine_kwargs.paceline}}",
     ]
@@ -163,6 +172,31 @@ class Session:
         return sum(each.load.generated_tokens for each in self._fleet.instances())
 
 
+async def conversations(config: Any, session: Session, order: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run verl's single-turn agents on a batch of its trainer; return prompts and responses without padding."""
+    manager = await AgentLoopManager.create(config=config, llm_client=session.client)
+    messages = np.empty(len(order["messages"]), dtype=object)
+    messages[:] = order["messages"]
+    batch = DataProto.from_dict(
+        tensors={"nothing": torch.zeros(len(messages), 1)},
+        non_tensors={"raw_prompt": messages},
+        meta_info={"global_steps": 3},
+    )
+    found = (await manager.generate_sequences(batch)).batch
+    width = found["prompts"].shape[1]
+    rows = []
+    for row in range(len(messages)):
+        seen, own = found["attention_mask"][row].bool(), found["response_mask"][row].bool()
+        rows.append(
+            {
+                "prompt": found["prompts"][row][seen[:width]].tolist(),
+                "token_ids": found["responses"][row][own].tolist(),
+                "log_probs": found["rollout_log_probs"][row][own].tolist(),
+            }
+        )
+    return rows
+
+
 async def aborted(session: Session) -> dict[str, Any]:
     """End a response in its middle; one that comes during the pause waits, or is sent away."""
     replica = session.manager.get_replicas()[0]
@@ -195,6 +229,7 @@ async def main(order: dict[str, Any]) -> dict[str, Any]:
         session.ask(OTHER, **GREEDY),
     )
     answer["refused"] = refused
+    answer["conversations"] = await conversations(config, session, order)
     answer["aborted"] = await aborted(session)
 
     trainer = RayWorkerGroup(
@@ -205,9 +240,11 @@ async def main(order: dict[str, Any]) -> dict[str, Any]:
     engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
     manager = CheckpointEngineManager(engine, trainer, session.manager.get_replicas())
     await session.manager.server_handles[0].set_global_steps.remote(6)
-    running = await session.begin(client=session.resuming)
+    # Some may be over before the update, and some begin after it.
+    running = [await session.begin(client=session.resuming)]
+    running += [asyncio.create_task(session.ask(PROMPT, session.resuming, **LONG)) for _ in range(7)]
     answer["metrics"] = await manager.update_weights(global_steps=7)
-    answer["resumed"] = await running
+    answer["resumed"] = await asyncio.gather(*running)
     answer["pushed"] = await session.ask(OTHER, **GREEDY)
 
     hybrid = Session(config, await LLMServerManager.create(config=config, worker_group=trainer), settings)
