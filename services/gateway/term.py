@@ -23,6 +23,7 @@ from services.gateway.dispatch.turns import Turns
 from services.gateway.finished.history_writer import HistoryWriter
 from services.gateway.finished.learner_feed import LearnerFeed
 from services.gateway.finished.published_drafter import PublishedDrafterVersion
+from services.gateway.finished.reward_book import RewardBook
 from services.gateway.fleet.health import FleetHealth
 from services.gateway.fleet.update_book import UpdateBook
 from services.gateway.hints.book import HintBook
@@ -44,6 +45,7 @@ from services.gateway.rollouts.run_batches import RunBatches
 from services.gateway.rollouts.submissions import Submissions
 from services.platform.collection import collect_between
 from services.platform.redis.connection import OUTAGES, Keys
+from services.platform.redis.decision_log import DecisionLog
 from services.platform.redis.registry import Registry
 from services.platform.tasks import end
 
@@ -82,6 +84,8 @@ class LeadershipTerm:
         self._backlog = JournalBacklog(config.max_unwritten_bytes, metrics)
         self._writer = JournalWriter(self.journal, records, self._backlog, metrics, config.journal_tokens)
         self._headroom = RedisHeadroom(redis, config.max_redis_memory, self._backlog, metrics)
+        self.decisions = DecisionLog(redis, config.namespace)
+        self.rewards = RewardBook(self.decisions.post)
         leniences = Leniences(redis, config.namespace, str(term), metrics)
 
         self._stores = DraftStores(config, registry)
@@ -95,7 +99,14 @@ class LeadershipTerm:
             self.batches, self.estimator, self.fleet, metrics, self._backlog, config.affinity_slack
         )
         settlement = Settlement(
-            self.batches, self.estimator, self.placer, self._writer, metrics, self._history, self.feed
+            self.batches,
+            self.estimator,
+            self.placer,
+            self._writer,
+            metrics,
+            self._history,
+            self.feed,
+            self.decisions.post,
         )
         turns = Turns()
         self.events = InstanceEvents(
@@ -120,7 +131,9 @@ class LeadershipTerm:
 
         self.roster = Roster(config, registry, self.fleet, book, self.events, self.placer, metrics)
         in_flight = InFlightSamples(book, self.dispatcher, metrics)
-        self.updater = Updater(book, versions, self.fleet, self.roster, in_flight, metrics)
+        self.updater = Updater(
+            book, versions, self.fleet, self.roster, in_flight, metrics, self.decisions.post
+        )
 
         hints = HintBook(config.max_hint_steps, config.max_hint_bytes)
         store = HintStore(redis, config.namespace, config.run_idle_seconds)
@@ -148,7 +161,7 @@ class LeadershipTerm:
         self.submissions = Submissions(intake, self.recovery, self.hinting, self._bubbles, self.open_batches)
         self.delivery = Delivery(intake, self.recovery)
         self.runs = RunBatches(self.recovery, self.submissions, self.delivery, self.hinting)
-        self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed)
+        self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed, self.rewards)
 
     @classmethod
     async def open(
@@ -188,6 +201,8 @@ class LeadershipTerm:
             "coordinator": self.coordinator.run(),
             "bubbles": self._bubbles.run(),
             "drafter-version": self.drafter_version.run(),
+            "decisions": self.decisions.run(),
+            "rewards": self.rewards.run(),
             "collection": collect_between(lambda: max(self.batches.held, self.batches.unfinished)),
         }
         if self._history is not None:

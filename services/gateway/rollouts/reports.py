@@ -10,6 +10,7 @@ from services.contracts.errors import InvalidArgument
 from services.gateway.batches.adaptive_lenience import FLOOR
 from services.gateway.batches.admission import check_report
 from services.gateway.finished.learner_feed import LearnerFeed
+from services.gateway.finished.reward_book import RewardBook
 from services.gateway.journal.batch_record import BatchRecord
 from services.gateway.journal.fenced_records import Leniences
 from services.gateway.metrics import GatewayMetrics
@@ -18,12 +19,16 @@ from services.gateway.rollouts.recovery import BatchRecovery
 
 @dataclass(eq=False)
 class TrainerReports:
-    """Taker of reports, which may come any number of times. They are passed on to `feed`, if there is one."""
+    """Taker of reports, which may come any number of times.
+
+    They are passed on to `feed`, if there is one, and summed up in `rewards`.
+    """
 
     recovery: BatchRecovery
     leniences: Leniences
     metrics: GatewayMetrics
     feed: LearnerFeed | None
+    rewards: RewardBook
 
     async def report(self, request: pb.ReportRewardsRequest) -> int:
         """Return how many of the rewards belong to finished samples of the batch; others are ignored."""
@@ -37,6 +42,7 @@ class TrainerReports:
             used = FLOOR if record.head.lenience is None else record.head.lenience
             await self.leniences.report(key, used, request.kl, exactness.kl_target)
         matched = known_rewards(record, request.rewards)
+        self.rewards.add(request.run_id, record.step, [reward.reward for reward in matched])
         self._measure(request, [reward.reward for reward in matched])
         if self.feed is not None:
             self.feed.reward(key, matched)
