@@ -25,6 +25,7 @@ from paceline.cli.app import run as command
 from paceline.report.entries import read_facts
 from paceline.report.facts import RunFacts
 from services.local import Platform
+from services.local.up import leave_report
 from tests.e2e.conftest import scrape
 
 SAMPLING = SamplingParams(max_tokens=100, ignore_eos=True)
@@ -180,6 +181,10 @@ def test_the_report_of_a_run_has_its_instances_and_where_the_time_of_its_last_sa
     again = tmp_path / "again.html"
     assert command(["report", f"--entries={saved}", "--run=reported", f"--output={again}"]) == 0
     assert again.read_text() == text
+    left = leave_report(platform)
+    assert left == config.folder / "report.html"
+    assert ">instance-0</text>" in left.read_text()
+    assert saved.read_text().splitlines()[-1] in left.with_suffix(".jsonl").read_text().splitlines()
 
 
 def test_without_the_policy_service_the_knobs_stay_in_force(platform: Platform, client: Client) -> None:
