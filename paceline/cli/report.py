@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -88,6 +89,9 @@ def _serve(watched: LiveReport, port: int) -> None:
         served = server(watched.page, port)
     except OSError as error:
         raise typer.BadParameter(f"{port} cannot be used: {error}", param_hint="--port") from error
+    # A shell's background jobs ignore Ctrl-C unless told otherwise; SIGTERM leaves the report, too.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with served:
         typer.echo(f"Report: http://127.0.0.1:{served.server_port}/   (Ctrl-C to stop)")
         try:
