@@ -72,12 +72,15 @@ class FleetCalls(Caller):
         request = fleet_pb2.RollBackDrafterRequest(drafter_version=version, reason=reason)
         return int((await self.call(Unary("Fleet", "RollBackDrafter", request, slow=True))).drafter_version)
 
-    def watch_decisions(self, run_id: str = "", since: float | None = None) -> AsyncIterator[t.Decision]:
+    def watch_decisions(
+        self, run_id: str = "", since: float | None = None, *, kept: bool = False
+    ) -> AsyncIterator[t.Decision]:
         """Iterate over decisions as they are made, without end: those of a run and of the fleet, or all.
 
-        With `since` (unix seconds), first over kept decisions from that time on.
+        With `since` (unix seconds), first over kept decisions from that time on. With `kept` over kept ones only:
+        all of them without `since`.
         """
-        return self.events(DecisionPlace(run_id, since).stream())
+        return self.events(DecisionPlace(run_id, since, kept).stream())
 
 
 @dataclass(slots=True)
@@ -106,15 +109,16 @@ class DecisionPlace:
 
     run_id: str
     since: float | None
+    kept: bool = False
     _seen: list[t.Decision] = field(default_factory=list)
 
     def stream(self) -> Stream[t.Decision]:
-        """Return the stream from here on; it has no end, so one that ends was cut."""
-        return Stream("Fleet", "WatchDecisions", self.request, self.take, lambda: False)
+        """Return the stream from here on; one that ends was cut, unless only kept decisions are read."""
+        return Stream("Fleet", "WatchDecisions", self.request, self.take, lambda: self.kept)
 
     def request(self) -> fleet_pb2.WatchDecisionsRequest:
         """Return the request that continues from here."""
-        request = fleet_pb2.WatchDecisionsRequest(run_id=self.run_id)
+        request = fleet_pb2.WatchDecisionsRequest(run_id=self.run_id, kept=self.kept)
         if self.since is not None:
             request.since.FromNanoseconds(int(self.since * 1e9))
         return request

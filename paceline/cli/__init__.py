@@ -1,4 +1,4 @@
-"""The command line: `paceline status | policy | drafter | token`, and commands that other packages register.
+"""The command line: `paceline status | policy | drafter | report | token`, and commands of other packages.
 
 Needs the extra `cli`, unlike the SDK.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 _MISSING = """paceline: the command line needs more than the SDK ({name} is not installed):
 
-    pip install 'paceline[cli]'        # status, policy, drafter and token
+    pip install 'paceline[cli]'        # status, policy, drafter, report and token
     pip install 'paceline[cpu,demo]'   # also up, calibrate and demo, on CPU"""
 
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from paceline.cli.app import run
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        if error.name not in ("jinja2", "rich", "typer"):
             raise
         print(_MISSING.format(name=error.name), file=sys.stderr)
         return 2

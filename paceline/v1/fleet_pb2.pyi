@@ -173,12 +173,14 @@ class SetKnobsResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., applied_instance_ids: _Optional[_Iterable[str]] = ..., pending_instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchDecisionsRequest(_message.Message):
-    __slots__ = ("run_id", "since")
+    __slots__ = ("run_id", "since", "kept")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     since: _timestamp_pb2.Timestamp
-    def __init__(self, run_id: _Optional[str] = ..., since: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    kept: bool
+    def __init__(self, run_id: _Optional[str] = ..., since: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., kept: bool = ...) -> None: ...
 
 class WatchDecisionsResponse(_message.Message):
     __slots__ = ("time", "kind", "reason", "predicted_gain", "details", "run_id")

@@ -139,7 +139,7 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchDecisions(self, request, context):
-        """The decision log, entry by entry, without end.
+        """The decision log, entry by entry, without end unless `kept` is set. UNAVAILABLE: it cannot be read now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

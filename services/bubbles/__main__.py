@@ -12,17 +12,19 @@ from services.bubbles.metrics import BubbleMetrics
 from services.bubbles.service import BubbleService
 from services.platform.process import Shutdown, run, serve
 from services.platform.redis.connection import Keys
+from services.platform.redis.decision_log import DecisionLog
 from services.platform.redis.registry import Registry
 from services.platform.registered_server import RegisteredServer
 
 
 async def main(config: BubblesConfig, shutdown: Shutdown) -> None:
     """Serve until told to stop, or until another process has registered under the same name."""
-    service = BubbleService(config, BubbleMetrics(REGISTRY))
     server = RegisteredServer(config, "bubbles", config.instance_id, metrics_port=shutdown.metrics_port)
+    decisions = DecisionLog(server.redis, config.namespace)
+    service = BubbleService(config, BubbleMetrics(REGISTRY), decisions.post)
     rpc.add_BubbleServiceServicer_to_server(service, server.server.server)
     registry = Registry(server.redis, Keys(config.namespace))
-    server.work += [service.run, partial(service.watch_instances, registry)]
+    server.work += [service.run, decisions.run, partial(service.watch_instances, registry)]
     await serve(server, config, shutdown)
 
 

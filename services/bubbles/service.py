@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -13,11 +14,13 @@ from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from paceline.times import timestamp
 from services.bubbles.config import BubblesConfig
+from services.bubbles.filled import FilledTime, filled_records
 from services.bubbles.held import HeldPolls
 from services.bubbles.ledger import BubbleLedger, TaskLease, is_running
 from services.bubbles.metrics import BubbleMetrics
 from services.bubbles.plan import PregenerationPlan, WorkAnswer
 from services.contracts.errors import InvalidArgument
+from services.platform.redis.decision_log import DecisionRecord
 from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -37,13 +40,18 @@ class BubbleService(rpc.BubbleServiceServicer):
     give out the same number.
     """
 
-    def __init__(self, config: BubblesConfig, metrics: BubbleMetrics) -> None:
+    def __init__(
+        self, config: BubblesConfig, metrics: BubbleMetrics, record: Callable[[DecisionRecord], None]
+    ) -> None:
+        """`record` writes to the decision log."""
         self.epoch = time.time_ns()
         self.ledger = BubbleLedger(config, self.epoch + 1)
         self._plan = PregenerationPlan(self.ledger)
         self._config = config
         self._metrics = metrics
         self._announced = 0
+        self._filled = FilledTime(config.lease_seconds)
+        self._record = record
         # Of the polls that are held back: what they are, and the events that wake them.
         self._held = HeldPolls()
         self._wakers: dict[str, tuple[pb.PollWorkRequest, asyncio.Event]] = {}
@@ -59,6 +67,8 @@ class BubbleService(rpc.BubbleServiceServicer):
             self._metrics.count(self.ledger)
             self._metrics.show(self.ledger, now)
             self._announce()
+            for entry in filled_records(self._filled.take(now)):
+                self._record(entry)
 
     async def watch_instances(self, registry: Registry) -> NoReturn:
         """Tell the ledger which instances live and how many samples of a step each has, until cancelled.
@@ -112,12 +122,15 @@ class BubbleService(rpc.BubbleServiceServicer):
         self._newest[poll.instance_id] = turn
         self._wake(poll.instance_id)
         self.ledger.report(poll, time.time())
+        self._filled.note(poll.instance_id, busy, time.time())
         self._announce()
         try:
             with self._metrics.polls.track_inprogress():
                 answer = await self._decide(poll, turn, 0.0 if busy else HOLD_SECONDS)
             # Before the answer: who has it reads metrics that count what it gives and what was reported.
             self._metrics.count(self.ledger)
+            if answer.leases:
+                self._filled.note(poll.instance_id, True, time.time())
             return self._response(answer)
         finally:
             if self._newest.get(poll.instance_id) is turn:

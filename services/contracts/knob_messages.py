@@ -49,7 +49,13 @@ def tallies(messages: Iterable[pb.StepTally]) -> Iterator[tuple[StepKey, StepTot
     """Yield the steps of a report with their totals."""
     for message in messages:
         drafts = {
-            each.drafter: Acceptance(each.verifications, each.drafted, each.accepted)
+            each.drafter: Acceptance(
+                each.verifications,
+                each.drafted,
+                each.accepted,
+                tuple(each.drafted_lengths),
+                tuple(each.accepted_lengths),
+            )
             for each in message.drafts
         }
         totals = StepTotals(

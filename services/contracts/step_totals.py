@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
+MOST_COUNTED = 16
+"""Longest drafts that are counted by their length."""
 StepKey = tuple[str, int]
 """(run_id, step)"""
 
@@ -16,6 +19,10 @@ class Acceptance:
     verifications: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_lengths: tuple[int, ...] = ()
+    """Verifications by the number of their draft tokens, from 0 to `MOST_COUNTED`, with all longer ones."""
+    accepted_lengths: tuple[int, ...] = ()
+    """The same by accepted tokens."""
 
     @property
     def block_efficiency(self) -> float:
@@ -34,9 +41,15 @@ class Acceptance:
             self.verifications + sign * other.verifications,
             self.drafted + sign * other.drafted,
             self.accepted + sign * other.accepted,
+            _sums(self.drafted_lengths, other.drafted_lengths, sign),
+            _sums(self.accepted_lengths, other.accepted_lengths, sign),
         )
 
     __add__ = plus
+
+
+def _sums(one: tuple[int, ...], other: tuple[int, ...], sign: int) -> tuple[int, ...]:
+    return tuple(a + sign * b for a, b in zip_longest(one, other, fillvalue=0))
 
 
 @dataclass(slots=True)

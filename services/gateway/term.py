@@ -24,6 +24,7 @@ from services.gateway.finished.ended_singles import EndedSingles
 from services.gateway.finished.history_writer import HistoryWriter
 from services.gateway.finished.learner_feed import LearnerFeed
 from services.gateway.finished.published_drafter import PublishedDrafterVersion
+from services.gateway.finished.reward_book import RewardBook
 from services.gateway.fleet.health import FleetHealth
 from services.gateway.fleet.update_book import UpdateBook
 from services.gateway.hints.book import HintBook
@@ -46,6 +47,7 @@ from services.gateway.rollouts.submissions import Submissions
 from services.gateway.rollouts.tool_calls import ToolCalls
 from services.platform.collection import collect_between
 from services.platform.redis.connection import OUTAGES, Keys
+from services.platform.redis.decision_log import DecisionLog
 from services.platform.redis.registry import Registry
 from services.platform.tasks import end
 
@@ -84,6 +86,8 @@ class LeadershipTerm:
         self._backlog = JournalBacklog(config.max_unwritten_bytes, metrics)
         self._writer = JournalWriter(self.journal, records, self._backlog, metrics, config.journal_tokens)
         self._headroom = RedisHeadroom(redis, config.max_redis_memory, self._backlog, metrics)
+        self.decisions = DecisionLog(redis, config.namespace)
+        self.rewards = RewardBook(self.decisions.post)
         leniences = Leniences(redis, config.namespace, str(term), metrics)
 
         self._stores = DraftStores(config, registry)
@@ -106,6 +110,7 @@ class LeadershipTerm:
             self._history,
             self.feed,
             singles,
+            self.decisions.post,
         )
         turns = Turns()
         self.events = InstanceEvents(
@@ -130,7 +135,9 @@ class LeadershipTerm:
 
         self.roster = Roster(config, registry, self.fleet, book, self.events, self.placer, metrics)
         in_flight = InFlightSamples(book, self.dispatcher, metrics)
-        self.updater = Updater(book, versions, self.fleet, self.roster, in_flight, metrics)
+        self.updater = Updater(
+            book, versions, self.fleet, self.roster, in_flight, metrics, self.decisions.post
+        )
 
         hints = HintBook(config.max_hint_steps, config.max_hint_bytes)
         store = HintStore(redis, config.namespace, config.run_idle_seconds)
@@ -161,7 +168,7 @@ class LeadershipTerm:
         self.delivery = Delivery(intake, self.recovery, self.hinting)
         self.tool_calls = ToolCalls(intake, self.recovery, metrics)
         self.runs = RunBatches(self.recovery, self.submissions, self.delivery, self.hinting)
-        self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed, singles)
+        self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed, singles, self.rewards)
 
     @classmethod
     async def open(
@@ -202,6 +209,8 @@ class LeadershipTerm:
             "coordinator": self.coordinator.run(),
             "bubbles": self._bubbles.run(),
             "drafter-version": self.drafter_version.run(),
+            "decisions": self.decisions.run(),
+            "rewards": self.rewards.run(),
             "collection": collect_between(lambda: max(self.batches.held, self.batches.unfinished)),
         }
         if self._history is not None:

@@ -13,8 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from paceline import PacelineError, RetryPolicy
 from paceline.cli.options import Token
 from paceline.cli.output import add_columns, plain_table
+from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.config import RestartPolicy
 from services.local.doctor import examine, findings_table
@@ -113,6 +115,8 @@ def run_until_stopped(config: PlatformConfig) -> int:
             while not stopping.wait(_CHECK_SECONDS):
                 platform.check()
             console.print("Stopping ...")
+            if (report := leave_report(platform)) is not None:
+                console.print(f"Report: {report}", markup=False, highlight=False, soft_wrap=True)
     except PlatformError as error:
         console.print(f"paceline: {error}", markup=False, highlight=False, soft_wrap=True)
         _explain(console, config)
@@ -120,6 +124,23 @@ def run_until_stopped(config: PlatformConfig) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def leave_report(platform: Platform) -> Path | None:
+    """Write report.html and report.jsonl to the platform's folder: its decision log ends with it.
+
+    Returns the page; None where no step of a run is over or the gateway does not answer any more.
+    """
+    try:
+        with platform.client(retry=RetryPolicy(seconds=0)) as client:
+            entries = list(client.watch_decisions(kept=True))
+    except PacelineError:
+        return None
+    if not any(entry.kind == "step" for entry in entries):
+        return None
+    page = platform.config.folder / "report.html"
+    write_report(entries, page, save=page.with_suffix(".jsonl"))
+    return page
 
 
 def _explain(console: Console, config: PlatformConfig) -> None:

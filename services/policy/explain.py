@@ -78,6 +78,9 @@ def step_ended(end: StepEnd, now: float) -> DecisionRecord:
         "drafts": {
             name: [each.verifications, each.drafted, each.accepted] for name, each in totals.drafts.items()
         },
+        "lengths": {
+            name: [each.drafted_lengths, each.accepted_lengths] for name, each in totals.drafts.items()
+        },
     }
     gain = totals.predicted_gain / steps if steps else 0.0
     return DecisionRecord(SPECULATION, "; ".join([words, *others]), gain, details, now, end.run_id)

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from paceline.v1 import knobs_pb2 as paceline_dot_v1_dot_knobs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/internal/v1/policy.proto\x12\x14paceline.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17paceline/v1/knobs.proto\"\xd5\x02\n\x11\x41pplyKnobsRequest\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12!\n\x05knobs\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Knobs\x12?\n\x04runs\x18\x03 \x03(\x0b\x32\x31.paceline.internal.v1.ApplyKnobsRequest.RunsEntry\x12\x46\n\x08run_caps\x18\x04 \x03(\x0b\x32\x34.paceline.internal.v1.ApplyKnobsRequest.RunCapsEntry\x12\x11\n\tstep_time\x18\x05 \x01(\t\x1a?\n\tRunsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Knobs:\x02\x38\x01\x1a.\n\x0cRunCapsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\":\n\x12\x41pplyKnobsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x12\n\nspeculates\x18\x02 \x01(\x08\"3\n\x1bGetSpeculationReportRequest\x12\x14\n\x0c\x61\x66ter_switch\x18\x01 \x01(\x04\"W\n\nDraftTally\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x15\n\rverifications\x18\x02 \x01(\x04\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x04\"\x86\x03\n\tStepTally\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12=\n\x07reasons\x18\x03 \x03(\x0b\x32,.paceline.internal.v1.StepTally.ReasonsEntry\x12\x16\n\x0eplanned_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x65xpected_tokens\x18\x05 \x01(\x01\x12\x16\n\x0epredicted_gain\x18\x06 \x01(\x01\x12\x31\n\x0epredicted_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rmeasured_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\x06\x64rafts\x18\t \x03(\x0b\x32 .paceline.internal.v1.DraftTally\x12\x0c\n\x04mode\x18\n \x01(\t\x1a.\n\x0cReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x99\x01\n\x06Switch\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\n\n\x02on\x18\x03 \x01(\x08\x12\x19\n\x11predicted_speedup\x18\x04 \x01(\x01\x12\x10\n\x08requests\x18\x05 \x01(\r\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x0c\n\x04step\x18\x07 \x01(\x04\"\xe6\x01\n\x1cGetSpeculationReportResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12.\n\x05steps\x18\x04 \x03(\x0b\x32\x1f.paceline.internal.v1.StepTally\x12.\n\x08switches\x18\x05 \x03(\x0b\x32\x1c.paceline.internal.v1.Switch\x12\x13\n\x0b\x63\x61libration\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0c\n\x04pool\x18\x08 \x01(\t\">\n\x0fGetKnobsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\"[\n\x10GetKnobsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12!\n\x05knobs\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Knobs\x12\x12\n\nladder_cap\x18\x03 \x01(\r\"s\n\x0fSetKnobsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\x04\x12!\n\x05knobs\x18\x05 \x01(\x0b\x32\x12.paceline.v1.Knobs\"F\n\x10SetKnobsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0f\n\x07\x61pplied\x18\x02 \x03(\t\x12\x0f\n\x07pending\x18\x03 \x03(\t2\xed\x01\n\x0bKnobService\x12_\n\nApplyKnobs\x12\'.paceline.internal.v1.ApplyKnobsRequest\x1a(.paceline.internal.v1.ApplyKnobsResponse\x12}\n\x14GetSpeculationReport\x12\x31.paceline.internal.v1.GetSpeculationReportRequest\x1a\x32.paceline.internal.v1.GetSpeculationReportResponse2\xc5\x01\n\rPolicyService\x12Y\n\x08GetKnobs\x12%.paceline.internal.v1.GetKnobsRequest\x1a&.paceline.internal.v1.GetKnobsResponse\x12Y\n\x08SetKnobs\x12%.paceline.internal.v1.SetKnobsRequest\x1a&.paceline.internal.v1.SetKnobsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/internal/v1/policy.proto\x12\x14paceline.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17paceline/v1/knobs.proto\"\xd5\x02\n\x11\x41pplyKnobsRequest\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12!\n\x05knobs\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Knobs\x12?\n\x04runs\x18\x03 \x03(\x0b\x32\x31.paceline.internal.v1.ApplyKnobsRequest.RunsEntry\x12\x46\n\x08run_caps\x18\x04 \x03(\x0b\x32\x34.paceline.internal.v1.ApplyKnobsRequest.RunCapsEntry\x12\x11\n\tstep_time\x18\x05 \x01(\t\x1a?\n\tRunsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Knobs:\x02\x38\x01\x1a.\n\x0cRunCapsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\":\n\x12\x41pplyKnobsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x12\n\nspeculates\x18\x02 \x01(\x08\"3\n\x1bGetSpeculationReportRequest\x12\x14\n\x0c\x61\x66ter_switch\x18\x01 \x01(\x04\"\x8a\x01\n\nDraftTally\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x15\n\rverifications\x18\x02 \x01(\x04\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x04\x12\x17\n\x0f\x64rafted_lengths\x18\x14 \x03(\x04\x12\x18\n\x10\x61\x63\x63\x65pted_lengths\x18\x15 \x03(\x04\"\x86\x03\n\tStepTally\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12=\n\x07reasons\x18\x03 \x03(\x0b\x32,.paceline.internal.v1.StepTally.ReasonsEntry\x12\x16\n\x0eplanned_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x65xpected_tokens\x18\x05 \x01(\x01\x12\x16\n\x0epredicted_gain\x18\x06 \x01(\x01\x12\x31\n\x0epredicted_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rmeasured_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\x06\x64rafts\x18\t \x03(\x0b\x32 .paceline.internal.v1.DraftTally\x12\x0c\n\x04mode\x18\n \x01(\t\x1a.\n\x0cReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x99\x01\n\x06Switch\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\n\n\x02on\x18\x03 \x01(\x08\x12\x19\n\x11predicted_speedup\x18\x04 \x01(\x01\x12\x10\n\x08requests\x18\x05 \x01(\r\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x0c\n\x04step\x18\x07 \x01(\x04\"\xe6\x01\n\x1cGetSpeculationReportResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12.\n\x05steps\x18\x04 \x03(\x0b\x32\x1f.paceline.internal.v1.StepTally\x12.\n\x08switches\x18\x05 \x03(\x0b\x32\x1c.paceline.internal.v1.Switch\x12\x13\n\x0b\x63\x61libration\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0c\n\x04pool\x18\x08 \x01(\t\">\n\x0fGetKnobsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\"[\n\x10GetKnobsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12!\n\x05knobs\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Knobs\x12\x12\n\nladder_cap\x18\x03 \x01(\r\"s\n\x0fSetKnobsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\x04\x12!\n\x05knobs\x18\x05 \x01(\x0b\x32\x12.paceline.v1.Knobs\"F\n\x10SetKnobsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0f\n\x07\x61pplied\x18\x02 \x03(\t\x12\x0f\n\x07pending\x18\x03 \x03(\t2\xed\x01\n\x0bKnobService\x12_\n\nApplyKnobs\x12\'.paceline.internal.v1.ApplyKnobsRequest\x1a(.paceline.internal.v1.ApplyKnobsResponse\x12}\n\x14GetSpeculationReport\x12\x31.paceline.internal.v1.GetSpeculationReportRequest\x1a\x32.paceline.internal.v1.GetSpeculationReportResponse2\xc5\x01\n\rPolicyService\x12Y\n\x08GetKnobs\x12%.paceline.internal.v1.GetKnobsRequest\x1a&.paceline.internal.v1.GetKnobsResponse\x12Y\n\x08SetKnobs\x12%.paceline.internal.v1.SetKnobsRequest\x1a&.paceline.internal.v1.SetKnobsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,26 +50,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_APPLYKNOBSRESPONSE']._serialized_end=551
   _globals['_GETSPECULATIONREPORTREQUEST']._serialized_start=553
   _globals['_GETSPECULATIONREPORTREQUEST']._serialized_end=604
-  _globals['_DRAFTTALLY']._serialized_start=606
-  _globals['_DRAFTTALLY']._serialized_end=693
-  _globals['_STEPTALLY']._serialized_start=696
-  _globals['_STEPTALLY']._serialized_end=1086
-  _globals['_STEPTALLY_REASONSENTRY']._serialized_start=1040
-  _globals['_STEPTALLY_REASONSENTRY']._serialized_end=1086
-  _globals['_SWITCH']._serialized_start=1089
-  _globals['_SWITCH']._serialized_end=1242
-  _globals['_GETSPECULATIONREPORTRESPONSE']._serialized_start=1245
-  _globals['_GETSPECULATIONREPORTRESPONSE']._serialized_end=1475
-  _globals['_GETKNOBSREQUEST']._serialized_start=1477
-  _globals['_GETKNOBSREQUEST']._serialized_end=1539
-  _globals['_GETKNOBSRESPONSE']._serialized_start=1541
-  _globals['_GETKNOBSRESPONSE']._serialized_end=1632
-  _globals['_SETKNOBSREQUEST']._serialized_start=1634
-  _globals['_SETKNOBSREQUEST']._serialized_end=1749
-  _globals['_SETKNOBSRESPONSE']._serialized_start=1751
-  _globals['_SETKNOBSRESPONSE']._serialized_end=1821
-  _globals['_KNOBSERVICE']._serialized_start=1824
-  _globals['_KNOBSERVICE']._serialized_end=2061
-  _globals['_POLICYSERVICE']._serialized_start=2064
-  _globals['_POLICYSERVICE']._serialized_end=2261
+  _globals['_DRAFTTALLY']._serialized_start=607
+  _globals['_DRAFTTALLY']._serialized_end=745
+  _globals['_STEPTALLY']._serialized_start=748
+  _globals['_STEPTALLY']._serialized_end=1138
+  _globals['_STEPTALLY_REASONSENTRY']._serialized_start=1092
+  _globals['_STEPTALLY_REASONSENTRY']._serialized_end=1138
+  _globals['_SWITCH']._serialized_start=1141
+  _globals['_SWITCH']._serialized_end=1294
+  _globals['_GETSPECULATIONREPORTRESPONSE']._serialized_start=1297
+  _globals['_GETSPECULATIONREPORTRESPONSE']._serialized_end=1527
+  _globals['_GETKNOBSREQUEST']._serialized_start=1529
+  _globals['_GETKNOBSREQUEST']._serialized_end=1591
+  _globals['_GETKNOBSRESPONSE']._serialized_start=1593
+  _globals['_GETKNOBSRESPONSE']._serialized_end=1684
+  _globals['_SETKNOBSREQUEST']._serialized_start=1686
+  _globals['_SETKNOBSREQUEST']._serialized_end=1801
+  _globals['_SETKNOBSRESPONSE']._serialized_start=1803
+  _globals['_SETKNOBSRESPONSE']._serialized_end=1873
+  _globals['_KNOBSERVICE']._serialized_start=1876
+  _globals['_KNOBSERVICE']._serialized_end=2113
+  _globals['_POLICYSERVICE']._serialized_start=2116
+  _globals['_POLICYSERVICE']._serialized_end=2313
 # @@protoc_insertion_point(module_scope)

@@ -54,16 +54,20 @@ class GetSpeculationReportRequest(_message.Message):
     def __init__(self, after_switch: _Optional[int] = ...) -> None: ...
 
 class DraftTally(_message.Message):
-    __slots__ = ("drafter", "verifications", "drafted", "accepted")
+    __slots__ = ("drafter", "verifications", "drafted", "accepted", "drafted_lengths", "accepted_lengths")
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     VERIFICATIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     drafter: str
     verifications: int
     drafted: int
     accepted: int
-    def __init__(self, drafter: _Optional[str] = ..., verifications: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
+    drafted_lengths: _containers.RepeatedScalarFieldContainer[int]
+    accepted_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, drafter: _Optional[str] = ..., verifications: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., drafted_lengths: _Optional[_Iterable[int]] = ..., accepted_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTally(_message.Message):
     __slots__ = ("run_id", "step", "reasons", "planned_tokens", "expected_tokens", "predicted_gain", "predicted_time", "measured_time", "drafts", "mode")

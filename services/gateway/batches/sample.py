@@ -133,6 +133,11 @@ class GatewaySample:
     first_step_at: float = 0.0
     decode_steps: int = 0
     verify_steps: int = 0
+    # Seconds in engines, as instances reported them, and of these in steps of each kind (as in pb.Finished).
+    generation_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    plain_seconds: float = 0.0
     # drafter -> [drafted, accepted]
     drafts: dict[str, list[int]] = field(default_factory=dict)
     # Length of the cached rollout, and tokens kept of it, in the attempt that kept most.
@@ -266,6 +271,10 @@ class GatewaySample:
             self.spans[-1].cached_context = report.cached_context_tokens
         self.decode_steps += report.decode_steps
         self.verify_steps += report.verify_steps
+        self.generation_seconds += seconds_of(report.generation_time)
+        self.prefill_seconds += seconds_of(report.prefill_time)
+        self.verify_seconds += seconds_of(report.verify_time)
+        self.plain_seconds += seconds_of(report.plain_time)
         for source in report.draft_sources:
             counts = self.drafts.setdefault(source.drafter, [0, 0])
             counts[0] += source.drafted

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -20,9 +20,11 @@ from services.gateway.connections.staging_verdict import judge
 from services.gateway.connections.stream_staging import StreamStaging
 from services.gateway.fleet.health import FleetHealth, MemberState
 from services.gateway.fleet.update_book import InFlightTreatment, UpdateBook, UpdatePhase, WeightUpdate
+from services.gateway.fleet.update_times import UpdateTimes
 from services.gateway.journal.fenced_records import Fenced, VersionStore
 from services.gateway.metrics import GatewayMetrics
 from services.platform.backoff import ExponentialBackoff
+from services.platform.redis.decision_log import DecisionRecord
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +53,8 @@ class Updater:
     roster: Roster
     samples: InFlightSamples
     metrics: GatewayMetrics
+    record: Callable[[DecisionRecord], None]
+    _times: UpdateTimes = field(init=False, default_factory=UpdateTimes)
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     # Instance id -> result of the last staging.
     _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
@@ -97,6 +101,7 @@ class Updater:
                 self.book.drop()
                 raise
         if update.update_id == update_id:
+            self._times.start(time.time())
             log.info("update_started", update=update_id, version=version)
         return update
 
@@ -160,6 +165,7 @@ class Updater:
                     await self._discard(update.version)
                 raise
             self.book.staged(update_id, path, checksum, time.time())
+            self._times.reach("staged", time.time())
             await self.store.save(self.book)
         log.info("update_staged", update=update.update_id, version=update.version, path=path)
         return [result.update for result in results]
@@ -221,6 +227,7 @@ class Updater:
                 raise Unavailable("every instance that had staged the weights is gone; stage them again")
             # No await between this check and the phase that keeps new samples out.
             self.book.applying(update_id, self.samples.unfinished, time.time(), in_flight)
+            self._times.reach("applying", time.time())
             with self.samples.held():
                 return await self._replace(update, staged)
 
@@ -272,9 +279,11 @@ class Updater:
         return results
 
     async def _publish(self) -> None:
+        run_id = self.book.active.run_id if self.book.active is not None else ""
         published = self.book.publish()
         # From here on GetVersions tells it.
         self.metrics.updates.labels("published").inc()
+        self.record(self._times.published(published.version, run_id, time.time()))
         await self._save_for_sure()
         self.fleet.publish(published.version, recorded=True, now=asyncio.get_running_loop().time())
         log.info("version_published", version=published.version, path=published.path)

@@ -1,29 +1,28 @@
-"""Settlement of samples after an event: back to the queue, or ended, accounted for, and into the journal.
-
-The bubble of an instance is the time from the end of its last sample of a step to the end of the step's last
-sample; where it had none, from the beginning. Times are unix seconds.
-"""
+"""Settlement of samples after an event: back to the queue, or ended, accounted for, and into the journal."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 
 from paceline.v1 import sample_pb2
 from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import EventEffect, GenerationSpan, SampleEnding
+from services.gateway.batches.sample import EventEffect, SampleEnding
+from services.gateway.dispatch.critical_path import EndedSample
 from services.gateway.dispatch.estimator import Coverage, WorkEstimator
 from services.gateway.dispatch.placer import Placer
 from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
+from services.gateway.dispatch.step_report import IdleTimeBook, step_record
 from services.gateway.dispatch.work_link import Attempt
 from services.gateway.finished.ended_singles import EndedSingles
 from services.gateway.finished.history_writer import HistoryWriter
 from services.gateway.finished.learner_feed import LearnerFeed
 from services.gateway.journal.journal_writer import JournalWriter
 from services.gateway.metrics import GatewayMetrics
+from services.platform.redis.decision_log import DecisionRecord
 
 log = structlog.get_logger(__name__)
 
@@ -31,84 +30,12 @@ log = structlog.get_logger(__name__)
 _MOST_SIBLINGS = 256
 
 
-@dataclass(slots=True)
-class StepReport:
-    """Report of a step that is over.
-
-    `ends`: end of the last sample of each instance. `tokens` of its samples; `pregenerated` of them existed
-    before, None where the step was not hinted.
-    """
-
-    run_id: str
-    step: int
-    begun_at: float
-    ended_at: float
-    unfinished: int = 0
-    ends: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-    pregenerated: int | None = None
-
-    def bubbles(self, serving: Iterable[str]) -> dict[str, float]:
-        """Return the idle seconds of each instance that had samples of the step or could have had some."""
-        names = {*self.ends, *serving}
-        return {name: max(0.0, self.ended_at - self.ends.get(name, self.begun_at)) for name in names}
-
-
-class IdleTimeBook:
-    """Steps in work. Batches of the same step count as one while they overlap."""
-
-    def __init__(self) -> None:
-        self._steps: dict[tuple[str, int], StepReport] = {}
-
-    def begin(
-        self, run_id: str, step: int, samples: int, now: float, pregenerated: int | None = None
-    ) -> None:
-        """Begin so many samples of a step."""
-        key = (run_id, step)
-        report = self._steps.setdefault(key, StepReport(run_id, step, now, now))
-        report.unfinished += samples
-        if pregenerated is not None:
-            report.pregenerated = pregenerated + (report.pregenerated or 0)
-        self._close(key)
-
-    def cover(self, run_id: str, step: int, tokens: int) -> None:
-        """Count tokens of a step's samples that existed before it began."""
-        report = self._steps.get((run_id, step))
-        if report is not None and report.pregenerated is not None:
-            report.pregenerated += tokens
-
-    def end(
-        self, run_id: str, step: int, spans: Iterable[GenerationSpan], tokens: int, now: float
-    ) -> StepReport | None:
-        """Record the end of a sample; return the report if it was the last one of the step."""
-        report = self._steps.get((run_id, step))
-        if report is None:
-            return None
-        for span in spans:
-            if span.instance_id:
-                report.ends[span.instance_id] = max(span.end, report.ends.get(span.instance_id, 0.0))
-        report.tokens += tokens
-        report.ended_at = max(report.ended_at, now)
-        report.unfinished -= 1
-        return self._close((run_id, step))
-
-    def drop(self, run_id: str, step: int, samples: int) -> None:
-        """Give up so many samples of a step."""
-        report = self._steps.get((run_id, step))
-        if report is not None:
-            report.unfinished -= samples
-            self._close((run_id, step))
-
-    def _close(self, key: tuple[str, int]) -> StepReport | None:
-        return self._steps.pop(key) if self._steps[key].unfinished <= 0 else None
-
-
 @dataclass(eq=False)
 class Settlement:
     """Route from the effect of an event to the queue, the journal and the accounts of steps.
 
     Completed and truncated samples go to `history` (the draft store) and `feed` (the learner), where there
-    are such.
+    are such. `record` writes to the decision log.
     """
 
     batches: ActiveBatches
@@ -119,6 +46,7 @@ class Settlement:
     history: HistoryWriter | None
     feed: LearnerFeed | None
     singles: EndedSingles
+    record: Callable[[DecisionRecord], None]
     _steps: IdleTimeBook = field(init=False, default_factory=IdleTimeBook)
 
     def begin(self, batch: RolloutBatch, coverage: Coverage | None) -> None:
@@ -220,9 +148,12 @@ class Settlement:
 
     def _end_in_step(self, batch: RolloutBatch, ending: SampleEnding) -> None:
         sample = batch.samples[ending.index]
-        report = self._steps.end(batch.key[0], batch.step, sample.spans, len(sample.tokens), ending.at)
+        prompt, tokens = batch.group_of(ending.index).prompt_id, len(sample.tokens)
+        ended = EndedSample(sample, prompt, tokens, batch.accepted_at, ending.at)
+        report = self._steps.end(batch.key[0], batch.step, sample.spans, tokens, ending.at, ended)
         if report is not None:
             bubbles = report.bubbles(self.placer.links)
             seconds = report.ended_at - report.begun_at
             self.metrics.step_over(seconds, list(bubbles.values()), report.tokens, report.pregenerated)
+            self.record(step_record(report, bubbles, batch.current_version))
             log.info("step_over", run=report.run_id, step=report.step, bubbles=bubbles)

@@ -13,6 +13,7 @@ from services.gateway.batches.admission import check_report
 from services.gateway.batches.messages import single_samples
 from services.gateway.finished.ended_singles import EndedSingles
 from services.gateway.finished.learner_feed import LearnerFeed
+from services.gateway.finished.reward_book import RewardBook
 from services.gateway.journal.batch_record import BatchRecord
 from services.gateway.journal.fenced_records import Leniences
 from services.gateway.metrics import GatewayMetrics
@@ -21,13 +22,17 @@ from services.gateway.rollouts.recovery import BatchRecovery
 
 @dataclass(eq=False)
 class TrainerReports:
-    """Taker of reports, which may come any number of times. They are passed on to `feed`, if there is one."""
+    """Taker of reports, which may come any number of times.
+
+    They are passed on to `feed`, if there is one, and summed up in `rewards`.
+    """
 
     recovery: BatchRecovery
     leniences: Leniences
     metrics: GatewayMetrics
     feed: LearnerFeed | None
     singles: EndedSingles
+    rewards: RewardBook
 
     async def report(self, request: pb.ReportRewardsRequest) -> int:
         """Return how many of the rewards belong to finished samples of the batch; others are ignored.
@@ -38,7 +43,7 @@ class TrainerReports:
             raise InvalidArgument(violations)
         if request.HasField("step"):
             matched = self.singles.known(request.run_id, request.step, request.rewards)
-            return self._take(request, (request.run_id, single_samples(request.step)), matched)
+            return self._take(request, (request.run_id, single_samples(request.step)), request.step, matched)
         key = (request.run_id, request.batch_id)
         record = await self.recovery.known(key)
         exactness = record.exactness
@@ -46,10 +51,13 @@ class TrainerReports:
         if lenient and exactness.HasField("kl_target") and request.HasField("kl"):
             used = FLOOR if record.head.lenience is None else record.head.lenience
             await self.leniences.report(key, used, request.kl, exactness.kl_target)
-        return self._take(request, key, known_rewards(record, request.rewards))
+        return self._take(request, key, record.step, known_rewards(record, request.rewards))
 
-    def _take(self, request: pb.ReportRewardsRequest, key: BatchKey, matched: list[pb.Reward]) -> int:
+    def _take(
+        self, request: pb.ReportRewardsRequest, key: BatchKey, step: int, matched: list[pb.Reward]
+    ) -> int:
         """Pass the rewards of known samples on, and return how many they are."""
+        self.rewards.add(request.run_id, step, [reward.reward for reward in matched])
         self._measure(request, [reward.reward for reward in matched])
         if self.feed is not None:
             self.feed.reward(key, matched)

@@ -35,7 +35,7 @@ from services.gateway.finished.learner_feed import SERVICE as LEARNER
 from services.gateway.fleet.health import FleetMember, MemberState
 from services.gateway.server.leader_client import LeaderClient
 from services.gateway.term import LeadershipTerm
-from services.platform.redis.connection import Keys
+from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.decision_log import DecisionLog, DecisionRecord
 from services.platform.redis.registry import Registry
 
@@ -222,12 +222,17 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     ) -> AsyncIterator[pb.WatchDecisionsResponse]:
         if violations := check_watch(request):
             raise InvalidArgument(violations)
-        since = seconds_of(request.since) if request.HasField("since") else time.time()
+        now = 0.0 if request.kept else time.time()
+        since = seconds_of(request.since) if request.HasField("since") else now
         # Entries are named by the time of their arrival in milliseconds, a little after that of the decision.
         after = str(max(0, int(since * 1000) - 1))
-        async for decision in self._decisions.follow(after, request.run_id):
-            if decision.time >= since:
-                yield _decision_message(decision)
+        read = self._decisions.kept if request.kept else self._decisions.follow
+        try:
+            async for decision in read(after, request.run_id):
+                if decision.time >= since:
+                    yield _decision_message(decision)
+        except OUTAGES as error:
+            raise Unavailable(f"the decision log cannot be read: {error}") from error
 
     # Online drafter ------------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ class EngineLoop(EngineThread):
         sample = self.samples.get(step.sample_id)
         if sample is None:
             return
-        sample.record(step, began, self.drafts.learn(step))
+        sample.record(step, began, now, self.drafts.learn(step))
         if step.finish is None:
             if len(sample.tokens) >= sample.quota:
                 sample.stream.reached(sample)

@@ -85,6 +85,10 @@ class RunningSample:
     generated: int = 0
     decode_steps: int = 0
     verify_steps: int = 0
+    # As in pb.Finished.
+    prefill_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    plain_seconds: float = 0.0
     drafts: dict[str, sample_pb2.DraftSource] = field(default_factory=dict)
     # Log-probabilities under the current policy of the tokens among `tokens` that were taken over.
     verified_logprobs: list[float] = field(default_factory=list)
@@ -123,12 +127,17 @@ class RunningSample:
             self.cached_tokens = len(rollout.tokens)
         return True
 
-    def record(self, step: SampleStep, began: float, drafter: str) -> None:
-        """Add the outcome of a step that began at `began`."""
+    def record(self, step: SampleStep, began: float, ended: float, drafter: str) -> None:
+        """Add the outcome of a step that took from `began` to `ended`."""
         if self.started is None:
             self.started = began
             self.cached_context = step.cached_context
+            self.prefill_seconds += ended - began
             self.trace.event("first_step")
+        elif step.drafted:
+            self.verify_seconds += ended - began
+        else:
+            self.plain_seconds += ended - began
         self.tokens.extend(step.token_ids)
         self.logprobs.extend(step.logprobs)
         if step.top_token_ids:
@@ -212,6 +221,9 @@ class RunningSample:
             cached_tokens=self.cached_tokens,
             stop_string=self.stop_string,
             cached_context_tokens=self.cached_context or 0,
+            prefill_time=duration(self.prefill_seconds),
+            verify_time=duration(self.verify_seconds),
+            plain_time=duration(self.plain_seconds),
         )
 
     def unsampleable(self) -> pb.Refused:

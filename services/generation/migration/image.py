@@ -80,6 +80,9 @@ def take_counters(sample: RunningSample, counters: generation_pb2.Finished, now:
     sample.started = now - seconds_of(counters.generation_time)
     sample.arrived = sample.started - seconds_of(counters.queue_time)
     sample.decode_steps, sample.verify_steps = counters.decode_steps, counters.verify_steps
+    sample.prefill_seconds = seconds_of(counters.prefill_time)
+    sample.verify_seconds = seconds_of(counters.verify_time)
+    sample.plain_seconds = seconds_of(counters.plain_time)
     sample.cached_tokens, sample.reused_prefix = counters.cached_tokens, counters.reused_prefix
     sample.drafts = {source.drafter: source for source in counters.draft_sources}
     # All but the last token came with their KV.

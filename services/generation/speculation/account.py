@@ -5,11 +5,11 @@ An engine step is booked for the run and step of its first sample; batches of a 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.contracts.step_totals import Acceptance, StepKey, StepTotals
+from services.contracts.step_totals import MOST_COUNTED, Acceptance, StepKey, StepTotals
 from services.generation.speculation.modes.decision import PlanDecision
 
 _MAX_STEPS, _MAX_SWITCHES = 8, 64
@@ -40,8 +40,8 @@ class SpeculationAccount:
         self._totals = StepTotals()
         # A step that begins with plain decoding did not switch speculation off.
         self._on = False
-        # By source, [verifications, drafted tokens, accepted tokens] not booked yet.
-        self._verified: dict[str, list[int]] = {}
+        # By source, verifications by (drafted tokens, accepted tokens) not booked yet.
+        self._verified: dict[str, Counter[tuple[int, int]]] = {}
 
     def begin(self, key: StepKey | None) -> bool:
         """Book what follows for this step of a run, or for none; return True if it is another than before."""
@@ -77,10 +77,10 @@ class SpeculationAccount:
 
     def verified(self, source: str, drafted: int, accepted: int) -> None:
         """Book the outcome of one draft."""
-        counted = self._verified.setdefault(source, [0, 0, 0])
-        counted[0] += 1
-        counted[1] += drafted
-        counted[2] += accepted
+        counted = self._verified.get(source)
+        if counted is None:
+            counted = self._verified[source] = Counter()
+        counted[drafted, accepted] += 1
 
     def steps(self) -> Iterable[tuple[StepKey, StepTotals]]:
         """Return the latest steps, oldest first."""
@@ -95,5 +95,19 @@ class SpeculationAccount:
         """Book the counted outcomes: there is no time to build an `Acceptance` for each draft of each step."""
         drafts = self._totals.drafts
         for source, counted in self._verified.items():
-            drafts[source] = drafts.get(source, Acceptance()) + Acceptance(*counted)
+            drafts[source] = drafts.get(source, Acceptance()) + _acceptance(counted)
         self._verified.clear()
+
+
+def _acceptance(counted: Counter[tuple[int, int]]) -> Acceptance:
+    drafted, accepted = [0] * (MOST_COUNTED + 1), [0] * (MOST_COUNTED + 1)
+    for (proposed, kept), count in counted.items():
+        drafted[min(proposed, MOST_COUNTED)] += count
+        accepted[min(kept, MOST_COUNTED)] += count
+    return Acceptance(
+        counted.total(),
+        sum(proposed * count for (proposed, _), count in counted.items()),
+        sum(kept * count for (_, kept), count in counted.items()),
+        tuple(drafted),
+        tuple(accepted),
+    )

@@ -133,6 +133,18 @@ class DecisionLog:
         newest = await self._redis.xrevrange(self._key, count=1)
         return newest[0][0].decode() if newest else BEGINNING
 
+    async def kept(self, after: str = BEGINNING, run_id: str = "") -> AsyncIterator[DecisionRecord]:
+        """Yield the decisions that are there now, and end. Arguments: as of `follow`. Raises errors of Redis."""
+        last, read = await self.last_id(), True
+        while read:
+            entries = await self._redis.xrange(self._key, f"({after}", last, count=_BATCH)
+            for entry_id, fields in entries:
+                after = entry_id.decode()
+                decision = _parsed(fields)
+                if decision is not None and (not run_id or decision.run_id in ("", run_id)):
+                    yield decision
+            read = len(entries) == _BATCH
+
     async def follow(self, after: str = NOW, run_id: str = "") -> AsyncIterator[DecisionRecord]:
         """Yield decisions as they are written, without end; outlasts outages of Redis.
 

@@ -91,3 +91,8 @@ async def test_decisions_are_watched_from_a_time_on_and_by_run(fleet: Fleet, cli
     assert found[0].predicted_gain == 0.5
     assert found[0].details == {"requests": 3}
     assert found[0].time == pytest.approx(began + 1)
+    async with asyncio.timeout(CALL):
+        kept = [each.reason async for each in client.watch_decisions(kept=True)]
+        mine = [each.reason async for each in client.watch_decisions("run", began, kept=True)]
+    assert kept == ["early", "mine", "of another", "of all"]
+    assert mine == ["mine", "of all"]

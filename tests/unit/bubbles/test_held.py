@@ -160,7 +160,7 @@ async def test_a_returned_task_wakes_one_poll_of_many(monkeypatch: pytest.Monkey
         return answer(plan, poll, now)
 
     monkeypatch.setattr(PregenerationPlan, "answer", counted)
-    service = BubbleService(BubblesConfig(), BubbleMetrics(CollectorRegistry()))
+    service = BubbleService(BubblesConfig(), BubbleMetrics(CollectorRegistry()), lambda _: None)
     work = hint({"p": 9.0}, slots=2)
     await service.SetRun(named(run_status(pb.RUN_PHASE_ROLLOUT, 0, 0, 1), "run", [work.hint_id]), CONTEXT)
     await service.PutHint(work, CONTEXT)

@@ -31,6 +31,7 @@ from services.gateway.journal.batch_record import BatchHead, BatchRecord
 from services.gateway.journal.journal_write import JournalWrite, collect, settle
 from services.gateway.metrics import GatewayMetrics
 from services.platform.backoff import ExponentialBackoff
+from services.platform.redis.decision_log import DecisionRecord
 from services.platform.redis.registry import InstanceRecord
 
 VERSION = 7
@@ -129,8 +130,17 @@ class DispatchParts:
         self.placer = Placer(
             self.batches, self.estimator, self.fleet, self.metrics, self.backlog, 1.0, turn_seconds
         )
+        self.recorded: list[DecisionRecord] = []
         settlement = Settlement(
-            self.batches, self.estimator, self.placer, writer, self.metrics, None, None, EndedSingles()
+            self.batches,
+            self.estimator,
+            self.placer,
+            writer,
+            self.metrics,
+            None,
+            None,
+            EndedSingles(),
+            self.recorded.append,
         )
         turns = Turns(turn_seconds)
         self.events = InstanceEvents(

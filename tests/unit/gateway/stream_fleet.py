@@ -181,6 +181,7 @@ class StreamFleet:
             self.roster,
             InFlightSamples(book, self.parts.dispatcher, self.parts.metrics),
             self.parts.metrics,
+            self.parts.recorded.append,
         )
         term: Any = SimpleNamespace(
             updater=self.updater, book=book, fleet=self.parts.fleet, drafter_version=SimpleNamespace(value=0)

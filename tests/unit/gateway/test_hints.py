@@ -13,7 +13,7 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from services.gateway.batches.messages import BatchBuilder
 from services.gateway.batches.sample import GenerationSpan
 from services.gateway.dispatch.estimator import DraftCoverage, remaining_work
-from services.gateway.dispatch.settlement import IdleTimeBook
+from services.gateway.dispatch.step_report import IdleTimeBook
 from services.gateway.hints.book import Hint, HintBook, HintedRun, HintOutcome, hinted_batch, make_hint
 
 

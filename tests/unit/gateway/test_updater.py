@@ -107,7 +107,15 @@ class Updating:
         store: Any = self.store
         roster: Any = self.roster
         samples = InFlightSamples(self.book, self.parts.dispatcher, self.parts.metrics)
-        self.updater = Updater(self.book, store, self.parts.fleet, roster, samples, self.parts.metrics)
+        self.updater = Updater(
+            self.book,
+            store,
+            self.parts.fleet,
+            roster,
+            samples,
+            self.parts.metrics,
+            self.parts.recorded.append,
+        )
         self.engines: dict[str, FakeEngine] = {}
         for instance_id in instance_ids:
             self.parts.join(instance_id)

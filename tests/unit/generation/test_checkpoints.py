@@ -54,7 +54,7 @@ class Work:
         for sample in self.stream.samples.values():
             new = [next(self.numbers) for _ in range(tokens)]
             self.made.setdefault(sample.handle, []).extend(new)
-            sample.record(SampleStep("s", new, [-float(token) for token in new]), self.now, "")
+            sample.record(SampleStep("s", new, [-float(token) for token in new]), self.now, self.now, "")
             if len(sample.tokens) >= sample.quota:
                 self.stream.reached(sample)
 

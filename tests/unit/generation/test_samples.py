@@ -33,26 +33,29 @@ def step(*tokens: int, drafted: int = 0, accepted: int = 0) -> SampleStep:
 async def test_a_delta_has_the_tokens_since_the_last_one() -> None:
     sample = running(WorkStream(asyncio.get_running_loop()))
     assert sample.take_delta() is None
-    sample.record(step(1), 12.0, "")
-    sample.record(step(2, 3), 13.0, "")
+    sample.record(step(1), 12.0, 12.5, "")
+    sample.record(step(2, 3), 13.0, 13.5, "")
     assert sample.take_delta() == pb.Delta(handle=1, token_ids=[1, 2, 3], logprobs=[-1, -1, -1])
     assert sample.take_delta() is None
-    sample.record(step(4), 14.0, "")
+    sample.record(step(4), 14.0, 14.5, "")
     assert sample.take_delta() == pb.Delta(handle=1, token_ids=[4], logprobs=[-1])
     assert sample.generated == 4
 
 
 async def test_the_end_tells_drafts_by_drafter_and_the_times() -> None:
     sample = running(WorkStream(asyncio.get_running_loop()))
-    sample.record(step(1), 12.0, "")
-    sample.record(step(2, 3, 4, drafted=5, accepted=2), 13.0, "suffix")
-    sample.record(step(5, drafted=3, accepted=0), 14.0, "reference")
-    sample.record(step(6, 7, drafted=1, accepted=1), 15.0, "suffix")
+    sample.record(step(1), 12.0, 12.5, "")
+    sample.record(step(2, 3, 4, drafted=5, accepted=2), 13.0, 13.25, "suffix")
+    sample.record(step(5, drafted=3, accepted=0), 14.0, 14.25, "reference")
+    sample.record(step(6, 7, drafted=1, accepted=1), 15.0, 15.25, "suffix")
+    sample.record(step(8), 16.0, 17.0, "")
     finished = sample.finished(Finish.STOP, 20.0)
     sources = {source.drafter: (source.drafted, source.accepted) for source in finished.draft_sources}
     assert sources == {"suffix": (6, 3), "reference": (3, 0)}
-    assert (finished.decode_steps, finished.verify_steps) == (4, 3)
+    assert (finished.decode_steps, finished.verify_steps) == (5, 3)
     assert (seconds_of(finished.queue_time), seconds_of(finished.generation_time)) == (2.0, 8.0)
+    assert seconds_of(finished.prefill_time) == 0.5
+    assert (seconds_of(finished.verify_time), seconds_of(finished.plain_time)) == (0.75, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +76,8 @@ async def test_a_flush_is_one_response_and_nothing_is_no_response() -> None:
     load = fleet_pb2.InstanceLoad(running=2)
     stream.flush(load, 7, 10.0)
     first, second = running(stream, 1), running(stream, 2)
-    first.record(step(1), 11.0, "")
-    second.record(step(2), 11.0, "")
+    first.record(step(1), 11.0, 11.5, "")
+    second.record(step(2), 11.0, 11.5, "")
     stream.finish(second, second.finished(Finish.STOP, 12.0))
     stream.refuse(pb.Refused(handle=3))
     stream.flush(load, 7, 12.0, everything=True)

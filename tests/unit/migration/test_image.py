@@ -97,7 +97,7 @@ def test_a_sample_comes_back_with_its_response_as_prefix(
     if verifier is Verifier.LENIENT:
         request = replace(request, lenience=2.5)
     sample = running(request, origin=Origin("run", "p", 4, 9), streamed=seed % 2 == 1)
-    sample.record(SampleStep("s1", response, [0.0] * len(response)), 1.0, "")
+    sample.record(SampleStep("s1", response, [0.0] * len(response)), 1.0, 1.5, "")
     item = image.item_of(sample, VERSION)
     arrived = check_item(item, TERMS, (), lambda: "s2")
     assert arrived == replace(request, sample_id="s2", prefix=tuple(response))
@@ -108,8 +108,8 @@ def test_a_sample_comes_back_with_its_response_as_prefix(
 def test_counters_go_on() -> None:
     sample = running(sample_request("s1", (5,), 100))
     sample.arrived = 2.0
-    sample.record(SampleStep("s1", [1, 2, 3], [0.0] * 3, drafted=4, accepted=2), 5.0, "suffix")
-    sample.record(SampleStep("s1", [4], [0.0]), 6.0, "")
+    sample.record(SampleStep("s1", [1, 2, 3], [0.0] * 3, drafted=4, accepted=2), 5.0, 5.5, "suffix")
+    sample.record(SampleStep("s1", [4], [0.0]), 6.0, 6.25, "")
     counters = sample.finished(None, 9.0)
     # The clock of another machine.
     arrived = running(replace(sample.request, prefix=tuple(sample.response)))
@@ -118,11 +118,13 @@ def test_counters_go_on() -> None:
     assert at_once.cached_context_tokens == 4, "all but the last token of prompt and response"
     at_once.ClearField("cached_context_tokens")
     assert at_once == counters
-    arrived.record(SampleStep("s1", [5, 6], [0.0] * 2, drafted=3, accepted=1), 1010.0, "suffix")
+    arrived.record(SampleStep("s1", [5, 6], [0.0] * 2, drafted=3, accepted=1), 1010.0, 1010.75, "suffix")
     end = arrived.finished(None, 1012.0)
     assert (end.decode_steps, end.verify_steps) == (3, 2)
     assert [(each.drafter, each.drafted, each.accepted) for each in end.draft_sources] == [("suffix", 7, 3)]
     assert (seconds_of(end.queue_time), seconds_of(end.generation_time)) == (3.0, 7.0)
+    assert seconds_of(end.prefill_time) == 0.5
+    assert (seconds_of(end.verify_time), seconds_of(end.plain_time)) == (0.75, 0.25)
 
 
 def test_the_crc_of_a_response_tells_order_and_length() -> None:
@@ -158,7 +160,7 @@ def test_an_unclaimed_sample_keeps_its_tokens_for_its_stream() -> None:
     stream, unclaimed = Stream(), Unclaimed()
     sample = RunningSample(HANDLE, sample_request("s1"), unclaimed, 0.0)
     unclaimed.samples[HANDLE] = sample
-    sample.record(SampleStep("s1", [1, 2], [-1.0, -2.0]), 1.0, "")
+    sample.record(SampleStep("s1", [1, 2], [-1.0, -2.0]), 1.0, 1.5, "")
     unclaimed.flush(None, 0, 1.0, everything=True)  # type: ignore[arg-type]
     unclaimed.hand_over(stream, 7, 1.0)  # type: ignore[arg-type]
     assert stream.samples == {7: sample}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contracts.knob_messages import tallies, tally_message
 from services.contracts.knobs import Knobs
 from services.generation.engine.types import EngineSampleState, SampleStep
 from services.generation.rollouts.origin import Origin
@@ -315,3 +316,18 @@ def test_verification_that_is_priced_wrong_is_found_out(mode: str, factor: float
         drafted.append(rows > 1)
     late = sum(drafted[200:]) / 200
     assert late > 0.9 if pays else late < 0.1, late
+
+
+def test_drafts_are_counted_by_their_length_and_by_what_was_accepted_of_them() -> None:
+    account = SpeculationAccount()
+    account.begin(("run", 1))
+    for drafted, accepted in ((3, 1), (3, 3), (40, 20), (1, 0)):
+        account.verified("suffix", drafted, accepted)
+    ((_, totals),) = account.steps()
+    counted = totals.drafts["suffix"]
+    assert (counted.verifications, counted.drafted, counted.accepted) == (4, 47, 24)
+    assert counted.drafted_lengths == (0, 1, 0, 2, *[0] * 12, 1)
+    assert counted.accepted_lengths == (1, 1, 0, 1, *[0] * 12, 1)
+    ((_, told),) = tallies([tally_message(("run", 1), totals)])
+    assert told == totals
+    assert totals.plus(totals).plus(totals, -1).drafts == totals.drafts

@@ -72,7 +72,7 @@ def test_commands_that_start_services_are_registered(
 def test_help_lists_all_commands_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    commands = ("status", "policy", "drafter", "token", "up", "calibrate", "simulate", "demo")
+    commands = ("status", "policy", "drafter", "report", "token", "up", "calibrate", "simulate", "demo")
     for command in commands:
         (line,) = [line for line in lines if line.split()[:1] == [command]]
         assert len(line.split()) > 3
@@ -99,6 +99,8 @@ def test_the_sdk_s_commands_work_without_services() -> None:
     for command in (["status"], ["policy", "get"], ["drafter", "show"]):
         done = without(gone, *command, "--address=127.0.0.1:1", "--json")
         assert (done.returncode, done.stderr[:20]) == (1, "paceline: UNAVAILABL"), done.stderr
+    done = without(gone, "report", "--address=127.0.0.1:1")
+    assert (done.returncode, done.stderr[:20]) == (1, "paceline: UNAVAILABL"), done.stderr
     done = without(gone, "token", "--name=trainer", "--scope=rollouts")
     assert done.returncode == 0, done.stderr
 

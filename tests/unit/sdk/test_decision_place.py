@@ -32,3 +32,9 @@ def test_after_a_cut_each_decision_is_read_once() -> None:
 
 def test_a_stream_that_ends_was_cut() -> None:
     assert not DecisionPlace("", None).stream().complete()
+
+
+def test_a_stream_of_kept_decisions_ends_by_itself() -> None:
+    place = DecisionPlace("", None, kept=True)
+    assert place.request().kept
+    assert place.stream().complete()

@@ -1,0 +1,109 @@
+"""`paceline report`: one HTML page on a run, from a platform's decision log or from a file of its entries."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.options import Address, CaFile, CertFile, KeyFile, Token, connect
+from paceline.types import Decision
+
+if TYPE_CHECKING:
+    from paceline.report.live import LiveReport
+
+_DAY = 86_400.0
+
+
+def report(
+    address: Address = "127.0.0.1:7400",
+    run: Annotated[str, typer.Option(help="Run to report on. Default: the one that ended a step last.")] = "",
+    output: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Serve the page on this machine while the run goes on, until Ctrl-C."),
+    ] = False,
+    port: Annotated[int, typer.Option(help="Port of --live; 0 picks a free one.", min=0, max=65535)] = 7480,
+    refresh: Annotated[float, typer.Option(help="Seconds between updates of --live.", min=0.5)] = 2.0,
+    entries: Annotated[
+        Path | None, typer.Option(help="Read this file of entries, one JSON object a line, and no platform.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the entries, for --entries.")] = None,
+    last: Annotated[
+        float, typer.Option(min=0, help="Entries of this many past seconds.", show_default="a day")
+    ] = _DAY,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
+    token: Token = None,
+) -> None:
+    """Write one HTML page on a run: reward, time, instances, critical path, acceptance, decisions."""
+    if entries is not None:
+        if live:
+            raise typer.BadParameter("a file of entries does not change", param_hint="--live")
+        read = _read(entries)
+    else:
+        with connect(address, token, ca_file, cert_file, key_file) as client:
+            since = time.time() - last
+            if live:
+                from paceline.report.live import LiveReport
+
+                client.versions()  # a mistake in the address or the token is told here, not in the page
+                with LiveReport(client, run, since, refresh) as watched:
+                    _serve(watched, port)
+                    read = watched.entries
+            else:
+                read = list(client.watch_decisions(run, since, kept=True))
+    write_report(read, output, run, save)
+    typer.echo(f"Report: {output}")
+
+
+def write_report(entries: Sequence[Decision], output: Path, run: str = "", save: Path | None = None) -> None:
+    """Write the page of a run, and the entries that it was made from where `save` names a file.
+
+    Raises:
+        typer.BadParameter: there is no step of the run that is named.
+    """
+    from paceline.report.entries import read_facts
+    from paceline.report.page import render
+
+    facts = read_facts(entries, run)
+    runs = sorted({entry.run_id for entry in entries if entry.kind == "step"})
+    if run and run not in runs:
+        raise typer.BadParameter(f"no step of {run!r} is over; there are steps of {runs}", param_hint="--run")
+    if save is not None:
+        save.write_text("".join(f"{json.dumps(asdict(entry))}\n" for entry in entries))
+    output.write_text(render(facts))
+
+
+def _serve(watched: LiveReport, port: int) -> None:
+    from paceline.report.live import server
+
+    try:
+        served = server(watched.page, port)
+    except OSError as error:
+        raise typer.BadParameter(f"{port} cannot be used: {error}", param_hint="--port") from error
+    # A shell's background jobs ignore Ctrl-C unless told otherwise; SIGTERM leaves the report, too.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    with served:
+        typer.echo(f"Report: http://127.0.0.1:{served.server_port}/   (Ctrl-C to stop)")
+        try:
+            served.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("")
+
+
+def _read(path: Path) -> list[Decision]:
+    from paceline.report.entries import parsed
+
+    try:
+        return parsed(path.read_text().splitlines())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--entries") from error

@@ -1,0 +1,147 @@
+"""Records of steps, weights and rewards in the decision log: bounded, and complete in their sums."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.batches.sample import GatewaySample, GenerationSpan
+from services.gateway.dispatch.activity import BINS, ActivityCurve
+from services.gateway.dispatch.critical_path import PARTS, EndedSample, time_parts
+from services.gateway.dispatch.step_report import SHOWN, IdleTimeBook, StepReport, step_record
+from services.gateway.finished.reward_book import RewardBook
+from services.gateway.fleet.update_times import UpdateTimes
+from services.platform.redis.decision_log import DecisionRecord
+
+SECONDS = st.floats(0, 50, allow_nan=False)
+
+
+def ended(begin: float, end: float, *spans: GenerationSpan, **measured: float) -> EndedSample:
+    sample = GatewaySample(0, 0, 0, 1, spans=list(spans))
+    for name, value in measured.items():
+        setattr(sample, name, value)
+    return EndedSample(sample, "prompt", 10, begin, end)
+
+
+def test_a_curve_counts_the_samples_at_each_time_in_bins_that_widen() -> None:
+    curve = ActivityCurve(100.0)
+    curve.add(100.0, 101.5)
+    curve.add(100.0, 116.0)
+    curve.add(108.0, 116.0)
+    counts = curve.counts(116.0)
+    assert len(counts) <= BINS
+    assert curve.width * BINS >= 16
+    at = {second: counts[int(second / curve.width)] for second in (0, 1, 3, 9, 15)}
+    assert at == {0: 2, 1: 2, 3: 1, 9: 2, 15: 2}
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), max_size=40))
+def test_a_curve_is_never_negative_and_never_counts_more_than_there_are(
+    times: list[tuple[float, float]],
+) -> None:
+    curve = ActivityCurve(0.0)
+    for begin, length in times:
+        curve.add(begin, begin + length)
+    assert all(0 <= count <= len(times) for count in curve.counts(200.0))
+
+
+def test_the_time_of_a_sample_is_split_into_what_it_was_spent_on() -> None:
+    span = GenerationSpan("a", 0, 10, 101.0, 110.0)
+    measured = {
+        "first_step_at": 102.0,
+        "generation_seconds": 7.0,
+        "prefill_seconds": 1.0,
+        "verify_seconds": 2.0,
+        "plain_seconds": 3.5,
+    }
+    still = time_parts(ended(100.0, 110.0, span, **measured))
+    assert still == pytest.approx(
+        {"queue": 2, "prefill": 1, "plain": 3.5, "verified": 2, "moves": 0, "between": 1.5}
+    )
+    other = GenerationSpan("b", 5, 10, 105.0, 110.0)
+    moved = time_parts(ended(100.0, 110.0, span, other, **measured))
+    assert moved == pytest.approx(
+        {"queue": 2, "prefill": 1, "plain": 3.5, "verified": 2, "moves": 1, "between": 0.5}
+    )
+
+
+@given(SECONDS, SECONDS, st.lists(SECONDS, min_size=4, max_size=4), st.booleans())
+def test_the_parts_of_a_sample_add_up_to_its_time_whatever_instances_say(
+    first: float, whole: float, said: list[float], moved: bool
+) -> None:
+    names = ("generation_seconds", "prefill_seconds", "verify_seconds", "plain_seconds")
+    spans = [GenerationSpan(name, 0, 1, 0.0, whole) for name in ("a", "b")[: 1 + moved]]
+    measured = dict(zip(names, said, strict=True))
+    parts = time_parts(ended(0.0, whole, *spans, first_step_at=first, **measured))
+    assert tuple(parts) == PARTS
+    assert all(seconds >= -1e-9 for seconds in parts.values())
+    assert sum(parts.values()) == pytest.approx(whole, abs=1e-6)
+
+
+def report_of(instances: int, samples: int) -> StepReport:
+    book, report = IdleTimeBook(), None
+    book.begin("run", 3, samples, 100.0)
+    for number in range(samples):
+        end = 101.0 + number / samples * 20
+        spans = [GenerationSpan(f"instance-{number % instances}", 0, 7, 100.0, end)]
+        report = book.end("run", 3, spans, 7, end, ended(100.0, end, *spans, first_step_at=100.5))
+    assert report is not None
+    return report
+
+
+def test_an_entry_of_a_step_has_what_the_report_page_shows() -> None:
+    report = report_of(2, 8)
+    record = step_record(report, report.bubbles(["instance-0", "instance-1", "idle"]), 5)
+    details = record.details
+    assert (record.kind, record.run_id, details["step"], details["version"]) == ("step", "run", 3, 5)
+    assert (details["samples"], details["tokens"], details["instances"]) == (8, 56, 3)
+    rows = {name: row for name, *row in details["rows"]}
+    assert rows["idle"] == [None, None, 0, 0, pytest.approx(18.5), []]
+    assert rows["instance-1"][2:4] == [4, 28]
+    assert max(details["all"]) == 8
+    assert [each["ended"] for each in details["last"]] == [118.5, 116.0, 113.5]
+    assert sum(details["last"][0]["parts"].values()) == pytest.approx(18.5, abs=1e-3)
+
+
+def test_an_entry_of_a_large_fleet_is_bounded_and_shows_the_busiest_and_the_idlest() -> None:
+    report = report_of(1000, 5000)
+    bubbles = report.bubbles([])
+    details = step_record(report, bubbles, 1).details
+    shown = [row[0] for row in details["rows"]]
+    assert len(shown) == SHOWN
+    assert {min(bubbles, key=bubbles.__getitem__), max(bubbles, key=bubbles.__getitem__)} <= set(shown)
+    assert details["instances"] == 1000
+    fields = step_record(report, bubbles, 1).to_fields()
+    assert "left_out" not in json.loads(fields["details"])
+
+
+def test_rewards_of_a_step_are_summed_up_and_written_once() -> None:
+    posted: list[DecisionRecord] = []
+    book = RewardBook(posted.append)
+    book.add("run", 2, [1.0, 0.0])
+    book.add("run", 2, [0.5])
+    book.add("run", 3, [])
+    book.write()
+    book.write()
+    assert [(each.kind, each.run_id, each.details) for each in posted] == [
+        ("reward", "run", {"step": 2, "count": 3, "sum": 1.5, "low": 0.0, "high": 1.0})
+    ]
+
+
+def test_an_entry_of_a_version_has_the_times_of_its_update_and_none_of_an_earlier_one() -> None:
+    times = UpdateTimes()
+    times.start(10.0)
+    times.reach("staged", 12.0)
+    times.reach("applying", 13.0)
+    record = times.published(4, "run", 14.0)
+    assert record.details == {
+        "version": 4,
+        "started": 10.0,
+        "staged": 12.0,
+        "applying": 13.0,
+        "published": 14.0,
+    }
+    assert times.published(5, "", 20.0).details == {"version": 5, "published": 20.0}
