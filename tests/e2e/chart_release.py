@@ -31,6 +31,17 @@ WORKLOADS = (
 LONGEST = 400
 """Tokens of most samples of a step."""
 _PROGRAM = (ROOT / "tests/e2e/chart_step.py").read_text()
+_BOTH_SERVE = """
+import os, time
+from pathlib import Path
+from paceline import Client, InstanceState, Tls
+
+tls = Tls(ca_file=Path("/tls/ca.crt"), cert_file=Path("/tls/tls.crt"), key_file=Path("/tls/tls.key"))
+address = "paceline-gateway.ml.svc.cluster.local:7400"
+with Client(address, token=os.environ["PACELINE_TOKEN"], tls=tls) as client:
+    while [each.state for each in client.instances()].count(InstanceState.SERVING) < 2:
+        time.sleep(0.1)
+"""
 _TRAINER = """
 apiVersion: v1
 kind: Pod
@@ -53,7 +64,7 @@ spec:
 
 
 def values(tag: str = "now") -> dict[str, Any]:
-    """Return those of deploy/kind with mutual TLS, a standby of the gateway, and Redis on the node of the trainer."""
+    """Return those of deploy/kind with mutual TLS, a standby of the gateway, and Redis on the trainer's node."""
     found = yaml.safe_load((ROOT / "deploy/kind/values.yaml").read_text())
     found["image"] = {"tag": tag}
     found["tls"] = {"mode": "certManager"}
@@ -100,6 +111,12 @@ class ChartRelease:
         cluster.apply(made)
         cluster.prune(made)
         self.hooks = [each for each in manifests if each not in made]
+
+    def wait_up(self, seconds: float) -> None:
+        """Wait until everything is as the manifests want it, and the gateway has two instances."""
+        self.cluster.wait(self.up, seconds, "the release is up")
+        asked = self.cluster.execute("trainer", "python", "-", script=_BOTH_SERVE)
+        assert asked.wait(60) == 0, self.cluster.log("trainer", "exec")
 
     def up(self) -> bool:
         """Say if everything is as the manifests want it."""

@@ -23,7 +23,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChartRelease]:
     release = ChartRelease(tmp_path_factory.mktemp("chart"))
     with release.cluster:
         release.install(values())
-        release.cluster.wait(release.up, 150, "the release is up")
+        release.wait_up(120)
         yield release
 
 
@@ -63,7 +63,7 @@ def test_certificates_are_renewed_in_mid_step(release: ChartRelease, quiet: str)
     cluster.restart("paceline-redis")
     assert not step.ended
     assert step.result()[0] == quiet
-    cluster.wait(release.up, 60, "Redis is back")
+    release.wait_up(60)
 
     shown = """import ssl, socket, sys
 context = ssl.create_default_context(cafile="/tls/ca.crt")
@@ -92,17 +92,19 @@ with context.wrap_socket(plain, server_hostname=sys.argv[1]) as it:
 def test_a_node_is_lost_in_mid_step(release: ChartRelease, quiet: str) -> None:
     cluster = release.cluster
     (leader,) = [each for each in cluster.of("Deployment", "paceline-gateway") if each.ready]
-    (instance,) = [each for each in cluster.of("StatefulSet", POOL) if each.node == leader.node]
+    (instance,) = [each for each in cluster.of("StatefulSet", POOL) if each.node != leader.node]
+    (standby,) = [each for each in cluster.of("Deployment", "paceline-gateway") if each is not leader]
+    assert standby.node == instance.node
     step = Step(release, "lost").begun()
-    cluster.lose(leader.node)
+    cluster.lose(instance.node)
     assert not step.ended
     assert step.result()[0] == quiet
     # Deployments are back by themselves, and what belongs to StatefulSets waits for a word.
-    assert leader.pod.name not in cluster.pods
+    assert standby.pod.name not in cluster.pods
     assert cluster.pod(instance.pod.name) is instance
-    cluster.take_out_of_service(leader.node)
-    cluster.wait(release.up, 90, "the pods are on other nodes")
-    assert leader.node not in {each.node for _, each in cluster.pods.values() if not each.gone.is_set()}
+    cluster.take_out_of_service(instance.node)
+    release.wait_up(60)
+    assert instance.node not in {each.node for _, each in cluster.pods.values() if not each.gone.is_set()}
     assert Step(release, "afterwards").result() == (quiet, [f"{POOL}-0", f"{POOL}-1"])
 
 

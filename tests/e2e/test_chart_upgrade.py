@@ -45,7 +45,7 @@ def test_steps_go_on_through_an_upgrade_of_everything(before: Path, tmp_path: Pa
     cluster = release.cluster
     with cluster:
         release.install(values("before"), before / "helm/paceline")
-        cluster.wait(release.up, 400, "the former version is up")
+        release.wait_up(400)
         former = {each.pod.name: each.revision for _, each in cluster.pods.values()}
         quiet, instances = Step(release, "quiet").result()
         assert instances == [f"{POOL}-0", f"{POOL}-1"]
@@ -57,6 +57,7 @@ def test_steps_go_on_through_an_upgrade_of_everything(before: Path, tmp_path: Pa
             steps.append(Step(release, f"upgraded-{len(steps)}"))
             checksums.append(steps[-1].result()[0])
         assert set(checksums) == {quiet}
+        release.wait_up(60)
 
         assert Step(release, "afterwards").result() == (quiet, [f"{POOL}-0", f"{POOL}-1"])
         for key in [*WORKLOADS[1:], ("Deployment", "paceline-gateway")]:

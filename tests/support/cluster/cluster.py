@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import itertools
 import threading
 import time
@@ -124,12 +125,9 @@ class Cluster:
         """Have the pods of a StatefulSet made anew, as `kubectl rollout restart` does: its template is changed."""
 
         def restarted(spec: dict[str, Any]) -> dict[str, Any]:
-            template = spec["template"]
-            annotations = {"kubectl.kubernetes.io/restartedAt": str(time.time())}
-            return {
-                **spec,
-                "template": {**template, "metadata": {**template["metadata"], "annotations": annotations}},
-            }
+            spec = copy.deepcopy(spec)
+            spec["template"]["metadata"]["annotations"] = {"restartedAt": str(time.time())}
+            return spec
 
         self._edit("StatefulSet", name, restarted)
 
@@ -175,11 +173,9 @@ class Cluster:
     def rolled_out(self, kind: str, name: str) -> bool:
         """Say if a workload has its pods, all of them of the last template, and ready."""
         spec = self.objects[kind, name]["spec"]
-        pods = self.of(kind, name)
         revision = controllers.revision_of(spec["template"])
-        return len(pods) == spec["replicas"] and all(
-            each.ready and each.revision == revision for each in pods
-        )
+        current = [each.ready and each.revision == revision for each in self.of(kind, name)]
+        return len(current) == spec["replicas"] and all(current)
 
     def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait until something is so. AssertionError with the state of all pods if it is not, in time."""
@@ -276,20 +272,21 @@ class Cluster:
         spec = self.objects[key]["spec"]
         claims = [each["metadata"]["name"] for each in spec.get("volumeClaimTemplates", [])]
         pod = pod_of(name, template, self.secrets, service=spec.get("serviceName", ""), claims=claims)
-        self.volumes.make(pod, self.secrets)
-        self.pods[name] = key, Kubelet(pod, self._node(pod), revision, self._launcher)
+        if node := self._node(pod):
+            self.volumes.make(pod, self.secrets)
+            self.pods[name] = key, Kubelet(pod, node, revision, self._launcher)
 
     def _node(self, pod: Pod) -> str:
-        """Return the node with the fewest pods of the same labels, and then the fewest pods."""
+        """Return the node with the fewest pods of the same labels, and then the fewest pods; "" if none is fit."""
         wanted = pod.selector.get("kubernetes.io/hostname")
-        free = [each for each, alive in self._nodes.items() if alive and each not in self._reserved]
-        nodes = [wanted] if wanted else free
+        alive = [each for each in self._nodes if self._nodes[each]]
+        nodes = [each for each in alive if (each == wanted if wanted else each not in self._reserved)]
 
         def load(node: str) -> tuple[int, int]:
             pods = self.on(node)
             return sum(each.pod.labels == pod.labels for each in pods), len(pods)
 
-        return min(nodes, key=load)
+        return min(nodes, key=load, default="")
 
     def _publish(self) -> None:
         services = [each for (kind, _), each in self.objects.items() if kind == "Service"]

@@ -9,9 +9,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from tests.support.cluster.network import Network
+from tests.support.cluster.launcher import Launcher
 from tests.support.cluster.spec import Container, Pod, Probe
 from tests.support.zygote import Forked
 
@@ -21,25 +20,6 @@ _RESTART_SECONDS = 1.0
 _EAGER_SECONDS = 1.0
 # Tests share processors that a probe of a cluster would have had for itself.
 _PATIENCE = 4
-
-
-class Host(Protocol):
-    """What the pods of a cluster share."""
-
-    @property
-    def network(self) -> Network: ...
-    @property
-    def folder(self) -> Path: ...
-    def start(
-        self,
-        pod: Pod,
-        container: Container,
-        network: str,
-        command: tuple[str, ...],
-        of: int = 0,
-        script: bytes = b"",
-    ) -> Forked: ...
-    def changed(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -60,7 +40,7 @@ class _Running:
 class Kubelet:
     """A pod on a node, with a thread of its own. `phase` is Pending, Running, Succeeded or Failed."""
 
-    def __init__(self, pod: Pod, node: str, revision: str, host: Host) -> None:
+    def __init__(self, pod: Pod, node: str, revision: str, host: Launcher) -> None:
         self.pod = pod
         self.node = node
         self.revision = revision

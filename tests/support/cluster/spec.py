@@ -100,7 +100,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod. `group` owns its volumes; `grace` is in seconds; `host` is its name below that of its Service."""
+    """A pod. `group` owns its volumes; `grace` is in seconds; `service` gives it a name of its own."""
 
     name: str
     labels: Mapping[str, str]
