@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+SOURCES = ("kernels", "services")
+"""Folders with what Numba compiles, and keeps beside it."""
 # Of about the same length. Numba keeps what the first two compile beside the sources; the imports leave bytecode.
 _PARTS = (
     """

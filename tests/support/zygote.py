@@ -38,7 +38,8 @@ INSTANCES = frozenset(
 _SERVICES = tuple(
     f"services.{name}" for name in ("bubbles", "drafter", "drafts", "gateway", "policy", "reallocator")
 )
-CONTROL = frozenset({*_SERVICES, "tests.support.fake_learner_service"})
+_TOOLS = ("services.models", "services.platform.grpc.health", "tests.support.cluster.valkey")
+CONTROL = frozenset({*_SERVICES, *_TOOLS, "tests.support.fake_learner_service"})
 """Modules that are forked from where nothing large is imported."""
 _STATUS = struct.Struct("<i")
 _PID = struct.Struct("<i")
@@ -173,7 +174,7 @@ _instances = Zygote(
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
 )
-_control = Zygote(*[f"{name}.__main__" for name in _SERVICES])
+_control = Zygote(*[f"{name}.__main__" for name in _SERVICES], "services.platform.grpc.health")
 
 
 def forked(
@@ -184,7 +185,8 @@ def forked(
     pipe: int | None = None,
 ) -> Forked:
     """Return a process out of one of this process's zygotes (see `Zygote.fork`): [python, -m, module, flags...]."""
-    zygote = _control if argv[2] in CONTROL else _instances
+    # A module that enters a container names the one to run in it behind itself.
+    zygote = _instances if INSTANCES.intersection(argv) else _control
     return zygote.fork(argv, environment, cores, log, pipe)
 
 

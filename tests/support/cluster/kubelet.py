@@ -1,0 +1,192 @@
+"""What a kubelet does for one pod: volumes, containers in their order, probes, restarts, and an orderly end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.cluster.launcher import Launcher
+from tests.support.cluster.spec import Container, Pod, Probe
+from tests.support.zygote import Forked
+
+_TURN_SECONDS = 0.05
+# A kubelet waits from ten seconds on.
+_RESTART_SECONDS = 1.0
+_EAGER_SECONDS = 1.0
+# Tests share processors that a probe of a cluster would have had for itself.
+_PATIENCE = 4
+
+
+@dataclass(slots=True)
+class _Running:
+    container: Container
+    process: Forked
+    pid_file: Path
+    started: bool
+    ready: bool
+    failures: Counter[str] = field(default_factory=Counter)
+    due: dict[str, float] = field(default_factory=dict)
+
+    def pid(self) -> int:
+        """Return process 1's, as this machine counts; 0 while there is none."""
+        return int(self.pid_file.read_text()) if self.pid_file.exists() else 0
+
+
+class Kubelet:
+    """A pod on a node, with a thread of its own. `phase` is Pending, Running, Succeeded or Failed."""
+
+    def __init__(self, pod: Pod, node: str, revision: str, host: Launcher) -> None:
+        self.pod = pod
+        self.node = node
+        self.revision = revision
+        self.phase = "Pending"
+        self.restarts = 0
+        self.lost = False
+        self.overran = False
+        """Its processes did not end in the time that the pod has for it."""
+        self.ending = threading.Event()
+        self.gone = threading.Event()
+        self._host = host
+        self._running: list[_Running] = []
+        self.address, self._network = host.network.add(pod.name)
+        threading.Thread(target=self._live, name=pod.name, daemon=True).start()
+
+    @property
+    def ready(self) -> bool:
+        """True while all containers run and their probes say so."""
+        running = self._running if self.phase == "Running" else []
+        return (
+            bool(running) and all(each.ready for each in running) and not (self.lost or self.ending.is_set())
+        )
+
+    def end(self) -> None:
+        """Have it ended, with as much time as the pod has; returns at once."""
+        self.ending.set()
+
+    def lose(self) -> None:
+        """Take its node's power: nothing is sent any more, not even that connections are closed."""
+        if self.gone.is_set():
+            return
+        self.lost = True
+        self._host.network.cut(self.pod.name)
+        for each in self._running:
+            each.process.kill()
+
+    def execute(self, command: tuple[str, ...], script: bytes = b"") -> Forked:
+        """Run a command in the first container, as `kubectl exec --stdin` does."""
+        first = self._running[0]
+        return self._host.start(self.pod, first.container, self._network, command, first.pid(), script)
+
+    def _live(self) -> None:
+        try:
+            if all(self._completed(each) for each in self.pod.initial):
+                self._run()
+            if self.lost:
+                # Nobody can say that it has ended, until somebody says so in the node's place.
+                self.ending.wait()
+        finally:
+            self._finish()
+
+    def _completed(self, container: Container) -> bool:
+        """Run an initial container until it ends well. False if the pod is to end before."""
+        while not self.ending.is_set() and not self.lost:
+            self._running = [self._begin(container)]
+            process = self._running[0].process
+            while process.poll() is None and not self.ending.wait(_TURN_SECONDS):
+                pass
+            if process.poll() == 0:
+                self._running = []
+                return True
+            self.restarts += 1
+            self.ending.wait(_RESTART_SECONDS)
+        return False
+
+    def _begin(self, container: Container) -> _Running:
+        process = self._host.start(self.pod, container, self._network, ())
+        pid_file = self._host.folder / self.pod.name / f"{container.name}.pid"
+        started = container.startup is None
+        return _Running(container, process, pid_file, started, started and container.readiness is None)
+
+    def _run(self) -> None:
+        self._running = [self._begin(each) for each in self.pod.containers]
+        self.phase = "Running"
+        self._host.changed()
+        while not self.ending.wait(_TURN_SECONDS) and not self.lost:
+            for place, each in enumerate(self._running):
+                status = each.process.poll()
+                if status is None:
+                    self._probe(each)
+                elif not self.pod.restarts:
+                    self.phase = "Failed" if status else "Succeeded"
+                    return
+                else:
+                    self._restart(place)
+
+    def _restart(self, place: int) -> None:
+        self._running[place].ready = False
+        self._host.changed()
+        self.restarts += 1
+        if not self.ending.wait(_RESTART_SECONDS) and not self.lost:
+            self._running[place] = self._begin(self._running[place].container)
+
+    def _probe(self, running: _Running) -> None:
+        """Ask what is due."""
+        container = running.container
+        if not running.started:
+            good = self._asked(running, "startup", container.startup)
+            if good is not None:
+                running.started = good
+            return
+        self._asked(running, "liveness", container.liveness)
+        good = self._asked(running, "readiness", container.readiness)
+        enough = (
+            container.readiness is not None and running.failures["readiness"] >= container.readiness.failures
+        )
+        if good is not None and good != running.ready and (good or enough):
+            running.ready = good
+            self._host.changed()
+
+    def _asked(self, running: _Running, kind: str, probe: Probe | None) -> bool | None:
+        """Return the answer to a probe that is due, else None. What fails too often ends the container."""
+        now = time.monotonic()
+        if probe is None or now < running.due.get(kind, 0.0) or not running.pid():
+            return None
+        # Until it is ready sooner than a kubelet asks, whose pauses are most of the time that starting takes.
+        pause = probe.period if running.ready else min(probe.period, _EAGER_SECONDS)
+        good = self._answer(running, probe)
+        running.due[kind] = time.monotonic() + pause
+        running.failures[kind] = 0 if good else running.failures[kind] + 1
+        if kind != "readiness" and running.failures[kind] * pause >= probe.failures * probe.period:
+            running.process.kill()
+        return good
+
+    def _answer(self, running: _Running, probe: Probe) -> bool:
+        if not probe.command:
+            return self._host.network.answers(self.address, probe.port, probe.timeout)
+        asked = self._host.start(self.pod, running.container, self._network, probe.command, running.pid())
+        try:
+            return asked.wait(probe.timeout * _PATIENCE) == 0
+        except subprocess.TimeoutExpired:
+            asked.kill()
+            return False
+
+    def _finish(self) -> None:
+        self._host.changed()
+        deadline = time.monotonic() + self.pod.grace
+        for each in self._running:
+            each.process.send_signal(signal.SIGTERM)
+        for each in self._running:
+            try:
+                each.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.overran = True
+                each.process.kill()
+                each.process.wait()
+        self._host.network.remove(self.pod.name)
+        self.gone.set()
+        self._host.changed()

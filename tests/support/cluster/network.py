@@ -1,0 +1,214 @@
+"""The network of the cluster: a process that has a bridge, a namespace for each pod, and the addresses of Services.
+
+`python -m tests.support.cluster.network` reads orders as JSON lines and answers each. When it ends, all of it is
+gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import astuple
+from typing import Any
+
+from services.platform.lifeline import tied
+from tests.support.cluster import kernel
+from tests.support.cluster.dns import Route
+
+_BRIDGE = "10.244.0.1"
+
+
+class Network:
+    """The process, for the one that starts it. Start it from the main thread, with which it dies."""
+
+    def __init__(self) -> None:
+        """RuntimeError where namespaces are not allowed."""
+        self._process = subprocess.Popen(
+            tied([sys.executable, "-m", __name__]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(2)
+        self._order("hello")
+
+    def add(self, pod: str) -> tuple[str, str]:
+        """Give a pod a network. Returns the address, and the path of the namespace."""
+        number = next(self._numbers)
+        address = f"10.244.{number // 250}.{number % 250}"
+        return address, f"/proc/{self._process.pid}/fd/{self._order('add', pod, address, number)}"
+
+    def remove(self, pod: str) -> None:
+        """End the network of a pod."""
+        self._order("remove", pod)
+
+    def cut(self, pod: str) -> None:
+        """Let nothing in or out of a pod from now on, as if its machine had no power."""
+        self._order("cut", pod)
+
+    def publish(self, routes: list[Route]) -> None:
+        """Relay Services by these routes. Connections that stand stay where they are."""
+        self._order("publish", *[astuple(each) for each in routes])
+
+    def answers(self, address: str, port: int, timeout: float) -> bool:
+        """Say if a connection to a port can be made."""
+        return bool(self._order("dial", address, port, timeout))
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _order(self, name: str, *arguments: Any) -> Any:
+        with self._lock:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            with suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
+                self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError("the network has ended: see stderr")
+        error, result = json.loads(answer)
+        if error:
+            raise RuntimeError(f"{name} {arguments}: {error}")
+        return result
+
+
+# -- in the process -----------------------------------------------------------------------------------
+
+
+class _Bridge:
+    def __init__(self) -> None:
+        kernel.unshare(kernel.NEWNET)
+        _ip("link set lo up", "link add br0 type bridge", f"addr add {_BRIDGE}/16 dev br0", "link set br0 up")
+        self._pods: dict[str, tuple[int, int]] = {}
+        self._relays: dict[tuple[str, int], _Relay] = {}
+
+    async def hello(self) -> None:
+        """Answer, which says that the bridge is there."""
+
+    async def add(self, pod: str, address: str, number: int) -> int:
+        descriptor = await asyncio.to_thread(_new_namespace)
+        self._pods[pod] = number, descriptor
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        _ip(f"link add v{number} type veth peer name eth0 netns {path}")
+        _ip(f"link set v{number} master br0", f"link set v{number} up")
+        _ip(
+            "link set lo up",
+            f"addr add {address}/16 dev eth0",
+            "link set eth0 up",
+            f"route add default via {_BRIDGE}",
+            within=path,
+        )
+        return descriptor
+
+    async def remove(self, pod: str) -> None:
+        number, descriptor = self._pods.pop(pod)
+        # The other end goes with it. The namespace goes when its last process has ended.
+        _ip(f"link del v{number}")
+        os.close(descriptor)
+
+    async def cut(self, pod: str) -> None:
+        _ip(f"link set v{self._pods[pod][0]} down")
+
+    async def publish(self, *routes: list[Any]) -> None:
+        for address, port, to in routes:
+            relay = self._relays.get((address, port))
+            if relay is None:
+                _ip(f"addr add {address}/32 dev br0")
+                relay = self._relays[address, port] = _Relay(address, port)
+            await relay.lead([(host, number) for host, number in to])
+
+    async def dial(self, address: str, port: int, seconds: float) -> bool:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), seconds)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+
+class _Relay:
+    """One port of a Service. Connections are refused while it leads nowhere, as in a cluster."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._place = address, port
+        self._to: list[tuple[str, int]] = []
+        self._turn = itertools.count()
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def lead(self, to: list[tuple[str, int]]) -> None:
+        self._to = to
+        if to and self._server is None:
+            self._server = await asyncio.start_server(self._accepted, *self._place)
+        elif not to and self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            other_reader, other_writer = await asyncio.open_connection(
+                *self._to[next(self._turn) % len(self._to)]
+            )
+        except (OSError, ZeroDivisionError):
+            writer.transport.abort()
+            return
+        for source, sink in ((reader, other_writer), (other_reader, writer)):
+            task = asyncio.ensure_future(_copy(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    try:
+        while data := await source.read(65536):
+            sink.write(data)
+            await sink.drain()
+        sink.write_eof()
+    except OSError:
+        sink.transport.abort()
+
+
+def _new_namespace() -> int:
+    """Return a descriptor of a new network namespace; called in a thread, which alone is in it."""
+    found: list[int] = []
+
+    def make() -> None:
+        kernel.unshare(kernel.NEWNET)
+        found.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _ip(*lines: str, within: str = "") -> None:
+    command = ["nsenter", f"--net={within}"] if within else []
+    subprocess.run(
+        [*command, "ip", "-batch", "-"], input="\n".join(lines), text=True, check=True, stderr=subprocess.PIPE
+    )
+
+
+async def _serve() -> None:
+    bridge = _Bridge()
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    while line := await reader.readline():
+        name, *arguments = json.loads(line)
+        try:
+            answer = "", await getattr(bridge, name)(*arguments)
+        except (OSError, KeyError, subprocess.CalledProcessError) as error:
+            answer = f"{type(error).__name__} {error} {getattr(error, 'stderr', '')}", None
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())
