@@ -52,9 +52,15 @@ class AsyncOpenBatch(AsyncRollout):
         parts = self._shards.spread(list(groups))
 
         async def add(member: OpenShard) -> int:
-            added = await self._opened[member.name].add(parts[member.name])
-            self._want(parts[member.name])
-            return added
+            groups = parts[member.name]
+            new = [group for group in groups if group.prompt_id not in self._wanted]
+            # Before the call, since another task may read their samples before its answer.
+            self._want(groups)
+            try:
+                return await self._opened[member.name].add(groups)
+            except BaseException:
+                self._want_not(new)
+                raise
 
         members = [each for each in self._members if each.name in parts]
         return sum(await self._shards.all(add, members)) if members else 0

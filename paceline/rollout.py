@@ -78,9 +78,12 @@ class AsyncRollout:
                     yield self._whole.popleft()
                 sample = await anext(samples, None)
                 if sample is None:
-                    return
+                    break
                 self._gathered.setdefault(sample.prompt_id, []).append(sample)
                 self._collect(sample.prompt_id)
+        # Groups that were added again, by a trainer that was restarted, after the last sample was read.
+        while self._whole:
+            yield self._whole.popleft()
 
     def _divide(self, client: GatewayCalls, batch: t.Batch) -> None:
         """Give each shard its part of the batch."""
@@ -96,6 +99,11 @@ class AsyncRollout:
             self._wanted[group.prompt_id] = group.samples
             # Of a trainer that was restarted, samples may come before their group is added again.
             self._collect(group.prompt_id)
+
+    def _want_not(self, groups: Iterable[t.Group]) -> None:
+        """Take groups back that the gateway has not accepted."""
+        for group in groups:
+            self._wanted.pop(group.prompt_id, None)
 
     def _collect(self, prompt_id: str) -> None:
         """Take out a group that is whole."""
