@@ -26,6 +26,7 @@ from bench.nightly.documents import rewritten, written_by_hand
 from bench.nightly.jobs import JOBS, NightlyJob
 from bench.nightly.published import EARLIER, RESULTS, publish, published
 from bench.report import console
+from bench.rollout.registry import ARCTIC
 
 DOCUMENTS = (Path("README.md"), Path("docs/performance.md"))
 _NAMES = [job.name for job in JOBS]
@@ -77,6 +78,7 @@ def run(job: NightlyJob) -> str:
             [sys.executable, "-m", job.module, *job.options],
             stdout=output,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **(_with_arctic() if job.arctic else {})},
             start_new_session=True,
         )
         try:
@@ -87,6 +89,16 @@ def run(job: NightlyJob) -> str:
             # What it started may outlive it, by a crash or by this one's end.
             _end(process)
     return f"ended with status {status}; see {log}" if status else ""
+
+
+def _with_arctic() -> dict[str, str]:
+    """Build arctic-inference and return the variables with which it is found; a benchmark says if it is not.
+
+    Its plug-in, which changes vLLM beyond what is compared, stays away.
+    """
+    subprocess.run(["scripts/arctic"], stdout=subprocess.DEVNULL, check=False)
+    paths = (str(ARCTIC.absolute()), os.environ.get("PYTHONPATH", ""))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_PLUGINS": ""}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

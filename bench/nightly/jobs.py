@@ -19,6 +19,8 @@ class NightlyJob:
     module: str
     minutes: float
     options: tuple[str, ...] = ()
+    arctic: bool = False
+    """Compares with arctic-inference, which `scripts/arctic` builds."""
 
     @property
     def command(self) -> str:
@@ -37,8 +39,14 @@ JOBS = (
         4.0,
         ("--sizes", "100", "--fleets", "1,2", "--engine-sizes", "100", "--delta-steps", "1"),
     ),
-    NightlyJob("coupled", "bench.coupled", 4.0, ("--rounds", "2")),
-    NightlyJob("drafts", "bench.drafts", 6.0, ("--only", "index", "reuse", "--epochs", "2", "--pool", "32")),
+    NightlyJob("coupled", "bench.coupled", 4.0, ("--rounds", "2"), arctic=True),
+    NightlyJob(
+        "drafts",
+        "bench.drafts",
+        6.0,
+        ("--only", "index", "reuse", "--epochs", "2", "--pool", "32"),
+        arctic=True,
+    ),
     NightlyJob("bubbles", "bench.bubbles", 4.0, ("--instances", "2", "--steps", "4")),
     NightlyJob(
         "policy", "bench.policy", 7.0, ("--rounds", "6", "--samples", "8,32", "--wrong", "0.02,0.4,0.95")

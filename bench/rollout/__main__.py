@@ -15,6 +15,7 @@ the run that it depends on: a later call measures what is missing. Writes runs/b
 from __future__ import annotations
 
 import argparse
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -37,13 +38,14 @@ def main() -> None:
     """Measure what is missing, show and write the table."""
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     given = arguments()
-    results, left = {}, 0
+    results, left, began = {}, 0, time.monotonic()
     for name in given.subjects:
         subject = SUBJECTS[name]
         # The larger subject is for the systems that everybody looks at.
         systems = chosen(given.systems if name == given.subjects[0] else [QUICK])
         regimes = [each for each in subject.regimes if each in given.regimes]
-        session = Session(subject, systems, regimes, given.rounds, given.instances, given.minutes)
+        minutes = given.minutes - (time.monotonic() - began) / 60
+        session = Session(subject, systems, regimes, given.rounds, given.instances, minutes)
         results[name] = result_of(session.run())
         left += session.left
     first = results[given.subjects[0]]

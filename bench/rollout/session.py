@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from bench.report import console
@@ -97,12 +98,7 @@ class Session:
         """Return the hash of all that a cell depends on; None while the trainer's time is not known."""
         setup = SYSTEMS[name.system].setup
         stock = isinstance(setup, StockSystem)
-        parts = (
-            code_hash(_STOCK_CODE if stock else _PLATFORM_CODE),
-            _LOCK.read_text(),
-            run.hash,
-            self.instances,
-        )
+        parts = (_code(stock), _LOCK.read_text(), run.hash, self.instances)
         first = CellName(PLAIN, name.regime, 0)
         if not stock and first not in found:
             return None
@@ -114,7 +110,9 @@ class Session:
         update_seconds = found[first].update_seconds if first in found and name != first else 0.0
         key, began = self._key(name, run, found), time.monotonic()
         assert key is not None, "plain decoding leads the plan"
-        console().print(f"rollout: {name.regime}, {name.system}, round {name.round} begins", highlight=False)
+        which = f"{name.regime}, {name.system}, round {name.round}"
+        took = seconds_left([name], self._taken)
+        console().print(f"rollout: {which} begins, about {took:.0f} s", highlight=False)
         steps, absent, why = self._tried(system, run, name, model, update_seconds)
         if absent is not None and name.system == PLAIN:
             raise BenchmarkError(f"plain decoding failed in {name.regime}: {why}")
@@ -154,6 +152,12 @@ class Session:
         console().print(
             f"rollout: {which}: {what}; {cell.seconds:.0f} s. {gone:.0f} s gone, {rest}", highlight=False
         )
+
+
+@cache
+def _code(stock: bool) -> str:
+    """Return the hash of the code that stock engines, or a platform, run, as it was when it was first asked for."""
+    return code_hash(_STOCK_CODE if stock else _PLATFORM_CODE)
 
 
 def update_of(rollout: float) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.nightly.__main__ import DOCUMENTS
+from bench.nightly.__main__ import DOCUMENTS, run
 from bench.nightly.documents import DocumentError, rewritten, written_by_hand
 from bench.nightly.jobs import JOBS, NIGHT_MINUTES, NightlyJob
 from bench.nightly.published import EARLIER, publish, published, reduced
@@ -133,9 +134,18 @@ def test_all_quick_forms_fit_into_a_night_and_every_benchmark_has_its_part() -> 
         assert f"<!-- figures: {job.name} " in text
 
 
-def test_a_benchmark_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench.nightly.__main__ import run
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_a_benchmark_takes_the_options_of_its_quick_form(
+    job: NightlyJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = (_ROOT / job.module.replace(".", "/")).is_dir()
+    module = import_module(f"{job.module}.__main__" if package else job.module)
+    monkeypatch.setattr("sys.argv", [job.module, *job.options])
+    parse = getattr(module, "arguments", None) or module._arguments
+    assert parse() is not None
 
+
+def test_a_benchmark_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "took more than" in run(NightlyJob("x", "http.server", 0.01, ("--bind", "127.0.0.1", "0")))
     assert "ended with status 1" in run(NightlyJob("x", "no_such_module", 1.0))
