@@ -25,7 +25,7 @@ from examples.tinymath.spans import bubble_seconds, step_spans
 from examples.tinymath.tasks import Problem, load_problem
 from examples.tinymath.tokenizer import decode
 from paceline import KnobSetting, Sample, SampleKey
-from services.local import Platform
+from services.local import Platform, PlatformConfig
 
 Watch = Callable[[StepFigures], None]
 _MOVED = "paceline_reallocator_moved_bytes_total"
@@ -40,19 +40,22 @@ def measure(
     update_seconds: float,
     folder: Path,
     watch: Watch,
+    drafter: Path | None = None,
 ) -> tuple[StepFigures, ...]:
     """Replay the trajectory and return the figures of its steps.
 
     Args:
         update_seconds: of the trainer, in which the platform may go on. Stock engines have nothing to do meanwhile.
         folder: of the platform's logs and stores.
+        drafter: the EAGLE-3 head that the platform's learner begins with, where it has one.
 
     Raises:
         StockEngineError, PlatformError, PacelineError: the system failed.
     """
     if isinstance(setup, StockSystem):
         return _on_stock_engines(setup, trajectory, model, instances, folder, watch)
-    return _on_platform(setup, trajectory, model, instances, update_seconds, folder, watch)
+    config = replace(platform_of(setup, model, instances, folder), drafter=drafter)
+    return _on_platform(setup, config, trajectory, update_seconds, watch)
 
 
 # Stock engines ------------------------------------------------------------------------------------------
@@ -154,13 +157,7 @@ def _key(name: str) -> SampleKey:
 
 
 def _on_platform(
-    system: System,
-    trajectory: Trajectory,
-    model: Path,
-    instances: int,
-    update_seconds: float,
-    folder: Path,
-    watch: Watch,
+    system: System, config: PlatformConfig, trajectory: Trajectory, update_seconds: float, watch: Watch
 ) -> tuple[StepFigures, ...]:
     steps = tuple(replace(step, update_seconds=update_seconds) for step in trajectory.steps)
     by_step, found = {step.step: step for step in steps}, list[StepFigures]()
@@ -169,7 +166,7 @@ def _on_platform(
         found.append(platform_figures(by_step[step.step], step, system.name))
         watch(found[-1])
 
-    with Platform(platform_of(system, model, instances, folder)) as platform, ExitStack() as stack:
+    with Platform(config) as platform, ExitStack() as stack:
         if system.knobs:
             with platform.client() as client:
                 client.set_knobs("", KnobSetting(0, system.knobs))

@@ -127,7 +127,7 @@ PAPERS = (
             bubbles=False,
             learner=True,
         ),
-        note="the learner shares the two cores with the engines, and its head starts from nothing",
+        note="the learner shares the two cores with the engines; its head begins with a minute on the first step",
     ),
 )
 SYSTEMS: Mapping[str, ComparedSystem] = {

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from bench.report import console
 from bench.rollout.cells import AbsentReason, Cell, CellFolder, CellName, StepFigures, cell_key, code_hash
+from bench.rollout.first_head import first_head
 from bench.rollout.measuring import measure
 from bench.rollout.plan import planned, seconds_left
 from bench.rollout.record import RecordedRun, load_or_record
 from bench.rollout.registry import PLAIN, REGIMES, SYSTEMS, ComparedSystem, StockSystem, Subject
 from bench.rollout.table import rollout_seconds
-from bench.systems import plain_platform
+from bench.systems import System, plain_platform
 from bench.training import TrainedStep
 
 FOLDER = Path("runs/bench/rollout")
@@ -31,7 +32,7 @@ _BENCH = [
 ]
 _ROLLOUT = [
     Path(f"bench/rollout/{name}.py")
-    for name in ("cells", "measuring", "record", "stock_engine", "told_tokens")
+    for name in ("cells", "first_head", "measuring", "record", "stock_engine", "told_tokens")
 ]
 _STOCK_CODE = [*_BENCH, *_ROLLOUT, Path("services/generation/engine"), Path("services/contracts")]
 _PLATFORM_CODE = [*_BENCH, *_ROLLOUT, Path("services"), Path("paceline"), Path("kernels")]
@@ -130,14 +131,17 @@ class Session:
             return (), AbsentReason.PACKAGE_MISSING, missing
         folder = self.folder / self.subject.name / "platform"
         try:
+            setup, heads = system.setup, self.folder / self.subject.name / "heads"
+            learns = isinstance(setup, System) and setup.learner
             steps = measure(
-                system.setup,
+                setup,
                 run.cut(REGIMES[name.regime]),
                 model,
                 self.instances,
                 update_seconds,
                 folder,
-                lambda _: None,
+                _say_step,
+                first_head(run, model, heads) if learns else None,
             )
         except Exception as error:
             return (), AbsentReason.FAILED, last_line(error)
@@ -152,6 +156,11 @@ class Session:
         console().print(
             f"rollout: {which}: {what}; {cell.seconds:.0f} s. {gone:.0f} s gone, {rest}", highlight=False
         )
+
+
+def _say_step(step: StepFigures) -> None:
+    differing = f", {step.differing} samples differ" if step.differing else ""
+    console().print(f"  step {step.step}, rollout {step.rollout_seconds:.2f} s{differing}", highlight=False)
 
 
 @cache

@@ -63,6 +63,7 @@ class _Measured:
         update_seconds: float,
         folder: Path,
         watch: Callable[[StepFigures], None],
+        drafter: Path | None,
     ) -> tuple[StepFigures, ...]:
         self.asked.append((setup.name, update_seconds))
         if setup.name not in self.seconds:
