@@ -5,12 +5,14 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 SOAK_ARGS ?=
 GPU_ARGS ?=
-NAME ?= gateway
+NAME ?= rollout
+BENCH_ARGS ?=
+NIGHTLY_ARGS ?=
 
-.PHONY: demo test soak lint docs format protos lock gpu bench clean setup help
+.PHONY: demo test soak lint docs format protos lock gpu bench bench-full nightly clean setup help
 
 help:           ## This list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 setup:          ## Virtual environment from the lock (DEVICE=cuda: for NVIDIA GPUs)
 	@scripts/setup
@@ -48,8 +50,14 @@ lock: setup     ## Resolve requirements/*.lock anew
 gpu:            ## The kernels on this machine's GPU, in slices of 9 minutes: answers, sweeps, table (runs/tune)
 	@test -x $(PYTHON) && python=$(PYTHON) || python=python3; PYTHONPATH=$(CURDIR) $$python -m kernels.tune $(GPU_ARGS)
 
-bench: setup    ## One benchmark (NAME=gateway), result in runs/bench/NAME.json
-	$(PYTHON) -m bench.$(NAME)
+bench: setup    ## One benchmark (NAME=rollout, the whole; BENCH_ARGS), result in runs/bench/NAME.json
+	$(PYTHON) -m bench.$(NAME) $(BENCH_ARGS)
+
+bench-full: setup ## All systems, both subjects, in calls of 25 minutes until no cell is left (BENCH_ARGS="--rounds 3")
+	$(PYTHON) -m bench.rollout --systems all --subjects tinymath tinymath-16m $(BENCH_ARGS)
+
+nightly: setup  ## The quick form of every benchmark (NIGHTLY_ARGS), figures to bench/results, tables in the docs
+	$(PYTHON) -m bench.nightly $(NIGHTLY_ARGS)
 
 clean:          ## Remove environment, caches and runs
 	rm -rf .venv .venv.uv .venv-router .venv-verl runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,10 +1,13 @@
-"""Systems that the bubbles benchmark compares: configurations of the platform."""
+"""Systems that benchmarks compare: configurations of the platform."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from paceline import Exactness
 from services.local import PlatformConfig
 
 KV_BYTES = 512 << 20
@@ -16,14 +19,23 @@ _INTRA_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A set-up: flags of the instances and of the bubble coordinator, and which services there are."""
+    """A set-up: flags of the services, which services there are, and what batches ask for."""
 
     name: str
     about: str
     instance_options: tuple[str, ...]
     bubble_options: tuple[str, ...] = ()
+    gateway_options: tuple[str, ...] = ()
+    learner_options: tuple[str, ...] = ()
     drafts: bool = True
     bubbles: bool = True
+    # Most benchmarks compare ways to speculate, on samples that stay where they are.
+    policy: bool = False
+    reallocator: bool = False
+    learner: bool = False
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """Set for the whole fleet once it serves; needs the policy service."""
+    exactness: Exactness = field(default_factory=Exactness)
 
     def per_prompt(self, samples: int) -> System:
         """Return the same with a number of samples pre-generated for each prompt."""
@@ -78,9 +90,12 @@ def platform_of(system: System, model: Path, instances: int, folder: Path) -> Pl
         folder=folder,
         instance_options=("--dtype=float32", f"--kv-cache-memory-bytes={KV_BYTES}", *system.instance_options),
         bubble_options=system.bubble_options,
+        gateway_options=system.gateway_options,
+        learner_options=system.learner_options,
+        reallocator_options=("--dtype=float32",) if system.reallocator else (),
         draft_stores=1 if system.drafts else 0,
         bubbles=system.bubbles,
-        # Compared are ways to speculate, on samples that stay where they are.
-        policy=False,
-        reallocator=False,
+        policy=system.policy,
+        reallocator=system.reallocator,
+        learner=system.learner,
     )

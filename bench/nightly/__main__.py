@@ -1,0 +1,137 @@
+"""Runs the quick form of every benchmark and writes the documents' tables from their figures.
+
+Each benchmark has its minutes (bench/nightly/jobs.py), all together 75 on two cores; one that fails or takes longer
+is ended and keeps the figures that it had. What the documents show is kept in bench/results, a small file for each
+benchmark, which is committed with them. A test fails where a table says something else than these files.
+
+    python -m bench.nightly [--only gateway rollout]
+    python -m bench.nightly --publish rollout         # keep a longer run's figures, from runs/bench; run nothing
+    python -m bench.nightly --publish                 # only write the documents anew
+    python -m bench.nightly --transcribe              # keep the tables that no benchmark writes, as they stand
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.nightly.documents import rewritten, written_by_hand
+from bench.nightly.jobs import JOBS, NightlyJob
+from bench.nightly.published import EARLIER, RESULTS, publish, published
+from bench.report import console
+from bench.rollout.registry import ARCTIC
+
+DOCUMENTS = (Path("README.md"), Path("docs/performance.md"))
+_NAMES = [job.name for job in JOBS]
+
+
+def main() -> None:
+    """Run what was asked for; the exit status is 1 if a benchmark has no new figures."""
+    given = arguments()
+    failed = list[str]()
+    if given.transcribe:
+        tables = {str(path): written_by_hand(path.read_text()) for path in DOCUMENTS}
+        (RESULTS / f"{EARLIER}.json").write_text(json.dumps(tables, indent=1, ensure_ascii=False) + "\n")
+    elif given.publish is not None:
+        for job in JOBS:
+            if job.name in given.publish:
+                publish(job.name, f"make bench NAME={job.name}")
+    else:
+        failed = run_all([job for job in JOBS if job.name in given.only])
+    write_documents()
+    if failed:
+        console().print(f"nightly: no new figures of {', '.join(failed)}", highlight=False)
+        sys.exit(1)
+
+
+def run_all(jobs: Sequence[NightlyJob]) -> list[str]:
+    """Run benchmarks one after the other, keep their figures, and return the names of those that gave none."""
+    failed, began = [], time.monotonic()
+    for place, job in enumerate(jobs):
+        left = sum(each.minutes for each in jobs[place:])
+        gone = (time.monotonic() - began) / 60
+        console().print(
+            f"nightly: {job.name}, {place + 1} of {len(jobs)}; {gone:.0f} minutes gone, {left:.0f} left at most",
+            highlight=False,
+        )
+        if ended := run(job):
+            console().print(f"nightly: {job.name} {ended}", highlight=False)
+            failed.append(job.name)
+        else:
+            publish(job.name, job.command)
+    return failed
+
+
+def run(job: NightlyJob) -> str:
+    """Run a benchmark, with its output in runs/bench/nightly; return how it failed, or nothing."""
+    log = Path("runs/bench/nightly") / f"{job.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", job.module, *job.options],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(_with_arctic() if job.arctic else {})},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(60 * job.minutes)
+        except subprocess.TimeoutExpired:
+            return f"took more than {job.minutes:.0f} minutes; see {log}"
+        finally:
+            # What it started may outlive it, by a crash or by this one's end.
+            _end(process)
+    return f"ended with status {status}; see {log}" if status else ""
+
+
+def _with_arctic() -> dict[str, str]:
+    """Build arctic-inference and return the variables with which it is found; a benchmark says if it is not.
+
+    Its plug-in, which changes vLLM beyond what is compared, stays away.
+    """
+    subprocess.run(["scripts/arctic"], stdout=subprocess.DEVNULL, check=False)
+    paths = (str(ARCTIC.absolute()), os.environ.get("PYTHONPATH", ""))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_PLUGINS": ""}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def write_documents() -> None:
+    """Write the generated tables of all documents anew."""
+    figures = published()
+    for path in DOCUMENTS:
+        before = path.read_text()
+        after = rewritten(before, figures)
+        if after != before:
+            path.write_text(after)
+            console().print(f"nightly: {path} is written anew", highlight=False)
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES)
+    parser.add_argument(
+        "--publish", nargs="*", choices=_NAMES, help="run nothing; keep these figures of runs/bench"
+    )
+    parser.add_argument(
+        "--transcribe", action="store_true", help="run nothing; keep the tables written by hand"
+    )
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    main()

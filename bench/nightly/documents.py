@@ -1,0 +1,136 @@
+"""Tables of documents that are written from figures, and those that are not. Pure.
+
+A generated part stands between two comments, which readers do not see:
+
+    <!-- figures: rollout overview -->
+    ...
+    <!-- /figures -->
+
+Its first word names the benchmark, the second what is shown of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.report import format_value
+from bench.rollout.markdown import goal_table, overview, regime_table
+
+Published = Mapping[str, Any]
+_BLOCK = re.compile(
+    r"<!-- figures: (?P<name>\S+) (?P<what>\S+) -->\n(?P<body>.*?)<!-- /figures -->", re.DOTALL
+)
+_FIGURE = re.compile(r"\d")
+
+
+class DocumentError(ValueError):
+    """A document names figures that do not exist, or a part of it does not end; the text says which."""
+
+
+def rewritten(text: str, published: Published) -> str:
+    """Return a document with its generated parts written anew. DocumentError for one that cannot be."""
+    if text.count("<!-- figures:") != len(_BLOCK.findall(text)):
+        raise DocumentError(
+            "a part that begins with <!-- figures: NAME WHAT --> does not end with <!-- /figures -->"
+        )
+
+    def fresh(found: re.Match[str]) -> str:
+        head = f"<!-- figures: {found['name']} {found['what']} -->"
+        lines = _rendered(found["name"], found["what"], published)
+        return "\n".join((head, *lines, "<!-- /figures -->"))
+
+    return _BLOCK.sub(fresh, text)
+
+
+def written_by_hand(text: str) -> list[list[str]]:
+    """Return the tables outside generated parts that have figures in them, as lines."""
+    return [table for table in _tables(_BLOCK.sub("", text)) if any(map(_FIGURE.search, table))]
+
+
+def _tables(text: str) -> Iterator[list[str]]:
+    table: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            table.append(line)
+        elif table:
+            yield table
+            table = []
+
+
+def _rendered(name: str, what: str, published: Published) -> Sequence[str]:
+    if what not in _RENDERERS:
+        raise DocumentError(f"{what} of {name}: there are {', '.join(_RENDERERS)}")
+    if name not in published:
+        return [
+            f"No results are kept yet: `make bench NAME={name}`, then `python -m bench.nightly --publish {name}`."
+        ]
+    return _RENDERERS[what](published[name])
+
+
+def _figures(result: Mapping[str, Any]) -> list[str]:
+    goals = result.get("goals", {})
+    lines = [
+        f"`{result['command']}`, {_when(result)}",
+        "",
+        "| figure | value | goal |",
+        "| --- | ---: | ---: |",
+    ]
+    for figure, value in result["figures"].items():
+        goal = goals.get(figure, "")
+        shown = format_value(float(value) if isinstance(value, float) else value)
+        lines.append(f"| `{figure}` | {shown} | {format_value(goal) if goal != '' else ''} |")
+    return lines
+
+
+def _when(result: Mapping[str, Any]) -> str:
+    machine = result.get("machine", {})
+    return f"{result.get('measured_at', '')[:10]}, {machine.get('cpus')} cores of {machine.get('processor')}"
+
+
+def _first_subject(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    subjects: Mapping[str, Mapping[str, Any]] = result["subjects"]
+    return next(iter(subjects.values()))
+
+
+def _notes(result: Mapping[str, Any], subject: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a reader must know of each system that has a mark."""
+    shown = {name for systems in subject["rows"].values() for name in systems}
+    notes = {name: each["note"] for name, each in result["systems"].items() if each["note"] and name in shown}
+    absent = subject["absent"].items()
+    return notes | {name: f"no figures: {found['reason']}, {found['why']}" for name, found in absent}
+
+
+def _marks(result: Mapping[str, Any], subject: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f" [{place}]" for place, name in enumerate(_notes(result, subject), 1)}
+
+
+def _listed(result: Mapping[str, Any], subject: Mapping[str, Any]) -> list[str]:
+    notes = [f"- [{at}] {name}: {text}" for at, (name, text) in enumerate(_notes(result, subject).items(), 1)]
+    return ["", *notes] if notes else []
+
+
+def _overview(result: Mapping[str, Any]) -> list[str]:
+    subject = _first_subject(result)
+    goals = goal_table(subject["figures"], subject["goals"])
+    table = overview(subject["rows"], _marks(result, subject))
+    return [*table, *_listed(result, subject), "", *goals, "", f"`{result['command']}`, {_when(result)}"]
+
+
+def _regimes(result: Mapping[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for name, subject in result["subjects"].items():
+        marks = _marks(result, subject)
+        for regime, systems in subject["rows"].items():
+            about = result["regimes"][regime]
+            lines += [f"{name}, {regime} ({about}):", "", *regime_table(systems, marks), ""]
+        lines += _listed(result, subject)[1:]
+    return lines
+
+
+_RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {
+    "figures": _figures,
+    "overview": _overview,
+    "regimes": _regimes,
+}

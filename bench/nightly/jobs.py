@@ -1,0 +1,60 @@
+"""The quick form of every benchmark, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NIGHT_MINUTES = 75
+"""Time for all of them together, on two cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class NightlyJob:
+    """A benchmark: its module, its options, and the minutes after which it is ended.
+
+    It writes runs/bench/`name`.json.
+    """
+
+    name: str
+    module: str
+    minutes: float
+    options: tuple[str, ...] = ()
+    arctic: bool = False
+    """Compares with arctic-inference, which `scripts/arctic` builds."""
+
+    @property
+    def command(self) -> str:
+        """What a reader types to get the same."""
+        return " ".join(("python -m", self.module, *self.options))
+
+
+JOBS = (
+    NightlyJob("rollout", "bench.rollout", 26.0, ("--minutes", "24")),
+    NightlyJob("gateway", "bench.gateway", 2.0, ("--rounds", "7")),
+    NightlyJob("facade", "bench.facade", 3.0, ("--rounds", "6")),
+    NightlyJob("fleet", "bench.fleet", 3.0, ("--instances", "125,250")),
+    NightlyJob(
+        "weights",
+        "bench.weights",
+        4.0,
+        ("--sizes", "100", "--fleets", "1,2", "--engine-sizes", "100", "--delta-steps", "1"),
+    ),
+    NightlyJob("coupled", "bench.coupled", 4.0, ("--rounds", "2"), arctic=True),
+    NightlyJob(
+        "drafts",
+        "bench.drafts",
+        6.0,
+        ("--only", "index", "reuse", "--epochs", "2", "--pool", "32"),
+        arctic=True,
+    ),
+    NightlyJob("bubbles", "bench.bubbles", 4.0, ("--instances", "2", "--steps", "4")),
+    NightlyJob(
+        "policy", "bench.policy", 7.0, ("--rounds", "6", "--samples", "8,32", "--wrong", "0.02,0.4,0.95")
+    ),
+    NightlyJob("deciding", "bench.deciding", 3.0),
+    NightlyJob("migration", "bench.migration", 4.0, ("--rounds", "1", "--tail-rounds", "3")),
+    NightlyJob(
+        "learner", "bench.learner", 5.0, ("--steps", "10", "--live-steps", "2", "--warm-up-seconds", "15")
+    ),
+    NightlyJob("simulate", "bench.simulate", 3.0),
+)

@@ -1,0 +1,47 @@
+"""Figures that are committed: of each benchmark what the documents show, without the measurements behind it.
+
+bench/results/NAME.json       of the benchmark NAME
+bench/results/earlier.json    tables of runs whose results were not kept, as they stand in the documents
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("bench/results")
+EARLIER = "earlier"
+_KEPT = ("goals", "machine", "measured_at", "systems", "regimes", "options")
+"""What is kept beside single figures."""
+_SUBJECT = ("figures", "goals", "rows", "absent")
+"""What is kept of a subject of the benchmark of the whole."""
+
+
+def reduced(result: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """Return what is committed of a result: single figures, goals, the machine, and rows of the whole's table."""
+    figures = {name: value for name, value in result.items() if is_figure(value) and name not in _KEPT}
+    kept = {name: result[name] for name in _KEPT if name in result}
+    subjects = {
+        name: {part: subject[part] for part in _SUBJECT}
+        for name, subject in result.get("subjects", {}).items()
+    }
+    return {"command": command, "figures": figures, **kept, **({"subjects": subjects} if subjects else {})}
+
+
+def is_figure(value: Any) -> bool:
+    """Return True for a number, and for none where there should be one."""
+    return value is None or isinstance(value, int | float)
+
+
+def publish(name: str, command: str, results: Path = RESULTS, runs: Path = Path("runs/bench")) -> None:
+    """Commit the figures of a benchmark's last run. OSError if it has written none."""
+    result = json.loads((runs / f"{name}.json").read_text())
+    results.mkdir(parents=True, exist_ok=True)
+    (results / f"{name}.json").write_text(json.dumps(reduced(result, command), indent=1) + "\n")
+
+
+def published(results: Path = RESULTS) -> dict[str, Any]:
+    """Return all committed figures, by benchmark."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}

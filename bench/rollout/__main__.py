@@ -1,0 +1,146 @@
+"""The whole, measured: one table against plain vLLM, its own methods, and each paper.
+
+A GRPO run of tinymath is recorded once: 12 steps of 16 prompts x 8 samples, over a pool of 64 prompts that come
+back after four steps. Every system then replays it with the same weights and prompts and gives the same responses:
+Paceline by its seeds, vLLM because its sampler is told what to draw (bench/rollout/told_tokens.py). The trainer's
+update is a wait, a quarter of plain decoding's step, the same seconds for all.
+
+The table is made of cells (system, regime, round), each kept under runs/bench/rollout with the hash of the code and
+the run that it depends on: a later call measures what is missing. Writes runs/bench/rollout.json, .md and .svg.
+
+    python -m bench.rollout [--systems quick] [--rounds 1] [--minutes 25]
+    python -m bench.rollout --systems all --subjects tinymath tinymath-16m     # until no cell is left
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.report import console, show_rows, write
+from bench.rollout.cells import Cell
+from bench.rollout.markdown import document, shown
+from bench.rollout.picture import draw
+from bench.rollout.registry import REGIMES, SUBJECTS, SYSTEMS
+from bench.rollout.session import Session
+from bench.rollout.table import GOALS, PairedRatio, headline, rows, table_of, verdicts
+
+_RESULT = Path("runs/bench")
+QUICK, ALL = "quick", "all"
+
+
+def main() -> None:
+    """Measure what is missing, show and write the table."""
+    warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
+    given = arguments()
+    results, left, began = {}, 0, time.monotonic()
+    for name in given.subjects:
+        subject = SUBJECTS[name]
+        # The larger subject is for the systems that everybody looks at.
+        systems = chosen(given.systems if name == given.subjects[0] else [QUICK])
+        regimes = [each for each in subject.regimes if each in given.regimes]
+        minutes = given.minutes - (time.monotonic() - began) / 60
+        session = Session(subject, systems, regimes, given.rounds, given.instances, minutes)
+        results[name] = result_of(session.run())
+        left += session.left
+    first = results[given.subjects[0]]
+    write_all(first, results, options=vars(given))
+    if left:
+        console().print(
+            f"rollout: {left} cells are left; the same command goes on with them", highlight=False
+        )
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """Return systems by name, or those of the quick form, or all."""
+    if QUICK in names:
+        return [name for name, system in SYSTEMS.items() if system.quick]
+    return list(SYSTEMS) if ALL in names else [name for name in SYSTEMS if name in names]
+
+
+def result_of(cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return the figures, the rows and the cells of a subject."""
+    table = table_of(cells)
+    figures = headline(
+        table,
+        vllm=[name for name, system in SYSTEMS.items() if system.vllm],
+        lossless=[name for name, system in SYSTEMS.items() if not system.lossy],
+    )
+    return {
+        "figures": figures,
+        "goals": verdicts(figures),
+        "rows": rows(table),
+        "absent": {
+            f"{cell.name.system}, {cell.name.regime}": {"reason": cell.absent, "why": cell.why}
+            for cell in cells
+            if cell.absent is not None
+        },
+        "cells": [cell.to_json() for cell in cells],
+    }
+
+
+def write_all(
+    first: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
+) -> None:
+    """Show the first subject's figures and write JSON, Markdown and picture of all."""
+    goals = first["goals"]
+    show_rows(
+        "rollout",
+        ("figure", "value", "goal", ""),
+        [
+            (name, shown(first["figures"][name]), str(GOALS.get(name, 0)), found)
+            for name, found in goals.items()
+        ],
+    )
+    parts = []
+    for name, result in results.items():
+        notes = {each: system.note for each, system in SYSTEMS.items() if system.note}
+        notes |= {
+            each: f"no figures: {found['reason']}, {found['why']}" for each, found in result["absent"].items()
+        }
+        parts.append(f"# {name}\n\n" + document(result["rows"], result["figures"], result["goals"], notes))
+        draw(result["rows"], _RESULT / f"rollout-{name}.svg")
+    (_RESULT / "rollout.md").write_text("\n".join(parts))
+    data = {
+        **first["figures"],
+        "goals": goals,
+        "subjects": {name: _plain(result) for name, result in results.items()},
+        "systems": {name: {"about": each.setup.about, "note": each.note} for name, each in SYSTEMS.items()},
+        "regimes": {name: each.about for name, each in REGIMES.items()},
+        "options": dict(options),
+    }
+    write("rollout", data)
+
+
+def _plain(value: Any) -> Any:
+    """Return ratios as mappings, and everything else as it is."""
+    if isinstance(value, PairedRatio):
+        return {**asdict(value), "interval": value.is_interval}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--systems", nargs="+", choices=[QUICK, ALL, *SYSTEMS], default=[QUICK], metavar="NAME"
+    )
+    parser.add_argument("--regimes", nargs="+", choices=list(REGIMES), default=list(REGIMES))
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="paired rounds; those before the last are kept ones"
+    )
+    parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS)[:1])
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=25.0, help="after which no cell is begun")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Cells of the benchmark: a system in a regime in a round. Figures of steps, and the files that keep them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+
+class CellName(NamedTuple):
+    """System, regime and round."""
+
+    system: str
+    regime: str
+    round: int
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return f"{self.system}-{self.regime}-{self.round}.json".replace(" ", "_")
+
+
+class AbsentReason(StrEnum):
+    """Reason for which a cell has no figures."""
+
+    PACKAGE_MISSING = "package missing"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Figures of one training step. Times in seconds; None where a system has nothing of the kind."""
+
+    step: int
+    rollout_seconds: float
+    push_seconds: float
+    tokens: int
+    length_max: int
+    decode_steps_mean: float
+    decode_steps_max: int
+    drafted: int
+    accepted: int
+    verified: int
+    """Decode steps of samples that verified a draft."""
+    covered: int | None
+    """Tokens that were pre-generated when the step began."""
+    bubble_seconds_mean: float
+    """Time in which an instance had nothing of the step left, until the step ended."""
+    bubble_seconds_max: float
+    moved_bytes: float
+    """KV of samples that moved between instances."""
+    reward: float
+    compared: int
+    """Tokens with the same prefix as the recorded response."""
+    differing: int
+    """Samples that are not the recorded ones."""
+    last_steps: int
+    """Decode steps of the sample that ended last: the critical path."""
+    last_seconds: float
+    """Its time, from its submission to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell as it was measured, or the reason for which it was not."""
+
+    name: CellName
+    key: str
+    """Hash of what its figures depend on."""
+    update_seconds: float
+    """The trainer's update: the same for all systems of a regime."""
+    seconds: float
+    """Wall time of the whole cell."""
+    steps: tuple[StepFigures, ...] = ()
+    absent: AbsentReason | None = None
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**asdict(self), "name": list(self.name)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return a cell from plain data. Raises KeyError, TypeError or ValueError for data of another form."""
+        absent = data["absent"]
+        return cls(
+            name=CellName(*data["name"]),
+            key=data["key"],
+            update_seconds=data["update_seconds"],
+            seconds=data["seconds"],
+            steps=tuple(StepFigures(**each) for each in data["steps"]),
+            absent=None if absent is None else AbsentReason(absent),
+            why=data["why"],
+        )
+
+
+class CellFolder:
+    """Cells on disk, one file each; a file appears whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, name: CellName) -> Cell | None:
+        """Return a cell, whatever its key; None where there is none, or none that can be read."""
+        try:
+            return Cell.from_json(json.loads((self._folder / name.file).read_text()))
+        except (OSError, KeyError, TypeError, ValueError):
+            return None
+
+    def keep(self, cell: Cell) -> None:
+        """Write a cell in the place of an earlier one."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / cell.name.file
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(cell.to_json(), indent=1) + "\n")
+        part.replace(path)
+
+
+def code_hash(sources: Iterable[Path], without: Iterable[Path] = ()) -> str:
+    """Return the hash of Python files: those named, and all in the folders named."""
+    digest, left_out = hashlib.sha256(), set(without)
+    for source in sources:
+        for path in sorted(source.rglob("*.py")) if source.is_dir() else (source,):
+            if path not in left_out:
+                digest.update(f"{path}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def cell_key(*parts: object) -> str:
+    """Return the hash of what a cell's figures depend on; parts are told apart by their `repr`."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

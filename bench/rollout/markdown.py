@@ -1,0 +1,94 @@
+"""The table as Markdown and on the terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.report import format_value
+from bench.rollout.table import GOALS, PairedRatio
+
+Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Columns by regime and system."""
+COLUMNS = (
+    ("rollout, s", "rollout_seconds"),
+    ("of plain", "speedup_vs_plain"),
+    ("step, s", "step_seconds"),
+    ("of plain", "step_speedup_vs_plain"),
+    ("push, s", "push_seconds"),
+    ("decode steps, average", "decode_steps_mean"),
+    ("maximum", "decode_steps_max"),
+    ("acceptance length", "acceptance_length"),
+    ("rate", "acceptance_rate"),
+    ("draft length", "draft_length"),
+    ("coverage", "coverage"),
+    ("bubbles, s, average", "bubble_seconds_mean"),
+    ("maximum", "bubble_seconds_max"),
+    ("MB moved", "moved_megabytes"),
+    ("reward", "reward"),
+    ("samples differing", "samples_differing"),
+    ("last sample, steps", "last_sample_steps"),
+    ("seconds", "last_sample_seconds"),
+)
+"""Heads and the columns under them; "of plain" is how many times as fast as plain vLLM."""
+
+
+def shown(value: Any) -> str:
+    """Return a value as it stands in a table; a ratio, also one that was plain data meanwhile, with its ends."""
+    if isinstance(value, Mapping):
+        value = PairedRatio(*(value[name] for name in ("low", "median", "high", "rounds")))
+    if isinstance(value, PairedRatio):
+        if value.rounds == 1:
+            return f"{value.median:.2f}"
+        return f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})"
+    return format_value(value)
+
+
+def regime_table(systems: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str]) -> list[str]:
+    """Return the lines of a regime's table: a row for each system."""
+    heads = ["", *(head for head, _ in COLUMNS)]
+    lines = [_line(heads), _line(["---", *["---:"] * len(COLUMNS)])]
+    lines += [
+        _line([f"{name}{marks.get(name, '')}", *(shown(figures[key]) for _, key in COLUMNS)])
+        for name, figures in systems.items()
+    ]
+    return lines
+
+
+def overview(rows: Rows, marks: Mapping[str, str]) -> list[str]:
+    """Return the lines of the table for readers in a hurry: rollout speed against plain vLLM, by regime."""
+    regimes = list(rows)
+    names = list(dict.fromkeys(name for systems in rows.values() for name in systems))
+    heads = ["rollouts, times as fast as plain vLLM", *regimes, "samples that differ"]
+    lines = [_line(heads), _line(["---", *["---:"] * (len(regimes) + 1)])]
+    for name in names:
+        found = [rows[regime].get(name) for regime in regimes]
+        differing = sum(each["samples_differing"] for each in found if each is not None)
+        speeds = ["-" if each is None else shown(each["speedup_vs_plain"]) for each in found]
+        lines.append(_line([f"{name}{marks.get(name, '')}", *speeds, str(differing)]))
+    return lines
+
+
+def goal_table(figures: Mapping[str, Any], verdicts: Mapping[str, str]) -> list[str]:
+    """Return the lines of the table of goals."""
+    lines = [_line(["figure", "value", "goal", ""]), _line(["---", "---:", "---:", "---"])]
+    for name, found in verdicts.items():
+        goal = f"{GOALS[name]} at least" if name in GOALS else "0"
+        lines.append(_line([f"`{name}`", shown(figures[name]), goal, found]))
+    return lines
+
+
+def document(
+    rows: Rows, figures: Mapping[str, Any], verdicts: Mapping[str, str], notes: Mapping[str, str]
+) -> str:
+    """Return the whole table: overview, goals, every regime, and the notes that marks stand for."""
+    marks = {name: f" [{place}]" for place, name in enumerate(notes, 1)}
+    parts: list[Sequence[str]] = [overview(rows, marks), goal_table(figures, verdicts)]
+    for regime, systems in rows.items():
+        parts += [[f"**{regime}**"], regime_table(systems, marks)]
+    parts.append([f"- [{place}] {name}: {text}" for place, (name, text) in enumerate(notes.items(), 1)])
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,227 @@
+"""Measures a cell: a system replays a regime's part of the recorded run, on stock engines or on the platform."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+from bench.columns import max_decode_steps, mean_decode_steps
+from bench.comparison import Comparison, Responses
+from bench.coverage import Coverage
+from bench.replay import Covering, ReplayedStep, ReplaySetup, nothing_covered, replay
+from bench.report import cores
+from bench.rollout.cells import StepFigures
+from bench.rollout.registry import StockSystem
+from bench.rollout.stock_engine import StockEngine, StockMeasurement, StockSample, StockSetup, StockStep
+from bench.systems import KV_BYTES, System, platform_of
+from bench.training import TrainedStep
+from bench.trajectory import Trajectory
+from examples.tinymath.spans import bubble_seconds, step_spans
+from examples.tinymath.tasks import Problem, load_problem
+from examples.tinymath.tokenizer import decode
+from paceline import KnobSetting, Sample, SampleKey
+from services.local import Platform, PlatformConfig
+
+Watch = Callable[[StepFigures], None]
+_MOVED = "paceline_reallocator_moved_bytes_total"
+problem_of: Callable[[str], Problem] = cache(load_problem)
+
+
+def measure(
+    setup: StockSystem | System,
+    trajectory: Trajectory,
+    model: Path,
+    instances: int,
+    update_seconds: float,
+    folder: Path,
+    watch: Watch,
+    drafter: Path | None = None,
+) -> tuple[StepFigures, ...]:
+    """Replay the trajectory and return the figures of its steps.
+
+    Args:
+        update_seconds: of the trainer, in which the platform may go on. Stock engines have nothing to do meanwhile.
+        folder: of the platform's logs and stores.
+        drafter: the EAGLE-3 head that the platform's learner begins with, where it has one.
+
+    Raises:
+        StockEngineError, PlatformError, PacelineError: the system failed.
+    """
+    if isinstance(setup, StockSystem):
+        return _on_stock_engines(setup, trajectory, model, instances, folder, watch)
+    config = replace(platform_of(setup, model, instances, folder), drafter=drafter)
+    return _on_platform(setup, config, trajectory, update_seconds, watch)
+
+
+# Stock engines ------------------------------------------------------------------------------------------
+
+
+def _on_stock_engines(
+    system: StockSystem, trajectory: Trajectory, model: Path, instances: int, folder: Path, watch: Watch
+) -> tuple[StepFigures, ...]:
+    machine, found = cores(), list[StepFigures]()
+    with ExitStack() as stack:
+        setups = [
+            StockSetup(model, machine[i % len(machine)], KV_BYTES, system, folder / "logs" / f"vllm-{i}.log")
+            for i in range(instances)
+        ]
+        engines = [stack.enter_context(closing(StockEngine(setup))) for setup in setups]
+        for engine in engines:
+            engine.wait()
+        push_seconds = _push(engines, trajectory.steps[0].weights)
+        for place, recorded in enumerate(trajectory.steps):
+            parts = _roll_out(engines, recorded, trajectory)
+            push_seconds = _push(engines, trajectory.weights_after(place))
+            found.append(stock_figures(recorded, parts, push_seconds, system.name))
+            watch(found[-1])
+    return tuple(found)
+
+
+def _push(engines: Sequence[StockEngine], folder: Path) -> float:
+    began = time.monotonic()
+    for engine in engines:
+        engine.send(folder)
+    for engine in engines:
+        engine.wait()
+    return time.monotonic() - began
+
+
+def _roll_out(
+    engines: Sequence[StockEngine], recorded: TrainedStep, trajectory: Trajectory
+) -> list[StockMeasurement]:
+    """Return the parts of a step; prompts are dealt out in turn."""
+    parts: list[list[StockSample]] = [[] for _ in engines]
+    for place, group in enumerate(recorded.groups):
+        for slot in range(group.samples):
+            sample = recorded.samples[SampleKey(group.prompt_id, slot)]
+            parts[place % len(engines)].append(
+                StockSample(
+                    f"{recorded.step}/{group.prompt_id}/{slot}",
+                    tuple(int(each) for each in group.prompt_token_ids),
+                    tuple(sample.token_ids.tolist()),
+                )
+            )
+    options = trajectory.options
+    for engine, part in zip(engines, parts, strict=True):
+        engine.send(StockStep(part, options.max_tokens, options.temperature))
+    found = [engine.wait() for engine in engines]
+    return [each for each in found if each is not None]
+
+
+def stock_figures(
+    recorded: TrainedStep, parts: Sequence[StockMeasurement], push_seconds: float, system: str
+) -> StepFigures:
+    """Return the figures of a step from those of its engines."""
+    began = min(part.began for part in parts)
+    ends = [max(part.ended.values(), default=part.began) for part in parts]
+    last = max((part for part in parts), key=lambda part: max(part.ended.values(), default=part.began))
+    last_name = max(last.ended, key=lambda name: last.ended[name])
+    responses = {_key(name): tokens for part in parts for name, tokens in part.responses.items()}
+    steps = [count for part in parts for count in part.decode_steps.values()]
+    idle = [max(ends) - end for end in ends]
+    compared, differing = _compare(system, recorded, responses)
+    return StepFigures(
+        step=recorded.step,
+        rollout_seconds=max(ends) - began,
+        push_seconds=push_seconds,
+        tokens=sum(map(len, responses.values())),
+        length_max=max(map(len, responses.values())),
+        decode_steps_mean=fmean(steps),
+        decode_steps_max=max(steps),
+        drafted=sum(part.drafted for part in parts),
+        accepted=sum(part.accepted for part in parts),
+        verified=sum(part.verified for part in parts),
+        covered=None,
+        bubble_seconds_mean=fmean(idle),
+        bubble_seconds_max=max(idle),
+        moved_bytes=0.0,
+        reward=_reward(responses),
+        compared=compared,
+        differing=differing,
+        last_steps=last.decode_steps[last_name],
+        last_seconds=last.ended[last_name] - last.began,
+    )
+
+
+def _key(name: str) -> SampleKey:
+    _, prompt_id, slot = name.split("/")
+    return SampleKey(prompt_id, int(slot))
+
+
+# Platform -----------------------------------------------------------------------------------------------
+
+
+def _on_platform(
+    system: System, config: PlatformConfig, trajectory: Trajectory, update_seconds: float, watch: Watch
+) -> tuple[StepFigures, ...]:
+    steps = tuple(replace(step, update_seconds=update_seconds) for step in trajectory.steps)
+    by_step, found = {step.step: step for step in steps}, list[StepFigures]()
+
+    def take(step: ReplayedStep) -> None:
+        found.append(platform_figures(by_step[step.step], step, system.name))
+        watch(found[-1])
+
+    with Platform(config) as platform, ExitStack() as stack:
+        if system.knobs:
+            with platform.client() as client:
+                client.set_knobs("", KnobSetting(0, system.knobs))
+        covering: Covering = nothing_covered
+        if system.bubbles:
+            covering = stack.enter_context(Coverage(platform))
+        manner = ReplaySetup("rollout", system.exactness, hint=system.bubbles)
+        replay(platform, replace(trajectory, steps=steps), manner, covering, take)
+    return tuple(found)
+
+
+def platform_figures(recorded: TrainedStep, step: ReplayedStep, system: str) -> StepFigures:
+    """Return the figures of a step from its samples' provenance and the services' counters."""
+    samples = list(step.samples.values())
+    provenances = [sample.provenance for sample in samples]
+    idle = bubble_seconds(step_spans(samples), step.fleet).values()
+    last = max(samples, key=_ended)
+    compared, differing = _compare(system, recorded, step.responses)
+    counted = step.metrics.get("reallocator")
+    return StepFigures(
+        step=step.step,
+        rollout_seconds=step.rollout_seconds,
+        push_seconds=step.push_seconds,
+        tokens=sum(len(sample.token_ids) for sample in samples),
+        length_max=max(len(sample.token_ids) for sample in samples),
+        decode_steps_mean=mean_decode_steps(step),
+        decode_steps_max=int(max_decode_steps(step)),
+        drafted=sum(each.drafted for each in provenances),
+        accepted=sum(each.accepted for each in provenances),
+        verified=sum(each.verify_steps for each in provenances),
+        covered=sum(step.covered),
+        bubble_seconds_mean=fmean(idle),
+        bubble_seconds_max=max(idle),
+        moved_bytes=0.0 if counted is None else counted[_MOVED],
+        reward=_reward(step.responses),
+        compared=compared,
+        differing=differing,
+        last_steps=last.provenance.decode_steps,
+        last_seconds=last.provenance.queue_seconds + last.provenance.generation_seconds,
+    )
+
+
+def _ended(sample: Sample) -> float:
+    return max((span.end for span in sample.provenance.instance_spans), default=0.0)
+
+
+# Both ---------------------------------------------------------------------------------------------------
+
+
+def _compare(system: str, recorded: TrainedStep, found: Responses) -> tuple[int, int]:
+    comparison = Comparison()
+    comparison.add(system, recorded.step, recorded.responses, found)
+    return comparison.compared, len(comparison.differences)
+
+
+def _reward(responses: Responses) -> float:
+    texts: Mapping[SampleKey, str] = {key: decode(tokens) for key, tokens in responses.items()}
+    return fmean(problem_of(key.prompt_id).reward(text) for key, text in texts.items())

@@ -1,0 +1,201 @@
+"""Systems, regimes and subjects of the benchmark of the whole, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.systems import BUBBLESPEC, System
+from examples.tinymath.train import MODEL, Options
+from paceline import Exactness
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """A part of the recorded run: so many samples of each prompt, and so many tokens of each, None: all."""
+
+    name: str
+    about: str
+    samples: int
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StockSystem:
+    """Stock vLLM engines, one a core: `speculation` is vLLM's speculative_config."""
+
+    name: str
+    about: str
+    speculation: dict[str, Any] | None = None
+    needs: Path | None = None
+    """Folder of packages that only this system has, made by `scripts/arctic`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSystem:
+    """A row of the table: how it is started, and what its reader must know."""
+
+    setup: StockSystem | System
+    quick: bool = False
+    """Part of `make bench`; the others are of `make bench-full`."""
+    vllm: bool = False
+    """One of vLLM's own speculative methods."""
+    lossy: bool = False
+    """Gives other responses than were recorded, by design."""
+    note: str = ""
+    """Difference from what was published, or reason for which this machine is no fair one for it."""
+
+    @property
+    def name(self) -> str:
+        """The name in the table."""
+        return self.setup.name
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and the run that is recorded with it."""
+
+    name: str
+    model: Path
+    options: Options
+    regimes: tuple[str, ...]
+    steps_of_growing: int = 0
+    """Steps of tuning, where the model is grown first (examples/tinymath/grow_model.py)."""
+
+
+ARCTIC = Path(".tools/arctic")
+PLAIN, EVERYTHING = "plain", "paceline"
+LONG_TAIL = "long tail"
+REGIMES: Mapping[str, Regime] = {
+    each.name: each
+    for each in (
+        Regime("latency-bound", "one sample a prompt, 8 an instance: a step costs what starting it costs", 1),
+        Regime(
+            "compute-bound", "8 samples a prompt, 64 an instance, the first 64 tokens of each: no tail", 8, 64
+        ),
+        Regime(LONG_TAIL, "8 samples a prompt, 64 an instance, to their ends", 8),
+    )
+}
+_DRAFTED = 8
+PAPERS = (
+    ComparedSystem(
+        BUBBLESPEC,
+        note="as published but for Eq. 2: a draft token x is kept with p_new(x), not min(1, p_new(x) / p_old(x))",
+    ),
+    ComparedSystem(
+        System(
+            "spec-rl",
+            "SPEC-RL as published: cached rollouts taken over with lenience e^0.5, then plain decoding",
+            ("--speculation=off",),
+            bubbles=False,
+            exactness=Exactness.lenient(math.exp(0.5)),
+        ),
+        lossy=True,
+        note="lossy by design: its responses are others, and their lengths with them",
+    ),
+    ComparedSystem(
+        System(
+            "efficientrollout",
+            "EfficientRollout: drafts of a 4-bit copy of the policy where they pay, and its ladder of lengths",
+            ("--speculation=toggle", "--quantized", "--quantized-group=32", "--drafters=[]"),
+            drafts=False,
+            bubbles=False,
+            policy=True,
+            knobs={"ladder": {"on": True}},
+        ),
+        note="on CPU a step of the 4-bit copy costs more than a plain one: the machine's fault, not the method's",
+    ),
+    ComparedSystem(
+        System(
+            "rlhfspec",
+            "RLHFSpec: draft tokens selected over the whole batch, and samples moved between instances",
+            ("--speculation=planner", "--drafters=suffix"),
+            bubbles=False,
+            reallocator=True,
+        ),
+        note="chains of the suffix index in place of trees of a draft model",
+    ),
+    ComparedSystem(
+        System(
+            "respec",
+            "ReSpec: an EAGLE-3 head that learns from the run's samples and rewards, draft lengths by its solver",
+            ("--speculation=solver", "--drafters=[]"),
+            drafts=False,
+            bubbles=False,
+            learner=True,
+        ),
+        note="the learner shares the two cores with the engines; its head begins with a minute on the first step",
+    ),
+)
+SYSTEMS: Mapping[str, ComparedSystem] = {
+    each.name: each
+    for each in (
+        ComparedSystem(
+            StockSystem(PLAIN, "stock vLLM, one engine a core, prompts split, no gateway"), quick=True
+        ),
+        ComparedSystem(
+            StockSystem(
+                "vllm ngram",
+                "stock vLLM with its n-gram drafts",
+                {
+                    "method": "ngram",
+                    "prompt_lookup_min": 3,
+                    "prompt_lookup_max": 5,
+                    "num_speculative_tokens": _DRAFTED,
+                },
+            ),
+            quick=True,
+            vllm=True,
+        ),
+        ComparedSystem(
+            StockSystem(
+                "vllm suffix",
+                "stock vLLM with suffix decoding (arctic-inference), its cache kept over all steps",
+                {"method": "suffix", "num_speculative_tokens": _DRAFTED},
+                needs=ARCTIC,
+            ),
+            quick=True,
+            vllm=True,
+        ),
+        ComparedSystem(
+            System(
+                EVERYTHING,
+                "Paceline as it comes: planner, history, pre-generation, reallocator, policy service",
+                ("--speculation=planner", "--draft-window=16"),
+                policy=True,
+                reallocator=True,
+            ),
+            quick=True,
+        ),
+        ComparedSystem(
+            System(
+                "paceline off",
+                "Paceline's services around plain decoding",
+                ("--speculation=off",),
+                drafts=False,
+                bubbles=False,
+                policy=True,
+                reallocator=True,
+            )
+        ),
+        *PAPERS,
+    )
+}
+SUBJECTS: Mapping[str, Subject] = {
+    "tinymath": Subject(
+        "tinymath",
+        MODEL,
+        Options(steps=12, prompts=16, samples=8, pool=64, max_tokens=800, lr=1.5e-4),
+        tuple(REGIMES),
+    ),
+    "tinymath-16m": Subject(
+        "tinymath-16m",
+        Path("runs/tinymath-16m"),
+        Options(steps=12, prompts=16, samples=2, pool=64, max_tokens=800, lr=1.5e-4),
+        (LONG_TAIL,),
+        steps_of_growing=200,
+    ),
+}

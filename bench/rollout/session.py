@@ -1,0 +1,201 @@
+"""Goes through the planned cells of a subject: takes those that are kept, measures the others, tells of both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from bench.report import console
+from bench.rollout.cells import AbsentReason, Cell, CellFolder, CellName, StepFigures, cell_key, code_hash
+from bench.rollout.first_head import first_head
+from bench.rollout.measuring import measure
+from bench.rollout.plan import planned, seconds_left
+from bench.rollout.record import RecordedRun, load_or_record
+from bench.rollout.registry import PLAIN, REGIMES, SYSTEMS, ComparedSystem, StockSystem, Subject
+from bench.rollout.table import rollout_seconds
+from bench.systems import System, plain_platform
+from bench.training import TrainedStep
+
+FOLDER = Path("runs/bench/rollout")
+UPDATE_SHARE = 0.25
+"""The trainer's update, as a share of plain decoding's step."""
+_LOCK = Path("requirements/cpu.lock")
+"""Pins vLLM and all else that is imported."""
+_BENCH = [
+    Path(f"bench/{name}.py")
+    for name in ("columns", "comparison", "coverage", "replay", "scrape", "systems", "vllm_expand_fix")
+]
+_ROLLOUT = [
+    Path(f"bench/rollout/{name}.py")
+    for name in ("cells", "first_head", "measuring", "record", "stock_engine", "told_tokens")
+]
+_STOCK_CODE = [*_BENCH, *_ROLLOUT, Path("services/generation/engine"), Path("services/contracts")]
+_PLATFORM_CODE = [*_BENCH, *_ROLLOUT, Path("services"), Path("paceline"), Path("kernels")]
+
+
+class BenchmarkError(RuntimeError):
+    """Something without which there is no table failed; the text says what."""
+
+
+@dataclass(slots=True)
+class Session:
+    """A call of the benchmark for one subject. After `minutes` no cell is begun."""
+
+    subject: Subject
+    systems: Sequence[str]
+    regimes: Sequence[str]
+    rounds: int
+    instances: int
+    minutes: float
+    folder: Path = FOLDER
+    began: float = field(default_factory=time.monotonic)
+    left: int = 0
+    """Cells that a later call must measure."""
+    _taken: dict[CellName, float] = field(default_factory=dict)
+
+    def run(self) -> list[Cell]:
+        """Return all cells that there are, in the order of the plan. BenchmarkError without a subject or plain."""
+        place = self.folder / self.subject.name
+        model, kept = subject_model(self.subject), CellFolder(place / "cells")
+        run = self._recorded(model, place)
+        names = planned(self.systems, self.regimes, self.rounds)
+        found: dict[CellName, Cell] = {}
+        for name in names:
+            key = self._key(name, run, found)
+            cell = None if key is None else kept.find(name)
+            if cell is not None:
+                self._taken[name] = cell.seconds
+            if cell is not None and cell.key == key and cell.absent is None:
+                found[name] = cell
+        for name in names:
+            if name in found and found[name].key == self._key(name, run, found):
+                continue
+            if time.monotonic() - self.began > 60 * self.minutes:
+                found.pop(name, None)
+                self.left += 1
+                continue
+            found[name] = self._measured(name, run, model, found)
+            kept.keep(found[name])
+            self._tell(found[name], [each for each in names if each not in found])
+        return list(found.values())
+
+    def _recorded(self, model: Path, place: Path) -> RecordedRun:
+        config = plain_platform(model, self.instances, place / "recording")
+
+        def watch(step: TrainedStep) -> None:
+            done = f"{step.step + 1} of {self.subject.options.steps} steps"
+            console().print(
+                f"rollout: recorded {done}, rollout {step.rollout_seconds:.2f} s", highlight=False
+            )
+
+        return load_or_record(config, self.subject.options, place, watch)
+
+    def _key(self, name: CellName, run: RecordedRun, found: dict[CellName, Cell]) -> str | None:
+        """Return the hash of all that a cell depends on; None while the trainer's time is not known."""
+        setup = SYSTEMS[name.system].setup
+        stock = isinstance(setup, StockSystem)
+        parts = (_code(stock), _LOCK.read_text(), run.hash, self.instances)
+        first = CellName(PLAIN, name.regime, 0)
+        if not stock and first not in found:
+            return None
+        waited = None if stock else found[first].update_seconds
+        return cell_key(*parts, setup, REGIMES[name.regime], waited)
+
+    def _measured(self, name: CellName, run: RecordedRun, model: Path, found: dict[CellName, Cell]) -> Cell:
+        system, first = SYSTEMS[name.system], CellName(PLAIN, name.regime, 0)
+        update_seconds = found[first].update_seconds if first in found and name != first else 0.0
+        key, began = self._key(name, run, found), time.monotonic()
+        assert key is not None, "plain decoding leads the plan"
+        which = f"{name.regime}, {name.system}, round {name.round}"
+        took = seconds_left([name], self._taken)
+        console().print(f"rollout: {which} begins, about {took:.0f} s", highlight=False)
+        steps, absent, why = self._tried(system, run, name, model, update_seconds)
+        if absent is not None and name.system == PLAIN:
+            raise BenchmarkError(f"plain decoding failed in {name.regime}: {why}")
+        cell = Cell(name, key, update_seconds, time.monotonic() - began, steps, absent, why)
+        if name == first:
+            # The first step has other costs, which no later one has.
+            return Cell(name, key, update_of(rollout_seconds(cell)), cell.seconds, steps)
+        return cell
+
+    def _tried(
+        self, system: ComparedSystem, run: RecordedRun, name: CellName, model: Path, update_seconds: float
+    ) -> tuple[tuple[StepFigures, ...], AbsentReason | None, str]:
+        """Return the steps of a cell, or why there are none: one system that fails leaves the others theirs."""
+        if missing := package_missing(system.setup):
+            return (), AbsentReason.PACKAGE_MISSING, missing
+        folder = self.folder / self.subject.name / "platform"
+        try:
+            setup, heads = system.setup, self.folder / self.subject.name / "heads"
+            learns = isinstance(setup, System) and setup.learner
+            steps = measure(
+                setup,
+                run.cut(REGIMES[name.regime]),
+                model,
+                self.instances,
+                update_seconds,
+                folder,
+                _say_step,
+                first_head(run, model, heads) if learns else None,
+            )
+        except Exception as error:
+            return (), AbsentReason.FAILED, last_line(error)
+        return steps, None, ""
+
+    def _tell(self, cell: Cell, left: Sequence[CellName]) -> None:
+        self._taken[cell.name] = cell.seconds
+        gone = time.monotonic() - self.began
+        what = f"{rollout_seconds(cell):.2f} s a rollout" if cell.steps else cell.why
+        which = f"{cell.name.regime}, {cell.name.system}, round {cell.name.round}"
+        rest = f"{len(left)} cells left, about {seconds_left(left, self._taken):.0f} s"
+        console().print(
+            f"rollout: {which}: {what}; {cell.seconds:.0f} s. {gone:.0f} s gone, {rest}", highlight=False
+        )
+
+
+def _say_step(step: StepFigures) -> None:
+    differing = f", {step.differing} samples differ" if step.differing else ""
+    console().print(f"  step {step.step}, rollout {step.rollout_seconds:.2f} s{differing}", highlight=False)
+
+
+@cache
+def _code(stock: bool) -> str:
+    """Return the hash of the code that stock engines, or a platform, run, as it was when it was first asked for."""
+    return code_hash(_STOCK_CODE if stock else _PLATFORM_CODE)
+
+
+def update_of(rollout: float) -> float:
+    """Return the trainer's seconds that are their share of a step with a rollout of so many seconds."""
+    return rollout * UPDATE_SHARE / (1 - UPDATE_SHARE)
+
+
+def last_line(error: BaseException) -> str:
+    """Return the type of an error, and the last line of its text that says anything."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
+
+
+def package_missing(setup: object) -> str:
+    """Make the packages that only this system has; return why that failed, or nothing."""
+    if not isinstance(setup, StockSystem) or setup.needs is None:
+        return ""
+    done = subprocess.run(["scripts/arctic"], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    return f"scripts/arctic failed: {(done.stderr or done.stdout).strip().rpartition(chr(10))[2]}"
+
+
+def subject_model(subject: Subject) -> Path:
+    """Return the model folder of a subject, grown now where it is not there. BenchmarkError if that fails."""
+    if subject.steps_of_growing and not (subject.model / "model.safetensors").is_file():
+        steps = f"--steps={subject.steps_of_growing}"
+        command = [sys.executable, "-m", "examples.tinymath.grow_model", f"--out={subject.model}", steps]
+        console().print(f"rollout: growing {subject.name}, some minutes", highlight=False)
+        if subprocess.run(command, check=False).returncode:
+            raise BenchmarkError(f"{subject.name} could not be grown")
+    return subject.model

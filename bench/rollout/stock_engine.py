@@ -1,0 +1,208 @@
+"""A stock vLLM engine in a process of its own, on one core, that generates a part of each step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from bench.rollout.registry import StockSystem
+
+if TYPE_CHECKING:
+    from bench.rollout.told_tokens import ToldTokens
+    from services.generation.engine.core import Engine
+
+_ANSWER_SECONDS = 300
+_MAX_MODEL_LEN, _MAX_SEQS = 1024, 128
+
+
+class StockEngineError(RuntimeError):
+    """The engine process failed; the text is its traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class StockSetup:
+    """Model, core and system of an engine."""
+
+    model: Path
+    core: int
+    kv_bytes: int
+    system: StockSystem
+    log: Path
+
+
+@dataclass(frozen=True, slots=True)
+class StockSample:
+    """A sample to generate: prompt, and the response that it is told to draw."""
+
+    name: str
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StockStep:
+    """Samples of an engine in one step, of at most `max_tokens` tokens."""
+
+    samples: Sequence[StockSample]
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(slots=True)
+class StockMeasurement:
+    """How a step went. Moments on the machine's monotonic clock, by sample."""
+
+    responses: dict[str, list[int]] = field(default_factory=dict)
+    decode_steps: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    began: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    verified: int = 0
+
+
+class StockEngine:
+    """The parent's side. Orders are sent to all engines of a system before any is waited for."""
+
+    def __init__(self, setup: StockSetup) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
+        # Before the process begins: it imports PyTorch, which reads them, ahead of its first own line.
+        with _environment(setup.core):
+            self._process.start()
+        theirs.close()
+
+    def send(self, order: StockStep | Path) -> None:
+        """Begin a step, or the loading of the weights in a folder."""
+        self._pipe.send(order)
+
+    def wait(self) -> StockMeasurement | None:
+        """Return what came of an order; None of weights and of the start. StockEngineError if it failed."""
+        try:
+            if not self._pipe.poll(_ANSWER_SECONDS):
+                raise StockEngineError(f"no answer within {_ANSWER_SECONDS} s")
+            answer = self._pipe.recv()
+        except EOFError as error:
+            raise StockEngineError("the process is gone") from error
+        if isinstance(answer, str):
+            raise StockEngineError(answer)
+        return cast("StockMeasurement | None", answer)
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(20)
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def _environment(core: int) -> Iterator[None]:
+    """Give processes that start meanwhile the variables of an engine on this core."""
+    before = dict(os.environ)
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        # vLLM's n-gram drafter is compiled for threads; on the one core they would only wait for each other.
+        "NUMBA_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Packages of the system may bring plug-ins that change vLLM beyond what is compared.
+        "VLLM_PLUGINS": "",
+    }
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(pipe: Connection, setup: StockSetup) -> None:
+    os.sched_setaffinity(0, {setup.core})
+    setup.log.parent.mkdir(parents=True, exist_ok=True)
+    with setup.log.open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if setup.system.needs is not None:
+        sys.path.insert(0, str(setup.system.needs.absolute()))
+    try:
+        engine, tokens = _start(setup)
+        pipe.send(None)
+        while True:
+            order = pipe.recv()
+            if isinstance(order, Path):
+                _load(engine, order)
+                pipe.send(None)
+            else:
+                pipe.send(_generate(engine, tokens, setup, order))
+    except EOFError:
+        return
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def _start(setup: StockSetup) -> tuple[Engine, ToldTokens]:
+    from bench import vllm_expand_fix
+    from bench.rollout.told_tokens import ToldTokens
+    from services.generation.engine.core import Engine
+    from services.generation.engine.types import EngineOptions
+    from services.platform.heap import keep_freed_memory
+
+    # As Paceline's instances do.
+    keep_freed_memory()
+    vllm_expand_fix.apply()
+    tokens = ToldTokens()
+    tokens.install()
+    options = EngineOptions(
+        str(setup.model),
+        dtype="float32",
+        max_num_seqs=_MAX_SEQS,
+        max_model_len=_MAX_MODEL_LEN,
+        kv_cache_memory_bytes=setup.kv_bytes,
+        coupled=False,
+        vllm_speculation=setup.system.speculation,
+    )
+    return Engine(options), tokens
+
+
+def _load(engine: Engine, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    engine.apply_weights(
+        pair for path in sorted(folder.glob("*.safetensors")) for pair in load_file(path).items()
+    )
+
+
+def _generate(engine: Engine, tokens: ToldTokens, setup: StockSetup, order: StockStep) -> StockMeasurement:
+    from services.contracts.sampling import Sampling
+    from services.generation.engine.types import EngineRequest
+
+    sampling = Sampling(max_tokens=order.max_tokens, temperature=order.temperature)
+    responses: Mapping[str, Sequence[int]] = {sample.name: sample.response for sample in order.samples}
+    speculation: dict[str, Any] = setup.system.speculation or {}
+    tokens.begin(responses, speculation.get("num_speculative_tokens", 0))
+    found = StockMeasurement(
+        responses={name: [] for name in responses},
+        decode_steps=dict.fromkeys(responses, 0),
+        began=time.monotonic(),
+    )
+    for sample in order.samples:
+        engine.add(EngineRequest(sample.name, sample.prompt, (), sampling, 0))
+    while len(found.ended) < len(responses):
+        for step in engine.step():
+            found.responses[step.sample_id] += step.token_ids
+            found.decode_steps[step.sample_id] += bool(step.token_ids)
+            if step.finish is not None:
+                found.ended[step.sample_id] = time.monotonic()
+    counts = tokens.counts
+    found.drafted, found.accepted, found.verified = counts.drafted, counts.accepted, counts.verified
+    return found

@@ -1,0 +1,194 @@
+"""The table of the whole as a function of its cells. Pure.
+
+Systems are compared within a round, where they ran one after the other on the same machine in the same state. With
+at least six rounds a ratio has its 95 % interval from order statistics, with fewer its range. The first step is not
+counted: nothing could be known before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from bench.intervals import MedianInterval, median_interval
+from bench.policy.figures import verdict
+from bench.rollout.cells import Cell, StepFigures
+from bench.rollout.registry import EVERYTHING, LONG_TAIL, PLAIN
+
+WARM_UP = 1
+"""Steps at the beginning that are not counted."""
+_INTERVAL_ROUNDS = 6
+GOALS = {
+    "speedup_vs_plain_long_tail": 3.0,
+    "speedup_vs_best_vllm_long_tail": 1.7,
+    "step_time_reduction": 0.45,
+    "worst_regime_vs_plain_upper": 0.98,
+}
+"""What is to be reached at least, and no token may differ."""
+Rounds = Mapping[int, Cell]
+Table = Mapping[str, Mapping[str, Rounds]]
+"""The cells that have figures, by regime, system and round."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRatio:
+    """A ratio of paired rounds: its median and the ends of its interval, or of its range."""
+
+    low: float
+    median: float
+    high: float
+    rounds: int
+
+    @property
+    def is_interval(self) -> bool:
+        """True if the ends enclose the true median with 95 %, whatever the distribution."""
+        return self.rounds >= _INTERVAL_ROUNDS
+
+
+def table_of(cells: Iterable[Cell]) -> dict[str, dict[str, dict[int, Cell]]]:
+    """Return the cells that have figures, by regime, system and round."""
+    found: dict[str, dict[str, dict[int, Cell]]] = {}
+    for cell in cells:
+        if cell.steps and cell.absent is None:
+            found.setdefault(cell.name.regime, {}).setdefault(cell.name.system, {})[cell.name.round] = cell
+    return found
+
+
+def counted(cell: Cell) -> Sequence[StepFigures]:
+    """Return the steps of a cell that count; all where there are no more than are left out."""
+    return cell.steps[WARM_UP:] or cell.steps
+
+
+def rollout_seconds(cell: Cell) -> float:
+    """Return the mean rollout time of a step."""
+    return fmean(step.rollout_seconds for step in counted(cell))
+
+
+def step_seconds(cell: Cell) -> float:
+    """Return the mean time of a step: rollout and the trainer's update."""
+    return rollout_seconds(cell) + cell.update_seconds
+
+
+def paired(base: Rounds, other: Rounds, figure: Callable[[Cell], float]) -> PairedRatio | None:
+    """Return base / other over the rounds that both have; None if they have none in common."""
+    ratios = [figure(base[place]) / figure(other[place]) for place in sorted(base.keys() & other.keys())]
+    if not ratios:
+        return None
+    enough = len(ratios) >= _INTERVAL_ROUNDS
+    ends = median_interval(ratios) if enough else MedianInterval(min(ratios), median(ratios), max(ratios))
+    return PairedRatio(ends.low, ends.median, ends.high, len(ratios))
+
+
+def row(rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
+    """Return the columns of a system in a regime: means over its rounds, ratios of paired ones."""
+    cells = [rounds[place] for place in sorted(rounds)]
+    steps = [step for cell in cells for step in counted(cell)]
+    drafted, accepted, verified = (
+        sum(getattr(step, name) for step in steps) for name in ("drafted", "accepted", "verified")
+    )
+    tokens, covered = sum(step.tokens for step in steps), [step.covered for step in steps]
+    return {
+        "rounds": len(cells),
+        "speedup_vs_plain": None if plain is None else paired(plain, rounds, rollout_seconds),
+        "step_speedup_vs_plain": None if plain is None else paired(plain, rounds, step_seconds),
+        "rollout_seconds": fmean(map(rollout_seconds, cells)),
+        "step_seconds": fmean(map(step_seconds, cells)),
+        "push_seconds": fmean(step.push_seconds for step in steps),
+        "decode_steps_mean": fmean(step.decode_steps_mean for step in steps),
+        "decode_steps_max": fmean(step.decode_steps_max for step in steps),
+        "acceptance_length": 1 + accepted / verified if verified else None,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "draft_length": drafted / verified if verified else None,
+        "coverage": None if None in covered else sum(each or 0 for each in covered) / tokens,
+        "bubble_seconds_mean": fmean(step.bubble_seconds_mean for step in steps),
+        "bubble_seconds_max": fmean(step.bubble_seconds_max for step in steps),
+        "moved_megabytes": fmean(step.moved_bytes for step in steps) / 1e6,
+        "reward": fmean(step.reward for step in steps),
+        "samples_differing": sum(step.differing for cell in cells for step in cell.steps),
+        "tokens_compared": sum(step.compared for cell in cells for step in cell.steps),
+        "last_sample_steps": fmean(step.last_steps for step in steps),
+        "last_sample_seconds": fmean(step.last_seconds for step in steps),
+    }
+
+
+def rows(table: Table) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the columns of all systems, by regime and system."""
+    return {
+        regime: {name: row(rounds, systems.get(PLAIN)) for name, rounds in systems.items()}
+        for regime, systems in table.items()
+    }
+
+
+def headline(table: Table, vllm: Iterable[str], lossless: Iterable[str]) -> dict[str, float | int | None]:
+    """Return the figures that have goals; None for those whose cells are not there.
+
+    Args:
+        table: the cells.
+        vllm: names of vLLM's own methods; the one with the least median time is the best.
+        lossless: names of systems that must give the recorded tokens.
+    """
+    systems = table.get(LONG_TAIL, {})
+    plain, ours = systems.get(PLAIN, {}), systems.get(EVERYTHING, {})
+    best = best_of({name: systems[name] for name in vllm if name in systems})
+    faster = paired(plain, ours, rollout_seconds)
+    best_faster = paired(best, ours, rollout_seconds)
+    whole = paired(plain, ours, step_seconds)
+    exact = set(lossless)
+    regimes = [
+        paired(named[PLAIN], named[EVERYTHING], rollout_seconds)
+        for named in table.values()
+        if PLAIN in named and EVERYTHING in named
+    ]
+    return {
+        "speedup_vs_plain_long_tail": _ends(faster).median,
+        "speedup_vs_plain_long_tail_upper": _ends(faster).high,
+        "speedup_vs_best_vllm_long_tail": _ends(best_faster).median,
+        "speedup_vs_best_vllm_long_tail_upper": _ends(best_faster).high,
+        "step_time_reduction": _saved(_ends(whole).median),
+        "step_time_reduction_upper": _saved(_ends(whole).high),
+        "tokens_differing": sum(
+            step.differing
+            for named in table.values()
+            for name, rounds in named.items()
+            if name in exact
+            for cell in rounds.values()
+            for step in cell.steps
+        ),
+        "worst_regime_vs_plain_upper": min((each.high for each in regimes if each is not None), default=None),
+        "paired_rounds": min((each.rounds for each in regimes if each is not None), default=0),
+    }
+
+
+class _Ends(NamedTuple):
+    """What the headline has of a ratio."""
+
+    median: float | None
+    high: float | None
+
+
+def _ends(ratio: PairedRatio | None) -> _Ends:
+    return _Ends(None, None) if ratio is None else _Ends(ratio.median, ratio.high)
+
+
+def _saved(speedup: float | None) -> float | None:
+    return None if speedup is None else 1 - 1 / speedup
+
+
+def best_of(systems: Mapping[str, Rounds]) -> Rounds:
+    """Return the rounds of the system with the least median rollout time; none where there is no system."""
+    if not systems:
+        return {}
+    return min(systems.values(), key=lambda rounds: median(map(rollout_seconds, rounds.values())))
+
+
+def verdicts(figures: Mapping[str, float | int | None]) -> dict[str, str]:
+    """Return what became of each goal: met, missed, within error, or not measured."""
+    found = {}
+    for name, goal in GOALS.items():
+        value = figures[name]
+        upper = figures.get(f"{name}_upper", value)
+        found[name] = "not measured" if value is None or upper is None else verdict(value, upper, goal)
+    found["tokens_differing"] = "missed" if figures["tokens_differing"] else "met"
+    return found

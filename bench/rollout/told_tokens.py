@@ -1,0 +1,105 @@
+"""Tells stock vLLM which tokens its sampler draws, so that all systems generate the same responses.
+
+vLLM and Paceline draw with different noise. Left to themselves they would answer the same prompts with other
+responses, and the length of the longest one, which a step waits for, would decide every comparison. vLLM's runner
+therefore does all of its work, sampling and verification included, and what it drew is then replaced by the
+recorded token. A draft is accepted as far as it agrees with the record: that was drawn from the same policy and
+knew nothing of the draft, so a draft token x is accepted with probability p(x), as vLLM's rejection sampler accepts
+the tokens of drafters that name no probability of their own (n-gram, suffix).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int64]
+_END, _NO_DRAFT = -1, -2
+"""What stands behind a recorded response, and behind a draft: neither is a token, and they differ."""
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Draft tokens that were verified, accepted ones, and verifications."""
+
+    drafted: int = 0
+    accepted: int = 0
+    verified: int = 0
+
+
+def told(window: Tokens, drafts: Tokens) -> tuple[Tokens, Tokens]:
+    """Return the tokens of a step, [n, k + 1] with -1 behind the last, and how many draft tokens hold, [n].
+
+    Args:
+        window: what is recorded from each sample's position on, [n, k + 1].
+        drafts: draft tokens, [n, k], with -2 behind the last.
+    """
+    held = np.cumprod(drafts == window[:, :-1], axis=1).sum(axis=1)
+    places = np.arange(window.shape[1])
+    return np.where(places <= held[:, None], window, _END), held
+
+
+def padded(drafts: Tokens, counts: Sequence[int], width: int) -> Tokens:
+    """Return the drafts of samples that stand in a row, [n, width] with -2 behind each."""
+    made = np.full((len(counts), width), _NO_DRAFT, np.int64)
+    made[np.arange(width) < np.asarray(counts)[:, None]] = drafts
+    return made
+
+
+@dataclass(slots=True)
+class ToldTokens:
+    """Recorded responses by request id, and what was verified of drafts."""
+
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    _table: Tokens = field(default_factory=lambda: np.empty((0, 1), np.int64))
+    _rows: Mapping[str, int] = field(default_factory=dict)
+    # Rows of the batch's requests, until the batch changes.
+    _batch: list[str] = field(default_factory=list)
+    _batch_rows: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def begin(self, responses: Mapping[str, Sequence[int]], most_drafted: int) -> None:
+        """Take the responses of a step; drafts have at most so many tokens."""
+        width = max(map(len, responses.values())) + most_drafted + 1
+        self._table = np.full((len(responses), width), _END, np.int64)
+        for row, tokens in enumerate(responses.values()):
+            self._table[row, : len(tokens)] = tokens
+        self._rows = {name: row for row, name in enumerate(responses)}
+        self._batch, self.counts = [], DraftCounts()
+
+    def install(self) -> None:
+        """Put this behind the sampler of the runners of this process."""
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        drawn = GPUModelRunner._sample
+
+        def sample(runner: Any, logits: torch.Tensor | None, metadata: Any) -> Any:
+            output = drawn(runner, logits, metadata)
+            # Empty while vLLM warms up.
+            if self._rows:
+                self._replace(runner.input_batch, output.sampled_token_ids, metadata)
+            return output
+
+        GPUModelRunner._sample = sample
+
+    def _replace(self, batch: Any, drawn: torch.Tensor, metadata: Any) -> None:
+        if batch.req_ids != self._batch:
+            self._batch = list(batch.req_ids)
+            self._batch_rows = np.array([self._rows[each] for each in self._batch], np.int64)
+        rows, n = self._batch_rows, len(self._batch)
+        at = batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]
+        if metadata is None:
+            drawn[:, 0] = torch.from_numpy(self._table[rows, at])
+            return
+        width = drawn.shape[1]
+        window = self._table[rows[:, None], at[:, None] + np.arange(width)]
+        drafts = padded(metadata.draft_token_ids.numpy(), metadata.num_draft_tokens, width - 1)
+        tokens, held = told(window, drafts)
+        drawn[:] = torch.from_numpy(tokens)
+        self.counts.drafted += sum(metadata.num_draft_tokens)
+        self.counts.accepted += int(held.sum())
+        self.counts.verified += sum(map(bool, metadata.num_draft_tokens))

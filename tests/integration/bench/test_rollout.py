@@ -1,0 +1,56 @@
+"""A tiny cell of the benchmark of the whole: a stock vLLM engine that is told what to draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench.rollout.cells import StepFigures
+from bench.rollout.measuring import measure
+from bench.rollout.registry import SYSTEMS
+from bench.training import TrainedStep
+from bench.trajectory import Trajectory
+from examples.tinymath.train import MODEL, Options
+from paceline import Group
+from tests.unit.bench.steps import named, sample
+
+# Of two samples one repeats itself, and one ends early by the end token.
+_RESPONSES = {"p": [5, 6, 7, 8] * 8, "q": [9, 30, 11, 2]}
+
+
+def _step(number: int) -> TrainedStep:
+    return TrainedStep(
+        step=number,
+        groups=tuple(Group(name, [1, 20, 21, 22, 23], 1) for name in _RESPONSES),
+        samples=named([sample(0, tokens, name) for name, tokens in _RESPONSES.items()]),
+        weights=MODEL,
+        rollout_seconds=1.0,
+        update_seconds=1.0,
+        push_seconds=1.0,
+        reward=0.0,
+        kl=0.0,
+        update_kl=0.0,
+        clip_fraction=0.0,
+        moved_kl=0.0,
+    )
+
+
+def test_a_stock_engine_gives_the_recorded_tokens_and_drafts_save_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "bench.rollout.measuring.problem_of", lambda name: SimpleNamespace(reward=lambda text: 1.0)
+    )
+    run = Trajectory(Options(samples=1, max_tokens=32), (_step(0), _step(1)), MODEL)
+    told = list[StepFigures]()
+    found = measure(SYSTEMS["vllm ngram"].setup, run, MODEL, 1, 0.0, tmp_path, told.append)
+    assert told == list(found)
+    assert [step.differing for step in found] == [0, 0]
+    assert [step.tokens for step in found] == [36, 36]
+    for step in found:
+        assert step.accepted > 8, "a response that repeats itself is what n-grams find"
+        assert step.decode_steps_max < 32
+        assert step.last_steps == step.decode_steps_max
+        assert step.push_seconds > 0

@@ -1,0 +1,221 @@
+"""A call of the benchmark goes on where the last one ended, and one system that fails leaves the others theirs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.rollout import record as recording
+from bench.rollout.__main__ import chosen, result_of
+from bench.rollout.cells import AbsentReason, CellName, StepFigures
+from bench.rollout.measuring import platform_figures
+from bench.rollout.record import RecordedRun, load_or_record
+from bench.rollout.registry import LONG_TAIL, PLAIN, SUBJECTS, SYSTEMS, StockSystem
+from bench.rollout.session import BenchmarkError, Session
+from bench.scrape import Metrics
+from bench.systems import System, plain_platform
+from bench.training import TrainedStep
+from bench.trajectory import Trajectory
+from examples.tinymath.train import Options
+from paceline import Group
+from tests.unit.bench import steps
+from tests.unit.bench.steps import named, sample, span
+
+_NAMES = ["paceline", PLAIN, "vllm ngram"]
+
+
+def _trained(weights: Path) -> TrainedStep:
+    return TrainedStep(
+        step=0,
+        groups=(Group("p", [1, 2], 2),),
+        samples=named([sample(0, [3, 4]), sample(1, [5])]),
+        weights=weights,
+        rollout_seconds=1.0,
+        update_seconds=2.0,
+        push_seconds=3.0,
+        reward=0.5,
+        kl=0.0,
+        update_kl=0.0,
+        clip_fraction=0.0,
+        moved_kl=0.1,
+    )
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Stands in for the measuring of cells: every step of a cell takes so many seconds by its system."""
+
+    seconds: dict[str, float]
+    asked: list[tuple[str, float]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        setup: StockSystem | System,
+        trajectory: Trajectory,
+        model: Path,
+        instances: int,
+        update_seconds: float,
+        folder: Path,
+        watch: Callable[[StepFigures], None],
+        drafter: Path | None,
+    ) -> tuple[StepFigures, ...]:
+        self.asked.append((setup.name, update_seconds))
+        if setup.name not in self.seconds:
+            raise RuntimeError("Traceback\nMemoryError: no room")
+        values: dict[str, Any] = dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {"tokens": 1}
+        return (StepFigures(**(values | {"rollout_seconds": self.seconds[setup.name]})),) * 2
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Session]:
+    run = RecordedRun(Trajectory(Options(samples=2), (_trained(tmp_path),), tmp_path), "hash")
+    monkeypatch.setattr("bench.rollout.session.load_or_record", lambda *_: run)
+
+    def made(measured: _Measured, **changes: Any) -> Session:
+        monkeypatch.setattr("bench.rollout.session.measure", measured)
+        whole = Session(SUBJECTS["tinymath"], _NAMES, [LONG_TAIL], 2, 2, 60.0, tmp_path)
+        return replace(whole, **changes)
+
+    return made
+
+
+def test_cells_are_measured_once_and_the_update_is_plains_for_all(session: Callable[..., Session]) -> None:
+    measured = _Measured({PLAIN: 3.0, "paceline": 1.0, "vllm ngram": 2.0})
+    cells = session(measured).run()
+    assert [cell.name.system for cell in cells] == [
+        PLAIN,
+        "paceline",
+        "vllm ngram",
+        "vllm ngram",
+        "paceline",
+        PLAIN,
+    ]
+    assert {cell.update_seconds for cell in cells} == {1.0}
+    assert measured.asked[1] == ("paceline", 1.0)
+    found = result_of(cells)
+    assert found["figures"]["speedup_vs_plain_long_tail"] == 3.0
+    assert found["figures"]["speedup_vs_best_vllm_long_tail"] == 2.0
+    again = _Measured({})
+    assert session(again).run() == cells
+    assert again.asked == []
+    # More rounds are added to those that are kept.
+    more = _Measured({PLAIN: 3.0, "paceline": 1.0, "vllm ngram": 2.0})
+    assert len(session(more, rounds=3).run()) == 9
+    assert len(more.asked) == 3
+
+
+def test_another_code_or_run_is_measured_anew(
+    session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {PLAIN: 3.0, "paceline": 1.0, "vllm ngram": 2.0}
+    session(_Measured(seconds)).run()
+    monkeypatch.setattr("bench.rollout.session._code", lambda stock: "same" if stock else "other")
+    again = _Measured(seconds)
+    session(again).run()
+    # The hash of neither is what it was.
+    assert len(again.asked) == 6
+    monkeypatch.setattr("bench.rollout.session._code", lambda stock: "same" if stock else "another")
+    again = _Measured(seconds)
+    session(again).run()
+    assert [name for name, _ in again.asked] == ["paceline", "paceline"]
+
+
+def test_a_system_that_fails_has_a_reason_and_is_tried_again(session: Callable[..., Session]) -> None:
+    cells = session(_Measured({PLAIN: 3.0, "vllm ngram": 2.0}), rounds=1).run()
+    failed = {cell.name.system: cell for cell in cells}["paceline"]
+    assert (failed.absent, failed.why) == (AbsentReason.FAILED, "RuntimeError: MemoryError: no room")
+    assert result_of(cells)["absent"] == {
+        f"paceline, {LONG_TAIL}": {"reason": "failed", "why": "RuntimeError: MemoryError: no room"}
+    }
+    again = _Measured({"paceline": 1.0})
+    assert all(cell.absent is None for cell in session(again, rounds=1).run())
+    assert again.asked == [("paceline", 1.0)]
+
+
+def test_without_plain_there_is_no_table(session: Callable[..., Session]) -> None:
+    with pytest.raises(BenchmarkError, match="plain decoding failed in long tail: RuntimeError: MemoryError"):
+        session(_Measured({"paceline": 1.0})).run()
+
+
+def test_no_cell_is_begun_after_its_time(session: Callable[..., Session]) -> None:
+    late = session(_Measured({PLAIN: 3.0}), minutes=-1.0)
+    assert late.run() == []
+    assert late.left == 6
+
+
+def test_a_run_is_recorded_once_for_its_options_and_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"first")
+    config, options, made = plain_platform(model, 1, tmp_path), Options(samples=2), list[Options]()
+
+    def record(config: object, options: Options, folder: Path, watch: object) -> Trajectory:
+        shutil.rmtree(folder, ignore_errors=True)
+        last = folder / "v00000001"
+        last.mkdir(parents=True)
+        (last / "model.safetensors").write_bytes(b"second")
+        made.append(options)
+        return Trajectory(options, (_trained(model),), last)
+
+    monkeypatch.setattr(recording, "record", record)
+    folder = tmp_path / "kept"
+    first = load_or_record(config, options, folder, lambda _: None)
+    again = load_or_record(config, options, folder, lambda _: None)
+    assert len(made) == 1
+    assert again.hash == first.hash
+    step = again.trajectory.steps[0]
+    assert step.responses == _trained(model).responses
+    assert (step.weights, again.trajectory.last_weights) == (model, folder / "weights" / "v00000001")
+    assert [list(group.prompt_token_ids) for group in step.groups] == [[1, 2]]
+    assert (step.rollout_seconds, step.update_seconds, step.reward) == (1.0, 2.0, 0.5)
+    other = load_or_record(config, replace(options, lr=1.0), folder, lambda _: None)
+    (model / "model.safetensors").write_bytes(b"other")
+    another = load_or_record(config, replace(options, lr=1.0), folder, lambda _: None)
+    assert len(made) == 3
+    assert len({first.hash, other.hash, another.hash}) == 3
+    assert json.loads((folder / "trajectory.json").read_text())["made_of"]["options"]["lr"] == 1.0
+
+
+def test_the_figures_of_a_platforms_step_are_of_its_samples_and_services(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bench.rollout.measuring._reward", lambda responses: 0.25)
+    first = sample(
+        0, [3, 4], decode_steps=2, drafted=4, accepted=1, verify_steps=1, instance_spans=span("a", 10.0, 12.0)
+    )
+    last = sample(
+        1,
+        [6],
+        decode_steps=1,
+        instance_spans=span("b", 10.0, 14.0),
+        queue_seconds=0.5,
+        generation_seconds=3.5,
+    )
+    went = steps.step(
+        first,
+        last,
+        covered=(2,),
+        metrics={"reallocator": Metrics({"paceline_reallocator_moved_bytes_total": 7.0})},
+    )
+    found = platform_figures(_trained(Path("w")), went, "paceline")
+    assert (found.last_steps, found.last_seconds) == (1, 4.0)
+    assert (found.covered, found.moved_bytes, found.reward) == (2, 7.0, 0.25)
+    assert (found.drafted, found.accepted, found.verified) == (4, 1, 1)
+    assert (found.decode_steps_mean, found.decode_steps_max, found.tokens) == (1.5, 2, 3)
+    assert (found.bubble_seconds_mean, found.bubble_seconds_max) == (1.0, 2.0)
+    assert (found.differing, found.compared) == (1, 3)
+
+
+def test_systems_are_chosen_by_name_or_by_form() -> None:
+    assert chosen(["all"]) == list(SYSTEMS)
+    assert chosen(["quick"]) == [PLAIN, "vllm ngram", "vllm suffix", "paceline"]
+    assert chosen(["respec", PLAIN]) == [PLAIN, "respec"]
+    assert CellName("vllm ngram", LONG_TAIL, 0).file == "vllm_ngram-long_tail-0.json"

@@ -1,0 +1,144 @@
+"""The table of the whole follows from its cells: paired ratios, their spread, goals, Markdown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench.rollout.cells import AbsentReason, Cell, CellName, StepFigures
+from bench.rollout.markdown import document, overview
+from bench.rollout.registry import EVERYTHING, LONG_TAIL, PLAIN
+from bench.rollout.table import (
+    GOALS,
+    PairedRatio,
+    headline,
+    paired,
+    rollout_seconds,
+    row,
+    rows,
+    step_seconds,
+    table_of,
+    verdicts,
+)
+
+_STEP = StepFigures(
+    step=0,
+    rollout_seconds=1.0,
+    push_seconds=0.1,
+    tokens=100,
+    length_max=60,
+    decode_steps_mean=20.0,
+    decode_steps_max=60,
+    drafted=40,
+    accepted=30,
+    verified=10,
+    covered=80,
+    bubble_seconds_mean=0.2,
+    bubble_seconds_max=0.4,
+    moved_bytes=2e6,
+    reward=0.5,
+    compared=100,
+    differing=0,
+    last_steps=60,
+    last_seconds=0.9,
+)
+
+
+def _cell(system: str, seconds: float, number: int = 0, regime: str = LONG_TAIL, **changes: Any) -> Cell:
+    """Return a cell whose first step takes far longer than the two that count."""
+    slow = replace(_STEP, rollout_seconds=50.0, **changes)
+    step = replace(_STEP, rollout_seconds=seconds, **changes)
+    return Cell(CellName(system, regime, number), "key", 1.0, 9.0, (slow, step, step))
+
+
+def test_the_first_step_does_not_count_and_a_step_has_the_update() -> None:
+    cell = _cell(PLAIN, 3.0)
+    assert rollout_seconds(cell) == 3.0
+    assert step_seconds(cell) == 4.0
+
+
+def test_ratios_are_of_the_same_round_and_few_rounds_have_a_range() -> None:
+    plain = {0: _cell(PLAIN, 4.0), 1: _cell(PLAIN, 8.0), 2: _cell(PLAIN, 1.0)}
+    ours = {0: _cell(EVERYTHING, 2.0), 1: _cell(EVERYTHING, 2.0)}
+    found = paired(plain, ours, rollout_seconds)
+    assert found == PairedRatio(2.0, 3.0, 4.0, 2)
+    assert not found.is_interval
+    assert paired(plain, {7: _cell(EVERYTHING, 1.0)}, rollout_seconds) is None
+
+
+def test_fifteen_rounds_have_the_interval_between_the_fourth_and_the_twelfth() -> None:
+    plain = {place: _cell(PLAIN, place + 1.0) for place in range(15)}
+    ours = {place: _cell(EVERYTHING, 1.0) for place in range(15)}
+    found = paired(plain, ours, rollout_seconds)
+    assert found == PairedRatio(4.0, 8.0, 12.0, 15)
+    assert found.is_interval
+
+
+def test_the_columns_of_a_row_are_of_the_steps_that_count() -> None:
+    found = row({0: _cell(EVERYTHING, 2.0)}, {0: _cell(PLAIN, 4.0)})
+    assert (found["rollout_seconds"], found["step_seconds"]) == (2.0, 3.0)
+    assert (found["acceptance_length"], found["acceptance_rate"], found["draft_length"]) == (4.0, 0.75, 4.0)
+    assert (found["coverage"], found["moved_megabytes"]) == (0.8, 2.0)
+    assert (found["last_sample_steps"], found["last_sample_seconds"]) == (60, 0.9)
+    assert found["step_speedup_vs_plain"] == PairedRatio(5 / 3, 5 / 3, 5 / 3, 1)
+    # A system that pre-generates nothing has no coverage, and one that drafts nothing no acceptance.
+    bare = row({0: _cell(PLAIN, 4.0, covered=None, drafted=0, accepted=0, verified=0)}, None)
+    assert (bare["coverage"], bare["acceptance_rate"], bare["draft_length"]) == (None, None, None)
+    assert bare["speedup_vs_plain"] is None
+
+
+def _table(ours: float, differing: int = 0) -> list[Cell]:
+    return [
+        _cell(PLAIN, 6.0),
+        _cell("a", 5.0),
+        _cell("b", 4.0),
+        _cell(EVERYTHING, ours, differing=differing),
+        _cell(PLAIN, 2.0, regime="compute-bound"),
+        _cell(EVERYTHING, 2.5, regime="compute-bound"),
+        Cell(CellName("c", LONG_TAIL, 0), "key", 1.0, 9.0, (), AbsentReason.PACKAGE_MISSING, "no compiler"),
+    ]
+
+
+def test_the_headline_is_against_plain_and_against_the_best_of_vllm() -> None:
+    table = table_of(_table(2.0))
+    assert set(table[LONG_TAIL]) == {PLAIN, "a", "b", EVERYTHING}, "a cell without figures is no row"
+    found = headline(table, ["a", "b", "c"], [EVERYTHING])
+    assert found["speedup_vs_plain_long_tail"] == 3.0
+    assert found["speedup_vs_best_vllm_long_tail"] == 2.0
+    assert found["step_time_reduction"] == pytest.approx(1 - 3 / 7)
+    assert found["worst_regime_vs_plain_upper"] == 0.8
+    assert (found["tokens_differing"], found["paired_rounds"]) == (0, 1)
+    said = verdicts(found)
+    assert said["speedup_vs_plain_long_tail"] == said["speedup_vs_best_vllm_long_tail"] == "met"
+    assert said["worst_regime_vs_plain_upper"] == "missed"
+    assert said.keys() == {*GOALS, "tokens_differing"}
+
+
+def test_a_sample_that_differs_counts_in_every_step_and_a_missing_cell_is_no_zero() -> None:
+    found = headline(table_of(_table(2.0, differing=1)), ["a"], [EVERYTHING])
+    assert found["tokens_differing"] == 3
+    assert verdicts(found)["tokens_differing"] == "missed"
+    # A lossy system's samples are others by design.
+    assert headline(table_of(_table(2.0, differing=1)), ["a"], [])["tokens_differing"] == 0
+    empty = headline(table_of([_cell(PLAIN, 6.0)]), ["a"], [EVERYTHING])
+    assert empty["speedup_vs_plain_long_tail"] is None
+    assert verdicts(empty)["speedup_vs_plain_long_tail"] == "not measured"
+
+
+def test_markdown_has_a_row_for_each_system_and_says_why_one_is_missing() -> None:
+    cells = _table(2.0)
+    made = rows(table_of(cells))
+    figures = headline(table_of(cells), ["a", "b"], [EVERYTHING])
+    text = document(made, figures, verdicts(figures), {"c": "no figures: package missing, no compiler"})
+    lines = overview(made, {})
+    assert (
+        lines[0]
+        == f"| rollouts, times as fast as plain vLLM | {LONG_TAIL} | compute-bound | samples that differ |"
+    )
+    assert f"| {EVERYTHING} | 3.00 | 0.80 | 0 |" in lines
+    assert "| a | 1.20 | - | 0 |" in lines
+    assert "| `speedup_vs_plain_long_tail` | 3 | 3.0 at least | met |" in text
+    assert "- [1] c: no figures: package missing, no compiler" in text
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
