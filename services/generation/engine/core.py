@@ -251,7 +251,7 @@ class Engine:
         """Drop every KV block, and all reservations. StaleKVError if a sample holds KV, without `preempt`."""
         if self.in_flight:
             raise StaleKVError("a step is in flight: settle first")
-        self.migration.withdraw_all()
+        self.migration.withdraw_all(preempt=preempt)
         if not self._core.reset_prefix_cache(preempt):
             raise StaleKVError("vLLM refused to reset its prefix cache: KV blocks are still in use")
         pool = self._scheduler.kv_cache_manager.block_pool  # vLLM's null block in it is never free.

@@ -243,11 +243,21 @@ class EngineMigration:
             self._stops.end(sample_id)
             self._scheduler.kv_cache_manager.free(sample)
 
-    def withdraw_all(self) -> None:
-        """Drop every reservation, because blocks must be free before KV is dropped."""
+    def withdraw_all(self, *, preempt: bool) -> None:
+        """Drop every reservation, because blocks must be free before KV is dropped.
+
+        With `preempt` also the KV of samples that wait for a seat with it, which vLLM does not take for running.
+        """
         for sample_id in list(self._reserved):
             self.on_withdrawn(sample_id)
             self.cancel(sample_id)
+        scheduler = self._scheduler
+        for sample in list(scheduler.kv_holding_waiting) if preempt else ():
+            scheduler.kv_holding_waiting.remove_requests([sample])
+            scheduler.kv_cache_manager.free(sample)
+            sample.num_computed_tokens = 0
+            sample.num_preemptions += 1
+            scheduler.waiting.prepend_request(sample)
 
     def _run(self, sample: Request) -> None:
         """Run a sample that has KV; if its seat was taken, it gets the next one."""

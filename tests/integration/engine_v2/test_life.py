@@ -11,8 +11,9 @@ import pytest
 
 from services.generation.engine.types import EngineOptions, EngineRequest, Verifier
 from tests.integration.migration import test_engine as moves
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.engine_actor import EngineActor
-from tests.support.models import tiny_model
+from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.v2_slots import known_samples
 
 pytestmark = pytest.mark.timeout(400)
@@ -51,7 +52,9 @@ def request(name: str, response: list[int] | None = None, **fields: Any) -> Engi
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
+    folder = tmp_path_factory.mktemp("model") / "qwen3"
+    byte_tokenizer(folder, VOCAB_SIZE)
+    return tiny_model(folder)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in turn", "ahead"])
@@ -133,6 +136,37 @@ def test_a_paused_sample_leaves_its_slot_to_others(engines: Engines, name: str) 
     engine.call(moves.migration, "resume", name)
     found = engine.call(steps, 0)
     assert [*tokens, *found[name]] == stayed
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["v2", "v1"])
+def test_new_weights_drop_the_kv_of_a_sample_that_waits_with_it(
+    engines: Engines, name: str, model: Path, place: int
+) -> None:
+    """Its seat was taken while it was paused; it computes its KV again."""
+    engine = engines[place]
+    engine.call(moves.add, request(f"{name}-stayed"))
+    stayed = engine.call(steps, 0)[f"{name}-stayed"]
+    engine.call(moves.add, request(name))
+    tokens = engine.call(steps, 8)[name]
+    engine.call(moves.migration, "pause", engine.call(moves.migration, "export", name))
+    engine.call(moves.add, *[request(f"{name}-{i}", max_tokens=12) for i in range(SEATS)])
+    engine.call(steps, 2)
+    engine.call(moves.migration, "resume", name)
+    engine.call(update, str(model), True)
+    assert [*tokens, *engine.call(steps, 0)[name]] == stayed
+
+
+def test_a_grammar_is_followed(engines: Engines, name: str) -> None:
+    """What a JSON schema allows next follows from tokens that only the device has."""
+    fields = moves.SAMPLINGS["json"]
+    v2, v1 = engines
+    v1.call(moves.add, request(f"{name}-stayed", **fields))
+    stayed = v1.call(steps, 0)[f"{name}-stayed"]
+    v2.call(moves.add, request(name, **fields))
+    tokens = v2.call(steps, 5)[name]
+    draft = stayed[len(tokens) : len(tokens) + 6]
+    draft[4] = (draft[4] + 1) % VOCAB_SIZE
+    assert [*tokens, *v2.call(steps, 0, {name: draft})[name]] == stayed
 
 
 def test_an_abort_frees_what_is_in_flight(engines: Engines, name: str) -> None:
