@@ -29,6 +29,8 @@ def refusal(options: EngineOptions) -> str:
         (options.quantized is not None, "the quantized copy drafts on V1 only"),
         (options.eagle3 is not None, "the EAGLE-3 head drafts on V1 only"),
         (not options.coupled, "vLLM's own sampler is there for comparison with V1"),
+        # vLLM starts the others itself, and there vLLM is imported before anything of ours.
+        (options.tensor_parallel_size > 1 and on_cpu(), "on CPU it has one rank"),
     )
     return next((f"engine v2: {reason}" for applies, reason in reasons if applies), "")
 
@@ -42,10 +44,12 @@ def choose_runner(engine: str) -> None:
     chosen = runner_of(engine)
     os.environ[RUNNER_VARIABLE] = "1" if chosen == V2 else "0"
     if chosen == V2 and on_cpu():
+        from services.generation.engine.v2.interpreter import install, is_installed
+
+        if is_installed():
+            return
         if "vllm" in sys.modules:
             raise RuntimeError("engine v2 on CPU has to be chosen before vLLM is imported")
-        from services.generation.engine.v2.interpreter import install
-
         install()
 
 

@@ -109,7 +109,7 @@ class ScriptedEngine:
         self.drafts = {}
         if not self.ahead:
             return done
-        before, self.flying = self.flying, done
+        before, self.flying = self.flying, done or None
         return before or []
 
     @property

@@ -8,6 +8,7 @@ interpreter runs them as NumPy. That is slow, and nothing that serves should use
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +22,19 @@ class _Driver:
         return True
 
 
+def is_installed() -> bool:
+    """Return whether `install` was called in this process, or in the one that it was forked from."""
+    if "triton" not in sys.modules:
+        return False
+    from triton import backends  # type: ignore[import-untyped]
+
+    return getattr(backends.backends.get("cpu"), "driver", None) is _Driver
+
+
 def install() -> None:
     """Make Triton's interpreter the backend of this process. Call it before Triton and vLLM are imported."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from triton import backends  # type: ignore[import-untyped]
+    from triton import backends
     from triton.runtime import interpreter  # type: ignore[import-untyped]
 
     backends.backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)

@@ -1,7 +1,7 @@
 """Table of references on the device: where the drafts of a step are read from.
 
-A row belongs to a sample and holds guesses of its tokens by their position, prompt included. What is posted, a
-piece of a guess that begins at some position, is written over what was there. When a step begins the device reads
+A row belongs to a sample and holds guesses of its tokens by their position, prompt included. A segment that is
+posted, a guess that begins at some position, takes the place of what was there. When a step begins the device reads
 the drafts behind the tokens that the sample has by then, of which the host need not know.
 """
 
@@ -35,28 +35,27 @@ class References:
         size = (states.max_num_reqs, states.max_model_len)
         self._table = StagedWriteTensor(size, torch.int32, states.device)
         self._end = StagedWriteTensor(states.max_num_reqs, torch.int32, states.device)
-        # Ends that are not on the device yet, by slot. One launch writes all, in no order: a slot is in it once.
-        self._ends: dict[int, int] = {}
+        # What is not on the device yet, by slot: where it begins, and its tokens. One launch a step writes all of
+        # it, in no order, from memory that is used again two steps later: of a slot only the latest counts.
+        self._pending: dict[int, tuple[int, list[int]]] = {}
         states.draft_tokens = torch.zeros(
             (states.max_num_reqs, LONGEST_DRAFT), dtype=torch.int64, device=states.device
         )
 
     def clear(self, slot: int) -> None:
         """Forget the reference of a slot, which another sample takes."""
-        self._ends[slot] = 0
+        self._pending[slot] = (0, [])
 
     def post(self, segments: Iterable[Segment]) -> None:
-        """Write segments; those of samples that have no slot are dropped, and so is what no sequence can reach."""
+        """Keep segments for the next drafts, the latest of each sample, as far as sequences reach.
+
+        Those of samples without a slot are dropped.
+        """
         for sample_id, start, tokens in segments:
             slot = self._states.req_id_to_index.get(sample_id)
             room = self._states.max_model_len - start
-            if slot is None or room <= 0 or not tokens:
-                continue
-            if self._ends.get(slot):
-                self._write()
-            kept = list(tokens[:room])
-            self._table.stage_write(slot, start, kept)
-            self._ends[slot] = start + len(kept)
+            if slot is not None and room > 0:
+                self._pending[slot] = (start, list(tokens[:room]))
 
     def draft(self, slots: torch.Tensor, longest: int) -> None:
         """Put the next tokens of the references of some slots, [n], where the runner takes drafts from.
@@ -71,8 +70,9 @@ class References:
         self._states.draft_tokens[slots, :longest] = torch.where(known, found, 0)
 
     def _write(self) -> None:
-        for slot, end in self._ends.items():
-            self._end.stage_write_elem(slot, end)
-        self._ends.clear()
+        for slot, (start, tokens) in self._pending.items():
+            self._table.stage_write(slot, start, tokens)
+            self._end.stage_write_elem(slot, start + len(tokens))
+        self._pending.clear()
         self._table.apply_write()
         self._end.apply_write()

@@ -34,8 +34,8 @@ class SegmentSteps(CoreSteps):
         requests, verified = self._scheduler.requests, dict[str, Sequence[int]]()
         for sample_id, tokens in drafts.items():
             request = requests[sample_id]
-            self._scheduler.post([Segment(sample_id, request.num_tokens, tokens)])
             if left := tokens[request.num_output_placeholders :]:
+                self._scheduler.post([Segment(sample_id, request.num_tokens, tokens)])
                 request.spec_token_ids = [DRAFT_PLACE] * len(left)
                 self._drafted.append(sample_id)
                 verified[sample_id] = left
