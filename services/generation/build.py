@@ -180,6 +180,9 @@ def build_engine(
     binding = bind_ranks(config.threads_bind, config.tensor_parallel_size)
     if binding is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding
+    from services.generation.engine.runner_choice import choose_runner
+
+    choose_runner(config.engine)
     from services.generation.engine.core import Engine
     from services.generation.engine.warmup import warm_up
 
@@ -224,7 +227,7 @@ def _speculation(
         )
         for model in engine.model_drafts.values()
     ]
-    return Speculation(drafters, planner, engine.limits.vocab_size, metrics)
+    return Speculation(drafters, planner, engine.limits.vocab_size, metrics, late=config.steps_ahead)
 
 
 def _swept(config: GenerationConfig, engine: Any) -> Sequence[MeasuredStep]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
 from services.platform.config.settings import ServiceConfig
@@ -68,6 +68,12 @@ class GenerationConfig(ServiceConfig):
     executor: Literal["local", "ray"] = "local"
     """local: the devices are those of this machine. ray: vLLM places its workers on the Ray cluster that
     RAY_ADDRESS names, for an instance that spans machines. CUDA only."""
+    engine: Literal["auto", "v1", "v2"] = "auto"
+    """vLLM's model runner. auto: v1, until v2 has been measured to be faster on a GPU. v2: samples and verifies on
+    the device; it has no draft models, and no samples that are LENIENT or verified by rejection. On CPU it is for
+    tests only (Triton's interpreter)."""
+    schedule_ahead: bool = True
+    """On engine v2: schedule a step while the device is at the one before. Nothing else on v1."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """auto: Triton kernels on CUDA, if they compile and give the right tokens, and the references elsewhere.
     triton: an instance that cannot use them does not start. reference: never."""
@@ -171,6 +177,17 @@ class GenerationConfig(ServiceConfig):
         if group not in _W4_GROUPS:
             raise ValueError(f"allowed are {', '.join(map(str, _W4_GROUPS))}")
         return group
+
+    @model_validator(mode="after")
+    def _buildable(self) -> Self:
+        if self.engine == "v2" and (self.quantized or self.eagle3 is not None):
+            raise ValueError("engine v2 has no draft models: quantized and eagle3 must not be set")
+        return self
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that are scheduled before the outcome of an earlier one is known."""
+        return int(self.engine == "v2" and self.schedule_ahead)
 
     def engine_options(self) -> EngineOptions:
         """Return the part that the engine is built from."""

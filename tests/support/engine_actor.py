@@ -11,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from services.generation.engine.runner_choice import V2
 from services.generation.engine.types import EngineOptions
 from tests.support.engine_process import EngineProcess
 
@@ -24,7 +25,7 @@ class EngineActor(EngineProcess):
 
     def __init__(self, options: EngineOptions, core: int | None = None) -> None:
         """`core` is the one that it runs on; by default the last."""
-        super().__init__(_serve, options, core=core)
+        super().__init__(_serve, options, core=core, v2=options.engine == V2)
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Return the result of `function(engine, *args)`, or the exception that it raised."""

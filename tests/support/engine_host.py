@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from services.generation.drafters.reference.lenient_reuse import Reuse
 from services.generation.engine.prompt_scores import PromptScores
+from services.generation.engine.runner_choice import V2
 from services.generation.engine.types import EngineOptions, EngineRequest, Finish
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
@@ -84,7 +85,7 @@ class EngineHost(EngineProcess):
     """The parent's side. A context manager: the process ends with it."""
 
     def __init__(self, options: EngineOptions) -> None:
-        super().__init__(_serve, options)
+        super().__init__(_serve, options, v2=options.engine == V2)
         try:
             self.vocab_size: int
             self.row_capacity: int

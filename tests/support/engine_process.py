@@ -15,6 +15,7 @@ from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
+from services.generation.engine.runner_choice import RUNNER_VARIABLE
 from tests.support.zygote import forked
 
 _END_SECONDS = 20
@@ -31,20 +32,28 @@ class EngineProcess:
     """The parent's side. A context manager: the process ends with it."""
 
     def __init__(
-        self, serve: Callable[..., None], *args: Any, core: int | None = None, ranks: int = 1
+        self,
+        serve: Callable[..., None],
+        *args: Any,
+        core: int | None = None,
+        ranks: int = 1,
+        v2: bool = False,
     ) -> None:
         """Have a process call `serve(pipe, *args)`, a function of a module.
 
         `core` is the one that it uses; by default the last. With more than one rank each has a core of its own.
+        With `v2` vLLM's V2 runner was chosen before vLLM was imported.
         """
         cores = sorted(os.sched_getaffinity(0))
         core = cores[-1] if core is None else core
         binding = str(core) if ranks == 1 else "|".join(map(str, cores[:ranks]))
         own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": binding, "HF_HUB_OFFLINE": "1"}
+        if v2:
+            own[RUNNER_VARIABLE] = "1"
         self.pipe, theirs = Pipe()
         command = [sys.executable, "-m", "tests.support.engine_process"]
         with os.fdopen(os.dup(2), "wb") as log:
-            self._process = forked(command, os.environ | own, log, pipe=theirs.fileno())
+            self._process = forked(command, os.environ | own, log, pipe=theirs.fileno(), v2=v2)
         theirs.close()
         # Tensors are shared between processes that have the same key.
         self.pipe.send((bytes(current_process().authkey), serve, args))

@@ -27,6 +27,7 @@ import grpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.v1 import sample_pb2
+from services.generation.engine.runner_choice import RUNNER_VARIABLE
 from tests.support.zygote import Forked, forked
 
 CALL = 60.0
@@ -75,7 +76,10 @@ class InstanceProcess:
         flags = [part for name, value in self._settings.items() for part in _flag(name, value)]
         with self.log.open("wb") as log:
             command = [sys.executable, "-m", self._module, *flags]
-            self._process = forked(command, os.environ | {"OMP_NUM_THREADS": "1"}, log)
+            own = {"OMP_NUM_THREADS": "1"}
+            if v2 := self._settings.get("engine") == "v2":
+                own[RUNNER_VARIABLE] = "1"
+            self._process = forked(command, os.environ | own, log, v2=v2)
 
     def wait_ready(self, timeout: float = _START_TIMEOUT) -> None:
         """Block until the process takes calls. RuntimeError with the end of its log when it does not."""

@@ -18,7 +18,31 @@ from safetensors.torch import save_file
 VOCAB_SIZE = 512
 END_TOKEN = 1
 _DEVIATION = 0.08
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    },
+    # Two layers in three see 32 positions.
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+}
+"""Fields of the config that only one of them has."""
 _CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
@@ -43,12 +67,12 @@ def tiny_model(folder: Path, architecture: str = "qwen3", *, seed: int = 0, **ch
 
     Args:
         folder: of config.json and model.safetensors.
-        architecture: llama, qwen2 or qwen3.
+        architecture: one of `_CLASSES`.
         seed: of the weights; another seed is another policy with the same tensors.
         changes: fields of the config that differ from the tiny ones, such as `tie_word_embeddings=False`.
     """
     named = {"architectures": [_CLASSES[architecture]], "model_type": architecture}
-    config = _CONFIG | named | changes
+    config = _CONFIG | _OWN.get(architecture, {}) | named | changes
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_file(tiny_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
@@ -85,11 +109,24 @@ def _layer_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         if config["model_type"] == "qwen2":
             yield f"self_attn.{name}_proj.bias", (width,)
     yield "self_attn.o_proj.weight", (hidden, queries)
-    if config["model_type"] == "qwen3":
+    if config["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text"):
         yield "self_attn.q_norm.weight", (head,)
         yield "self_attn.k_norm.weight", (head,)
-    yield "mlp.gate_proj.weight", (inner, hidden)
-    yield "mlp.up_proj.weight", (inner, hidden)
-    yield "mlp.down_proj.weight", (hidden, inner)
+    for mlp in _mlps(config):
+        size = inner if mlp == "mlp" else config["moe_intermediate_size"]
+        yield f"{mlp}.gate_proj.weight", (size, hidden)
+        yield f"{mlp}.up_proj.weight", (size, hidden)
+        yield f"{mlp}.down_proj.weight", (hidden, size)
+    if config["model_type"] == "qwen3_moe":
+        yield "mlp.gate.weight", (config["num_experts"], hidden)
+    if config["model_type"] == "gemma3_text":
+        yield "pre_feedforward_layernorm.weight", (hidden,)
+        yield "post_feedforward_layernorm.weight", (hidden,)
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
+
+
+def _mlps(config: dict[str, Any]) -> list[str]:
+    if config["model_type"] != "qwen3_moe":
+        return ["mlp"]
+    return [f"mlp.experts.{expert}" for expert in range(config["num_experts"])]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from services.generation.engine.runner_choice import V2
 from services.generation.engine.types import EngineOptions
 from tests.support.engine_process import EngineProcess, Failure
 
@@ -27,7 +28,7 @@ class RemoteEngine(EngineProcess):
     """The parent's side. A context manager: the process ends with it."""
 
     def __init__(self, options: EngineOptions) -> None:
-        super().__init__(_serve, options, ranks=options.tensor_parallel_size)
+        super().__init__(_serve, options, ranks=options.tensor_parallel_size, v2=options.engine == V2)
         try:
             self.answer(_START_SECONDS)
         except BaseException:

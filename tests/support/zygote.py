@@ -1,8 +1,8 @@
 """Processes that have their modules imported already: forked from one that imported them and did nothing else.
 
 Importing takes longer than starting all else of a process, above all vLLM, and a run of the tests starts hundreds.
-What is read from the environment while modules are imported is the same for all of them. There are two processes to
-fork from: one with vLLM, for instances, and a small one for what controls them.
+What is read from the environment while modules are imported is the same for all of them. There are three processes
+to fork from: one with vLLM, for instances, one with vLLM and its V2 runner, and a small one for what controls them.
 
     process = forked([sys.executable, "-m", "services.generation", ...], environment, log)
 
@@ -168,12 +168,14 @@ class Zygote:
 
 
 # vLLM imports the last two when it builds a worker. Nothing here may import numba, which must come later.
-_instances = Zygote(
+_INSTANCE_IMPORTS = (
     "services.generation.__main__",
     "services.generation.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
 )
+_instances = Zygote(*_INSTANCE_IMPORTS)
+_v2_instances = Zygote("tests.support.v2_first", *_INSTANCE_IMPORTS)
 _control = Zygote(*[f"{name}.__main__" for name in _SERVICES], "services.platform.grpc.health")
 
 
@@ -183,10 +185,18 @@ def forked(
     log: BinaryIO,
     cores: Sequence[int] = (),
     pipe: int | None = None,
+    *,
+    v2: bool = False,
 ) -> Forked:
-    """Return a process out of one of this process's zygotes (see `Zygote.fork`): [python, -m, module, flags...]."""
+    """Return a process out of one of this process's zygotes (see `Zygote.fork`): [python, -m, module, flags...].
+
+    With `v2` out of one in which vLLM was imported for its V2 runner.
+    """
     # A module that enters a container names the one to run in it behind itself.
-    zygote = _instances if INSTANCES.intersection(argv) else _control
+    if not INSTANCES.intersection(argv):
+        zygote = _control
+    else:
+        zygote = _v2_instances if v2 else _instances
     return zygote.fork(argv, environment, cores, log, pipe)
 
 

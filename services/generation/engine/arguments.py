@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from services.generation.engine.model_classes import import_model_classes
+from services.generation.engine.runner_choice import refusal
 from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, QUANTIZED_KEY, EngineOptions
 
 _WORKERS = {
@@ -39,6 +40,8 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         raise ValueError("vLLM's own speculation needs vLLM's own runner: coupled=False")
     if (options.quantized is not None or options.eagle3 is not None) and not options.coupled:
         raise ValueError("quantized and eagle3 need the coupled runner")
+    if reason := refusal(options):
+        raise ValueError(reason)
     if on_cpu:
         import_model_classes(options.model)
         if options.eagle3 is not None:

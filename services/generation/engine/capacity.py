@@ -15,7 +15,7 @@ def prompt_rows(scheduler: Any, most: int) -> int:
     rows = 0
     for request in chain(scheduler.running, islice(scheduler.waiting, places)):
         # Every decoding sample needs one token anyway.
-        rows += request.num_tokens - request.num_computed_tokens - 1
+        rows += max(0, request.num_tokens - request.num_computed_tokens - 1)
         if rows >= most:
             return most
     return rows

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-# Read by vLLM when it is imported. Without multiprocessing the executor is in this process as well; the V2 model
-# runner has other hooks than those that we use.
+# Read by vLLM when it is imported. Without multiprocessing the executor is in this process. See runner_choice.py.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -31,9 +30,11 @@ from vllm.v1.executor import Executor
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_args, refuse_early_numba
 from services.generation.engine.capacity import prompt_rows
+from services.generation.engine.core_steps import CoreSteps
 from services.generation.engine.draft_models.drafting import ModelDrafts
 from services.generation.engine.migration import EngineMigration
 from services.generation.engine.prefix_hits import PrefixHits
+from services.generation.engine.runner_choice import V2, check_runner, runner_of
 from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.token_text import token_bytes
 from services.generation.engine.types import (
@@ -46,6 +47,7 @@ from services.generation.engine.types import (
     EngineSampleState,
     Finish,
     SampleStep,
+    Verifier,
 )
 from services.generation.engine.vllm_requests import VllmRequests
 from services.step_time.machine import machine_name
@@ -67,27 +69,32 @@ class Engine:
 
     def __init__(self, options: EngineOptions) -> None:
         refuse_early_numba()
+        check_runner(options.engine)
         config = engine_args(options).create_engine_config()
+        make_steps, v2 = CoreSteps, runner_of(options.engine) == V2
+        if v2:
+            from services.generation.engine.v2.steps import use_segments
+
+            make_steps = use_segments(config, ahead=options.schedule_ahead)
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
+        self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled)
         vocab_size = config.model_config.get_vocab_size()
         self._stops = StopStrings(token_bytes(Path(options.model), vocab_size))
         ends, most = end_tokens(config.model_config), config.model_config.max_model_len
         self.limits = ModelLimits(vocab_size, most, self._stops.has_text, ends)
         self._hits = PrefixHits(self._scheduler)
-        self._requests = VllmRequests(
-            self.limits, self._core.request_block_hasher, self._stops, self._hits, coupled=options.coupled
-        )
+        hasher, coupled = self._core.request_block_hasher, options.coupled
+        self._requests = VllmRequests(self.limits, hasher, self._stops, self._hits, coupled=coupled)
         # Samples that leave for another engine, or come from one.
-        self.migration = EngineMigration(self._core, self._requests.request, self._stops, options.coupled)
-        self._drafted: list[str] = []
+        self.migration = EngineMigration(self._core, self._requests.request, self._stops, coupled, slots=v2)
+        self.verifiers = frozenset({Verifier.COUPLED} if v2 else Verifier)
         # Draft models by name, in the order of their cost per token.
         self.model_drafts = {
             name: ModelDrafts(self._core, name, own.most_tokens)
             for name, own in ((EAGLE3, options.eagle3), (QUANTIZED, options.quantized))
             if own is not None
         }
-        self._coupled = options.coupled
         self._sleep_mode = options.sleep_mode
         # Weights of draft models that arrived while the engine slept, by name.
         self._swaps: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -114,8 +121,11 @@ class Engine:
         """Queue a sample, whose tokens and lengths were checked (`services.contracts.sampling`). Wakes the engine.
 
         Raises:
-            ValueError: the cached rollout has tokens outside the vocabulary, or not one log-probability per token.
+            ValueError: the cached rollout has tokens outside the vocabulary, or not one log-probability per token,
+                or the verifier is none of `verifiers`.
         """
+        if request.verifier not in self.verifiers:
+            raise ValueError(f"this engine has no verifier {request.verifier}")
         self.wake()
         sample = self._requests.request(request)
         if request.prefix:
@@ -140,24 +150,31 @@ class Engine:
             self.migration.forget(sample_id)
 
     def step(self) -> list[SampleStep]:
-        """Run one engine step: schedule, forward, verify and sample."""
-        outputs, executed = self._core.step()
-        if not self._coupled:
-            self._core.post_step(executed)
-        found = [self._requests.sample_step(output) for batch in outputs.values() for output in batch.outputs]
-        self._take_back_drafts()
-        # Those that vLLM does not know to have ended.
-        ended = [step.sample_id for step in found if step.finish is Finish.ERROR]
+        """Run one engine step; returns what it did, or the one before, of an engine that schedules ahead."""
+        return self._outcome(self._steps.step())
+
+    def settle(self) -> list[SampleStep]:
+        """Wait for the steps in flight, and return what they did. Before anything but steps and aborts."""
+        return self._outcome(self._steps.settle())
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that are scheduled and not over; 0 unless the engine schedules ahead."""
+        return self._steps.in_flight
+
+    def _outcome(self, outputs: Iterable[Any]) -> list[SampleStep]:
+        found = [self._requests.sample_step(output) for output in outputs]
+        unknown_to_vllm = [step.sample_id for step in found if step.finish is Finish.ERROR]
         if self._stops:
-            ended += [step.sample_id for step in found if self._stops.cut(step)]
-        if ended:
-            self.abort(ended)
+            unknown_to_vllm += [step.sample_id for step in found if self._stops.cut(step)]
+        if unknown_to_vllm:
+            self.abort(unknown_to_vllm)
         return found
 
     @property
     def has_work(self) -> bool:
         """True if a step would do anything."""
-        return bool(self._scheduler.has_requests())
+        return self._steps.has_work
 
     @property
     def load(self) -> EngineLoad:
@@ -175,19 +192,16 @@ class Engine:
         # Reads private fields, because properties cost time for every sample in every step.
         for request in self._scheduler.running:
             length = len(request._all_token_ids)
-            if request.num_computed_tokens == length - 1:
+            if request.num_computed_tokens - request.num_output_placeholders == length - 1:
                 response = request._output_token_ids
                 room = min(request.max_tokens - len(response), most - length) - 1
                 prompt = request.prompt_token_ids
                 states.append(EngineSampleState(request.request_id, prompt, response, room, length))
         return states
 
-    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Set the draft tokens that the next step verifies; token ids must be in the vocabulary."""
-        requests = self._scheduler.requests
-        for sample_id, tokens in drafts.items():
-            requests[sample_id].spec_token_ids = list(tokens)
-            self._drafted.append(sample_id)
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
+        """Set draft tokens of the vocabulary for the next step; returns those that it will verify."""
+        return self._steps.put(drafts)
 
     def swap_drafter(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights of a draft model by checked ones, while samples run.
@@ -218,7 +232,7 @@ class Engine:
         """
         return prompt_rows(self._scheduler, self.row_capacity // 2)
 
-    # -- weights ------------------------------------------------------------------------------------------
+    # -- weights and sleep --------------------------------------------------------------------------------
 
     def apply_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], *, preempt: bool = False) -> int:
         """Load weights in place, and drop all KV of the old ones; returns the number of blocks dropped.
@@ -242,14 +256,14 @@ class Engine:
 
     def forget_kv(self, *, preempt: bool = False) -> None:
         """Drop every KV block, and all reservations. StaleKVError if a sample holds KV, without `preempt`."""
-        self.migration.withdraw_all()
+        if self.in_flight:
+            raise StaleKVError("a step is in flight: settle first")
+        self.migration.withdraw_all(preempt=preempt)
         if not self._core.reset_prefix_cache(preempt):
             raise StaleKVError("vLLM refused to reset its prefix cache: KV blocks are still in use")
         pool = self._scheduler.kv_cache_manager.block_pool  # vLLM's null block in it is never free.
         if self._cached_blocks() or pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
             raise StaleKVError("KV blocks survived the reset")
-
-    # -- sleep --------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Release the device: drop all KV and, with `sleep_mode`, offload the weights to host memory.
@@ -260,7 +274,7 @@ class Engine:
             return
         if self.load.running or self.load.waiting:
             raise RuntimeError("an engine with samples in it cannot sleep")
-        if self.has_work:
+        while self.has_work:
             # The worker does not know yet of samples that ended since the last step.
             self.step()
         self.forget_kv()
@@ -287,16 +301,6 @@ class Engine:
     def shutdown(self) -> None:
         """Release the device."""
         self._core.shutdown()
-
-    # -- private ------------------------------------------------------------------------------------------
-
-    def _take_back_drafts(self) -> None:
-        """Remove drafts from samples that the step left out: a later step must not verify them."""
-        for sample_id in self._drafted:
-            request = self._scheduler.requests.get(sample_id)
-            if request is not None:
-                request.spec_token_ids = []
-        self._drafted.clear()
 
     def _cached_blocks(self) -> int:
         return len(self._scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)

@@ -25,7 +25,13 @@ class EngineMigration:
     """Samples of one engine in transit. For the engine thread only."""
 
     def __init__(
-        self, core: Any, make_request: Callable[[EngineRequest], Request], stops: StopStrings, coupled: bool
+        self,
+        core: Any,
+        make_request: Callable[[EngineRequest], Request],
+        stops: StopStrings,
+        coupled: bool,
+        *,
+        slots: bool = False,
     ) -> None:
         """Migrate samples of an engine core.
 
@@ -34,12 +40,15 @@ class EngineMigration:
             make_request: vLLM's form of a sample, its prefix as output.
             stops: where the stop strings of samples are searched for.
             coupled: whether our runner is in use.
+            slots: whether it is V2, where every sample that the workers know has one of as many slots as samples
+                may run: one that does not run has none. V2 learns all of a resumed sample from the scheduler.
         """
         self._core = core
         self._scheduler: Any = core.scheduler
         self._make_request = make_request
         self._stops = stops
         self._coupled = coupled
+        self._slots = slots
         # Requests that have blocks and are unknown to the scheduler, and samples that are paused.
         self._reserved: dict[str, Request] = {}
         self._paused: set[str] = set()
@@ -115,6 +124,9 @@ class EngineMigration:
         request = self._scheduler.requests[exported.sample_id]
         self._scheduler.running.remove(request)
         request.spec_token_ids = []
+        if self._slots:
+            self._scheduler.leave(exported.sample_id)
+            self._core.collective_rpc("release_sample", args=(exported.sample_id,))
         self._paused.add(exported.sample_id)
         return now
 
@@ -197,6 +209,8 @@ class EngineMigration:
         # vLLM asserts that a first prefill finds no more than the prompt in the prefix cache. The output of a
         # resumed sample may be cached as well, if this engine generated it.
         sample.num_preemptions = 1
+        if self._slots:
+            return
         blocks: tuple[list[int], ...] = tuple([] for _ in self._scheduler.kv_cache_config.kv_cache_groups)
         args = (request.sample_id, list(request.prompt), list(request.prefix), sample.sampling_params, blocks)
         self._core.collective_rpc("adopt_sample", args=args)
@@ -215,9 +229,10 @@ class EngineMigration:
         manager = self._scheduler.kv_cache_manager
         sample.num_computed_tokens = sample.num_tokens - 1
         manager.cache_blocks(sample, sample.num_computed_tokens)
-        prompt, output = list(sample.prompt_token_ids or ()), list(sample.output_token_ids)
-        args = (sample_id, prompt, output, sample.sampling_params, manager.get_block_ids(sample_id))
-        self._core.collective_rpc("adopt_sample", args=args)
+        if not self._slots:
+            prompt, output = list(sample.prompt_token_ids or ()), list(sample.output_token_ids)
+            args = (sample_id, prompt, output, sample.sampling_params, manager.get_block_ids(sample_id))
+            self._core.collective_rpc("adopt_sample", args=args)
         self._scheduler.requests[sample_id] = sample
         self._run(sample)
 
@@ -228,11 +243,21 @@ class EngineMigration:
             self._stops.end(sample_id)
             self._scheduler.kv_cache_manager.free(sample)
 
-    def withdraw_all(self) -> None:
-        """Drop every reservation, because blocks must be free before KV is dropped."""
+    def withdraw_all(self, *, preempt: bool) -> None:
+        """Drop every reservation, because blocks must be free before KV is dropped.
+
+        With `preempt` also the KV of samples that wait for a seat with it, which vLLM does not take for running.
+        """
         for sample_id in list(self._reserved):
             self.on_withdrawn(sample_id)
             self.cancel(sample_id)
+        scheduler = self._scheduler
+        for sample in list(scheduler.kv_holding_waiting) if preempt else ():
+            scheduler.kv_holding_waiting.remove_requests([sample])
+            scheduler.kv_cache_manager.free(sample)
+            sample.num_computed_tokens = 0
+            sample.num_preemptions += 1
+            scheduler.waiting.prepend_request(sample)
 
     def _run(self, sample: Request) -> None:
         """Run a sample that has KV; if its seat was taken, it gets the next one."""
@@ -240,6 +265,8 @@ class EngineMigration:
         if len(scheduler.running) < scheduler.max_num_running_reqs:
             sample.status = RequestStatus.RUNNING
             scheduler.running.append(sample)
+            if self._slots:
+                scheduler.adopt(sample)
         else:
             sample.status = RequestStatus.PREEMPTED
             scheduler._enqueue_waiting_request(sample)

@@ -107,6 +107,7 @@ def _step(engine: Engine, rows: int, timer: _Timer, random: Random) -> MeasuredS
     context = sum(len(state.prompt) + len(state.response) for state in states)
     began = timer.clock()
     engine.step()
+    engine.settle()
     seconds = timer.clock() - began
     timer.left -= seconds
     return MeasuredStep(samples=len(states), rows=rows, context=context, seconds=max(seconds, 1e-9))

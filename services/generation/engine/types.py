@@ -77,6 +77,8 @@ class EngineOptions:
     """Options of an engine. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
 
     With `sleep_mode` an engine that sleeps moves its weights to host memory; nothing moves on CPU.
+    `engine`: auto, v1 or v2, vLLM's model runner (runner_choice.py); on v2 with
+    `schedule_ahead` a step is scheduled while the device is at the one before.
     `kernels`: auto, triton or reference (kernels/backend.py), for this process and its workers.
     `quantized`: draft with a quantized copy of the weights; `eagle3`: with a trained head; None: without.
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
@@ -98,6 +100,8 @@ class EngineOptions:
     executor: str = "local"
     sleep_mode: bool = False
     coupled: bool = True
+    engine: str = "auto"
+    schedule_ahead: bool = False
     kernels: str = "auto"
     quantized: W4Options | None = None
     eagle3: Eagle3Options | None = None

@@ -43,6 +43,19 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     vllm_config: Any
     device: Any
     drafters: dict[str, ModelDrafter]
+    use_v2_model_runner: bool
+
+    def couple(self, runner: Any) -> Any:
+        """Return the runner with our sampler in it."""
+        if self.use_v2_model_runner:
+            # V1 is spared the import of V2.
+            from services.generation.engine.v2.runner import coupled_v2
+
+            runner.__class__ = coupled_v2(type(runner))
+        else:
+            runner.__class__ = coupled(type(runner))
+        runner.init_coupled()
+        return runner
 
     def use_kernels(self) -> None:
         """Choose the kernels of this process (see `kernel_choice.use_kernels` and `attention.use_attention`)."""
@@ -57,6 +70,10 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     def adopt_sample(self, *args: Any) -> None:
         """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""
         self.model_runner.adopt_sample(*args)
+
+    def release_sample(self, sample_id: str) -> None:
+        """Take a sample that does not run out of the runner (V2)."""
+        self.model_runner.release_sample(sample_id)
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the model, and create draft models before the remaining memory is given to KV."""
@@ -111,8 +128,7 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
         """Build the device state and the coupled model runner."""
         super().init_device()
         self.use_kernels()
-        self.model_runner.__class__ = coupled(type(self.model_runner))
-        self.model_runner.init_coupled()
+        self.couple(self.model_runner)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights as vLLM does, and pack the output head again.
@@ -133,10 +149,7 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
 
     def _make_model_runner(self) -> Any:
         self.use_kernels()
-        runner = super()._make_model_runner()
-        runner.__class__ = coupled(type(runner))
-        runner.init_coupled()
-        return runner
+        return self.couple(super()._make_model_runner())
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the model as above; draft models count as weights when vLLM sizes the KV cache."""

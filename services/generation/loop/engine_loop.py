@@ -25,8 +25,7 @@ from services.generation.rollouts.origin import NOWHERE, Origin
 class EngineLoop(EngineThread):
     """Steps the engine while there is work and nobody paused it.
 
-    When a step raises, streams get what there is and end with UNAVAILABLE. Without a comment that says otherwise
-    methods are called in the engine thread.
+    When a step raises, streams get what there is and end with UNAVAILABLE. Methods are of the engine thread.
     """
 
     def __init__(
@@ -201,6 +200,10 @@ class EngineLoop(EngineThread):
     def _turn(self) -> None:
         self._begin(WorkKind.STEP)
         idle = self.paused or not self._engine.has_work
+        if self._engine.in_flight and (self.paused or not self._commands.empty()):
+            # What is done between two steps finds the engine as the last one left it.
+            self._record(self._engine.settle(), self._clock())
+            self.drafts.settled()
         unsettled = idle and self.drafts.idle_work()
         self._run_commands(wait=idle and not unsettled)
         self._begin(WorkKind.STEP)
@@ -209,11 +212,10 @@ class EngineLoop(EngineThread):
             self.flush(everything=True)
             return
         began = self._clock()
-        shape = self.drafts.put(self._engine)
+        self.drafts.put(self._engine)
         stepping = self._clock()
         steps = self._engine.step()
-        if shape is not None:
-            self.drafts.stepped(shape, self._clock() - stepping)
+        self.drafts.stepped(self._clock() - stepping, self._engine.in_flight)
         self._record(steps, began)
         if self.samples.background and self.samples.real_count and self._engine.load.waiting:
             # A real sample may be waiting because of them.

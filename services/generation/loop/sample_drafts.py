@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ class SampleDrafts:
         self.speculation = speculation
         self.reuse = Reuse() if reuse is None else reuse
         self._metrics = metrics
+        # Shapes of the steps in flight; None where the time is not wanted.
+        self._shapes: deque[StepShape | None] = deque()
 
     def begin(self, sample: RunningSample, policy_version: int) -> None:
         """Start to draft for a sample that enters the engine."""
@@ -103,14 +106,18 @@ class SampleDrafts:
         Returns the shape of the step if the planner wants its time and it only decodes: prefill takes time that
         the decoding samples do not explain.
         """
+        self._shapes.append(shape := self._put(engine))
+        return shape
+
+    def _put(self, engine: Engine) -> StepShape | None:
         speculation = self.speculation
         if not self.reuse and speculation is None:
             return None
         states, load = engine.decoding(), engine.load
         decodes = load.running == len(states) and not load.waiting
         drafts = self._drafts(states, engine.row_capacity - (0 if decodes else engine.prompt_rows))
-        engine.put_drafts(drafts)
-        return speculation.shape(states, drafts) if decodes and speculation is not None else None
+        verified = engine.put_drafts(drafts)
+        return speculation.shape(states, verified) if decodes and speculation is not None else None
 
     def _drafts(self, samples: Sequence[EngineSampleState], rows: int) -> dict[str, list[int]]:
         """Return the draft tokens by sample id: of cached rollouts for samples that take one over, else proposals.
@@ -127,10 +134,16 @@ class SampleDrafts:
             made |= self.speculation.drafts(free, rows - taken)
         return made
 
-    def stepped(self, shape: StepShape, seconds: float) -> None:
-        """Report the time of a step whose shape `put` returned."""
-        if self.speculation is not None:
-            self.speculation.stepped(shape, seconds)
+    def stepped(self, seconds: float, in_flight: int = 0) -> None:
+        """Report the time of the step that has just ended, while others are still in flight."""
+        while len(self._shapes) > in_flight:
+            shape = self._shapes.popleft()
+            if shape is not None and self.speculation is not None:
+                self.speculation.stepped(shape, seconds)
+
+    def settled(self) -> None:
+        """Forget the steps that were in flight: their times are not known."""
+        self._shapes.clear()
 
     def learn(self, step: SampleStep) -> str:
         """Report the outcome of a sample's draft to its source; returns the source's name, "" without a draft."""

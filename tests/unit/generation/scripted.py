@@ -17,6 +17,7 @@ from services.generation.engine.types import (
     EngineSampleState,
     Finish,
     SampleStep,
+    Verifier,
 )
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
@@ -73,6 +74,10 @@ class ScriptedEngine:
     prompt_rows: int = 0
     dtype: str = "float32"
     model_drafts: dict[str, Any] = field(default_factory=dict)
+    verifiers: frozenset[Verifier] = frozenset(Verifier)
+    # Of an engine that schedules ahead: what the step in flight will have done.
+    ahead: bool = False
+    flying: list[SampleStep] | None = None
 
     def allow(self, steps: int) -> None:
         """Let the engine step so often."""
@@ -104,7 +109,18 @@ class ScriptedEngine:
             raise self.fault
         done = [self._step(sample_id) for sample_id in self._running]
         self.drafts = {}
-        return done
+        if not self.ahead:
+            return done
+        before, self.flying = self.flying, done or None
+        return before or []
+
+    @property
+    def in_flight(self) -> int:
+        return int(self.flying is not None)
+
+    def settle(self) -> list[SampleStep]:
+        done, self.flying = self.flying, None
+        return done or []
 
     def decoding(self) -> list[EngineSampleState]:
         return [
@@ -116,8 +132,9 @@ class ScriptedEngine:
             if sample_id in self._running
         ]
 
-    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
         self.drafts = {sample_id: list(tokens) for sample_id, tokens in drafts.items()}
+        return drafts
 
     def apply_weights(self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False) -> int:
         self.wake()
@@ -136,7 +153,7 @@ class ScriptedEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.permits > 0 and (bool(self.requests) or self.fault is not None)
+        return self.permits > 0 and (bool(self.requests or self.flying) or self.fault is not None)
 
     @property
     def load(self) -> EngineLoad:

@@ -88,6 +88,17 @@ async def test_tokens_are_the_same_off_fixed_and_planned(rigs: Callable[..., Rig
     assert (planned.value("paceline_planner_tokens_total") or 0) > 0
 
 
+async def test_an_engine_that_schedules_ahead_gives_the_same_tokens(rigs: Callable[..., Rig]) -> None:
+    """Outcomes come a step late, and what is asked for between two steps finds nothing in flight."""
+    rig = rigs(ahead=True, step_time=2e-3)
+    planner(rig)
+    assert await _tokens(rig) == {1: list(range(12)), 2: list(range(9)), 3: list(range(5))}
+    assert rig.engine.in_flight == 0
+    assert (rig.value("paceline_planner_tokens_total") or 0) > 0
+    # Those of which the end was seen by a step.
+    assert (rig.value("paceline_planner_step_time_error_ratio_count") or 0) > 0
+
+
 async def test_every_step_that_only_decodes_is_measured(rigs: Callable[..., Rig]) -> None:
     rig = rigs(step_time=2e-3)
     plan = planner(rig)

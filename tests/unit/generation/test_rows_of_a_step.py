@@ -49,8 +49,9 @@ class Batch:
     def decoding(self) -> list[EngineSampleState]:
         return [EngineSampleState(f"s{i}", [7], [RESPONSE[0]], 1000, 2) for i in range(self.samples)]
 
-    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
         self.drafts = {sample_id: list(tokens) for sample_id, tokens in drafts.items()}
+        return drafts
 
     @property
     def rows(self) -> int:

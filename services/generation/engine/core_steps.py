@@ -1,0 +1,61 @@
+"""Steps of vLLM's engine core, and the drafts that they verify."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput
+
+
+class CoreSteps:
+    """Steps of which each is over before the next is scheduled, with drafts that the host gives."""
+
+    in_flight = 0
+    """Steps that are scheduled and not over."""
+
+    def __init__(self, core: Any, *, coupled: bool) -> None:
+        """Step an engine core; `coupled`: with our runner."""
+        self._core = core
+        self._scheduler: Any = core.scheduler
+        self._coupled = coupled
+        self._drafted: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        """True if a step would do anything."""
+        return bool(self._scheduler.has_requests())
+
+    def put(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
+        """Set the draft tokens that the next step verifies; returns those that are not in flight already."""
+        requests = self._scheduler.requests
+        for sample_id, tokens in drafts.items():
+            requests[sample_id].spec_token_ids = list(tokens)
+            self._drafted.append(sample_id)
+        return drafts
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Run one step."""
+        outputs, executed = self._core.step()
+        if not self._coupled:
+            self._core.post_step(executed)
+        self._take_back()
+        return outputs_of(outputs)
+
+    def settle(self) -> list[EngineCoreOutput]:
+        """Let the steps that are in flight end, and schedule none."""
+        return []
+
+    def _take_back(self) -> None:
+        """Remove drafts from samples that the step left out: a later step must not verify them."""
+        for sample_id in self._drafted:
+            request = self._scheduler.requests.get(sample_id)
+            if request is not None:
+                request.spec_token_ids = []
+        self._drafted.clear()
+
+
+def outputs_of(batches: Mapping[int, Any] | None) -> list[EngineCoreOutput]:
+    """Return what a step did for each sample; nothing if none has ended."""
+    found: Iterable[Any] = () if batches is None else batches.values()
+    return [output for batch in found for output in batch.outputs]

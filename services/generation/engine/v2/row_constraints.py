@@ -1,0 +1,84 @@
+"""Penalties and masks of V2's sampler, row by row and on the device: as V1's, and nothing waits for the device.
+
+Top-k and top-p are not among them, which the kernels apply; the order is V1's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import numpy as np
+import torch
+
+from services.generation.engine.grammars import apply_masks
+from services.generation.engine.sampling.constraints import RowMasks
+from services.generation.engine.v2.device_rows import DeviceRows
+from services.generation.engine.v2.settings import BatchSettings
+
+Penalise = Callable[[torch.Tensor], None]
+"""Applies penalties to the logits of a step, [R, V] float32, in place."""
+
+
+def constrain(
+    raw: torch.Tensor, rows: DeviceRows, batch: BatchSettings, penalise: Penalise, masks: RowMasks | None
+) -> torch.Tensor:
+    """Return the logits, [R, V] float32, under all that comes before top-k and top-p; `raw` if nothing does."""
+    samples = batch.samples
+    penalised = any(each.penalised for each in samples)
+    withheld = any(each.noise.min_tokens and each.noise.forbidden for each in samples)
+    limited = any(each.noise.allowed for each in samples)
+    floored = any(each.noise.min_p for each in samples)
+    if not (penalised or withheld or limited or floored or masks is not None):
+        return raw
+    logits = raw.clone()
+    if penalised:
+        penalise(logits)
+    if withheld:
+        _withhold(logits, rows, batch)
+    if limited:
+        _limit(logits, rows, batch)
+    if masks is not None:
+        apply_masks(logits, masks.bits, masks.rows)
+    if floored:
+        _floor(logits, rows, batch)
+    return logits
+
+
+def _withhold(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None:
+    """Mask the tokens that would end a sample in rows at which it may not end yet, in place."""
+    row, token, least = list[int](), list[int](), list[int]()
+    for i, each in enumerate(batch.samples):
+        noise = each.noise
+        if not (noise.min_tokens and noise.forbidden):
+            continue
+        own = range(int(rows.cu[i]), int(rows.cu[i + 1]))
+        row += [place for place in own for _ in noise.forbidden]
+        token += list(noise.forbidden) * len(own)
+        least += [noise.min_tokens] * (len(own) * len(noise.forbidden))
+    there = rows.put_all(row=np.array(row), token=np.array(token), least=np.array(least))
+    place = (there["row"], there["token"])
+    early = rows.row_positions(there["row"]) < there["least"]
+    logits[place] = torch.where(early, -torch.inf, logits[place])
+
+
+def _limit(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None:
+    """Mask all but the allowed tokens in the rows of samples that have some, in place."""
+    allowed = [batch.samples[owner].noise.allowed for owner in rows.samples]
+    limited = np.flatnonzero([bool(each) for each in allowed])
+    counts = [len(allowed[row]) for row in limited]
+    token = np.fromiter(chain.from_iterable(allowed[row] for row in limited), np.int64, sum(counts))
+    there = rows.put_all(limited=limited, row=np.repeat(limited, counts), token=token)
+    place = (there["row"], there["token"])
+    kept = logits[place]
+    logits[there["limited"]] = -torch.inf
+    logits[place] = kept
+
+
+def _floor(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None:
+    """Mask the tokens that are less likely than min-p times the likeliest, in place."""
+    floors = np.fromiter((each.noise.min_p for each in batch.samples), np.float32, len(batch.samples))
+    there = rows.put_all(floors=floors[rows.samples], divisor=batch.divisor[rows.samples])
+    probabilities = (logits / there["divisor"].unsqueeze(1)).softmax(dim=-1)
+    floor = probabilities.amax(dim=-1, keepdim=True) * there["floors"].unsqueeze(1)
+    logits.masked_fill_(probabilities < floor, -torch.inf)

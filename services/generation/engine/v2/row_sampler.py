@@ -1,0 +1,132 @@
+"""Sample and verify a step of V2's runner on the device: no number of it is needed in host memory.
+
+As `sampling.sampler`: a sample with k draft tokens has k + 1 rows, and plain decoding is the case k = 0. A draft is
+accepted iff it is the token that the sample's noise picks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+from kernels.coupled_sampler.sample import Sampled, sample
+from services.generation.engine.marks import NO_TOKEN, pack
+from services.generation.engine.sampling.constraints import RowMasks
+from services.generation.engine.sampling.rows import IntArray
+from services.generation.engine.v2.device_rows import DeviceRows
+from services.generation.engine.v2.row_constraints import Penalise, constrain
+from services.generation.engine.v2.settings import BatchSettings
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: DeviceRows,
+    batch: BatchSettings,
+    penalise: Penalise,
+    masks: RowMasks | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, LogprobsTensors]:
+    """Verify the drafts and sample the next token of every sample.
+
+    Args:
+        logits: [R, V], any float type; left as it is.
+        rows: the layout.
+        batch: settings of the samples.
+        penalise: applies the penalties of all rows.
+        masks: of the rows of samples that follow a grammar.
+
+    Returns:
+        The emitted tokens [n, longest] int64, of which the first `counts` [n] of each sample hold, the counts, and
+        the log-probabilities of all rows. A row that could not be sampled has token 0 with a NaN log-probability.
+    """
+    scores = constrain(logits.float(), rows, batch, penalise, masks) if _by_row(batch, masks) else logits
+    masked = {"top_k": batch.top_k, "top_p": batch.top_p}
+    drawn = sample(
+        scores,
+        batch.seeds,
+        rows.positions,
+        torch.from_numpy(batch.temperature),
+        rows.drafts(),
+        torch.from_numpy(rows.cu),
+        **rows.put_all(**{name: each for name, each in masked.items() if each is not None}),
+    )
+    width = int(np.diff(rows.cu).max())
+    places = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
+    tokens = drawn.tokens.clamp(min=0)
+    emitted = tokens[rows.put(places.reshape(-1))].view(-1, width)
+    return emitted, drawn.counts, _logprobs(logits, scores, rows, batch, drawn, tokens)
+
+
+def _by_row(batch: BatchSettings, masks: RowMasks | None) -> bool:
+    return masks is not None or any(each.penalised or each.noise.by_row for each in batch.samples)
+
+
+def _logprobs(
+    logits: torch.Tensor,
+    scores: torch.Tensor,
+    rows: DeviceRows,
+    batch: BatchSettings,
+    drawn: Sampled,
+    tokens: torch.Tensor,
+) -> LogprobsTensors:
+    """Return the log-probabilities of each row's token and of the likeliest ones, raw or processed."""
+    by_processed = np.fromiter(
+        (each.noise.processed_logprobs for each in batch.samples), bool, len(batch.samples)
+    )
+    values = drawn.logprobs
+    if scores is not logits:
+        raw = logits.float()
+        values = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
+        values = torch.where(drawn.tokens >= 0, values, torch.nan)
+    if by_processed.any():
+        values = torch.where(rows.put(by_processed[rows.samples]), drawn.processed, values)
+    told, told_values = tokens.unsqueeze(1), values.unsqueeze(1)
+    most = max(each.noise.top_logprobs for each in batch.samples)
+    if most:
+        best = _likeliest(logits, scores, rows, batch, most)
+        told, told_values = torch.cat((told, best[0]), 1), torch.cat((told_values, best[1]), 1)
+    nothing = np.zeros(len(batch.samples), np.int64)
+    # As many marks as rows: each sample's, as often as it has rows.
+    marks = pack(rows.drafted, nothing, 1)[rows.samples]
+    return LogprobsTensors(told.to(torch.int32), told_values.float(), rows.put(marks), rows.cu.tolist())
+
+
+def _likeliest(
+    logits: torch.Tensor, scores: torch.Tensor, rows: DeviceRows, batch: BatchSettings, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the likeliest tokens of the rows of samples that ask for them, [R, most], then NO_TOKEN."""
+    asked = np.fromiter((each.noise.top_logprobs for each in batch.samples), np.int64, len(batch.samples))
+    tokens = torch.full((len(rows.samples), most), NO_TOKEN, dtype=torch.int64, device=rows.device)
+    values = torch.zeros((len(rows.samples), most), dtype=torch.float32, device=rows.device)
+    for processed in (False, True):
+        own = [each.noise.processed_logprobs is processed for each in batch.samples] & (asked > 0)
+        index = np.flatnonzero(own[rows.samples])
+        if not len(index):
+            continue
+        there = rows.put_all(place=index, asked=asked[rows.samples[index]])
+        place = there["place"]
+        part = (
+            _masked(scores[place], rows, rows.samples[index], batch) if processed else logits[place].float()
+        )
+        best = part.topk(most, dim=-1)
+        beyond = torch.arange(most, device=rows.device) >= there["asked"].unsqueeze(1)
+        tokens[place] = best.indices.masked_fill(beyond, NO_TOKEN)
+        values[place] = best.values - part.logsumexp(dim=-1, keepdim=True)
+    return tokens, values
+
+
+def _masked(scores: torch.Tensor, rows: DeviceRows, samples: IntArray, batch: BatchSettings) -> torch.Tensor:
+    """Return rows of constrained logits divided by temperature, under the top-k and top-p of their samples."""
+    vocab = scores.shape[1]
+    given = {"divisor": batch.divisor[samples]}
+    if batch.top_k is not None:
+        top_k = batch.top_k[samples]
+        # vLLM has the size of the vocabulary where it is off.
+        given["top_k"] = np.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+    if batch.top_p is not None:
+        given["top_p"] = batch.top_p[samples]
+    there = rows.put_all(**given)
+    part = scores.float() / there["divisor"].unsqueeze(1)
+    masked: torch.Tensor = apply_top_k_top_p_pytorch(part, there.get("top_k"), there.get("top_p"))
+    return masked

@@ -1,0 +1,173 @@
+"""vLLM's V2 model runner with the coupled sampler in place of its sampler and rejection sampler.
+
+As on V1 there is no `speculative_config`: the scheduler is told how many drafts a sample verifies, and what they
+may be comes as segments of references. When a step begins they are read from the table of references to where
+vLLM's runner takes drafts from. Nothing here waits for the device, but for samples that follow a grammar.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from kernels.transfer import uploaded
+from services.generation.engine.grammars import GrammarState, grammars_of, masks_for
+from services.generation.engine.sampling.constraints import RowMasks
+from services.generation.engine.v2.device_rows import DeviceRows
+from services.generation.engine.v2.prompt_reader import PromptReader
+from services.generation.engine.v2.references import LONGEST_DRAFT, References
+from services.generation.engine.v2.row_sampler import sample_rows
+from services.generation.engine.v2.settings import BatchSettings, SampleSettings
+
+
+class CoupledV2RunnerMixin:
+    """Methods put in front of vLLM's V2 model runner. The annotations name what is used of it."""
+
+    req_states: Any
+    sampler: Any
+    model: Any
+    model_config: Any
+    prompt_logprobs_worker: Any
+    decode_query_len: int
+    _remove_request: Any
+
+    def init_coupled(self) -> None:
+        """Set up the state that this mixin adds. Called once, between vLLM's constructor and `load_model`."""
+        self._settings: dict[str, SampleSettings] = {}
+        self._grammars: dict[str, GrammarState] = {}
+        self._references = References(self.req_states)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and score prompts a few rows at a time."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.prompt_logprobs_worker = PromptReader()
+
+    # -- samples ------------------------------------------------------------------------------------------
+
+    def release_sample(self, sample_id: str) -> None:
+        """Give the slot of a sample to others, until it is adopted again or ends."""
+        self._remove_request(sample_id)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """Add new samples, those that resume, and those that bring their KV; each gets a slot."""
+        # vLLM's own steps, with which it warms up, have no samples of ours.
+        adopted = getattr(scheduler_output, "paceline_adopted", ())
+        entering = SimpleNamespace(scheduled_new_reqs=[*scheduler_output.scheduled_new_reqs, *adopted])
+        super().add_requests(entering)  # type: ignore[misc]
+        for sample in entering.scheduled_new_reqs:
+            self._references.clear(self.req_states.req_id_to_index[sample.req_id])
+            if sample.req_id in self._settings:
+                continue
+            known = SampleSettings.of(sample.sampling_params)
+            self._settings[sample.req_id] = known
+            noise = known.noise
+            if noise.json_schema:
+                model = self.model_config
+                grammars = grammars_of(Path(model.model), model.get_vocab_size())
+                self._grammars[sample.req_id] = grammars.begin(noise.json_schema, noise.stops)
+            if noise.prompt_logprobs is not None:
+                self.prompt_logprobs_worker.begin(
+                    sample.req_id, sample.prompt_token_ids, noise.prompt_logprobs
+                )
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Forget samples that have ended; of those that were preempted what we know stays."""
+        super().finish_requests(scheduler_output)  # type: ignore[misc]
+        for sample_id in scheduler_output.finished_req_ids:
+            self._settings.pop(sample_id, None)
+            self._grammars.pop(sample_id, None)
+            self.prompt_logprobs_worker.end(sample_id)
+
+    # -- each step ----------------------------------------------------------------------------------------
+
+    def prepare_inputs(
+        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, num_active_loras: int
+    ) -> Any:
+        """Prepare a step as vLLM does, with its drafts from the references."""
+        given = (scheduler_output, batch_req_state, batch_desc, num_active_loras)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self._references.post(getattr(scheduler_output, "paceline_segments", ()))
+        if not drafts:
+            return super().prepare_inputs(*given)  # type: ignore[misc]
+        states = self.req_states
+        slots = torch.tensor([states.req_id_to_index[each] for each in drafts])
+        slots = uploaded({"slots": slots}, states.device)["slots"]
+        self._references.draft(slots, max(map(len, drafts.values())))
+        # Kernels have room for as many rows of a sample. Elsewhere, where CUDA graphs are captured, it is the
+        # number of rows of plain decoding.
+        plain, self.decode_query_len = self.decode_query_len, LONGEST_DRAFT + 1
+        try:
+            return super().prepare_inputs(*given)  # type: ignore[misc]
+        finally:
+            self.decode_query_len = plain
+
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        """Verify the drafts of a step and sample from it; vLLM's interface."""
+        logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
+        rows = self._rows(input_batch)
+        batch = BatchSettings.of([self._settings[sample_id] for sample_id in input_batch.req_ids])
+        masks = self._masks_of(input_batch, rows, logits.shape[1]) if self._grammars else None
+
+        def penalise(scores: torch.Tensor) -> None:
+            self.sampler.penalties_state.apply(scores, _context_of(input_batch))
+
+        tokens, counts, logprobs = sample_rows(logits, rows, batch, penalise, masks)
+        # What is sampled from a prompt that is only partly computed is thrown away.
+        whole = (
+            input_batch.seq_lens[: len(counts)] >= self.req_states.prefill_len.gpu[input_batch.idx_mapping]
+        )
+        emitted = torch.where(whole, counts, 0).to(torch.int32)
+        rejected = torch.where(whole, input_batch.cu_num_logits.diff() - counts, 0).to(torch.int32)
+        output = SamplerOutput(tokens, logprobs, None, emitted, rejected)
+        return output, emitted, rejected
+
+    def _rows(self, input_batch: Any) -> DeviceRows:
+        states, slots = self.req_states, input_batch.idx_mapping
+        positions = (states.total_len.gpu[slots] - states.prompt_len.gpu[slots]).long()
+        inputs = input_batch.input_ids[input_batch.logits_indices]
+        return DeviceRows(input_batch.cu_num_logits_np.astype(np.int64), positions, inputs)
+
+    def _masks_of(self, input_batch: Any, rows: DeviceRows, vocab_size: int) -> RowMasks | None:
+        """Return the masks of rows whose samples follow a grammar; None if there are none. Waits for the device."""
+        states, chosen = self.req_states, list[int]()
+        followed = [i for i, each in enumerate(input_batch.req_ids) if each in self._grammars]
+        if not followed:
+            return None
+        inputs, total = rows.inputs.cpu(), states.total_len.gpu.cpu()
+        masks = masks_for(len(rows.samples), vocab_size)
+        for i in followed:
+            slot = int(input_batch.idx_mapping_np[i])
+            response = states.all_token_ids.gpu[
+                slot, int(states.prompt_len.np[slot]) : int(total[slot])
+            ].cpu()
+            first, last = int(rows.cu[i]), int(rows.cu[i + 1])
+            drafts = inputs[first + 1 : last].tolist()
+            self._grammars[input_batch.req_ids[i]].fill(response.tolist(), drafts, masks, first)
+            chosen += range(first, last)
+        return RowMasks(masks, chosen)
+
+
+def _context_of(input_batch: Any) -> LogitsContext:
+    """Return the layout of a step for vLLM's penalties."""
+    return LogitsContext(
+        expanded_idx_mapping=input_batch.expanded_idx_mapping,
+        idx_mapping=input_batch.idx_mapping,
+        idx_mapping_np=input_batch.idx_mapping_np,
+        expanded_local_pos=input_batch.expanded_local_pos,
+        input_ids=input_batch.input_ids[input_batch.logits_indices],
+        pos=input_batch.positions[input_batch.logits_indices],
+        seq_lens_upper_bound_np=input_batch.seq_lens_cpu_upper_bound.numpy(),
+    )
+
+
+def coupled_v2(runner_class: type) -> type:
+    """Return the coupled version of a V2 model runner class."""
+    return type(f"Coupled{runner_class.__name__}", (CoupledV2RunnerMixin, runner_class), {})

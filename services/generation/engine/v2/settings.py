@@ -1,0 +1,69 @@
+"""Settings of the samples in a runner, as the sampler on the device needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.sampling_params import SamplingParams
+
+from services.generation.engine.sampling.noise import NOISE_KEY, SampleNoise
+
+_NO_NOISE: dict[str, Any] = {"seed": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSettings:
+    """Sampling parameters of one sample; `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off."""
+
+    noise: SampleNoise
+    temperature: float
+    top_k: int
+    top_p: float
+    penalised: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> SampleSettings:
+        """Return those of a request. One of vLLM's own, with which it warms up, has no noise."""
+        return cls(
+            SampleNoise(**(params.extra_args or {}).get(NOISE_KEY, _NO_NOISE)),
+            params.temperature,
+            max(params.top_k, 0),
+            params.top_p,
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Settings of the samples of a step, one entry a sample, [n], in host memory."""
+
+    samples: Sequence[SampleSettings]
+    seeds: torch.Tensor
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64] | None
+    top_p: npt.NDArray[np.float32] | None
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleSettings]) -> BatchSettings:
+        """Return the settings of these samples; `top_k` and `top_p` are None if nobody asks for them."""
+        n = len(samples)
+        seeds = np.fromiter((each.noise.seed for each in samples), np.uint64, n)
+        top_k = np.fromiter((each.top_k for each in samples), np.int64, n)
+        top_p = np.fromiter((each.top_p for each in samples), np.float32, n)
+        return cls(
+            samples,
+            torch.from_numpy(seeds.view(np.int64)),
+            np.fromiter((each.temperature for each in samples), np.float32, n),
+            top_k if top_k.any() else None,
+            top_p if (top_p < 1).any() else None,
+        )
+
+    @property
+    def divisor(self) -> npt.NDArray[np.float32]:
+        """Divisor of the logits of each sample; 1 for greedy ones."""
+        return np.where(self.temperature > 0, self.temperature, np.float32(1))

@@ -1,0 +1,210 @@
+"""A V2 engine over its life: moves to and from V1, aborts, weights, sleep, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.generation.engine.types import EngineOptions, EngineRequest, Verifier
+from tests.integration.migration import test_engine as moves
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.engine_actor import EngineActor
+from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.v2_slots import known_samples
+
+pytestmark = pytest.mark.timeout(400)
+
+SEATS = 2
+TOKENS = 60
+Engines = tuple[EngineActor, EngineActor]
+
+
+def steps(engine: Any, count: int, drafts: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+    """Tokens by sample of so many steps, as `moves.steps`; nothing is in flight afterwards."""
+    found = {sample_id: tokens for sample_id, (tokens, _) in moves.steps(engine, count, drafts).items()}
+    for step in engine.settle():
+        found.setdefault(step.sample_id, []).extend(step.token_ids)
+    return found
+
+
+def update(engine: Any, folder: str, preempt: bool) -> None:
+    from safetensors.torch import load_file
+
+    engine.apply_weights(load_file(Path(folder) / "model.safetensors").items(), preempt=preempt)
+
+
+def sleep(engine: Any) -> bool:
+    engine.sleep()
+    return bool(engine.asleep)
+
+
+def in_flight(engine: Any) -> int:
+    return int(engine.in_flight)
+
+
+def request(name: str, response: list[int] | None = None, **fields: Any) -> EngineRequest:
+    return moves.request(name, response, **({"max_tokens": TOKENS} | fields))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "qwen3"
+    byte_tokenizer(folder, VOCAB_SIZE)
+    return tiny_model(folder)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "ahead"])
+def engines(request: pytest.FixtureRequest, model: Path) -> Iterator[Engines]:
+    """An engine on V2 and one on V1; KV is sent to either."""
+    common: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_num_seqs": SEATS,
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 2 << 20,
+        "block_size": moves.BLOCK,
+    }
+    v2 = EngineOptions(**common, engine="v2", schedule_ahead=request.param)
+    with EngineActor(v2, 0) as first, EngineActor(EngineOptions(**common), 1) as second:
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def addresses(engines: Engines) -> tuple[str, str]:
+    first, second = (engine.call(moves.listen) for engine in engines)
+    return first, second
+
+
+_serial = 0
+
+
+@pytest.fixture
+def name(engines: Engines) -> Iterator[str]:
+    """An id that no engine has seen. Afterwards every block and every slot is free."""
+    global _serial
+    _serial += 1
+    yield f"s{_serial}"
+    for engine in engines:
+        engine.call(steps, 0)
+        found = engine.call(moves.space)
+        assert found.free_blocks == found.total_blocks
+        assert engine.call(moves.seats) == SEATS
+        engine.call(moves.withdrawn_by_reset)
+    assert engines[0].call(known_samples) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "penalties"])
+@pytest.mark.parametrize("to_v2", [True, False])
+def test_a_sample_moves_between_the_engines(
+    engines: Engines, addresses: tuple[str, str], name: str, to_v2: bool, kind: str
+) -> None:
+    fields = moves.SAMPLINGS[kind]
+    engines[1].call(moves.add, request(f"{name}-stayed", **fields))
+    stayed = engines[1].call(steps, 0)[f"{name}-stayed"]
+    donor, receiver = engines[::-1] if to_v2 else engines
+    way = (donor, receiver, addresses[0 if to_v2 else 1])
+    receiver.call(moves.withdrawn_by_reset)
+    donor.call(moves.add, request(name, **fields))
+    sofar = donor.call(steps, 20)[name]
+    exported, _ = moves.stage_one(way, name, sofar, **({"max_tokens": TOKENS} | fields))
+    more = donor.call(steps, 4)[name]
+    receiver.call(moves.scheduled)
+    moves.stage_two(way, name, exported, more)
+    sofar += more
+    draft = stayed[len(sofar) : len(sofar) + 5]
+    # The first step verifies drafts already: nothing is computed again.
+    rest = receiver.call(steps, 0, {f"{name}'": draft})[f"{name}'"]
+    assert receiver.call(moves.scheduled)[0] == {f"{name}'": 1 + len(draft)}
+    assert [*sofar, *rest] == stayed
+
+
+def test_a_paused_sample_leaves_its_slot_to_others(engines: Engines, name: str) -> None:
+    """It waits for the next seat, and goes on as if it had not been away."""
+    engines[1].call(moves.add, request(f"{name}-stayed"))
+    stayed = engines[1].call(steps, 0)[f"{name}-stayed"]
+    engine = engines[0]
+    engine.call(moves.add, request(name))
+    tokens = engine.call(steps, 8)[name]
+    engine.call(moves.migration, "pause", engine.call(moves.migration, "export", name))
+    others = [request(f"{name}-{i}", max_tokens=8) for i in range(SEATS)]
+    engine.call(moves.add, *others)
+    assert engine.call(steps, 4).keys() == {each.sample_id for each in others}
+    engine.call(moves.migration, "resume", name)
+    found = engine.call(steps, 0)
+    assert [*tokens, *found[name]] == stayed
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["v2", "v1"])
+def test_new_weights_drop_the_kv_of_a_sample_that_waits_with_it(
+    engines: Engines, name: str, model: Path, place: int
+) -> None:
+    """Its seat was taken while it was paused; it computes its KV again."""
+    engine = engines[place]
+    engine.call(moves.add, request(f"{name}-stayed"))
+    stayed = engine.call(steps, 0)[f"{name}-stayed"]
+    engine.call(moves.add, request(name))
+    tokens = engine.call(steps, 8)[name]
+    engine.call(moves.migration, "pause", engine.call(moves.migration, "export", name))
+    engine.call(moves.add, *[request(f"{name}-{i}", max_tokens=12) for i in range(SEATS)])
+    engine.call(steps, 2)
+    engine.call(moves.migration, "resume", name)
+    engine.call(update, str(model), True)
+    assert [*tokens, *engine.call(steps, 0)[name]] == stayed
+
+
+def test_a_grammar_is_followed(engines: Engines, name: str) -> None:
+    """What a JSON schema allows next follows from tokens that only the device has."""
+    fields = moves.SAMPLINGS["json"]
+    v2, v1 = engines
+    v1.call(moves.add, request(f"{name}-stayed", **fields))
+    stayed = v1.call(steps, 0)[f"{name}-stayed"]
+    v2.call(moves.add, request(name, **fields))
+    tokens = v2.call(steps, 5)[name]
+    draft = stayed[len(tokens) : len(tokens) + 6]
+    draft[4] = (draft[4] + 1) % VOCAB_SIZE
+    assert [*tokens, *v2.call(steps, 0, {name: draft})[name]] == stayed
+
+
+def test_an_abort_frees_what_is_in_flight(engines: Engines, name: str) -> None:
+    engine = engines[0]
+    engine.call(moves.add, request(name), request(f"{name}-other", max_tokens=12))
+    engine.call(moves.steps, 5)
+    engine.call(moves.end, name)
+    assert engine.call(steps, 0).keys() == {f"{name}-other"}
+
+
+def test_new_weights_find_no_step_in_flight(engines: Engines, name: str, model: Path, tmp_path: Path) -> None:
+    """Sampled tokens stay; the rest is what V1 samples behind them with the new weights."""
+    v2, v1 = engines
+    other = tiny_model(tmp_path / "other", seed=5)
+    v2.call(moves.add, request(name))
+    tokens = v2.call(moves.steps, 9)[name][0]
+    if v2.call(in_flight):
+        with pytest.raises(Exception, match="in flight"):
+            v2.call(update, str(other), True)
+    tokens += v2.call(steps, 1)[name]
+    for engine in engines:
+        engine.call(update, str(other), True)
+    rest = v2.call(steps, 0)[name]
+    v1.call(moves.add, request(f"{name}-again", tokens))
+    assert v1.call(steps, 0)[f"{name}-again"] == rest
+    for engine in engines:
+        engine.call(update, str(model), False)
+
+
+def test_an_engine_sleeps_and_the_next_sample_wakes_it(engines: Engines, name: str) -> None:
+    for engine in engines:
+        assert engine.call(sleep)
+        engine.call(moves.add, request(f"{name}-{engine is engines[0]}", max_tokens=6))
+    found = [list(engine.call(steps, 0).values()) for engine in engines]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("verifier", [Verifier.LENIENT, Verifier.REJECTION])
+def test_other_verifiers_are_refused(engines: Engines, name: str, verifier: Verifier) -> None:
+    with pytest.raises(ValueError, match=f"no verifier {verifier}"):
+        engines[0].call(moves.add, replace(request(name), verifier=verifier))

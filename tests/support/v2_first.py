@@ -1,0 +1,9 @@
+"""Choose vLLM's V2 runner for this process, by being imported before vLLM."""
+
+from services.generation.engine.runner_choice import V2, choose_runner
+
+choose_runner(V2)
+
+from tests.support.triton_interpreter import replace_language_once  # noqa: E402
+
+replace_language_once()

@@ -1,0 +1,71 @@
+"""The choice of a model runner for an instance, and what an instance on V2 refuses."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import sample_pb2
+from services.contracts.errors import Unimplemented
+from services.contracts.sampling import ModelLimits
+from services.generation.config import GenerationConfig
+from services.generation.engine.runner_choice import RUNNER_VARIABLE, check_runner, refusal, runner_of
+from services.generation.engine.types import Eagle3Options, EngineOptions, Verifier, W4Options
+from services.generation.loop.work_items import AdmissionTerms, check_item
+
+
+def test_auto_is_v1() -> None:
+    assert [runner_of(engine) for engine in ("auto", "v1", "v2")] == ["v1", "v1", "v2"]
+    assert GenerationConfig(model="m").engine_options().engine == "auto"
+
+
+@pytest.mark.parametrize("draft_model", [{"quantized": True}, {"eagle3": "/models/head"}])
+def test_an_instance_on_v2_has_no_draft_models(draft_model: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="engine v2 has no draft models"):
+        GenerationConfig(model="m", engine="v2", **draft_model)
+    assert GenerationConfig(model="m", engine="v1", **draft_model).engine_options().engine == "v1"
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantized": W4Options()}, {"eagle3": Eagle3Options("/models/head")}, {"coupled": False}]
+)
+def test_an_engine_says_why_it_is_not_on_v2(options: dict[str, Any]) -> None:
+    assert refusal(EngineOptions("m", engine="v2", **options)).startswith("engine v2: ")
+    assert not refusal(EngineOptions("m", engine="v1", **options))
+    assert not refusal(EngineOptions("m", engine="v2"))
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_v2_on_cpu_has_one_rank(monkeypatch: pytest.MonkeyPatch, cpu: bool) -> None:
+    monkeypatch.setattr("services.generation.engine.runner_choice.on_cpu", lambda: cpu)
+    assert bool(refusal(EngineOptions("m", engine="v2", tensor_parallel_size=2))) is cpu
+
+
+def test_steps_are_counted_ahead_on_v2_only() -> None:
+    ahead = [
+        GenerationConfig(model="m", engine=engine, schedule_ahead=told).steps_ahead
+        for engine, told in (("v1", True), ("v2", False), ("v2", True))
+    ]
+    assert ahead == [0, 0, 1]
+
+
+def test_an_engine_of_the_other_runner_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, RUNNER_VARIABLE, "0")
+    check_runner("auto")
+    with pytest.raises(RuntimeError, match="before vLLM is imported"):
+        check_runner("v2")
+
+
+@pytest.mark.parametrize("level", ["LENIENT", "REJECTION"])
+def test_levels_that_v2_does_not_serve_are_refused_with_the_reason(level: str) -> None:
+    limits = ModelLimits(512, 64)
+    number = sample_pb2.ExactnessLevel.Value(f"EXACTNESS_LEVEL_{level}")
+    item = pb.WorkItem(prompt_token_ids=[2, 3], exactness={"level": number})
+    terms = AdmissionTerms(0, limits, verifiers=frozenset({Verifier.COUPLED}))
+    with pytest.raises(Unimplemented, match=r"engine \(v2\) verifies exactly only"):
+        check_item(item, terms, (), lambda: "s1")
+    assert check_item(item, AdmissionTerms(0, limits), (), lambda: "s1").sample_id == "s1"
