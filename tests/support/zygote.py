@@ -193,10 +193,8 @@ def forked(
     With `v2` out of one in which vLLM was imported for its V2 runner.
     """
     # A module that enters a container names the one to run in it behind itself.
-    if not INSTANCES.intersection(argv):
-        zygote = _control
-    else:
-        zygote = _v2_instances if v2 else _instances
+    of_instances = _v2_instances if v2 else _instances
+    zygote = of_instances if INSTANCES.intersection(argv) else _control
     return zygote.fork(argv, environment, cores, log, pipe)
 
 

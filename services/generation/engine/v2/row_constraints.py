@@ -1,6 +1,6 @@
-"""Penalties and masks of V2's sampler, row by row and on the device: as V1's, and nothing waits for the device.
+"""Penalties and masks by token of V2's sampler, on the device: as V1's, and nothing waits for the device.
 
-Top-k and top-p are not among them, which the kernels apply; the order is V1's.
+Masks by probability (min-p, top-k, top-p) are the kernels'; the order is V1's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ Penalise = Callable[[torch.Tensor], None]
 def constrain(
     raw: torch.Tensor, rows: DeviceRows, batch: BatchSettings, penalise: Penalise, masks: RowMasks | None
 ) -> torch.Tensor:
-    """Return the logits, [R, V] float32, under all that comes before top-k and top-p; `raw` if nothing does."""
+    """Return the logits, [R, V] float32, before masks by probability; `raw` if nothing changes them."""
     samples = batch.samples
     penalised = any(each.penalised for each in samples)
     withheld = any(each.noise.min_tokens and each.noise.forbidden for each in samples)
     limited = any(each.noise.allowed for each in samples)
-    floored = any(each.noise.min_p for each in samples)
-    if not (penalised or withheld or limited or floored or masks is not None):
+    if not (penalised or withheld or limited or masks is not None):
         return raw
     logits = raw.clone()
     if penalised:
@@ -40,8 +39,6 @@ def constrain(
         _limit(logits, rows, batch)
     if masks is not None:
         apply_masks(logits, masks.bits, masks.rows)
-    if floored:
-        _floor(logits, rows, batch)
     return logits
 
 
@@ -73,12 +70,3 @@ def _limit(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None
     kept = logits[place]
     logits[there["limited"]] = -torch.inf
     logits[place] = kept
-
-
-def _floor(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None:
-    """Mask the tokens that are less likely than min-p times the likeliest, in place."""
-    floors = np.fromiter((each.noise.min_p for each in batch.samples), np.float32, len(batch.samples))
-    there = rows.put_all(floors=floors[rows.samples], divisor=batch.divisor[rows.samples])
-    probabilities = (logits / there["divisor"].unsqueeze(1)).softmax(dim=-1)
-    floor = probabilities.amax(dim=-1, keepdim=True) * there["floors"].unsqueeze(1)
-    logits.masked_fill_(probabilities < floor, -torch.inf)

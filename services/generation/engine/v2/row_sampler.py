@@ -9,12 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 from kernels.coupled_sampler.sample import Sampled, sample
 from services.generation.engine.marks import NO_TOKEN, pack
 from services.generation.engine.sampling.constraints import RowMasks
-from services.generation.engine.sampling.rows import IntArray
 from services.generation.engine.v2.device_rows import DeviceRows
 from services.generation.engine.v2.row_constraints import Penalise, constrain
 from services.generation.engine.v2.settings import BatchSettings
@@ -42,6 +40,7 @@ def sample_rows(
     """
     scores = constrain(logits.float(), rows, batch, penalise, masks) if _by_row(batch, masks) else logits
     masked = {"top_k": batch.top_k, "top_p": batch.top_p}
+    min_p = batch.min_p
     drawn = sample(
         scores,
         batch.seeds,
@@ -49,6 +48,7 @@ def sample_rows(
         torch.from_numpy(batch.temperature),
         rows.drafts(),
         torch.from_numpy(rows.cu),
+        min_p=None if min_p is None else torch.from_numpy(min_p),
         **rows.put_all(**{name: each for name, each in masked.items() if each is not None}),
     )
     width = int(np.diff(rows.cu).max())
@@ -59,7 +59,10 @@ def sample_rows(
 
 
 def _by_row(batch: BatchSettings, masks: RowMasks | None) -> bool:
-    return masks is not None or any(each.penalised or each.noise.by_row for each in batch.samples)
+    return masks is not None or any(
+        each.penalised or each.noise.allowed or (each.noise.min_tokens and each.noise.forbidden)
+        for each in batch.samples
+    )
 
 
 def _logprobs(
@@ -84,7 +87,7 @@ def _logprobs(
     told, told_values = tokens.unsqueeze(1), values.unsqueeze(1)
     most = max(each.noise.top_logprobs for each in batch.samples)
     if most:
-        best = _likeliest(logits, scores, rows, batch, most)
+        best = _likeliest(logits, scores, rows, batch, drawn.lowest, most)
         told, told_values = torch.cat((told, best[0]), 1), torch.cat((told_values, best[1]), 1)
     nothing = np.zeros(len(batch.samples), np.int64)
     # As many marks as rows: each sample's, as often as it has rows.
@@ -93,7 +96,12 @@ def _logprobs(
 
 
 def _likeliest(
-    logits: torch.Tensor, scores: torch.Tensor, rows: DeviceRows, batch: BatchSettings, most: int
+    logits: torch.Tensor,
+    scores: torch.Tensor,
+    rows: DeviceRows,
+    batch: BatchSettings,
+    lowest: torch.Tensor | None,
+    most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the likeliest tokens of the rows of samples that ask for them, [R, most], then NO_TOKEN."""
     asked = np.fromiter((each.noise.top_logprobs for each in batch.samples), np.int64, len(batch.samples))
@@ -104,29 +112,16 @@ def _likeliest(
         index = np.flatnonzero(own[rows.samples])
         if not len(index):
             continue
-        there = rows.put_all(place=index, asked=asked[rows.samples[index]])
+        samples = rows.samples[index]
+        there = rows.put_all(place=index, asked=asked[samples], divisor=batch.divisor[samples])
         place = there["place"]
-        part = (
-            _masked(scores[place], rows, rows.samples[index], batch) if processed else logits[place].float()
-        )
+        part = (scores if processed else logits)[place].float()
+        if processed:
+            part = part / there["divisor"].unsqueeze(1)
+            if lowest is not None:
+                part = part.masked_fill(part < lowest[place].unsqueeze(1), -torch.inf)
         best = part.topk(most, dim=-1)
         beyond = torch.arange(most, device=rows.device) >= there["asked"].unsqueeze(1)
         tokens[place] = best.indices.masked_fill(beyond, NO_TOKEN)
         values[place] = best.values - part.logsumexp(dim=-1, keepdim=True)
     return tokens, values
-
-
-def _masked(scores: torch.Tensor, rows: DeviceRows, samples: IntArray, batch: BatchSettings) -> torch.Tensor:
-    """Return rows of constrained logits divided by temperature, under the top-k and top-p of their samples."""
-    vocab = scores.shape[1]
-    given = {"divisor": batch.divisor[samples]}
-    if batch.top_k is not None:
-        top_k = batch.top_k[samples]
-        # vLLM has the size of the vocabulary where it is off.
-        given["top_k"] = np.where((top_k > 0) & (top_k < vocab), top_k, vocab)
-    if batch.top_p is not None:
-        given["top_p"] = batch.top_p[samples]
-    there = rows.put_all(**given)
-    part = scores.float() / there["divisor"].unsqueeze(1)
-    masked: torch.Tensor = apply_top_k_top_p_pytorch(part, there.get("top_k"), there.get("top_p"))
-    return masked

@@ -47,20 +47,23 @@ class BatchSettings:
     temperature: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int64] | None
     top_p: npt.NDArray[np.float32] | None
+    min_p: npt.NDArray[np.float32] | None
 
     @classmethod
     def of(cls, samples: Sequence[SampleSettings]) -> BatchSettings:
-        """Return the settings of these samples; `top_k` and `top_p` are None if nobody asks for them."""
+        """Return the settings of these samples; `top_k`, `top_p` and `min_p` are None if nobody asks for them."""
         n = len(samples)
         seeds = np.fromiter((each.noise.seed for each in samples), np.uint64, n)
         top_k = np.fromiter((each.top_k for each in samples), np.int64, n)
         top_p = np.fromiter((each.top_p for each in samples), np.float32, n)
+        min_p = np.fromiter((each.noise.min_p for each in samples), np.float32, n)
         return cls(
             samples,
             torch.from_numpy(seeds.view(np.int64)),
             np.fromiter((each.temperature for each in samples), np.float32, n),
             top_k if top_k.any() else None,
             top_p if (top_p < 1).any() else None,
+            min_p if min_p.any() else None,
         )
 
     @property
