@@ -127,6 +127,22 @@ _ROOM = Section(
             runbook="PacelineKvSaturated",
         ),
         Chart(
+            "Samples preempted",
+            PER_SECOND,
+            each_instance(_rate(f"{_G}preemptions_total")),
+            "Samples that lost their KV and compute it again: for want of room, or for new weights in mid-flight.",
+            runbook="PacelineKvSaturated",
+        ),
+        Chart(
+            "Prefix cache",
+            SHARE,
+            each_instance(
+                ratio(f"{_G}cached_context_tokens_total", f"{_G}context_tokens_total", "instance", INSTANCE)
+            ),
+            "Tokens of prompts and resumed responses whose KV was there. Samples of a group share their prompt's.",
+            most=1,
+        ),
+        Chart(
             "Processor cores in use",
             NUMBER,
             each_instance(f"{_rate('process_cpu_seconds_total')} {_OF_INSTANCES}"),

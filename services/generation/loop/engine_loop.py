@@ -243,6 +243,9 @@ class EngineLoop(EngineThread):
         sample = self.samples.get(step.sample_id)
         if sample is None:
             return
+        if step.cached_context is not None:
+            tokens = len(sample.request.prompt) + len(sample.response)
+            self._metrics.entered(tokens, step.cached_context, again=sample.started is not None)
         sample.record(step, began, now, self.drafts.learn(step))
         if step.finish is None:
             if len(sample.tokens) >= sample.quota:

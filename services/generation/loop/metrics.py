@@ -107,6 +107,17 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
     running = gauge("running_samples", "Samples in the running batch.")
     waiting = gauge("waiting_samples", "Samples waiting for the engine.")
     kv_usage = gauge("kv_usage_ratio", "Share of KV blocks in use, 0 to 1.")
+    context = counter(
+        "context_tokens_total",
+        "Tokens of prompts and responses with which samples entered the running batch.",
+    )
+    cached_context = counter(
+        "cached_context_tokens_total", "Of these, tokens whose KV was in the prefix cache."
+    )
+    preemptions = counter(
+        "preemptions_total",
+        "Samples that entered it again: they had lost their KV to others, or to new weights.",
+    )
     policy_version = gauge("policy_version", "Policy version of the weights that are served.")
     kernels_left_out = gauge(
         "kernels_left_out", "1 for kernels that failed their check at the start, and are left out.", "kernels"
@@ -141,6 +152,12 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
         self.reuse.tokens.inc(tokens)
         self.reuse.verify_steps.inc()
         self.reuse.verified_rows.inc(rows)
+
+    def entered(self, tokens: int, cached: int, again: bool) -> None:
+        """Count a sample that entered the running batch with some context, `again` if it had run before."""
+        self.context.inc(tokens)
+        self.cached_context.inc(cached)
+        self.preemptions.inc(again)
 
     def fault(self, drafter: str) -> None:
         """Count a proposal that broke the rules."""

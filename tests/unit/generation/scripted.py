@@ -53,6 +53,8 @@ class ScriptedEngine:
     step_time: float = 10.0
     permits: int = 0
     errors: dict[tuple[int, ...], int] = field(default_factory=dict)
+    contexts: dict[tuple[int, ...], list[int | None]] = field(default_factory=dict)
+    """By prompt, for each step: tokens found in the prefix cache, None where the sample was running already."""
     fault: BaseException | None = None
     refusal: Exception | None = None
     load_fault: Exception | None = None
@@ -191,7 +193,18 @@ class ScriptedEngine:
         verified = logprobs[:reused]
         begin = len(response) - len(tokens)
         logprobs[:reused] = request.cached_logprobs[begin : begin + reused]
-        return SampleStep(sample_id, tokens, logprobs, finish, len(draft), accepted, reused, verified)
+        coming = self.contexts.get(request.prompt)
+        return SampleStep(
+            sample_id,
+            tokens,
+            logprobs,
+            finish,
+            len(draft),
+            accepted,
+            reused,
+            verified,
+            cached_context=coming.pop(0) if coming else None,
+        )
 
     def _finish(self, request: EngineRequest, response: list[int], tokens: list[int]) -> Finish | None:
         if self.errors.get(request.prompt) in tokens:

@@ -245,6 +245,17 @@ async def test_times_of_a_sample_are_those_of_the_clock(rigs: Callable[..., Rig]
     assert seconds_of(caller.finished[1].queue_time) == 0.0
 
 
+async def test_context_that_is_computed_again_is_counted(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(ScriptedEngine(contexts={(7, 7, 7): [2, None, 4, None]}))
+    caller = await rig.open()
+    await caller.start(1, prompt=(7, 7, 7), max_tokens=4)
+    await rig.step(4)
+    # A prompt of three, and after two tokens five that were preempted.
+    assert rig.value("paceline_generation_context_tokens_total") == 3 + 5
+    assert rig.value("paceline_generation_cached_context_tokens_total") == 2 + 4
+    assert rig.value("paceline_generation_preemptions_total") == 1
+
+
 async def test_abort_returns_the_tokens_so_far_and_leaves_the_others(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
     caller = await rig.open()
