@@ -14,7 +14,7 @@ import torch
 
 from kernels.backend import Backend, KernelMismatch
 from kernels.coupled_sampler.noise import gumbel
-from kernels.coupled_sampler.proposals import Proposals
+from kernels.coupled_sampler.proposals import RowProposals
 from kernels.coupled_sampler.sample import Edited, Sampled, sample
 from kernels.kv_pack import pack, packed_shape, unpack
 from kernels.w4a16 import quantise
@@ -35,7 +35,7 @@ class _Case:
     top_p: torch.Tensor | None = None
     min_p: torch.Tensor | None = None
     edited: Edited | None = None
-    proposals: Proposals | None = None
+    proposals: RowProposals | None = None
 
     def sampled(self, drafts: torch.Tensor, device: torch.device, backend: Backend) -> Sampled:
         """Return the case on a device."""
@@ -143,7 +143,7 @@ def _cases() -> tuple[_Case, ...]:
 def _with_proposals(plain: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> _Case:
     """Return a plain request, one that follows likely tokens, and one that is verified by rejection."""
     best = plain.argmax(dim=1)
-    proposals = Proposals(
+    proposals = RowProposals(
         torch.tensor([-1, int(best[1]), int(best[2]), int(best[3]), 13, -1]),
         torch.tensor([0.0, -5.0, -3.0, 0.5, -1.0, 0.0]),
         torch.tensor([False, True, False, True, False, False]),

@@ -24,7 +24,7 @@ class NightlyJob:
 
     @property
     def command(self) -> str:
-        """What a reader types to get the same."""
+        """Return the command with which a reader gets the same."""
         return " ".join(("python -m", self.module, *self.options))
 
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import console, show_rows, write
-from bench.rollout.cells import Cell
+from bench.rollout.cells import TableCell
 from bench.rollout.markdown import document, shown
 from bench.rollout.picture import draw
 from bench.rollout.registry import REGIMES, SUBJECTS, SYSTEMS
-from bench.rollout.session import Session
+from bench.rollout.session import CellSession
 from bench.rollout.table import GOALS, PairedRatio, headline, rows, table_of, verdicts
 
 _RESULT = Path("runs/bench")
@@ -45,7 +45,7 @@ def main() -> None:
         systems = chosen(given.systems if name == given.subjects[0] else [QUICK])
         regimes = [each for each in subject.regimes if each in given.regimes]
         minutes = given.minutes - (time.monotonic() - began) / 60
-        session = Session(subject, systems, regimes, given.rounds, given.instances, minutes)
+        session = CellSession(subject, systems, regimes, given.rounds, given.instances, minutes)
         results[name] = result_of(session.run())
         left += session.left
     first = results[given.subjects[0]]
@@ -63,7 +63,7 @@ def chosen(names: Sequence[str]) -> list[str]:
     return list(SYSTEMS) if ALL in names else [name for name in SYSTEMS if name in names]
 
 
-def result_of(cells: Sequence[Cell]) -> dict[str, Any]:
+def result_of(cells: Sequence[TableCell]) -> dict[str, Any]:
     """Return the figures, the rows and the cells of a subject."""
     table = table_of(cells)
     figures = headline(

@@ -65,7 +65,7 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """A cell as it was measured, or the reason for which it was not."""
 
     name: CellName
@@ -104,14 +104,14 @@ class CellFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def find(self, name: CellName) -> Cell | None:
+    def find(self, name: CellName) -> TableCell | None:
         """Return a cell, whatever its key; None where there is none, or none that can be read."""
         try:
-            return Cell.from_json(json.loads((self._folder / name.file).read_text()))
+            return TableCell.from_json(json.loads((self._folder / name.file).read_text()))
         except (OSError, KeyError, TypeError, ValueError):
             return None
 
-    def keep(self, cell: Cell) -> None:
+    def keep(self, cell: TableCell) -> None:
         """Write a cell in the place of an earlier one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / cell.name.file

@@ -11,7 +11,15 @@ from functools import cache
 from pathlib import Path
 
 from bench.report import console
-from bench.rollout.cells import AbsentReason, Cell, CellFolder, CellName, StepFigures, cell_key, code_hash
+from bench.rollout.cells import (
+    AbsentReason,
+    CellFolder,
+    CellName,
+    StepFigures,
+    TableCell,
+    cell_key,
+    code_hash,
+)
 from bench.rollout.first_head import first_head
 from bench.rollout.measuring import measure
 from bench.rollout.plan import planned, seconds_left
@@ -43,7 +51,7 @@ class BenchmarkError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Session:
+class CellSession:
     """A call of the benchmark for one subject. After `minutes` no cell is begun."""
 
     subject: Subject
@@ -58,13 +66,13 @@ class Session:
     """Cells that a later call must measure."""
     _taken: dict[CellName, float] = field(default_factory=dict)
 
-    def run(self) -> list[Cell]:
+    def run(self) -> list[TableCell]:
         """Return all cells that there are, in the order of the plan. BenchmarkError without a subject or plain."""
         place = self.folder / self.subject.name
         model, kept = subject_model(self.subject), CellFolder(place / "cells")
         run = self._recorded(model, place)
         names = planned(self.systems, self.regimes, self.rounds)
-        found: dict[CellName, Cell] = {}
+        found: dict[CellName, TableCell] = {}
         for name in names:
             key = self._key(name, run, found)
             cell = None if key is None else kept.find(name)
@@ -95,7 +103,7 @@ class Session:
 
         return load_or_record(config, self.subject.options, place, watch)
 
-    def _key(self, name: CellName, run: RecordedRun, found: dict[CellName, Cell]) -> str | None:
+    def _key(self, name: CellName, run: RecordedRun, found: dict[CellName, TableCell]) -> str | None:
         """Return the hash of all that a cell depends on; None while the trainer's time is not known."""
         setup = SYSTEMS[name.system].setup
         stock = isinstance(setup, StockSystem)
@@ -106,7 +114,9 @@ class Session:
         waited = None if stock else found[first].update_seconds
         return cell_key(*parts, setup, REGIMES[name.regime], waited)
 
-    def _measured(self, name: CellName, run: RecordedRun, model: Path, found: dict[CellName, Cell]) -> Cell:
+    def _measured(
+        self, name: CellName, run: RecordedRun, model: Path, found: dict[CellName, TableCell]
+    ) -> TableCell:
         system, first = SYSTEMS[name.system], CellName(PLAIN, name.regime, 0)
         update_seconds = found[first].update_seconds if first in found and name != first else 0.0
         key, began = self._key(name, run, found), time.monotonic()
@@ -117,10 +127,10 @@ class Session:
         steps, absent, why = self._tried(system, run, name, model, update_seconds)
         if absent is not None and name.system == PLAIN:
             raise BenchmarkError(f"plain decoding failed in {name.regime}: {why}")
-        cell = Cell(name, key, update_seconds, time.monotonic() - began, steps, absent, why)
+        cell = TableCell(name, key, update_seconds, time.monotonic() - began, steps, absent, why)
         if name == first:
             # The first step has other costs, which no later one has.
-            return Cell(name, key, update_of(rollout_seconds(cell)), cell.seconds, steps)
+            return TableCell(name, key, update_of(rollout_seconds(cell)), cell.seconds, steps)
         return cell
 
     def _tried(
@@ -147,7 +157,7 @@ class Session:
             return (), AbsentReason.FAILED, last_line(error)
         return steps, None, ""
 
-    def _tell(self, cell: Cell, left: Sequence[CellName]) -> None:
+    def _tell(self, cell: TableCell, left: Sequence[CellName]) -> None:
         self._taken[cell.name] = cell.seconds
         gone = time.monotonic() - self.began
         what = f"{rollout_seconds(cell):.2f} s a rollout" if cell.steps else cell.why

@@ -59,7 +59,7 @@ class StockStep:
 
 @dataclass(slots=True)
 class StockMeasurement:
-    """How a step went. Moments on the machine's monotonic clock, by sample."""
+    """Responses and times of a step, by sample; moments are of the machine's monotonic clock."""
 
     responses: dict[str, list[int]] = field(default_factory=dict)
     decode_steps: dict[str, int] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from bench.intervals import MedianInterval, median_interval
 from bench.policy.figures import verdict
-from bench.rollout.cells import Cell, StepFigures
+from bench.rollout.cells import StepFigures, TableCell
 from bench.rollout.registry import EVERYTHING, LONG_TAIL, PLAIN
 
 WARM_UP = 1
@@ -27,7 +27,7 @@ GOALS = {
     "worst_regime_vs_plain_upper": 0.98,
 }
 """What is to be reached at least, and no token may differ."""
-Rounds = Mapping[int, Cell]
+Rounds = Mapping[int, TableCell]
 Table = Mapping[str, Mapping[str, Rounds]]
 """The cells that have figures, by regime, system and round."""
 
@@ -47,31 +47,31 @@ class PairedRatio:
         return self.rounds >= _INTERVAL_ROUNDS
 
 
-def table_of(cells: Iterable[Cell]) -> dict[str, dict[str, dict[int, Cell]]]:
+def table_of(cells: Iterable[TableCell]) -> dict[str, dict[str, dict[int, TableCell]]]:
     """Return the cells that have figures, by regime, system and round."""
-    found: dict[str, dict[str, dict[int, Cell]]] = {}
+    found: dict[str, dict[str, dict[int, TableCell]]] = {}
     for cell in cells:
         if cell.steps and cell.absent is None:
             found.setdefault(cell.name.regime, {}).setdefault(cell.name.system, {})[cell.name.round] = cell
     return found
 
 
-def counted(cell: Cell) -> Sequence[StepFigures]:
+def counted(cell: TableCell) -> Sequence[StepFigures]:
     """Return the steps of a cell that count; all where there are no more than are left out."""
     return cell.steps[WARM_UP:] or cell.steps
 
 
-def rollout_seconds(cell: Cell) -> float:
+def rollout_seconds(cell: TableCell) -> float:
     """Return the mean rollout time of a step."""
     return fmean(step.rollout_seconds for step in counted(cell))
 
 
-def step_seconds(cell: Cell) -> float:
+def step_seconds(cell: TableCell) -> float:
     """Return the mean time of a step: rollout and the trainer's update."""
     return rollout_seconds(cell) + cell.update_seconds
 
 
-def paired(base: Rounds, other: Rounds, figure: Callable[[Cell], float]) -> PairedRatio | None:
+def paired(base: Rounds, other: Rounds, figure: Callable[[TableCell], float]) -> PairedRatio | None:
     """Return base / other over the rounds that both have; None if they have none in common."""
     ratios = [figure(base[place]) / figure(other[place]) for place in sorted(base.keys() & other.keys())]
     if not ratios:
@@ -162,7 +162,7 @@ def headline(table: Table, vllm: Iterable[str], lossless: Iterable[str]) -> dict
 
 
 class _Ends(NamedTuple):
-    """What the headline has of a ratio."""
+    """Median and upper end of a ratio, for the headline."""
 
     median: float | None
     high: float | None

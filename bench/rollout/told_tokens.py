@@ -24,7 +24,7 @@ _END, _NO_DRAFT = -1, -2
 
 
 @dataclass(slots=True)
-class DraftCounts:
+class ToldDrafts:
     """Draft tokens that were verified, accepted ones, and verifications."""
 
     drafted: int = 0
@@ -55,7 +55,7 @@ def padded(drafts: Tokens, counts: Sequence[int], width: int) -> Tokens:
 class ToldTokens:
     """Recorded responses by request id, and what was verified of drafts."""
 
-    counts: DraftCounts = field(default_factory=DraftCounts)
+    counts: ToldDrafts = field(default_factory=ToldDrafts)
     _table: Tokens = field(default_factory=lambda: np.empty((0, 1), np.int64))
     _rows: Mapping[str, int] = field(default_factory=dict)
     # Rows of the batch's requests, until the batch changes.
@@ -69,7 +69,7 @@ class ToldTokens:
         for row, tokens in enumerate(responses.values()):
             self._table[row, : len(tokens)] = tokens
         self._rows = {name: row for row, name in enumerate(responses)}
-        self._batch, self.counts = [], DraftCounts()
+        self._batch, self.counts = [], ToldDrafts()
 
     def install(self) -> None:
         """Put this behind the sampler of the runners of this process."""

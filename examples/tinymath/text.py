@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TaskText(Protocol):
-    """What the training loop asks of a tokenizer; the module `tokenizer` is one."""
+    """Tokenizer as the training loop needs it; the module `tokenizer` is one."""
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return the token ids of a problem."""

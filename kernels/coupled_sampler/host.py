@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kernels.coupled_sampler.masks import thresholds
 from kernels.coupled_sampler.noise import MAX_POSITION, Domain
-from kernels.coupled_sampler.proposals import Proposals, accepts
+from kernels.coupled_sampler.proposals import RowProposals, accepts
 from kernels.coupled_sampler.reference import coupled_argmax_reference
 from kernels.coupled_sampler.verify import UNSAMPLED, verify
 
@@ -69,7 +69,7 @@ def sample_reference(
     vectors: dict[str, torch.Tensor],
     cu_rows: torch.Tensor,
     edited: Edited | None,
-    proposals: Proposals | None,
+    proposals: RowProposals | None,
     domain: Domain,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return tokens, counts, reused, logprobs, processed and lowest, as in Sampled, of checked arguments."""
@@ -141,7 +141,9 @@ def _masked(step: _Step, named: dict[str, Any]) -> tuple[Floats, Floats]:
     return lowest, kept
 
 
-def _with_proposals(step: _Step, proposals: Proposals, domain: Domain) -> tuple[Integers, Integers, Integers]:
+def _with_proposals(
+    step: _Step, proposals: RowProposals, domain: Domain
+) -> tuple[Integers, Integers, Integers]:
     """Return tokens [R], counts and reused [N]."""
     proposed, residual = proposals.tokens.numpy(), proposals.residual.numpy()
     lead = _leading(step, proposals)
@@ -169,7 +171,7 @@ def _with_proposals(step: _Step, proposals: Proposals, domain: Domain) -> tuple[
     return tokens, counts, lead
 
 
-def _leading(step: _Step, proposals: Proposals) -> Integers:
+def _leading(step: _Step, proposals: RowProposals) -> Integers:
     """Return how many proposals of each request are accepted before the first that is not, or is not there, [N].
 
     First rows are looked at together, then the second rows of the requests whose first was accepted, and so on.
@@ -189,7 +191,7 @@ def _leading(step: _Step, proposals: Proposals) -> Integers:
     return found
 
 
-def _accepted(step: _Step, proposals: Proposals, requests: Integers, place: Integers) -> NDArray[np.bool_]:
+def _accepted(step: _Step, proposals: RowProposals, requests: Integers, place: Integers) -> NDArray[np.bool_]:
     """Return whether the proposals in these rows of some requests are accepted, [m]."""
     row = step.cu[requests] + place
     tokens, odds, raw = (part.numpy()[row] for part in (proposals.tokens, proposals.log_odds, proposals.raw))

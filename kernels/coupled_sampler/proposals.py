@@ -37,7 +37,7 @@ LEAST = np.float32(-1e30)
 
 
 @dataclass(frozen=True, slots=True)
-class Proposals:
+class RowProposals:
     """Proposed tokens of R rows, N requests, in host memory.
 
     tokens    [R] int64; NO_PROPOSAL for a row without one

@@ -19,7 +19,7 @@ from kernels.backend import Backend, choose
 from kernels.checks import FLOATS, INTEGERS, check, check_contiguous, check_device
 from kernels.coupled_sampler.masks import MOST_ENTRIES, floors
 from kernels.coupled_sampler.noise import Domain
-from kernels.coupled_sampler.proposals import Proposals
+from kernels.coupled_sampler.proposals import RowProposals
 from kernels.coupled_sampler.verify import check_ragged
 from kernels.transfer import Layout, downloaded, layout_of, uploaded, views
 
@@ -79,7 +79,7 @@ def sample(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
     edited: Edited | None = None,
-    proposals: Proposals | None = None,
+    proposals: RowProposals | None = None,
     domain: Domain = Domain.TOKEN,
     backend: Backend | str | None = None,
 ) -> Sampled:
@@ -139,10 +139,10 @@ def _on_device(
     vectors: dict[str, torch.Tensor],
     cu_rows: torch.Tensor,
     edited: Edited | None,
-    proposals: Proposals | None,
+    proposals: RowProposals | None,
     domain: Domain,
 ) -> Sampled:
-    from kernels.coupled_sampler.triton_sample import Part, sample_triton
+    from kernels.coupled_sampler.triton_sample import LogitPart, sample_triton
     from kernels.coupled_sampler.triton_scan import BY_RAW, RESIDUAL
 
     rows, requests = len(logits), len(cu_rows) - 1
@@ -158,9 +158,9 @@ def _on_device(
         plain = torch.from_numpy(np.setdiff1d(plain.numpy(), edited.rows.numpy(), assume_unique=True))
     vectors["plain"] = plain
     there = {name: vector.contiguous() for name, vector in uploaded(vectors, logits.device).items()}
-    parts = [Part(logits, there["plain"], there["plain"])] if len(plain) else []
+    parts = [LogitPart(logits, there["plain"], there["plain"])] if len(plain) else []
     if edited is not None and len(edited.rows):
-        parts.append(Part(edited.logits, there["edited"], there["edited_rows"]))
+        parts.append(LogitPart(edited.logits, there["edited"], there["edited_rows"]))
     layout, size = _outputs(rows, requests)
     memory = torch.empty(size, dtype=torch.uint8, device=logits.device)
     lowest = sample_triton(logits, there, parts, views(memory, layout), domain)
@@ -172,7 +172,7 @@ def _check(
     cu_rows: torch.Tensor,
     vectors: dict[str, torch.Tensor],
     edited: Edited | None,
-    proposals: Proposals | None,
+    proposals: RowProposals | None,
 ) -> None:
     requests = len(cu_rows) - 1
     check("logits", logits, (None, None), FLOATS)

@@ -22,7 +22,7 @@ from kernels.tuning import Tuning, multiprocessors, tuning
 MASKS = frozenset({"top_k", "top_p", "floors"})
 
 
-class Part(NamedTuple):
+class LogitPart(NamedTuple):
     """Rows of a step that lie in one tensor: their numbers in the step, and their rows in the tensor, int64."""
 
     logits: torch.Tensor
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 def sample_triton(
     logits: torch.Tensor,
     vectors: dict[str, torch.Tensor],
-    parts: Sequence[Part],
+    parts: Sequence[LogitPart],
     out: dict[str, torch.Tensor],
     domain: Domain,
 ) -> torch.Tensor | None:
@@ -79,7 +79,7 @@ def sample_triton(
     return lowest if masked else None
 
 
-def thresholds(parts: Sequence[Part], vectors: dict[str, torch.Tensor], lowest: torch.Tensor) -> None:
+def thresholds(parts: Sequence[LogitPart], vectors: dict[str, torch.Tensor], lowest: torch.Tensor) -> None:
     """Write the threshold of each row to `lowest` [R]: -inf for a row that is greedy, unmasked or not valid.
 
     `vectors`: owners [R] and temperature [N], and of top_k, top_p and floors [N] those that there are.

@@ -43,7 +43,7 @@ def noise(device: torch.device, sizes: cases.Sizes) -> None:
 
 def masks(device: torch.device, sizes: cases.Sizes) -> None:
     """Compare thresholds of whole rows with the specification's to the bit, ties and masked entries included."""
-    from kernels.coupled_sampler.triton_sample import Part, thresholds
+    from kernels.coupled_sampler.triton_sample import LogitPart, thresholds
 
     rng = np.random.default_rng(1)
     rows, width = 12 if device.type == "cuda" else 3, sizes.vocabulary
@@ -63,7 +63,7 @@ def masks(device: torch.device, sizes: cases.Sizes) -> None:
         "owners": np.arange(rows),
     }
     vectors = {name: torch.from_numpy(vector).to(device) for name, vector in given.items()}
-    part = Part(torch.from_numpy(logits).to(device), vectors["owners"], vectors["owners"])
+    part = LogitPart(torch.from_numpy(logits).to(device), vectors["owners"], vectors["owners"])
     thresholds([part], vectors, lowest)
     expected = specified(logits / temperature[:, None], top_k, top_p, floor)
     found = lowest.cpu().numpy()

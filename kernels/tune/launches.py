@@ -1,4 +1,4 @@
-"""What the entry functions launch in the settings that an engine meets, on tensors without contents.
+"""Launches of the entry functions in the settings that an engine meets, on tensors without contents.
 
 For compiling without a device: nothing here may run, for memory is not initialised.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.coupled_sampler.proposals import Proposals
+from kernels.coupled_sampler.proposals import RowProposals
 from kernels.coupled_sampler.sample import Edited, sample
 from kernels.short_query_attention import AttentionStep
 
@@ -40,7 +40,7 @@ def draw(
     if proposing:
         none = torch.zeros(rows, dtype=torch.bool)
         tokens = torch.zeros(rows, dtype=torch.int64)
-        more["proposals"] = Proposals(tokens, torch.zeros(rows), none, none[:count])
+        more["proposals"] = RowProposals(tokens, torch.zeros(rows), none, none[:count])
     sample(
         torch.empty(rows, width, dtype=dtype), ids, ids, torch.ones(count), ids.new_zeros(drafts), cu,
         backend="triton", **more,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.report.chart import MOST_STEPS, Chart, Draw, Key, Table, drawn, latest
+from paceline.report.chart import MOST_STEPS, Draw, Key, PageChart, Table, drawn, latest
 from paceline.report.facts import PARTS, RunFacts, RunStep
 from paceline.report.svg import element, line, short, text, ticks, title
 
@@ -35,7 +35,7 @@ PART_WORDS = {
 _HEIGHT, _GAP, _AXIS = 20.0, 6.0, 34.0
 
 
-def where_time_goes(facts: RunFacts) -> Chart | None:
+def where_time_goes(facts: RunFacts) -> PageChart | None:
     """Return the chart of the phases of each step; None without a step."""
     if not facts.steps:
         return None
@@ -55,7 +55,7 @@ def where_time_goes(facts: RunFacts) -> Chart | None:
     )
 
 
-def critical_path(facts: RunFacts) -> Chart | None:
+def critical_path(facts: RunFacts) -> PageChart | None:
     """Return the chart of where the time of each step's last sample went; None if there is none."""
     steps = [step for step in facts.steps if step.last][-MOST_STEPS:]
     if not steps:
@@ -106,12 +106,12 @@ def _chart(
     bars: Sequence[Bar],
     classes: Mapping[str, str],
     words: Mapping[str, str],
-) -> Chart:
+) -> PageChart:
     rows = [
         [label, *(f"{parts.get(part, 0.0):.3f}" for part in classes), f"{sum(parts.values()):.3f}"]
         for label, parts in bars
     ]
-    return Chart(
+    return PageChart(
         name,
         heading,
         note,

@@ -40,7 +40,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
+class PageChart:
     """A chart. `summary` says in words what it shows; `note` how it is to be read."""
 
     name: str

@@ -15,13 +15,13 @@ from paceline.report.facts import (
     PARTS,
     DraftCounts,
     Filled,
+    InstancePart,
     InstanceRow,
-    Move,
+    MoveFact,
     Published,
     RunFacts,
     RunStep,
     SamplePath,
-    SampleSpan,
 )
 from paceline.types import Decision
 
@@ -106,7 +106,9 @@ def _path(told: Mapping[str, Any]) -> SamplePath:
         decode_steps=int(told["decode_steps"]),
         verify_steps=int(told["verify_steps"]),
         restarts=int(told["restarts"]),
-        spans=tuple(SampleSpan(name, begin, end, int(tokens)) for name, begin, end, tokens in told["spans"]),
+        spans=tuple(
+            InstancePart(name, begin, end, int(tokens)) for name, begin, end, tokens in told["spans"]
+        ),
     )
 
 
@@ -154,7 +156,7 @@ def _read_move(facts: RunFacts, entry: Decision) -> None:
     told = entry.details
     samples = int(told.get("moved", told["samples"]))
     if samples:
-        facts.moves.append(Move(entry.time, str(told["donor"]), str(told["receiver"]), samples))
+        facts.moves.append(MoveFact(entry.time, str(told["donor"]), str(told["receiver"]), samples))
 
 
 _READERS = {

@@ -25,7 +25,7 @@ class InstanceRow:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSpan:
+class InstancePart:
     """Tokens of a sample that one instance generated, and when."""
 
     instance_id: str
@@ -47,7 +47,7 @@ class SamplePath:
     decode_steps: int
     verify_steps: int
     restarts: int
-    spans: tuple[SampleSpan, ...]
+    spans: tuple[InstancePart, ...]
 
     @property
     def seconds(self) -> float:
@@ -141,7 +141,7 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MoveFact:
     """Samples that were moved from one instance to another, decided at `time`."""
 
     time: float
@@ -167,7 +167,7 @@ class RunFacts:
     steps: list[RunStep] = field(default_factory=list)
     published: list[Published] = field(default_factory=list)
     filled: list[Filled] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    moves: list[MoveFact] = field(default_factory=list)
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
     unread: int = 0

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from paceline.report import bars, plots, timeline
-from paceline.report.chart import Chart, Table
+from paceline.report.chart import PageChart, Table
 from paceline.report.facts import RunFacts, SamplePath
 from paceline.report.palette import DARK, LIGHT, SERIES, css
 
@@ -109,7 +109,7 @@ def _sections(facts: RunFacts) -> list[dict[str, object]]:
     ]
 
 
-def _section(name: str, title: str, charts: Sequence[Chart | None], nothing: str) -> dict[str, object]:
+def _section(name: str, title: str, charts: Sequence[PageChart | None], nothing: str) -> dict[str, object]:
     return {
         "name": name,
         "title": title,

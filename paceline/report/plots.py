@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline.report.chart import MOST_STEPS, Chart, Draw, Key, Table, drawn, latest
+from paceline.report.chart import MOST_STEPS, Draw, Key, PageChart, Table, drawn, latest
 from paceline.report.facts import RunFacts
 from paceline.report.palette import SERIES
 from paceline.report.svg import element, line, path, short, text, ticks, title
@@ -64,7 +64,7 @@ class Axes:
         return "".join(marks)
 
 
-def rewards(facts: RunFacts) -> Chart | None:
+def rewards(facts: RunFacts) -> PageChart | None:
     """Return the chart of rewards by step; None if none was reported."""
     steps = [step for step in facts.steps if step.reward is not None][-MOST_STEPS:]
     if not steps:
@@ -82,7 +82,7 @@ def rewards(facts: RunFacts) -> Chart | None:
             marks.append(_mark("circle", x, y, "blue", f"step {step.step}: mean reward {step.reward:.3f}"))
         return "".join(marks), _HEIGHT
 
-    return Chart(
+    return PageChart(
         "reward",
         "Reward",
         "Mean of the rewards that the trainer reported, over the samples of a step; the shaded range is from the "
@@ -106,7 +106,7 @@ def rewards(facts: RunFacts) -> Chart | None:
     )
 
 
-def acceptance(facts: RunFacts) -> Chart | None:
+def acceptance(facts: RunFacts) -> PageChart | None:
     """Return the chart of acceptance by drafter and position; None if nothing was drafted."""
     found = {name: counts.positions() for name, counts in sorted(facts.drafts.items())}
     found = {name: positions for name, positions in found.items() if positions}
@@ -123,7 +123,7 @@ def acceptance(facts: RunFacts) -> Chart | None:
         [str(place + 1), *(_share(positions, place) for positions in found.values())]
         for place in range(max(map(len, found.values())))
     ]
-    return Chart(
+    return PageChart(
         "acceptance",
         "Acceptance by drafter and position",
         "Share of the draft tokens at each position that verification kept, over all steps of the run. A token "
@@ -158,7 +158,7 @@ def _draw_acceptance(
     return draw
 
 
-def step_times(facts: RunFacts) -> Chart | None:
+def step_times(facts: RunFacts) -> PageChart | None:
     """Return the chart of predicted against measured step time; None if no step was predicted."""
     found = [
         (step.step, step.predicted_seconds, step.measured_seconds)
@@ -184,7 +184,7 @@ def step_times(facts: RunFacts) -> Chart | None:
             marks.append(_mark("circle", axes.x(math.log10(one)), axes.y(math.log10(other)), "blue", words))
         return "".join(marks), _HEIGHT
 
-    return Chart(
+    return PageChart(
         "times",
         "Predicted and measured step time",
         "Seconds that the engine steps of a training step took, over all instances (upwards), against what the "

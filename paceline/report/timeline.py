@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from paceline.report.bars import following
-from paceline.report.chart import Chart, Key, Table, drawn
-from paceline.report.facts import Filled, InstanceRow, Move, RunFacts, RunStep
+from paceline.report.chart import Key, PageChart, Table, drawn
+from paceline.report.facts import Filled, InstanceRow, MoveFact, RunFacts, RunStep
 from paceline.report.lanes import Arrow, Interval, Lane, draw_lanes
 
 MOST_TIMELINES = 4
@@ -22,7 +22,7 @@ _KEYS = (
 )
 
 
-def timelines(facts: RunFacts) -> list[Chart]:
+def timelines(facts: RunFacts) -> list[PageChart]:
     """Return the timelines of the latest steps, the latest first."""
     places = range(len(facts.steps) - 1, max(-1, len(facts.steps) - 1 - MOST_TIMELINES), -1)
     return [_timeline(facts, place) for place in places]
@@ -39,7 +39,7 @@ def filled_share(facts: RunFacts) -> float | None:
     return filled / whole if whole > _SHORTEST else None
 
 
-def _timeline(facts: RunFacts, place: int) -> Chart:
+def _timeline(facts: RunFacts, place: int) -> PageChart:
     step = facts.steps[place]
     end = min(following(facts, place), step.ended + max(step.seconds, 1e-3))
     lanes = [_lane(facts, step, row, end) for row in step.rows]
@@ -48,7 +48,7 @@ def _timeline(facts: RunFacts, place: int) -> Chart:
     moves = [move for move in facts.moves if step.begun <= move.time <= end]
     names = {lane.label: number for number, lane in enumerate(lanes)}
     arrows = [move for move in moves if {move.donor, move.receiver} <= names.keys()][:MOST_ARROWS]
-    return Chart(
+    return PageChart(
         f"timeline-{step.step}-{place}",
         f"Instances in step {step.step}",
         _note(step, moves, arrows),
@@ -64,7 +64,7 @@ def _timeline(facts: RunFacts, place: int) -> Chart:
     )
 
 
-def _note(step: RunStep, moves: Sequence[Move], arrows: Sequence[Move]) -> str:
+def _note(step: RunStep, moves: Sequence[MoveFact], arrows: Sequence[MoveFact]) -> str:
     words = "Time from the step's begin; the line is the end of its last sample."
     if step.instances > len(step.rows):
         busy = len(step.rows) // 2
@@ -78,7 +78,7 @@ def _note(step: RunStep, moves: Sequence[Move], arrows: Sequence[Move]) -> str:
     return words
 
 
-def _summary(facts: RunFacts, step: RunStep, moves: Sequence[Move]) -> str:
+def _summary(facts: RunFacts, step: RunStep, moves: Sequence[MoveFact]) -> str:
     share = step.bubble_seconds / (step.seconds * step.instances) if step.seconds and step.instances else 0.0
     moved = sum(move.samples for move in moves)
     return (
@@ -100,7 +100,7 @@ def _since(intervals: Iterable[Interval], step: RunStep) -> list[Interval]:
     return [(left - step.begun, right - step.begun) for left, right in intervals]
 
 
-def _arrow(move: Move, step: RunStep) -> Arrow:
+def _arrow(move: MoveFact, step: RunStep) -> Arrow:
     return Arrow(move.time - step.begun, move.donor, move.receiver, move.samples)
 
 
@@ -136,7 +136,7 @@ def _gaps(intervals: Iterable[Interval], begin: float, end: float) -> list[Inter
     return found
 
 
-def _table(facts: RunFacts, step: RunStep, moves: Sequence[Move]) -> Table:
+def _table(facts: RunFacts, step: RunStep, moves: Sequence[MoveFact]) -> Table:
     rows = []
     for row in step.rows:
         begin, end = _bubble(step, row)

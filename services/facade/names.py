@@ -37,7 +37,7 @@ _STEPS = range(1 << 63)
 
 @dataclass(frozen=True, slots=True)
 class GivenNames:
-    """What the headers of a request say of its samples; None: nothing."""
+    """Names that the headers of a request give its samples; None: they do not."""
 
     run_id: str
     step: int | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.coupled_sampler.proposals import Proposals, log_odds
+from kernels.coupled_sampler.proposals import RowProposals, log_odds
 from kernels.coupled_sampler.sample import Edited, Sampled, sample
 
 
@@ -59,7 +59,7 @@ def random_step(seed: int, width: int, requests: int, *, plain: bool = False) ->
     last = np.zeros(rows, bool)
     last[cu[1:] - 1] = True
     proposed = np.where(residual[owner], np.where(last, -1, tokens), proposed)
-    arguments["proposals"] = Proposals(
+    arguments["proposals"] = RowProposals(
         torch.from_numpy(proposed),
         torch.from_numpy(odds),
         torch.from_numpy(~residual[owner] & (rng.random(rows) < 0.6)),

@@ -16,7 +16,7 @@ from paceline.rollout import AsyncRollout
 
 
 @dataclass(slots=True, eq=False)
-class SampleCall:
+class VerlCall:
     """A sample that somebody waits for."""
 
     prompt_id: str
@@ -56,7 +56,7 @@ class SampleQueue:
         # A server that starts again must not meet the batches that it had.
         self._launch = uuid.uuid4().hex
         self._batches = 0
-        self._waiting: list[SampleCall] = []
+        self._waiting: list[VerlCall] = []
         self._open = True
         self._sends_away = False
         self._submitting: asyncio.Task[None] | None = None
@@ -68,7 +68,7 @@ class SampleQueue:
         Raises:
             PacelineError: it was refused, or its gateway is lost.
         """
-        call = SampleCall(prompt_id_of(prompt_token_ids), prompt_token_ids, sampling)
+        call = VerlCall(prompt_id_of(prompt_token_ids), prompt_token_ids, sampling)
         if self._sends_away:
             return None
         self._waiting.append(call)
@@ -110,7 +110,7 @@ class SampleQueue:
         finally:
             self._submitting = None
 
-    async def _submit_calls(self, calls: list[SampleCall]) -> None:
+    async def _submit_calls(self, calls: list[VerlCall]) -> None:
         """Submit calls as one batch. Where a call is refused, only that one fails."""
         groups = self._grouped(calls)
         try:
@@ -130,9 +130,9 @@ class SampleQueue:
         else:
             self._reading[rollout] = asyncio.create_task(self._read(rollout, groups))
 
-    def _grouped(self, calls: list[SampleCall]) -> dict[str, list[SampleCall]]:
+    def _grouped(self, calls: list[VerlCall]) -> dict[str, list[VerlCall]]:
         """Group calls by prompt. Those whose prompt is there with other sampling parameters wait once more."""
-        groups: dict[str, list[SampleCall]] = {}
+        groups: dict[str, list[VerlCall]] = {}
         for call in calls:
             group = groups.setdefault(call.prompt_id, [])
             if group and group[0].sampling != call.sampling:
@@ -141,7 +141,7 @@ class SampleQueue:
                 group.append(call)
         return groups
 
-    def _batch(self, groups: dict[str, list[SampleCall]], policy_version: int) -> t.Batch:
+    def _batch(self, groups: dict[str, list[VerlCall]], policy_version: int) -> t.Batch:
         self._batches += 1
         seed = hashlib.blake2b(f"{self._seed}.{self._batches}".encode(), digest_size=8)
         return t.Batch(
@@ -156,7 +156,7 @@ class SampleQueue:
             run_seed=int.from_bytes(seed.digest(), "little"),
         )
 
-    async def _read(self, rollout: AsyncRollout, groups: dict[str, list[SampleCall]]) -> None:
+    async def _read(self, rollout: AsyncRollout, groups: dict[str, list[VerlCall]]) -> None:
         try:
             async for sample in rollout:
                 groups[sample.prompt_id][sample.slot].settle(sample)
@@ -175,6 +175,6 @@ async def _cancel(rollout: AsyncRollout) -> int:
         return 0
 
 
-def _fail(calls: list[SampleCall], error: Exception) -> None:
+def _fail(calls: list[VerlCall], error: Exception) -> None:
     for call in calls:
         call.fail(error)

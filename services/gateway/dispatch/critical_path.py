@@ -13,7 +13,7 @@ _MOST_SPANS = 12
 _MOST_NAME = 64
 
 
-class EndedSample(NamedTuple):
+class TimedSample(NamedTuple):
     """A sample that has ended: its state and prompt, its number of tokens, and unix seconds of begin and end."""
 
     sample: GatewaySample
@@ -23,7 +23,7 @@ class EndedSample(NamedTuple):
     ended_at: float
 
 
-def time_parts(ended: EndedSample) -> dict[str, float]:
+def time_parts(ended: TimedSample) -> dict[str, float]:
     """Return the seconds of each part; they add up to the time from acceptance to the end.
 
     Instances measure their steps by their own clocks. Where they say more than there was, all of it is scaled down.
@@ -46,7 +46,7 @@ def time_parts(ended: EndedSample) -> dict[str, float]:
     return {"queue": queue, **steps, "moves": moved, "between": between}
 
 
-def path_of(ended: EndedSample) -> dict[str, Any]:
+def path_of(ended: TimedSample) -> dict[str, Any]:
     """Return what is recorded of a sample; of many spans the last ones. Times are unix seconds, parts seconds."""
     sample = ended.sample
     return {

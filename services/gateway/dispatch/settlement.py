@@ -11,7 +11,7 @@ import structlog
 from paceline.v1 import sample_pb2
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import EventEffect, SampleEnding
-from services.gateway.dispatch.critical_path import EndedSample
+from services.gateway.dispatch.critical_path import TimedSample
 from services.gateway.dispatch.estimator import Coverage, WorkEstimator
 from services.gateway.dispatch.placer import Placer
 from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
@@ -149,7 +149,7 @@ class Settlement:
     def _end_in_step(self, batch: RolloutBatch, ending: SampleEnding) -> None:
         sample = batch.samples[ending.index]
         prompt, tokens = batch.group_of(ending.index).prompt_id, len(sample.tokens)
-        ended = EndedSample(sample, prompt, tokens, batch.accepted_at, ending.at)
+        ended = TimedSample(sample, prompt, tokens, batch.accepted_at, ending.at)
         report = self._steps.end(batch.key[0], batch.step, sample.spans, tokens, ending.at, ended)
         if report is not None:
             bubbles = report.bubbles(self.placer.links)

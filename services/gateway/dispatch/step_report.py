@@ -15,7 +15,7 @@ from typing import Any
 
 from services.gateway.batches.sample import GenerationSpan
 from services.gateway.dispatch.activity import ActivityCurve
-from services.gateway.dispatch.critical_path import EndedSample, path_of
+from services.gateway.dispatch.critical_path import TimedSample, path_of
 from services.platform.redis.decision_log import DecisionRecord
 
 KIND = "step"
@@ -60,7 +60,7 @@ class StepReport:
     shares: dict[str, InstanceShare] = field(default_factory=dict)
     tokens: int = 0
     pregenerated: int | None = None
-    last: deque[EndedSample] = field(default_factory=lambda: deque(maxlen=_LAST))
+    last: deque[TimedSample] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     def add(self, spans: Iterable[GenerationSpan], tokens: int, now: float) -> None:
         """Count a sample that has ended."""
@@ -114,7 +114,7 @@ class IdleTimeBook:
         spans: Iterable[GenerationSpan],
         tokens: int,
         now: float,
-        ended: EndedSample | None = None,
+        ended: TimedSample | None = None,
     ) -> StepReport | None:
         """Record the end of a sample; return the report if it was the last one of the step."""
         report = self._steps.get((run_id, step))

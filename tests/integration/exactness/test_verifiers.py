@@ -17,7 +17,7 @@ import torch
 
 from kernels.coupled_sampler import INVALID, UNSAMPLED, Purpose, uniform
 from kernels.coupled_sampler.cpu import coupled_argmax, coupled_verify
-from kernels.coupled_sampler.proposals import Proposals, log_odds
+from kernels.coupled_sampler.proposals import RowProposals, log_odds
 from kernels.coupled_sampler.sample import sample
 from services.generation.engine.sampling.rejection import uniforms
 from tests.support.chi_square import chi_square, histogram
@@ -76,7 +76,7 @@ def _rejection(
     tokens[drafted] = drafts
     places = positions[owner] + np.arange(cu[-1]) - cu[owner]
     theta[drafted] = scale * uniforms(seeds[owner[drafted]], places[drafted], Purpose.REJECTION)
-    proposals = Proposals(
+    proposals = RowProposals(
         torch.from_numpy(tokens),
         torch.from_numpy(log_odds(theta)),
         torch.zeros(len(owner), dtype=torch.bool),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.rollout.cells import AbsentReason, Cell, CellFolder, CellName, cell_key, code_hash
+from bench.rollout.cells import AbsentReason, CellFolder, CellName, TableCell, cell_key, code_hash
 from bench.rollout.measuring import stock_figures
 from bench.rollout.plan import planned, seconds_left
 from bench.rollout.record import RecordedRun
@@ -29,7 +29,7 @@ from tests.unit.bench.steps import named, sample
 
 def test_a_kept_cell_is_found_and_a_broken_file_is_none(tmp_path: Path) -> None:
     name, folder = CellName("vllm suffix", "long tail", 2), CellFolder(tmp_path / "cells")
-    cell = Cell(name, "key", 1.5, 20.0, (), AbsentReason.PACKAGE_MISSING, "no compiler")
+    cell = TableCell(name, "key", 1.5, 20.0, (), AbsentReason.PACKAGE_MISSING, "no compiler")
     assert folder.find(name) is None
     folder.keep(cell)
     assert folder.find(name) == cell

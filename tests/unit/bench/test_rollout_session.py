@@ -17,7 +17,7 @@ from bench.rollout.cells import AbsentReason, CellName, StepFigures
 from bench.rollout.measuring import platform_figures
 from bench.rollout.record import RecordedRun, load_or_record
 from bench.rollout.registry import LONG_TAIL, PLAIN, SUBJECTS, SYSTEMS, StockSystem
-from bench.rollout.session import BenchmarkError, Session
+from bench.rollout.session import BenchmarkError, CellSession
 from bench.scrape import Metrics
 from bench.systems import System, plain_platform
 from bench.training import TrainedStep
@@ -73,19 +73,21 @@ class _Measured:
 
 
 @pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Session]:
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CellSession]:
     run = RecordedRun(Trajectory(Options(samples=2), (_trained(tmp_path),), tmp_path), "hash")
     monkeypatch.setattr("bench.rollout.session.load_or_record", lambda *_: run)
 
-    def made(measured: _Measured, **changes: Any) -> Session:
+    def made(measured: _Measured, **changes: Any) -> CellSession:
         monkeypatch.setattr("bench.rollout.session.measure", measured)
-        whole = Session(SUBJECTS["tinymath"], _NAMES, [LONG_TAIL], 2, 2, 60.0, tmp_path)
+        whole = CellSession(SUBJECTS["tinymath"], _NAMES, [LONG_TAIL], 2, 2, 60.0, tmp_path)
         return replace(whole, **changes)
 
     return made
 
 
-def test_cells_are_measured_once_and_the_update_is_plains_for_all(session: Callable[..., Session]) -> None:
+def test_cells_are_measured_once_and_the_update_is_plains_for_all(
+    session: Callable[..., CellSession],
+) -> None:
     measured = _Measured({PLAIN: 3.0, "paceline": 1.0, "vllm ngram": 2.0})
     cells = session(measured).run()
     assert [cell.name.system for cell in cells] == [
@@ -111,7 +113,7 @@ def test_cells_are_measured_once_and_the_update_is_plains_for_all(session: Calla
 
 
 def test_another_code_or_run_is_measured_anew(
-    session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+    session: Callable[..., CellSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = {PLAIN: 3.0, "paceline": 1.0, "vllm ngram": 2.0}
     session(_Measured(seconds)).run()
@@ -126,7 +128,7 @@ def test_another_code_or_run_is_measured_anew(
     assert [name for name, _ in again.asked] == ["paceline", "paceline"]
 
 
-def test_a_system_that_fails_has_a_reason_and_is_tried_again(session: Callable[..., Session]) -> None:
+def test_a_system_that_fails_has_a_reason_and_is_tried_again(session: Callable[..., CellSession]) -> None:
     cells = session(_Measured({PLAIN: 3.0, "vllm ngram": 2.0}), rounds=1).run()
     failed = {cell.name.system: cell for cell in cells}["paceline"]
     assert (failed.absent, failed.why) == (AbsentReason.FAILED, "RuntimeError: MemoryError: no room")
@@ -138,12 +140,12 @@ def test_a_system_that_fails_has_a_reason_and_is_tried_again(session: Callable[.
     assert again.asked == [("paceline", 1.0)]
 
 
-def test_without_plain_there_is_no_table(session: Callable[..., Session]) -> None:
+def test_without_plain_there_is_no_table(session: Callable[..., CellSession]) -> None:
     with pytest.raises(BenchmarkError, match="plain decoding failed in long tail: RuntimeError: MemoryError"):
         session(_Measured({"paceline": 1.0})).run()
 
 
-def test_no_cell_is_begun_after_its_time(session: Callable[..., Session]) -> None:
+def test_no_cell_is_begun_after_its_time(session: Callable[..., CellSession]) -> None:
     late = session(_Measured({PLAIN: 3.0}), minutes=-1.0)
     assert late.run() == []
     assert late.left == 6

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.rollout.cells import AbsentReason, Cell, CellName, StepFigures
+from bench.rollout.cells import AbsentReason, CellName, StepFigures, TableCell
 from bench.rollout.markdown import document, overview
 from bench.rollout.registry import EVERYTHING, LONG_TAIL, PLAIN
 from bench.rollout.table import (
@@ -46,11 +46,11 @@ _STEP = StepFigures(
 )
 
 
-def _cell(system: str, seconds: float, number: int = 0, regime: str = LONG_TAIL, **changes: Any) -> Cell:
+def _cell(system: str, seconds: float, number: int = 0, regime: str = LONG_TAIL, **changes: Any) -> TableCell:
     """Return a cell whose first step takes far longer than the two that count."""
     slow = replace(_STEP, rollout_seconds=50.0, **changes)
     step = replace(_STEP, rollout_seconds=seconds, **changes)
-    return Cell(CellName(system, regime, number), "key", 1.0, 9.0, (slow, step, step))
+    return TableCell(CellName(system, regime, number), "key", 1.0, 9.0, (slow, step, step))
 
 
 def test_the_first_step_does_not_count_and_a_step_has_the_update() -> None:
@@ -89,7 +89,7 @@ def test_the_columns_of_a_row_are_of_the_steps_that_count() -> None:
     assert bare["speedup_vs_plain"] is None
 
 
-def _table(ours: float, differing: int = 0) -> list[Cell]:
+def _table(ours: float, differing: int = 0) -> list[TableCell]:
     return [
         _cell(PLAIN, 6.0),
         _cell("a", 5.0),
@@ -97,7 +97,9 @@ def _table(ours: float, differing: int = 0) -> list[Cell]:
         _cell(EVERYTHING, ours, differing=differing),
         _cell(PLAIN, 2.0, regime="compute-bound"),
         _cell(EVERYTHING, 2.5, regime="compute-bound"),
-        Cell(CellName("c", LONG_TAIL, 0), "key", 1.0, 9.0, (), AbsentReason.PACKAGE_MISSING, "no compiler"),
+        TableCell(
+            CellName("c", LONG_TAIL, 0), "key", 1.0, 9.0, (), AbsentReason.PACKAGE_MISSING, "no compiler"
+        ),
     ]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.gateway.batches.sample import GatewaySample, GenerationSpan
 from services.gateway.dispatch.activity import BINS, ActivityCurve
-from services.gateway.dispatch.critical_path import PARTS, EndedSample, time_parts
+from services.gateway.dispatch.critical_path import PARTS, TimedSample, time_parts
 from services.gateway.dispatch.step_report import SHOWN, IdleTimeBook, StepReport, step_record
 from services.gateway.finished.reward_book import RewardBook
 from services.gateway.fleet.update_times import UpdateTimes
@@ -19,11 +19,11 @@ from services.platform.redis.decision_log import DecisionRecord
 SECONDS = st.floats(0, 50, allow_nan=False)
 
 
-def ended(begin: float, end: float, *spans: GenerationSpan, **measured: float) -> EndedSample:
+def ended(begin: float, end: float, *spans: GenerationSpan, **measured: float) -> TimedSample:
     sample = GatewaySample(0, 0, 0, 1, spans=list(spans))
     for name, value in measured.items():
         setattr(sample, name, value)
-    return EndedSample(sample, "prompt", 10, begin, end)
+    return TimedSample(sample, "prompt", 10, begin, end)
 
 
 def test_a_curve_counts_the_samples_at_each_time_in_bins_that_widen() -> None:

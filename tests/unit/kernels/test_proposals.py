@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.coupled_sampler.proposals import LEAST, Proposals, accepts, log_odds
+from kernels.coupled_sampler.proposals import LEAST, RowProposals, accepts, log_odds
 from kernels.coupled_sampler.sample import Edited, sample
 
 
@@ -64,7 +64,7 @@ def proposals(**changes):
         "raw": torch.zeros(3, dtype=torch.bool),
         "residual": torch.zeros(2, dtype=torch.bool),
     }
-    return Proposals(**given | changes)
+    return RowProposals(**given | changes)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_rejected_draft_is_left_out_of_the_residual():
     drafted[1::2] = -1
     none = torch.zeros(2000, dtype=torch.bool)
     # Bounds of 2 reject everything; token 0 has a probability of 0.95.
-    rejected = Proposals(drafted, torch.full((2000,), torch.inf), none, torch.ones(1000, dtype=torch.bool))
+    rejected = RowProposals(drafted, torch.full((2000,), torch.inf), none, torch.ones(1000, dtype=torch.bool))
     drafts = torch.zeros(1000, dtype=torch.int64)
     found = sample(logits, seeds, seeds * 0, torch.ones(1000), drafts, cu, proposals=rejected)
     assert (found.tokens[::2] == 1).all()

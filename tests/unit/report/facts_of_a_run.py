@@ -8,7 +8,7 @@ from paceline import Decision
 from services.bubbles.filled import FilledSpan, filled_records
 from services.contracts.step_totals import Acceptance, StepTotals
 from services.gateway.batches.sample import GatewaySample, GenerationSpan
-from services.gateway.dispatch.critical_path import EndedSample
+from services.gateway.dispatch.critical_path import TimedSample
 from services.gateway.dispatch.step_report import IdleTimeBook, step_record
 from services.gateway.finished.reward_book import RewardBook
 from services.gateway.fleet.update_times import UpdateTimes
@@ -48,7 +48,7 @@ def _step(number: int, instances: int, samples: int, run: str) -> Iterator[Decis
         sample = GatewaySample(place, 0, place, 1, spans=spans, first_step_at=begin + 0.2, decode_steps=5)
         sample.generation_seconds, sample.prefill_seconds = end - begin - 0.5, 0.1
         sample.verify_seconds, sample.plain_seconds, sample.verify_steps = 0.4, 0.2, 2
-        ended = EndedSample(sample, "a <prompt> & more", 5, begin, end)
+        ended = TimedSample(sample, "a <prompt> & more", 5, begin, end)
         report = book.end(run, number, spans, 5, end, ended)
     assert report is not None
     bubbles = report.bubbles([f"instance-{place}" for place in range(instances)])

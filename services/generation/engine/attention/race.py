@@ -1,4 +1,4 @@
-"""Which attention backend is the fastest here: a second of timing at the first start on a kind of device.
+"""Race of the attention backends: a second of timing at the first start on a kind of device.
 
 The result is kept in the cache folder (XDG_CACHE_HOME) by the name of the device, for the model's heads, its
 lengths and the installed versions. All ranks of an instance take what the first one found, since KV must be laid

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from kernels.coupled_sampler.proposals import Proposals
+from kernels.coupled_sampler.proposals import RowProposals
 from kernels.coupled_sampler.sample import Edited, Sampled, sample
 from services.generation.engine.sampling.noise import SampleNoise
 from services.generation.engine.sampling.rows import Rows
@@ -19,7 +19,7 @@ def draw(
     noise: list[SampleNoise],
     metadata: SamplingMetadata,
     edited: Edited | None,
-    proposals: Proposals | None,
+    proposals: RowProposals | None,
 ) -> Sampled:
     """Sample and verify all rows: one copy to the device, which is not waited for, and one from it, which is.
 

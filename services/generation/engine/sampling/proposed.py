@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kernels.coupled_sampler.noise import Purpose
-from kernels.coupled_sampler.proposals import NO_PROPOSAL, Proposals, log_odds
+from kernels.coupled_sampler.proposals import NO_PROPOSAL, RowProposals, log_odds
 from services.generation.engine.sampling.lenient import candidates
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.rejection import uniforms
@@ -18,7 +18,7 @@ from services.generation.engine.types import Verifier
 
 def proposals_of(
     rows: Rows, noise: list[SampleNoise], followed: Mapping[int, CachedRollout]
-) -> Proposals | None:
+) -> RowProposals | None:
     """Return what the rows of a step propose, and how probable it must be; None if nothing is proposed.
 
     Args:
@@ -46,4 +46,4 @@ def proposals_of(
         by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
         raw[found.row] = ~by_processed[samples[found.row]]
     parts = (torch.from_numpy(part) for part in (tokens, log_odds(theta), raw, rejecting))
-    return Proposals(*parts)
+    return RowProposals(*parts)

@@ -18,7 +18,7 @@ LONGEST_DRAFT = 128
 """Most draft tokens of a sample in a step."""
 
 
-class Segment(NamedTuple):
+class DraftSegment(NamedTuple):
     """Guess of a sample's tokens from position `start` on, the prompt counted."""
 
     sample_id: str
@@ -46,7 +46,7 @@ class References:
         """Forget the reference of a slot, which another sample takes."""
         self._pending[slot] = (0, [])
 
-    def post(self, segments: Iterable[Segment]) -> None:
+    def post(self, segments: Iterable[DraftSegment]) -> None:
         """Keep segments for the next drafts, the latest of each sample, as far as sequences reach.
 
         Those of samples without a slot are dropped.

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from services.generation.engine.v2.references import Segment
+from services.generation.engine.v2.references import DraftSegment
 
 DRAFT_PLACE = -1
 """A draft token that only the device knows, in a request and in a scheduled step."""
@@ -29,10 +29,10 @@ class SegmentsMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._segments: list[Segment] = []
+        self._segments: list[DraftSegment] = []
         self._adopted: dict[str, NewRequestData] = {}
 
-    def post(self, segments: Iterable[Segment]) -> None:
+    def post(self, segments: Iterable[DraftSegment]) -> None:
         """Send segments with the next step."""
         self._segments.extend(segments)
 

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutput
 
 from services.generation.engine.core_steps import CoreSteps, outputs_of
-from services.generation.engine.v2.references import Segment
+from services.generation.engine.v2.references import DraftSegment
 from services.generation.engine.v2.scheduler import DRAFT_PLACE, AheadScheduler, SegmentScheduler
 
 
@@ -35,7 +35,7 @@ class SegmentSteps(CoreSteps):
         for sample_id, tokens in drafts.items():
             request = requests[sample_id]
             if left := tokens[request.num_output_placeholders :]:
-                self._scheduler.post([Segment(sample_id, request.num_tokens, tokens)])
+                self._scheduler.post([DraftSegment(sample_id, request.num_tokens, tokens)])
                 request.spec_token_ids = [DRAFT_PLACE] * len(left)
                 self._drafted.append(sample_id)
                 verified[sample_id] = left

@@ -53,7 +53,7 @@ def test_the_decision_is_the_same_to_the_last_bit_of_the_odds(device):
 
 
 def proposing(arguments, token, odds):
-    from kernels.coupled_sampler.proposals import Proposals
+    from kernels.coupled_sampler.proposals import RowProposals
 
     tokens, none = torch.tensor([token]), torch.zeros(1, dtype=torch.bool)
-    return arguments | {"proposals": Proposals(tokens, torch.tensor([float(odds)]), none, none)}
+    return arguments | {"proposals": RowProposals(tokens, torch.tensor([float(odds)]), none, none)}

@@ -12,7 +12,7 @@ from kernels.coupled_sampler.masks import thresholds as specified
 from kernels.coupled_sampler.noise import words
 from kernels.coupled_sampler.sample import sample
 from kernels.coupled_sampler.triton_noise import gumbel_of, of_order_key, order_key, words_of
-from kernels.coupled_sampler.triton_sample import Part, thresholds
+from kernels.coupled_sampler.triton_sample import LogitPart, thresholds
 from kernels.coupled_sampler.triton_threshold import mass_of as mass_in_triton
 from kernels.tuning import Tuning, multiprocessors, using
 
@@ -202,8 +202,8 @@ def test_thresholds_are_the_specifications_to_the_bit(min_p, kind, capacity, dev
     there = {name: torch.from_numpy(vector).to(device) for name, vector in given.items()}
     # Rows of two tensors, in another order than in the step.
     places = torch.tensor([[3, 0, 1], [4, 2, 0]], device=device)
-    first = Part(logits[[1, 3, 0]].to(device), places[0], torch.tensor([1, 2, 0], device=device))
-    second = Part(logits[[2, 4]].to(device), places[1, :2], torch.tensor([1, 0], device=device))
+    first = LogitPart(logits[[1, 3, 0]].to(device), places[0], torch.tensor([1, 2, 0], device=device))
+    second = LogitPart(logits[[2, 4]].to(device), places[1, :2], torch.tensor([1, 0], device=device))
     with using(small(rows, device)):
         thresholds([first, second], there, out)
     expected = specified(logits.numpy() / temperatures[:, None], top_k, top_p, floor)
