@@ -12,6 +12,8 @@ from paceline.calls import GatewayCalls
 from paceline.errors import FailedPreconditionError, PacelineError
 from paceline.shards import OpenShard, Shards
 
+_STAGINGS = 3
+"""Times that weights are staged which instances lose before they are applied."""
 Started = TypeVar("Started", t.UpdateStarted, t.StreamStarted, t.CollectiveStarted)
 
 
@@ -61,8 +63,16 @@ class VersionPush:
         """
         async with self._aborting():
             started = await self._start(start)
-            await self.shards.all(lambda member: work(member, started[member.name]), feed=feed)
-            return await self.finish(in_flight)
+            for left in reversed(range(_STAGINGS)):
+                members = [member for member in self.shards.members if member.name in self._updates]
+                await self.shards.all(lambda member: work(member, started[member.name]), members, feed=feed)
+                try:
+                    return await self.finish(in_flight)
+                except FailedPreconditionError as error:
+                    # The instances that had them are gone. What was fed cannot be fed again.
+                    if error.reason != "WEIGHTS_NOT_STAGED" or feed is not None or not left:
+                        raise
+            raise AssertionError("the last round returns or raises")
 
     async def _start(self, start: Callable[[OpenShard, int], Awaitable[Started]]) -> dict[str, Started]:
         """Start the update on all shards; each that was started is known, so that it can be aborted."""

@@ -329,6 +329,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
                 ),
             ),
             staged_policy_version=self.staged[0] if self.staged else 0,
+            staged_checksum=f"sha256:{self.staged[1]}" if self.staged else "",
         )
 
     async def PauseEngine(

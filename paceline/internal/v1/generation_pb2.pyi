@@ -168,12 +168,14 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("instance", "staged_policy_version")
+    __slots__ = ("instance", "staged_policy_version", "staged_checksum")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     STAGED_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STAGED_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     instance: _fleet_pb2.Instance
     staged_policy_version: int
-    def __init__(self, instance: _Optional[_Union[_fleet_pb2.Instance, _Mapping]] = ..., staged_policy_version: _Optional[int] = ...) -> None: ...
+    staged_checksum: str
+    def __init__(self, instance: _Optional[_Union[_fleet_pb2.Instance, _Mapping]] = ..., staged_policy_version: _Optional[int] = ..., staged_checksum: _Optional[str] = ...) -> None: ...
 
 class PauseEngineRequest(_message.Message):
     __slots__ = ()

@@ -223,6 +223,10 @@ class Roster:
             raise ConnectionBroken(f"{instance.instance_id!r} answers at its address")
         if instance.epoch != connection.epoch:
             raise ConnectionBroken(f"epoch {instance.epoch} answers for epoch {connection.epoch}")
+        update = self.book.active
+        if update is not None and update.is_staged(status.staged_policy_version, status.staged_checksum):
+            # A former gateway had it stage them, or this one before it lost the connection.
+            connection.staged_version = update.version
         connection.ready = True
         self.notify(changed=True)
         self.confirm(connection, instance.policy_version, updated=False)

@@ -222,14 +222,28 @@ class Updater:
                 # An earlier attempt broke off past the point of no return.
                 await self._roll_forward()
                 return self._last
-            staged = [each for each in self.roster.live() if each.staged_version == update.version]
+            staged = self._with_staged(update)
             if not staged:
-                raise Unavailable("every instance that had staged the weights is gone; stage them again")
+                # After a change of the gateway they may be on their way.
+                await self.roster.settled()
+                staged = self._with_staged(update)
+            if not self.roster.live():
+                raise Unavailable("no instance is there to apply the weights")
+            if not staged:
+                raise FailedPrecondition(
+                    "WEIGHTS_NOT_STAGED",
+                    "every instance that had staged the weights is gone; stage them again",
+                    update_id=update_id,
+                    version=str(update.version),
+                )
             # No await between this check and the phase that keeps new samples out.
             self.book.applying(update_id, self.samples.unfinished, time.time(), in_flight)
             self._times.reach("applying", time.time())
             with self.samples.held():
                 return await self._replace(update, staged)
+
+    def _with_staged(self, update: WeightUpdate) -> list[Connection]:
+        return [each for each in self.roster.live() if each.staged_version == update.version]
 
     async def _replace(self, update: WeightUpdate, staged: Sequence[Connection]) -> FinishedUpdate:
         """Have these instances replace their weights, and publish the version; the phase is APPLYING."""

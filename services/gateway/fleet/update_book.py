@@ -73,6 +73,11 @@ class WeightUpdate(JsonRecord):
         self.phase = UpdatePhase(self.phase)
         self.in_flight = InFlightTreatment(self.in_flight)
 
+    def is_staged(self, version: int, checksum: str) -> bool:
+        """Return True if what an instance has staged are the weights that this update has staged everywhere."""
+        staged = self.phase in (UpdatePhase.STAGED, UpdatePhase.APPLYING)
+        return staged and version == self.version and bool(checksum) and checksum == self.checksum
+
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion(JsonRecord):

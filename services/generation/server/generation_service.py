@@ -76,7 +76,9 @@ class GenerationService(rpc.GenerationServiceServicer):
         """Return the instance as it is now."""
         staged = self._weights.staged
         return pb.GetStatusResponse(
-            instance=self._instance.describe(), staged_policy_version=0 if staged is None else staged.version
+            instance=self._instance.describe(),
+            staged_policy_version=0 if staged is None else staged.version,
+            staged_checksum="" if staged is None else staged.checksum,
         )
 
     async def PauseEngine(self, request: pb.PauseEngineRequest, context: Context) -> pb.PauseEngineResponse:

@@ -327,6 +327,44 @@ async def test_an_update_cut_off_while_applying_is_finished_by_the_next_gateway(
     assert (await finish(gateway.trainer, "u1")).policy_version == 1
 
 
+async def test_weights_that_are_staged_outlive_the_gateway(cluster: Cluster) -> None:
+    first = await cluster.gateway()
+    fakes = [await cluster.instance(name) for name in ("i0", "i1")]
+    await cluster.serving(first, 2)
+    update_id = (await start(first.trainer)).update_id
+    await stage(first.trainer, update_id)
+    await first.kill()
+    # One has lost them meanwhile, and is given them afterwards.
+    await fakes[0].kill()
+    second = await cluster.gateway()
+    await cluster.serving(second, 1)
+    finished = await finish(second.trainer, update_id)
+    assert [(each.instance_id, each.applied) for each in finished.instances] == [("i1", True)]
+    reborn = await cluster.instance("i0")
+    await cluster.serving(second, 2)
+    assert (fakes[1].applied, reborn.applied) == ([1], [1])
+
+
+async def test_other_weights_that_an_instance_has_staged_are_not_those_of_the_update(
+    cluster: Cluster,
+) -> None:
+    first = await cluster.gateway()
+    fake = await cluster.instance("i0")
+    await cluster.serving(first, 1)
+    update_id = (await start(first.trainer)).update_id
+    await stage(first.trainer, update_id)
+    await first.kill()
+    # Of an update that was given up while the instance did not answer.
+    fake.staged = (1, "/weights/other")
+    second = await cluster.gateway()
+    await cluster.serving(second, 1)
+    error = await refused(finish(second.trainer, update_id), "FAILED_PRECONDITION")
+    assert details(error)["ErrorInfo"].reason == "WEIGHTS_NOT_STAGED"
+    await stage(second.trainer, update_id)
+    assert (await finish(second.trainer, update_id)).policy_version == 1
+    assert fake.applied == [1]
+
+
 async def test_drafters_from_trainers_are_not_there_yet(cluster: Cluster) -> None:
     gateway = await cluster.gateway()
     await cluster.instance("i0")

@@ -94,6 +94,27 @@ def test_the_checksum_of_the_folder_is_sent(folder: Path) -> None:
     assert client.requests["UpdateWeights"].disk.checksum == safetensors.checksum(folder)
 
 
+def lost() -> FailedPreconditionError:
+    info = error_details_pb2.ErrorInfo(reason="WEIGHTS_NOT_STAGED")
+    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, "all instances are gone", [info])
+
+
+def test_weights_whose_instances_are_gone_are_staged_again(folder: Path) -> None:
+    answers = {**ACCEPTED, "FinishUpdate": [lost(), pb.FinishUpdateResponse(policy_version=5)]}
+    client, result = pushed(answers, lambda version: folder)
+    assert client.made.count("UpdateWeights") == 2
+    assert client.made.count("StartUpdate") == 1
+    assert result == t.UpdateFinished(5, 0, ())
+
+
+def test_weights_that_are_lost_again_and_again_are_given_up(folder: Path) -> None:
+    answers = {**ACCEPTED, "FinishUpdate": lost(), "AbortUpdate": pb.AbortUpdateResponse()}
+    client, result = pushed(answers, lambda version: folder)
+    assert client.made.count("UpdateWeights") == 3
+    assert client.made[-1] == "AbortUpdate"
+    assert result.reason == "WEIGHTS_NOT_STAGED"
+
+
 def test_what_changed_since_the_published_version_is_named_beside_the_folder(folder: Path) -> None:
     asked: list[tuple[int, Path]] = []
 
