@@ -63,15 +63,23 @@ class VersionPush:
         """
         async with self._aborting():
             started = await self._start(start)
+            lost: FailedPreconditionError | None = None
             for left in reversed(range(_STAGINGS)):
                 members = [member for member in self.shards.members if member.name in self._updates]
-                await self.shards.all(lambda member: work(member, started[member.name]), members, feed=feed)
+                try:
+                    await self.shards.all(
+                        lambda member: work(member, started[member.name]), members, feed=feed
+                    )
+                except PacelineError as error:
+                    # The first error tells which shards have the version already.
+                    raise (lost or error) from error
                 try:
                     return await self.finish(in_flight)
                 except FailedPreconditionError as error:
                     # The instances that had them are gone. What was fed cannot be fed again.
                     if error.reason != "WEIGHTS_NOT_STAGED" or feed is not None or not left:
                         raise
+                    lost = error
             raise AssertionError("the last round returns or raises")
 
     async def _start(self, start: Callable[[OpenShard, int], Awaitable[Started]]) -> dict[str, Started]:

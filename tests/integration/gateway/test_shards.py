@@ -25,7 +25,7 @@ from paceline import (
 from paceline.errors import SHARD_NOT_NAMED, SHARDS_DIFFER
 from paceline.shards import assign
 from paceline.v1 import weight_pb2
-from services.contracts.errors import DataLoss
+from services.contracts.errors import DataLoss, InvalidArgument
 from services.contracts.seeds import sample_seed
 from services.gateway.fleet.update_book import UpdatePhase
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, until
@@ -386,7 +386,26 @@ async def test_weights_that_wait_for_the_samples_of_one_shard_are_finished_there
     assert [each.fake.applied for each in shards] == [[1], [1]]
 
 
-async def test_a_shard_that_forgets_what_was_staged_is_named_and_pushing_again_brings_all_together(
+@pytest.mark.parametrize("has_them", [True, False])
+async def test_what_was_staged_on_a_shard_outlives_its_gateway_or_is_staged_again(
+    has_them: bool, shards: list[Deployment], folder: Path
+) -> None:
+    shards[0].fake.stage_gate.clear()
+    async with AsyncClient(named(shards), retry=RETRY) as client:
+        pushing = asyncio.create_task(client.run("run").push_weights(folder))
+        book = shards[1].gateway.gateway.leadership.leading().book
+        await until(
+            lambda: book.active is not None and book.active.phase is UpdatePhase.STAGED, "b is staged"
+        )
+        if not has_them:
+            shards[1].fake.staged = None
+        await shards[1].restart()
+        shards[0].fake.stage_gate.set()
+        assert (await asyncio.wait_for(pushing, CALL)).policy_version == 1
+    assert served(shards) == [1, 1]
+
+
+async def test_a_shard_that_loses_what_was_staged_is_named_and_pushing_again_brings_all_together(
     shards: list[Deployment], folder: Path
 ) -> None:
     shards[0].fake.stage_gate.clear()
@@ -397,10 +416,13 @@ async def test_a_shard_that_forgets_what_was_staged_is_named_and_pushing_again_b
         await until(
             lambda: book.active is not None and book.active.phase is UpdatePhase.STAGED, "b is staged"
         )
+        shards[1].fake.staged = None
+        shards[1].fake.fail_stage = InvalidArgument([])
         await shards[1].restart()
         shards[0].fake.stage_gate.set()
-        with pytest.raises(paceline.UnavailableError) as raised:
+        with pytest.raises(paceline.PacelineError) as raised:
             await asyncio.wait_for(pushing, CALL)
+        shards[1].fake.fail_stage = None
         assert (raised.value.shard, raised.value.served) == ("b", {"a": 1, "b": 0})
         with pytest.raises(paceline.FailedPreconditionError, match="push weights again"):
             await run.rollout(STEP, GROUPS, SAMPLING)
