@@ -25,7 +25,7 @@ def constrain(
 ) -> torch.Tensor:
     """Return the logits, [R, V] float32, before masks by probability; `raw` if nothing changes them."""
     samples = batch.samples
-    penalised = any(each.penalised for each in samples)
+    penalised = any(each.noise.penalised for each in samples)
     withheld = any(each.noise.min_tokens and each.noise.forbidden for each in samples)
     limited = any(each.noise.allowed for each in samples)
     if not (penalised or withheld or limited or masks is not None):

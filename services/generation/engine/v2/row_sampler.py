@@ -60,7 +60,7 @@ def sample_rows(
 
 def _by_row(batch: BatchSettings, masks: RowMasks | None) -> bool:
     return masks is not None or any(
-        each.penalised or each.noise.allowed or (each.noise.min_tokens and each.noise.forbidden)
+        each.noise.penalised or each.noise.allowed or (each.noise.min_tokens and each.noise.forbidden)
         for each in batch.samples
     )
 

@@ -24,7 +24,6 @@ class SampleSettings:
     temperature: float
     top_k: int
     top_p: float
-    penalised: bool
 
     @classmethod
     def of(cls, params: SamplingParams) -> SampleSettings:
@@ -34,7 +33,6 @@ class SampleSettings:
             params.temperature,
             max(params.top_k, 0),
             params.top_p,
-            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0,
         )
 
 
