@@ -14,7 +14,7 @@ import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import policy_pb2, policy_pb2_grpc
-from paceline.v1 import weight_pb2
+from paceline.v1 import knobs_pb2, weight_pb2
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.instances import CALL, Caller, InstanceProcess, Outcome, calling, generate, item, stub_of
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -24,6 +24,8 @@ BLOCK = 32
 PROMPT = 100
 NAMESPACE = "generation-tests"
 ATTEMPTS = 20
+# Run of samples that are stopped half done.
+MIDWAY = "midway"
 
 
 @pytest.fixture(scope="package")
@@ -72,14 +74,20 @@ def successor(replaceable: InstanceProcess) -> InstanceProcess:
     return replaceable
 
 
+async def set_knobs(address: str, run_id: str, **knobs: Any) -> None:
+    """Set the knobs of a run; all others are the instance's own again."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        service = policy_pb2_grpc.KnobServiceStub(channel)
+        report = await service.GetSpeculationReport(policy_pb2.GetSpeculationReportRequest(), timeout=CALL)
+        runs = {run_id: knobs_pb2.Knobs(**knobs)}
+        await service.ApplyKnobs(
+            policy_pb2.ApplyKnobsRequest(revision=report.revision + 1, runs=runs), timeout=CALL
+        )
+
+
 async def draft_always(address: str, run_id: str) -> None:
     """Drafts of fixed length in a run: a planner on a busy machine may find, rightly or not, that none pay."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        knobs = policy_pb2_grpc.KnobServiceStub(channel)
-        report = await knobs.GetSpeculationReport(policy_pb2.GetSpeculationReportRequest(), timeout=CALL)
-        request = policy_pb2.ApplyKnobsRequest(revision=report.revision + 1)
-        request.runs[run_id].mode = "fixed"
-        await knobs.ApplyKnobs(request, timeout=CALL)
+    await set_knobs(address, run_id, mode="fixed")
 
 
 class Policy:
@@ -153,14 +161,16 @@ class Policy:
     ) -> AsyncIterator[list[Caller]]:
         """Callers on so many streams, each with these samples: all are half done and the engine is paused.
 
-        With `begun` it is known of the first so many only that they have begun. A sample may end before the pause
-        is heard: then all of them are begun again.
+        With `begun` it is known of the first so many only that they have begun. Drafts have one token here: the
+        suffix index may know the samples, and with its long drafts they could end before the pause is heard. If
+        one does all the same, all of them are begun again.
         """
+        await set_knobs(self.address, MIDWAY, mode="fixed", draft_cap=1)
         for _ in range(ATTEMPTS):
             async with AsyncExitStack() as stack:
                 callers = [await stack.enter_async_context(calling(self.address)) for _ in range(streams)]
                 for caller in callers:
-                    await caller.send([self.item(handle, **fields) for handle in handles])
+                    await caller.send([self.item(handle, run_id=MIDWAY, **fields) for handle in handles])
                 for caller in callers:
                     await caller.started(*handles[:begun])
                 await self.pause()
