@@ -24,7 +24,8 @@ from services.reallocator.planning.learned_costs import LearnedCosts
 from services.reallocator.planning.measured_speed import steady
 from services.reallocator.planning.plan import plan
 from services.reallocator.planning.price import MoveBy
-from services.reallocator.planning.records import InstanceView, ReallocationRules, Transfer
+from services.reallocator.planning.records import InstanceLoad, InstanceView, ReallocationRules, Transfer
+from services.reallocator.planning.screening import worth_listing
 from services.reallocator.planning.throughput import Roofline
 from services.reallocator.planning.trigger import Name, Trigger
 from services.reallocator.review import Review
@@ -37,6 +38,8 @@ KIND, OUTCOME = "migration", "migration_outcome"
 _LEARN_STEPS = 16
 # The registry is read after this many polls, or seconds, whichever is sooner.
 _REGISTRY_POLLS, _REGISTRY_SECONDS = 5, 1.0
+# At least one of so many decisions lists all samples, because lengths are learned from the listings.
+_LIST_ALL = 8
 # Longest interval between polls, in multiples of the configured one.
 _MAX_POLL_INTERVALS = 2.0
 
@@ -64,6 +67,8 @@ class Reallocator:
         )
         self._trigger = Trigger(config.decision_steps)
         self._cooldown = Cooldown(config.cooldown_decisions)
+        # Decisions since all samples were listed.
+        self._since_all = _LIST_ALL
         # Instances that take part in a transfer now.
         self._busy: set[str] = set()
         # Samples that have been moved off an instance since it was last listed.
@@ -150,7 +155,7 @@ class Reallocator:
         until = loop.time() + self._config.stale_seconds
         with self._metrics.decision_seconds.time():
             free = [member for member in serving if member.instance_id not in self._busy]
-            fleet = await self._look(free)
+            fleet = await self._look(self._promising(free))
             transfers = plan(fleet, self._rules()) if loop.time() < until else None
         if transfers is None:
             # The next poll tries again.
@@ -166,6 +171,15 @@ class Reallocator:
             task = asyncio.create_task(self._carry_out(transfer, until))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _promising(self, members: Sequence[PolledInstance]) -> Sequence[PolledInstance]:
+        """Return the instances whose samples are listed for this decision."""
+        self._since_all += 1
+        if self._since_all >= _LIST_ALL:
+            self._since_all = 0
+            return members
+        wanted = worth_listing([_load_of(each) for each in members], self._rules())
+        return [each for each in members if each.instance_id in wanted]
 
     async def _carry_out(self, transfer: Transfer, until: float) -> None:
         log.info(
@@ -204,6 +218,13 @@ class Reallocator:
 
 def _steps_of(members: Iterable[PolledInstance]) -> dict[Name, int]:
     return {(m.instance_id, m.record.epoch): m.reports[-1].steps for m in members if m.reports}
+
+
+def _load_of(member: PolledInstance) -> InstanceLoad:
+    curve = member.roofline.curve()
+    version = 0 if member.status is None else member.status.policy_version
+    peers = (member.record.model, version)
+    return InstanceLoad(member.instance_id, member.samples, curve, member.roofline.threshold(curve), peers)
 
 
 def _details(transfer: Transfer, outcome: MoveOutcome | None = None) -> dict[str, object]:

@@ -59,6 +59,17 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceLoad:
+    """Instance by its status alone: its samples, and the curve and threshold of its kind. `peers` as in a view."""
+
+    instance_id: str
+    samples: int
+    curve: ThroughputCurve
+    threshold: int
+    peers: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceView:
     """Instance as the plan sees it.
 

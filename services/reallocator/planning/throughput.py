@@ -96,6 +96,8 @@ class Roofline:
         self._tokens = 1.0
         self._context = 1.0
         self._threshold: int | None = None
+        # Until the next measurement: many instances share it.
+        self._curve: ThroughputCurve | None = None
         # Place on the grid -> (samples, ratio of measured to predicted time).
         self._measured: dict[int, tuple[float, float]] = {}
 
@@ -107,6 +109,7 @@ class Roofline:
         usable = all(isfinite(each) for each in (seconds, tokens, context))
         if not usable or samples < 1 or seconds <= 0:
             return
+        self._curve = None
         self._context += (max(context, 1.0) - self._context) * (_SMOOTHING if self._measured else 1.0)
         if tokens > 0:
             self._tokens += (max(tokens, 1.0) - self._tokens) * _SMOOTHING
@@ -128,6 +131,11 @@ class Roofline:
         and convex, as a roofline is: fewer samples take no longer, and each further sample adds no less than the
         one before. Measurements above it were disturbed, because disturbances only prolong steps.
         """
+        if self._curve is None:
+            self._curve = self._fitted()
+        return self._curve
+
+    def _fitted(self) -> ThroughputCurve:
         counts = np.arange(1, self._most + 1)
         seconds = self._model.seconds(counts, counts, counts * self._context)
         if self._measured:

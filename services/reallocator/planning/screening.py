@@ -1,0 +1,71 @@
+"""Choose by counts alone the instances whose samples are worth listing. Pure.
+
+Listing the samples of an instance takes its engine time between two steps, and a large fleet has more samples than
+one process can look at in every decision. The load of each instance is known anyway. From it follows the most that
+a pair can gain, before the cost of moves: the plan's own pairs (see `plan.py`), if samples were all alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+
+from services.reallocator.planning.records import InstanceLoad, ReallocationRules, Rule
+
+
+def worth_listing(fleet: Iterable[InstanceLoad], rules: ReallocationRules) -> frozenset[str]:
+    """Return the ids of the instances in pairs whose gain could reach the least that their rule asks for."""
+    groups: dict[Hashable, list[InstanceLoad]] = defaultdict(list)
+    for load in fleet:
+        groups[load.peers].append(load)
+    found: set[str] = set()
+    for group in groups.values():
+        ranked = sorted(group, key=lambda each: (each.samples, each.instance_id))
+        chosen = _above_threshold(ranked, rules)
+        found |= chosen or (_uneven(ranked, rules) if rules.balance else set())
+    return frozenset(found)
+
+
+def _above_threshold(ranked: Sequence[InstanceLoad], rules: ReallocationRules) -> set[str]:
+    """Return the pairs of the threshold rule that could gain; `ranked` begins with the emptiest."""
+    donors = [each for each in reversed(ranked) if each.samples > each.threshold]
+    receivers = [each for each in ranked if each.samples < each.threshold]
+    trust, found = rules.trust.get(Rule.THRESHOLD, 1.0), set[str]()
+    for donor, receiver in zip(donors, receivers, strict=False):
+        most = min(donor.samples - donor.threshold, receiver.threshold - receiver.samples)
+        if trust * max(_rate_gain(donor, receiver, count) for count in _halves(most)) >= rules.least_gain:
+            found |= {donor.instance_id, receiver.instance_id}
+    return found
+
+
+def _uneven(ranked: Sequence[InstanceLoad], rules: ReallocationRules) -> set[str]:
+    """Return the pairs that could finish sooner; `ranked` begins with the emptiest.
+
+    Steps of the donor shorten most at once, while it has most samples. The bound is as if they did until the end.
+    """
+    trust, found = rules.trust.get(Rule.BALANCE, 1.0), set[str]()
+    for receiver, donor in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
+        moved = (donor.samples - receiver.samples) // 2
+        if moved < 1:
+            break
+        after = donor.curve.step_seconds(donor.samples - moved)
+        gain = donor.curve.step_seconds(donor.samples) / after - 1 if after else 0.0
+        if trust * gain >= rules.least_balance_gain:
+            found |= {donor.instance_id, receiver.instance_id}
+    return found
+
+
+def _halves(most: int) -> list[int]:
+    """Return the numbers of moves among which the plan chooses: all, half, a quarter, ..."""
+    found = []
+    while most:
+        found.append(most)
+        most //= 2
+    return found
+
+
+def _rate_gain(donor: InstanceLoad, receiver: InstanceLoad, count: int) -> float:
+    """Return the relative gain in tokens per second of moving `count` samples (RLHFSpec, equation 5)."""
+    here, there = donor.curve.throughput, receiver.curve.throughput
+    before = here(donor.samples) + there(receiver.samples)
+    return (here(donor.samples - count) + there(receiver.samples + count)) / before - 1 if before > 0 else 0.0
