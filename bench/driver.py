@@ -262,4 +262,6 @@ def _item(track: Track) -> pb.WorkItem:
         sampling=task.sampling,
         exactness=sample_pb2.Exactness(level=sample_pb2.EXACTNESS_LEVEL_EXACT),
         seed=task.seed,
+        # As they come: gaps are measured, and moves are made, by the tokens that have arrived.
+        streamed=True,
     )
