@@ -38,14 +38,16 @@ class ReallocatorConfig(LeaderConfig):
     """Balance instances in the long tail of a step, where the saturation point says nothing."""
     least_balance_gain: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Least relative gain in the time until two balanced instances finish, net of the moves' cost."""
+    least_saved_seconds: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+    """Least time that moves must be predicted to save a pair: loads are known no more exactly than polls come."""
     payback: float = Field(default=3.0, ge=0, allow_inf_nan=False)
     """A moved sample must be predicted to save this many times its stall."""
     by: Literal["cheaper", "kv", "prefix"] = "cheaper"
     """Way to move samples: with their KV, by their prefix, which the receiver prefills, or the cheaper one by
     measured cost. Evacuated samples always move with their KV."""
     count_costs: bool = True
-    """Subtract measured costs of moves, and the share of gains that they missed, from predicted gains. Without it
-    samples move for the least gain, which is for tests of moves, not for speed."""
+    """Subtract measured costs of moves, and the share of gains that they missed, from predicted gains, and ask for
+    the least time saved. Without it samples move for the least gain, which is for tests of moves, not for speed."""
     stale_seconds: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Age of listings at which they are too old to decide by, or to begin a move by."""
     cooldown_decisions: int = Field(default=2, ge=0)
@@ -69,6 +71,7 @@ class ReallocatorConfig(LeaderConfig):
             least_gain=self.least_gain,
             balance=self.balance,
             least_balance_gain=self.least_balance_gain,
+            least_saved_seconds=self.least_saved_seconds if self.count_costs else 0.0,
             payback=self.payback,
             ways=learned.costs.ways if self.count_costs else dict.fromkeys(self.ways(), _FREE),
             trust=learned.trust.shares if self.count_costs else {},

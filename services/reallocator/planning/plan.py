@@ -27,8 +27,8 @@ from services.reallocator.planning.records import (
     Transfer,
 )
 
-# Tolerance of a gain: it compares sums over samples, which rounding can make differ.
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
+"""Tolerance of a gain: it compares sums over samples, which rounding can make differ."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ def _by_threshold(group: Sequence[InstanceView], rules: ReallocationRules) -> li
         pair = _Pair(donor, receiver, rules)
         count = min(donor.samples - donor.threshold, receiver.threshold - receiver.samples)
         part, gain = _best(pair.candidates(count), pair.throughput_gain)
-        if part and gain >= rules.least_gain and pair.time_gain(part) >= 0:
+        if part and gain >= rules.least_gain and pair.saved_seconds(part) >= rules.least_saved_seconds:
             reason = (
                 f"{donor.samples} samples are above the threshold of {donor.threshold}, "
                 f"{receiver.samples} below that of {receiver.threshold}"
@@ -149,7 +149,8 @@ def _balance(group: Sequence[InstanceView], rules: ReallocationRules) -> list[Tr
             continue
         pair = _Pair(donor, receiver, rules)
         part, gain = _best(pair.candidates(count), pair.time_gain)
-        if part and gain >= rules.least_balance_gain - _ROUNDING:
+        saves = part and pair.saved_seconds(part) >= rules.least_saved_seconds
+        if saves and gain >= rules.least_balance_gain - ROUNDING:
             reason = f"{donor.samples} samples and {receiver.samples}: balanced, the pair finishes sooner"
             found.append(pair.transfer(part, Rule.BALANCE, gain, reason))
     return found
@@ -168,7 +169,7 @@ def _best(
     while count:
         found = gain(chosen[:count])
         # Among equal gains the most samples move: rounding does not choose.
-        if found > best[1] + _ROUNDING:
+        if found > best[1] + ROUNDING:
             best = chosen[:count], found
         count //= 2
     return best
@@ -228,6 +229,16 @@ class _Pair:
 
     def time_gain(self, part: Sequence[PricedCandidate]) -> float:
         """Return how much sooner the pair finishes, relative to the remaining time after the moves."""
+        unmoved, after = self._finish_seconds(part)
+        return unmoved / after - 1 if after else 0.0
+
+    def saved_seconds(self, part: Sequence[PricedCandidate]) -> float:
+        """Return how many seconds sooner the pair finishes."""
+        unmoved, after = self._finish_seconds(part)
+        return unmoved - after
+
+    def _finish_seconds(self, part: Sequence[PricedCandidate]) -> tuple[float, float]:
+        """Return when the pair finishes without the moves, and with them."""
         here, there = self.donor.curve.finish_seconds, self.receiver.curve.finish_seconds
         moving = {each.candidate.key for each in part}
         staying = [each.remaining for each in self.donor.candidates if each.key not in moving]
@@ -249,8 +260,7 @@ class _Pair:
         lost_here, lost_there = lost(each.price for each in part)
         paid = max(here(staying) + lost_here, there(present + delayed) + lost_there)
 
-        after = unmoved - self._trusted(Rule.BALANCE, unmoved - free) + paid - free
-        return unmoved / after - 1 if after else 0.0
+        return unmoved, unmoved - self._trusted(Rule.BALANCE, unmoved - free) + paid - free
 
     def transfer(self, part: Sequence[PricedCandidate], rule: Rule, gain: float, reason: str) -> Transfer:
         """Return the transfer of these samples."""

@@ -26,15 +26,17 @@ class ReallocationRules:
     """Settings of the plan, and learned costs.
 
     `least_gain`: relative gain of the pair's throughput that pays, net of the moves' cost. `balance`: whether the
-    balance rule is on; `least_balance_gain`: relative gain of the time until the pair finishes. `payback`: a moved
-    sample must save this many times its stall. `ways`: cost of each allowed way to move. `trust`: share of its
-    predicted gain that a rule has achieved. `spare_blocks`: share of the receiver's free KV blocks that stays free.
+    balance rule is on; `least_balance_gain`: relative gain of the time until the pair finishes.
+    `least_saved_seconds`: time by which the pair must finish sooner, by any rule. `payback`: a moved sample must
+    save this many times its stall. `ways`: cost of each allowed way to move. `trust`: share of its predicted gain
+    that a rule has achieved. `spare_blocks`: share of the receiver's free KV blocks that stays free.
     `cooldown_decisions`: decisions in which an instance that gave takes nothing, and one that took gives nothing.
     """
 
     least_gain: float = 0.03
     balance: bool = True
     least_balance_gain: float = 0.1
+    least_saved_seconds: float = 0.0
     payback: float = 3.0
     ways: Mapping[MoveBy, MoveCost] = field(default_factory=lambda: {MoveBy.KV: MoveCost()})
     trust: Mapping[Rule, float] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
+from services.reallocator.planning.plan import ROUNDING
 from services.reallocator.planning.records import InstanceLoad, ReallocationRules, Rule
 
 
@@ -21,19 +22,22 @@ def worth_listing(fleet: Iterable[InstanceLoad], rules: ReallocationRules) -> fr
     found: set[str] = set()
     for group in groups.values():
         ranked = sorted(group, key=lambda each: (each.samples, each.instance_id))
-        chosen = _above_threshold(ranked, rules)
-        found |= chosen or (_uneven(ranked, rules) if rules.balance else set())
+        # Both: the plan balances where the threshold rule finds nothing, which loads alone do not tell.
+        found |= _above_threshold(ranked, rules)
+        found |= _uneven(ranked, rules) if rules.balance else set()
     return frozenset(found)
 
 
 def _above_threshold(ranked: Sequence[InstanceLoad], rules: ReallocationRules) -> set[str]:
     """Return the pairs of the threshold rule that could gain; `ranked` begins with the emptiest."""
-    donors = [each for each in reversed(ranked) if each.samples > each.threshold]
+    fullest = sorted(ranked, key=lambda each: (-each.samples, each.instance_id))
+    donors = [each for each in fullest if each.samples > each.threshold]
     receivers = [each for each in ranked if each.samples < each.threshold]
     trust, found = rules.trust.get(Rule.THRESHOLD, 1.0), set[str]()
     for donor, receiver in zip(donors, receivers, strict=False):
         most = min(donor.samples - donor.threshold, receiver.threshold - receiver.samples)
-        if trust * max(_rate_gain(donor, receiver, count) for count in _halves(most)) >= rules.least_gain:
+        most_gain = max(_rate_gain(donor, receiver, count) for count in _halves(most))
+        if trust * most_gain >= rules.least_gain - ROUNDING:
             found |= {donor.instance_id, receiver.instance_id}
     return found
 
@@ -50,7 +54,7 @@ def _uneven(ranked: Sequence[InstanceLoad], rules: ReallocationRules) -> set[str
             break
         after = donor.curve.step_seconds(donor.samples - moved)
         gain = donor.curve.step_seconds(donor.samples) / after - 1 if after else 0.0
-        if trust * gain >= rules.least_balance_gain:
+        if trust * gain >= rules.least_balance_gain - ROUNDING:
             found |= {donor.instance_id, receiver.instance_id}
     return found
 

@@ -112,6 +112,15 @@ def test_a_compute_bound_machine_balances_24_and_1() -> None:
     assert (transfer.rule, len(transfer.keys)) == (Rule.BALANCE, 11)
 
 
+@pytest.mark.parametrize(("samples", "rule"), [(24, Rule.THRESHOLD), (19, Rule.BALANCE)])
+def test_nothing_moves_for_less_time_than_is_asked_for(samples: int, rule: Rule) -> None:
+    """Each of 1,000 tokens takes a step of 0.0078 s or more, so that some seconds are saved and not a hundred."""
+    fleet = [view("a", samples), view("b", 1)]
+    (transfer,) = plan(fleet, replace(RULES, least_saved_seconds=0.5))
+    assert transfer.rule == rule
+    assert plan(fleet, replace(RULES, least_saved_seconds=100.0)) == []
+
+
 def test_nothing_moves_where_samples_cost_nothing() -> None:
     assert (
         plan([view("a", 24, curve=FLAT, threshold=64), view("b", 1, curve=FLAT, threshold=64)], EAGER) == []
