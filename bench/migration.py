@@ -19,28 +19,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from bench.comparison import Comparison
 from bench.driver import DrivenMove, Driver, LoadResult, Task
-from bench.intervals import median_interval
 from bench.kv_copy import measure_copies
+from bench.migration_figures import MOVE, PREFIX, STAY, MigrationRuns, table_of
+from bench.migration_loads import PROMPT_TOKENS, TailOptions, figure_5, long_tail
 from bench.random_model import make_random_model
 from bench.report import console, show, show_table, write
 from bench.scrape import Metrics, scrape
 from bench.systems import plain_platform
-from examples.tinymath.tasks import make_problems
-from examples.tinymath.tokenizer import prompt_ids
 from examples.tinymath.train import MODEL
 from paceline import SampleKey
 from paceline.times import seconds_of
-from paceline.v1 import sample_pb2
-from services.contracts.seeds import sample_seed
 from services.local import Platform
 
 FOLDER = Path("runs/bench/migration")
@@ -52,14 +47,9 @@ GOALS = {
     "overhead_share": 0.0387,
     "tokens_differing_share": 1e-5,
 }
-STAY, MOVE, PREFIX = "no moves", "reallocator", "same moves by prefix"
-_SEED, _PROMPT_TOKENS = 11, 24
-_FULL = "instance-0"
 # Until the reallocator has seen that a round is over.
 _SETTLE_SECONDS = 0.3
 _REALLOCATOR = ("--lease-seconds=0.5", "--dtype=float32")
-_DECIDED = "paceline_reallocator_decision_seconds_sum"
-_MOVED_BYTES = "paceline_reallocator_moved_bytes_total"
 _COLUMNS = (
     ("seconds", "seconds"),
     ("tokens/s", "tokens_per_second"),
@@ -77,27 +67,6 @@ _COLUMNS = (
 )
 
 
-@dataclass(slots=True)
-class MigrationRuns:
-    """All rounds of one way to run a load."""
-
-    outcomes: list[LoadResult] = field(default_factory=list)
-    stall_steps: list[float] = field(default_factory=list)
-    stall_seconds: list[float] = field(default_factory=list)
-    # What the reallocator counted meanwhile.
-    reallocator: list[Metrics] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the median round."""
-        return median(each.seconds for each in self.outcomes)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens a second of the median round."""
-        return median(each.tokens / each.seconds for each in self.outcomes)
-
-
 def main() -> None:
     """Measure, show and write."""
     given = _arguments()
@@ -106,17 +75,32 @@ def main() -> None:
         hidden=given.hidden,
         layers=given.layers,
         vocab_size=512,
-        length=_PROMPT_TOKENS + given.tokens + 64,
+        length=PROMPT_TOKENS + given.tokens + 64,
     )
     comparison = Comparison()
     figure = asyncio.run(
-        _measure(model, "figure 5", lambda _: _figure_5(given), given.rounds, comparison, given)
+        _measure(
+            model,
+            "figure 5",
+            lambda _: figure_5(given.instances, given.tokens),
+            given.rounds,
+            comparison,
+            given,
+        )
     )
+    options = TailOptions(given.prompts, given.samples, given.tail_tokens)
     tail = asyncio.run(
-        _measure(MODEL, "long tail", lambda d: _tail(d, given), given.tail_rounds, comparison, given)
+        _measure(
+            MODEL,
+            "long tail",
+            lambda plain: long_tail(plain, given.instances, options),
+            given.tail_rounds,
+            comparison,
+            given,
+        )
     )
     copies = measure_copies()
-    tables = {"figure_5": _table(figure), "long_tail": _table(tail)}
+    tables = {"figure_5": table_of(figure), "long_tail": table_of(tail)}
     for name, table in tables.items():
         show_table(f"migration: {name}", _COLUMNS, table)
     moved, stalls = tables["figure_5"][MOVE], [*figure[MOVE].stall_steps, *tail[MOVE].stall_steps]
@@ -146,51 +130,6 @@ def main() -> None:
         "options": vars(given),
     }
     write("migration", {**figures, **details})
-
-
-# Loads --------------------------------------------------------------------------------------------------
-
-
-def _figure_5(given: argparse.Namespace) -> list[Task]:
-    """24 samples on one instance and 1 on each other, all of the same length."""
-    sampling = sample_pb2.SamplingParams(max_tokens=given.tokens, ignore_eos=True)
-    return [
-        Task(
-            f"figure/{n}",
-            tuple(3 + (7 * n + place) % 500 for place in range(_PROMPT_TOKENS)),
-            sample_seed(_SEED, 0, "figure", n),
-            sampling,
-            _FULL if n < 24 else f"instance-{n - 23}",
-        )
-        for n in range(23 + given.instances)
-    ]
-
-
-def _tail(plain: LoadResult | None, given: argparse.Namespace) -> list[Task]:
-    """Return tinymath's prompts, those with longer measured responses on the first half of the instances."""
-    problems = make_problems(seed=1, n=given.prompts)
-    sampling = sample_pb2.SamplingParams(max_tokens=given.tail_tokens)
-    lengths: dict[str, int] = defaultdict(int)
-    if plain is not None:
-        for track in plain.tracks.values():
-            lengths[track.task.key.partition("/")[0]] += len(track.tokens)
-    ranked = sorted((problem.id for problem in problems), key=lambda name: (-lengths[name], name))
-    half = max(1, given.instances // 2)
-    # The long ones in turn on the first half, the short ones on the second.
-    places = {
-        name: place % half + (half if place >= len(ranked) // 2 else 0) for place, name in enumerate(ranked)
-    }
-    return [
-        Task(
-            f"{problem.id}/{slot}",
-            tuple(prompt_ids(problem.question)),
-            sample_seed(_SEED, 1, problem.id, slot),
-            sampling,
-            f"instance-{places[problem.id]}",
-        )
-        for problem in problems
-        for slot in range(given.samples)
-    ]
 
 
 # Measuring ----------------------------------------------------------------------------------------------
@@ -283,64 +222,6 @@ def _keyed(outcome: LoadResult) -> dict[SampleKey, list[int]]:
         for key, tokens in outcome.responses.items()
         for prompt, _, slot in (key.rpartition("/"),)
     }
-
-
-# Figures ------------------------------------------------------------------------------------------------
-
-
-def _table(runs: Mapping[str, MigrationRuns]) -> dict[str, dict[str, Any]]:
-    return {name: _row(each, runs[STAY]) for name, each in runs.items()}
-
-
-def _row(runs: MigrationRuns, plain: MigrationRuns) -> dict[str, Any]:
-    low, middle, high = _ratio(runs, plain)
-    gaps = [gap for outcome in runs.outcomes for gap in outcome.gaps("kv", "prefix")]
-    ways = Counter(move.by for outcome in runs.outcomes for move in outcome.moves)
-    return {
-        "seconds": runs.seconds,
-        "tokens_per_second": runs.tokens_per_second,
-        "ratio": middle,
-        "ratio_lower": low,
-        "ratio_upper": high,
-        "moves": ways.total(),
-        "moves_by_kv": ways["kv"],
-        "moves_by_prefix": ways["prefix"],
-        "claims_lost": sum(each.lost_claims for each in runs.outcomes),
-        "gap_seconds_median": median(gaps) if gaps else None,
-        "stall_steps_median": median(runs.stall_steps) if runs.stall_steps else None,
-        "stall_seconds_median": median(runs.stall_seconds) if runs.stall_seconds else None,
-        "overhead_share": _overhead(runs),
-        "moved_megabytes": sum(each[_MOVED_BYTES] for each in runs.reallocator) / 1e6,
-    }
-
-
-def _ratio(runs: MigrationRuns, plain: MigrationRuns) -> tuple[float, float, float]:
-    """Return the median ratio of the speeds of a round, between its ends: with few rounds, least and greatest."""
-    ratios = [there.seconds / here.seconds for here, there in zip(runs.outcomes, plain.outcomes, strict=True)]
-    try:
-        return median_interval(ratios)
-    except ValueError:
-        return min(ratios), median(ratios), max(ratios)
-
-
-def _overhead(runs: MigrationRuns) -> float | None:
-    """Return the share of time that deciding and moving take.
-
-    Seconds of decisions over all seconds, plus the pause of moved samples over the time of all samples;
-    by prefix the pause is the whole gap between two tokens.
-    """
-    if not runs.reallocator:
-        return None
-    seconds = sum(each.seconds for each in runs.outcomes)
-    decided = sum(each[_DECIDED] for each in runs.reallocator)
-    stood = sum(runs.stall_seconds) + sum(gap for each in runs.outcomes for gap in each.gaps("prefix"))
-    lived = sum(
-        seconds_of(track.finished.generation_time)
-        for outcome in runs.outcomes
-        for track in outcome.tracks.values()
-        if track.finished is not None
-    )
-    return decided / seconds + (stood / lived if lived else 0.0)
 
 
 def _say(name: str, number: int, plain: LoadResult, moved: LoadResult, by_prefix: LoadResult) -> None:

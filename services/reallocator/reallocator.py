@@ -24,7 +24,7 @@ from services.reallocator.planning.learned_costs import LearnedCosts
 from services.reallocator.planning.measured_speed import steady
 from services.reallocator.planning.plan import plan
 from services.reallocator.planning.price import MoveBy
-from services.reallocator.planning.records import InstanceLoad, InstanceView, ReallocationRules, Transfer
+from services.reallocator.planning.records import InstanceView, LoadView, ReallocationRules, Transfer
 from services.reallocator.planning.screening import worth_listing
 from services.reallocator.planning.throughput import Roofline
 from services.reallocator.planning.trigger import Name, Trigger
@@ -220,11 +220,11 @@ def _steps_of(members: Iterable[PolledInstance]) -> dict[Name, int]:
     return {(m.instance_id, m.record.epoch): m.reports[-1].steps for m in members if m.reports}
 
 
-def _load_of(member: PolledInstance) -> InstanceLoad:
+def _load_of(member: PolledInstance) -> LoadView:
     curve = member.roofline.curve()
     version = 0 if member.status is None else member.status.policy_version
     peers = (member.record.model, version)
-    return InstanceLoad(member.instance_id, member.samples, curve, member.roofline.threshold(curve), peers)
+    return LoadView(member.instance_id, member.samples, curve, member.roofline.threshold(curve), peers)
 
 
 def _details(transfer: Transfer, outcome: MoveOutcome | None = None) -> dict[str, object]:

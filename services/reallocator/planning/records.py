@@ -61,7 +61,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceLoad:
+class LoadView:
     """Instance by its status alone: its samples, and the curve and threshold of its kind. `peers` as in a view."""
 
     instance_id: str

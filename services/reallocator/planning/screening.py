@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 from services.reallocator.planning.plan import ROUNDING
-from services.reallocator.planning.records import InstanceLoad, ReallocationRules, Rule
+from services.reallocator.planning.records import LoadView, ReallocationRules, Rule
 
 
-def worth_listing(fleet: Iterable[InstanceLoad], rules: ReallocationRules) -> frozenset[str]:
+def worth_listing(fleet: Iterable[LoadView], rules: ReallocationRules) -> frozenset[str]:
     """Return the ids of the instances in pairs whose gain could reach the least that their rule asks for."""
-    groups: dict[Hashable, list[InstanceLoad]] = defaultdict(list)
+    groups: dict[Hashable, list[LoadView]] = defaultdict(list)
     for load in fleet:
         groups[load.peers].append(load)
     found: set[str] = set()
@@ -28,7 +28,7 @@ def worth_listing(fleet: Iterable[InstanceLoad], rules: ReallocationRules) -> fr
     return frozenset(found)
 
 
-def _above_threshold(ranked: Sequence[InstanceLoad], rules: ReallocationRules) -> set[str]:
+def _above_threshold(ranked: Sequence[LoadView], rules: ReallocationRules) -> set[str]:
     """Return the pairs of the threshold rule that could gain; `ranked` begins with the emptiest."""
     fullest = sorted(ranked, key=lambda each: (-each.samples, each.instance_id))
     donors = [each for each in fullest if each.samples > each.threshold]
@@ -42,7 +42,7 @@ def _above_threshold(ranked: Sequence[InstanceLoad], rules: ReallocationRules) -
     return found
 
 
-def _uneven(ranked: Sequence[InstanceLoad], rules: ReallocationRules) -> set[str]:
+def _uneven(ranked: Sequence[LoadView], rules: ReallocationRules) -> set[str]:
     """Return the pairs that could finish sooner; `ranked` begins with the emptiest.
 
     Steps of the donor shorten most at once, while it has most samples. The bound is as if they did until the end.
@@ -68,7 +68,7 @@ def _halves(most: int) -> list[int]:
     return found
 
 
-def _rate_gain(donor: InstanceLoad, receiver: InstanceLoad, count: int) -> float:
+def _rate_gain(donor: LoadView, receiver: LoadView, count: int) -> float:
     """Return the relative gain in tokens per second of moving `count` samples (RLHFSpec, equation 5)."""
     here, there = donor.curve.throughput, receiver.curve.throughput
     before = here(donor.samples) + there(receiver.samples)

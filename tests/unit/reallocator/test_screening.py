@@ -10,7 +10,7 @@ from hypothesis import given
 
 from services.reallocator.planning.plan import plan
 from services.reallocator.planning.price import MoveBy, MoveCost
-from services.reallocator.planning.records import InstanceLoad, InstanceView, ReallocationRules, Rule
+from services.reallocator.planning.records import InstanceView, LoadView, ReallocationRules, Rule
 from services.reallocator.planning.screening import worth_listing
 from services.reallocator.planning.throughput import ThroughputCurve
 from tests.unit.reallocator.fleets import FIGURE_5, FLAT, STEEP, view
@@ -18,12 +18,12 @@ from tests.unit.reallocator.fleets import FIGURE_5, FLAT, STEEP, view
 FREE = ReallocationRules(least_gain=0.01, ways={MoveBy.KV: MoveCost(stall_steps=0.0)})
 
 
-def load(name: str, samples: int, curve: ThroughputCurve = FIGURE_5, threshold: int = 19) -> InstanceLoad:
-    return InstanceLoad(name, samples, curve, threshold)
+def load(name: str, samples: int, curve: ThroughputCurve = FIGURE_5, threshold: int = 19) -> LoadView:
+    return LoadView(name, samples, curve, threshold)
 
 
-def load_of(each: InstanceView) -> InstanceLoad:
-    return InstanceLoad(each.instance_id, each.samples, each.curve, each.threshold, each.peers)
+def load_of(each: InstanceView) -> LoadView:
+    return LoadView(each.instance_id, each.samples, each.curve, each.threshold, each.peers)
 
 
 @given(
@@ -63,5 +63,5 @@ def test_flat_step_times_leave_nothing_to_gain_from_balance() -> None:
 
 def test_only_instances_of_one_policy_are_compared() -> None:
     full, empty = load("full", 24), load("empty", 1)
-    other = InstanceLoad("empty", 1, empty.curve, empty.threshold, peers="another version")
+    other = LoadView("empty", 1, empty.curve, empty.threshold, peers="another version")
     assert worth_listing([full, other], FREE) == set()
