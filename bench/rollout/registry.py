@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.rollout.leave_one_out import each_left_out
 from bench.systems import BUBBLESPEC, System
 from examples.tinymath.train import MODEL, Options
 from paceline import Exactness
@@ -79,6 +80,13 @@ REGIMES: Mapping[str, Regime] = {
         Regime(LONG_TAIL, "8 samples a prompt, 64 an instance, to their ends", 8),
     )
 }
+PACELINE = System(
+    EVERYTHING,
+    "Paceline as it comes: planner, history, pre-generation, reallocator, policy service",
+    ("--speculation=planner", "--draft-window=16"),
+    policy=True,
+    reallocator=True,
+)
 _DRAFTED = 8
 PAPERS = (
     ComparedSystem(
@@ -160,16 +168,7 @@ SYSTEMS: Mapping[str, ComparedSystem] = {
             quick=True,
             vllm=True,
         ),
-        ComparedSystem(
-            System(
-                EVERYTHING,
-                "Paceline as it comes: planner, history, pre-generation, reallocator, policy service",
-                ("--speculation=planner", "--draft-window=16"),
-                policy=True,
-                reallocator=True,
-            ),
-            quick=True,
-        ),
+        ComparedSystem(PACELINE, quick=True),
         ComparedSystem(
             System(
                 "paceline off",
@@ -182,6 +181,7 @@ SYSTEMS: Mapping[str, ComparedSystem] = {
             )
         ),
         *PAPERS,
+        *(ComparedSystem(each) for each in each_left_out(PACELINE)),
     )
 }
 SUBJECTS: Mapping[str, Subject] = {

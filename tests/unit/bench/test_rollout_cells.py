@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +16,11 @@ from bench.rollout.cells import AbsentReason, CellFolder, CellName, TableCell, c
 from bench.rollout.measuring import stock_figures
 from bench.rollout.plan import planned, seconds_left
 from bench.rollout.record import RecordedRun
-from bench.rollout.registry import ARCTIC, PLAIN, REGIMES, SUBJECTS, SYSTEMS, Regime, StockSystem
+from bench.rollout.registry import ARCTIC, PACELINE, PLAIN, REGIMES, SUBJECTS, SYSTEMS, Regime, StockSystem
 from bench.rollout.session import last_line, update_of
 from bench.rollout.stock_engine import StockMeasurement
 from bench.rollout.told_tokens import ToldTokens, padded, told
+from bench.systems import System
 from bench.training import TrainedStep
 from bench.trajectory import Trajectory
 from examples.tinymath.train import Options, plan
@@ -186,3 +187,13 @@ def test_the_figures_of_stock_engines_are_of_the_slower_one(monkeypatch: pytest.
     assert (found.tokens, found.reward) == (23, 0.5)
     # One response lacks its last token.
     assert (found.differing, found.compared) == (1, 3 + 9 + 3 + 9)
+
+
+def test_each_row_of_the_leave_one_out_table_differs_from_everything_in_one_thing() -> None:
+    rows = [system.setup for name, system in SYSTEMS.items() if name.startswith("without ")]
+    assert len(rows) == 7
+    for row in rows:
+        assert isinstance(row, System)
+        changed = {name for name in asdict(PACELINE) if getattr(row, name) != getattr(PACELINE, name)}
+        assert changed - {"name", "about"}, row.name
+        assert len(changed) == 3, changed
