@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.systems import BUBBLESPEC, System
+from bench.systems import BUBBLESPEC, BUBBLESPEC_RULE, SPEC_RL, System
 from examples.tinymath.train import MODEL, Options
-from paceline import Exactness
+from paceline import Exactness, ExactnessLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ class ComparedSystem:
     """Part of `make bench`; the others are of `make bench-full`."""
     vllm: bool = False
     """One of vLLM's own speculative methods."""
-    lossy: bool = False
-    """Gives other responses than were recorded, by design."""
+    recorded: bool = True
+    """Gives the responses that were recorded; False: others by design, because it is lossy or has other noise."""
     note: str = ""
     """Difference from what was published, or reason for which this machine is no fair one for it."""
 
@@ -82,19 +81,16 @@ REGIMES: Mapping[str, Regime] = {
 _DRAFTED = 8
 PAPERS = (
     ComparedSystem(
-        BUBBLESPEC,
-        note="as published but for Eq. 2: a draft token x is kept with p_new(x), not min(1, p_new(x) / p_old(x))",
+        BUBBLESPEC_RULE,
+        recorded=False,
+        note="lossy, so its responses are others; its index has siblings and what an instance saw earlier besides",
     ),
     ComparedSystem(
-        System(
-            "spec-rl",
-            "SPEC-RL as published: cached rollouts taken over with lenience e^0.5, then plain decoding",
-            ("--speculation=off",),
-            bubbles=False,
-            exactness=Exactness.lenient(math.exp(0.5)),
-        ),
-        lossy=True,
-        note="lossy by design: its responses are others, and their lengths with them",
+        BUBBLESPEC,
+        note="keeps draft x with p_new(x), not min(1, p_new(x) / p_old(x)); drafts of earlier epochs, too",
+    ),
+    ComparedSystem(
+        SPEC_RL, recorded=False, note="lossy by design: its responses are others, and their lengths with them"
     ),
     ComparedSystem(
         System(
@@ -180,6 +176,18 @@ SYSTEMS: Mapping[str, ComparedSystem] = {
                 policy=True,
                 reallocator=True,
             )
+        ),
+        ComparedSystem(
+            System(
+                "paceline coupled_history",
+                "Paceline with one noise for all epochs: a slot's last rollout is its draft",
+                ("--speculation=planner", "--draft-window=16"),
+                policy=True,
+                reallocator=True,
+                exactness=Exactness(ExactnessLevel.COUPLED_HISTORY),
+            ),
+            recorded=False,
+            note="lossless, but of other noise than was recorded: its responses are others, and their lengths",
         ),
         *PAPERS,
     )
