@@ -123,7 +123,7 @@ PAPERS = (
             bubbles=False,
             learner=True,
         ),
-        note="the learner shares the two cores with the engines; its head begins with a minute on the first step",
+        note="hardly drafts: a pass of the head costs most of one of so small a model's steps",
     ),
 )
 SYSTEMS: Mapping[str, ComparedSystem] = {
