@@ -138,7 +138,7 @@ def options_of(given: argparse.Namespace, seed: int) -> Options:
 
 def measure(platform: Platform, level: str, options: Options, exactness: Exactness) -> dict[str, Any]:
     """Train a run on a platform and return its figures."""
-    name = f"{level}-{time.time_ns():x}".replace(" ", "")
+    name = f"lenience-{time.time_ns():x}"
     weights, learner = WeightFolder(FOLDER / "weights" / name, MODEL, keep=4), new_learner(MODEL, options)
     steps, size, counted = list[TrainedStep](), epoch_steps(options), Metrics()
     with platform.client() as client, client.run(name, seed=options.seed) as run:
