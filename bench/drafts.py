@@ -1,11 +1,11 @@
 """Drafts from what was generated before: the suffix index, and the reuse of earlier rollouts (SPEC-RL).
 
-Three parts. The index alone, side by side with arctic-inference's (bench/drafts_index.py). Reuse: a real GRPO run,
+Two parts. The index alone, side by side with arctic-inference's (bench/drafts_index.py). Reuse: a real GRPO run,
 recorded once on a plain platform with prompts that come back every epoch, is replayed under each exactness level
-(bench/history.py). Training: real runs with lenient reuse, because that changes what is learned
-(bench/lenience.py). Only epochs after the first count. Writes runs/bench/drafts.json.
+(bench/history.py). Only epochs after the first count. What lenience does to training is bench/lenience.py's
+affair. Writes runs/bench/drafts.json.
 
-    python -m bench.drafts [--epochs 3] [--pool 32] [--only index reuse training]
+    python -m bench.drafts [--epochs 2] [--pool 64] [--only index reuse]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import history, lenience
+from bench import history
 from bench.drafts_index import measure as measure_index
 from bench.report import console, format_value, show_rows, show_table, write
 from bench.systems import plain_platform
@@ -26,7 +26,7 @@ from bench.trajectory import Trajectory, record
 from examples.tinymath.train import MODEL, Options
 
 FOLDER = Path("runs/bench/drafts")
-_PARTS = ("index", "reuse", "training")
+_PARTS = ("index", "reuse")
 GOALS = {
     "batch_step_speedup_vs_arctic": ">= 3",
     "bytes_per_token_ratio_vs_arctic": "<= 1",
@@ -46,15 +46,6 @@ _REUSE = (
     ("wasted rows", "wasted_rows_per_token"),
     ("lossless", "lossless"),
 )
-_TRAINING = (
-    ("reused", "reused_share"),
-    ("whole", "full_reuse_share"),
-    ("KL", "kl"),
-    ("KL in update", "update_kl"),
-    ("clipped", "clip_fraction"),
-    ("diversity", "diversity"),
-    ("rollout s", "rollout_seconds"),
-)
 
 
 def main() -> None:
@@ -72,13 +63,10 @@ def main() -> None:
     result: dict[str, Any] = {}
     if "index" in given.only:
         result |= measure_index()
-    if {"reuse", "training"} & set(given.only):
+    if "reuse" in given.only:
         config = plain_platform(MODEL, given.instances, FOLDER / "trajectory")
         trajectory = record(config, options, FOLDER / "weights", partial(_say, "recorded"))
-        if "reuse" in given.only:
-            result |= _reuse(trajectory, given.instances)
-        if "training" in given.only:
-            result |= _training(trajectory, given)
+        result |= _reuse(trajectory, given.instances)
     goals = [(name, format_value(result.get(name)), goal) for name, goal in GOALS.items()]
     show_rows("drafts", ("figure", "value", "goal"), goals)
     write("drafts", {**result, "goals": GOALS, "options": vars(given)})
@@ -106,18 +94,6 @@ def _reuse(trajectory: Trajectory, instances: int) -> dict[str, Any]:
     }
 
 
-def _training(trajectory: Trajectory, given: argparse.Namespace) -> dict[str, Any]:
-    runs, settings = lenience.run_all(
-        trajectory.options, trajectory.steps, given.target_epochs, given.instances, FOLDER / "training", _say
-    )
-    table = lenience.figures(trajectory.options, runs)
-    show_table("training: epochs after the first", _TRAINING, table)
-    for name, found in table.items():
-        rewards = " ".join(f"{reward:.3f}" for reward in found["reward_by_epoch"])
-        console().print(f"{name}: mean reward by epoch {rewards}", highlight=False)
-    return {**settings, "training": table}
-
-
 def _say(label: str, step: Any) -> None:
     console().print(f"{label}: step {step.step}, rollout {step.rollout_seconds:.2f} s", highlight=False)
 
@@ -128,9 +104,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--instances", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--target-epochs", type=int, default=5, help="of the run with a KL target")
-    parser.add_argument("--pool", type=int, default=32, help="problems; a multiple of --prompts")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--pool", type=int, default=64, help="problems; a multiple of --prompts")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=800)

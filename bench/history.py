@@ -20,7 +20,10 @@ from paceline import Exactness, ExactnessLevel
 from services.local import Platform
 
 EXACT, COUPLED = Exactness(), Exactness(ExactnessLevel.COUPLED_HISTORY)
-LENIENT = {f"lenient e^{power}": Exactness.lenient(math.exp(power)) for power in (0.2, 0.5, 0.8)}
+LENIENT = {
+    "lenient 1": Exactness.lenient(1.0),
+    **{f"lenient e^{power}": Exactness.lenient(math.exp(power)) for power in (0.2, 0.5, 0.8)},
+}
 DELAYED = "lenient e^0.5, delayed"
 LEVELS: Mapping[str, Exactness] = {
     "exact": EXACT,

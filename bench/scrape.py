@@ -25,6 +25,15 @@ class Metrics:
     def __getitem__(self, name: str) -> float:
         return self.values.get(name, 0.0)
 
+    def labelled(self, name: str) -> dict[str, float]:
+        """Return what a metric with one label is for each value of it, but 0."""
+        begin = f"{name}{{"
+        return {
+            key[len(begin) :].split('"')[1]: value
+            for key, value in self.values.items()
+            if key.startswith(begin) and value
+        }
+
     def since(self, before: Metrics) -> Metrics:
         """Return the increase since an earlier reading."""
         return Metrics({name: value - before[name] for name, value in self.values.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,9 +47,17 @@ class System:
 PLAIN = System("plain", "one token at a time", ("--speculation=off",), drafts=False, bubbles=False)
 BUBBLESPEC = System(
     "bubblespec",
-    "BubbleSpec as published: noise of its own, suffix drafts of 4 tokens, the step's bubbles only",
+    "BubbleSpec but for its rule (Eq. 2): noise of its own, suffix drafts of 4 tokens, the step's bubbles only",
     ("--speculation=fixed", "--drafters=suffix", "--draft-window=4", "--draft-floor=0", "--survival-floor=0"),
     ("--no-coupled", "--during-update=halt"),
+)
+BUBBLESPEC_RULE = replace(
+    BUBBLESPEC,
+    name="bubblespec eq 2",
+    about="BubbleSpec as published: its rule for drafts (Eq. 2) as well, and nothing kept of earlier epochs",
+    instance_options=(*BUBBLESPEC.instance_options, "--lenient-drafts"),
+    gateway_options=("--no-history",),
+    exactness=Exactness.lenient(1.0),
 )
 IN_STEP = System(
     "coupled in step",
@@ -74,6 +83,13 @@ HISTORY = System(
     "drafts from earlier steps, all drafters, 16 tokens; nothing is generated ahead",
     _COUPLED,
     bubbles=False,
+)
+SPEC_RL = System(
+    "spec-rl",
+    "SPEC-RL as published: cached rollouts taken over with lenience e^0.5, then plain decoding",
+    ("--speculation=off",),
+    bubbles=False,
+    exactness=Exactness.lenient(math.exp(0.5)),
 )
 
 

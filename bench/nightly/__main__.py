@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.nightly.documents import rewritten, written_by_hand
-from bench.nightly.jobs import JOBS, NightlyJob
+from bench.nightly.jobs import JOBS, LONGER, NightlyJob
 from bench.nightly.published import EARLIER, RESULTS, publish, published
 from bench.report import console
 from bench.rollout.registry import ARCTIC
@@ -40,9 +40,8 @@ def main() -> None:
         tables = {str(path): written_by_hand(path.read_text()) for path in DOCUMENTS}
         (RESULTS / f"{EARLIER}.json").write_text(json.dumps(tables, indent=1, ensure_ascii=False) + "\n")
     elif given.publish is not None:
-        for job in JOBS:
-            if job.name in given.publish:
-                publish(job.name, f"make bench NAME={job.name}")
+        for name in given.publish:
+            publish(name, f"make bench NAME={name}")
     else:
         failed = run_all([job for job in JOBS if job.name in given.only])
     write_documents()
@@ -125,7 +124,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES)
     parser.add_argument(
-        "--publish", nargs="*", choices=_NAMES, help="run nothing; keep these figures of runs/bench"
+        "--publish",
+        nargs="*",
+        choices=[*_NAMES, *LONGER],
+        help="run nothing; keep these figures of runs/bench",
     )
     parser.add_argument(
         "--transcribe", action="store_true", help="run nothing; keep the tables written by hand"

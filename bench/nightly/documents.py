@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.lenience_table import level_table
 from bench.report import format_value
 from bench.rollout.markdown import goal_table, overview, regime_table
 
@@ -129,8 +130,13 @@ def _regimes(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _levels(result: Mapping[str, Any]) -> list[str]:
+    return [*level_table(result["levels"]), "", f"`{result['command']}`, {_when(result)}"]
+
+
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {
     "figures": _figures,
+    "levels": _levels,
     "overview": _overview,
     "regimes": _regimes,
 }

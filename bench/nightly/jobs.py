@@ -28,6 +28,8 @@ class NightlyJob:
         return " ".join(("python -m", self.module, *self.options))
 
 
+LONGER = ("lenience",)
+"""Benchmarks that a night has no time for: they are run and published by hand."""
 JOBS = (
     NightlyJob("rollout", "bench.rollout", 26.0, ("--minutes", "24")),
     NightlyJob("gateway", "bench.gateway", 2.0, ("--rounds", "7")),

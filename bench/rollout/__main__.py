@@ -69,7 +69,7 @@ def result_of(cells: Sequence[TableCell]) -> dict[str, Any]:
     figures = headline(
         table,
         vllm=[name for name, system in SYSTEMS.items() if system.vllm],
-        lossless=[name for name, system in SYSTEMS.items() if not system.lossy],
+        recorded=[name for name, system in SYSTEMS.items() if system.recorded],
     )
     return {
         "figures": figures,

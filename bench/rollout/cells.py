@@ -58,6 +58,8 @@ class StepFigures:
     """Tokens with the same prefix as the recorded response."""
     differing: int
     """Samples that are not the recorded ones."""
+    planned: Mapping[str, float]
+    """Engine steps by what the plan of their drafts says; empty where nothing plans."""
     last_steps: int
     """Decode steps of the sample that ended last: the critical path."""
     last_seconds: float

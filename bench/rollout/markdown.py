@@ -16,6 +16,7 @@ COLUMNS = (
     ("step, s", "step_seconds"),
     ("of plain", "step_speedup_vs_plain"),
     ("push, s", "push_seconds"),
+    ("tokens of a step", "tokens_of_step"),
     ("decode steps, average", "decode_steps_mean"),
     ("maximum", "decode_steps_max"),
     ("acceptance length", "acceptance_length"),
@@ -49,7 +50,7 @@ def regime_table(systems: Mapping[str, Mapping[str, Any]], marks: Mapping[str, s
     heads = ["", *(head for head, _ in COLUMNS)]
     lines = [_line(heads), _line(["---", *["---:"] * len(COLUMNS)])]
     lines += [
-        _line([f"{name}{marks.get(name, '')}", *(shown(figures[key]) for _, key in COLUMNS)])
+        _line([f"{name}{marks.get(name, '')}", *(shown(figures.get(key)) for _, key in COLUMNS)])
         for name, figures in systems.items()
     ]
     return lines

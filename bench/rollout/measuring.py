@@ -28,6 +28,7 @@ from paceline import KnobSetting, Sample, SampleKey
 from services.local import Platform, PlatformConfig
 
 Watch = Callable[[StepFigures], None]
+_PLANNED = "paceline_planner_steps_total"
 _MOVED = "paceline_reallocator_moved_bytes_total"
 problem_of: Callable[[str], Problem] = cache(load_problem)
 
@@ -143,6 +144,7 @@ def stock_figures(
         reward=_reward(responses),
         compared=compared,
         differing=differing,
+        planned={},
         last_steps=last.decode_steps[last_name],
         last_seconds=last.ended[last_name] - last.began,
     )
@@ -204,6 +206,7 @@ def platform_figures(recorded: TrainedStep, step: ReplayedStep, system: str) -> 
         reward=_reward(step.responses),
         compared=compared,
         differing=differing,
+        planned=step.fleet_metrics.labelled(_PLANNED),
         last_steps=last.provenance.decode_steps,
         last_seconds=last.provenance.queue_seconds + last.provenance.generation_seconds,
     )

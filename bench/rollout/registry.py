@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.rollout.leave_one_out import each_left_out
-from bench.systems import BUBBLESPEC, System
+from bench.systems import BUBBLESPEC, BUBBLESPEC_RULE, SPEC_RL, System
 from examples.tinymath.train import MODEL, Options
-from paceline import Exactness
+from paceline import Exactness, ExactnessLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,8 @@ class ComparedSystem:
     """Part of `make bench`; the others are of `make bench-full`."""
     vllm: bool = False
     """One of vLLM's own speculative methods."""
-    lossy: bool = False
-    """Gives other responses than were recorded, by design."""
+    recorded: bool = True
+    """Gives the responses that were recorded; False: others by design, because it is lossy or has other noise."""
     note: str = ""
     """Difference from what was published, or reason for which this machine is no fair one for it."""
 
@@ -90,19 +89,16 @@ PACELINE = System(
 _DRAFTED = 8
 PAPERS = (
     ComparedSystem(
-        BUBBLESPEC,
-        note="as published but for Eq. 2: a draft token x is kept with p_new(x), not min(1, p_new(x) / p_old(x))",
+        BUBBLESPEC_RULE,
+        recorded=False,
+        note="lossy, so its responses are others; its index has siblings and what an instance saw earlier besides",
     ),
     ComparedSystem(
-        System(
-            "spec-rl",
-            "SPEC-RL as published: cached rollouts taken over with lenience e^0.5, then plain decoding",
-            ("--speculation=off",),
-            bubbles=False,
-            exactness=Exactness.lenient(math.exp(0.5)),
-        ),
-        lossy=True,
-        note="lossy by design: its responses are others, and their lengths with them",
+        BUBBLESPEC,
+        note="keeps draft x with p_new(x), not min(1, p_new(x) / p_old(x)); drafts of earlier epochs, too",
+    ),
+    ComparedSystem(
+        SPEC_RL, recorded=False, note="lossy by design: its responses are others, and their lengths with them"
     ),
     ComparedSystem(
         System(
@@ -135,7 +131,7 @@ PAPERS = (
             bubbles=False,
             learner=True,
         ),
-        note="the learner shares the two cores with the engines; its head begins with a minute on the first step",
+        note="hardly drafts: a pass of the head costs most of one of so small a model's steps",
     ),
 )
 SYSTEMS: Mapping[str, ComparedSystem] = {
@@ -179,6 +175,16 @@ SYSTEMS: Mapping[str, ComparedSystem] = {
                 policy=True,
                 reallocator=True,
             )
+        ),
+        ComparedSystem(
+            replace(
+                PACELINE,
+                name="paceline coupled_history",
+                about="Paceline with one noise for all epochs: a slot's last rollout is its draft",
+                exactness=Exactness(ExactnessLevel.COUPLED_HISTORY),
+            ),
+            recorded=False,
+            note="lossless, but of other noise than was recorded: its responses are others, and their lengths",
         ),
         *PAPERS,
         *(ComparedSystem(each) for each in each_left_out(PACELINE)),

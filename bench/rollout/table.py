@@ -96,6 +96,7 @@ def row(rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
         "rollout_seconds": fmean(map(rollout_seconds, cells)),
         "step_seconds": fmean(map(step_seconds, cells)),
         "push_seconds": fmean(step.push_seconds for step in steps),
+        "tokens_of_step": fmean(step.tokens for step in steps),
         "decode_steps_mean": fmean(step.decode_steps_mean for step in steps),
         "decode_steps_max": fmean(step.decode_steps_max for step in steps),
         "acceptance_length": 1 + accepted / verified if verified else None,
@@ -121,13 +122,13 @@ def rows(table: Table) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
-def headline(table: Table, vllm: Iterable[str], lossless: Iterable[str]) -> dict[str, float | int | None]:
+def headline(table: Table, vllm: Iterable[str], recorded: Iterable[str]) -> dict[str, float | int | None]:
     """Return the figures that have goals; None for those whose cells are not there.
 
     Args:
         table: the cells.
         vllm: names of vLLM's own methods; the one with the least median time is the best.
-        lossless: names of systems that must give the recorded tokens.
+        recorded: names of systems that must give the recorded tokens.
     """
     systems = table.get(LONG_TAIL, {})
     plain, ours = systems.get(PLAIN, {}), systems.get(EVERYTHING, {})
@@ -135,7 +136,7 @@ def headline(table: Table, vllm: Iterable[str], lossless: Iterable[str]) -> dict
     faster = paired(plain, ours, rollout_seconds)
     best_faster = paired(best, ours, rollout_seconds)
     whole = paired(plain, ours, step_seconds)
-    exact = set(lossless)
+    exact = set(recorded)
     regimes = [
         paired(named[PLAIN], named[EVERYTHING], rollout_seconds)
         for named in table.values()

@@ -1,26 +1,21 @@
-"""Watches the platform's decisions while a run goes on, and keeps them with its results.
+"""Watches the platform's decisions while a run goes on: the platform's log of them ends with it.
 
 with DecisionWatch(client) as watch:
     ...
     watch.wait_for(steps - 1)
-save_decisions(folder / "decisions.json", watch.decisions)
+write_report(watch.decisions, folder / "report.html")
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from paceline import Client, Decision, PacelineError
 
 STEP = "speculation"
 """Kind of the decision that sums up a step."""
-_MOST_SHOWN = 400
 _WAIT_SECONDS = 30.0
 
 
@@ -65,40 +60,3 @@ class DecisionWatch:
                     self._changed.notify_all()
         except (PacelineError, ValueError):
             return  # the client was closed, or the gateway is gone
-
-
-def save_decisions(path: Path, decisions: Iterable[Decision]) -> None:
-    """Write decisions, so that a report can be made again."""
-    path.write_text(json.dumps([asdict(decision) for decision in decisions]))
-
-
-def load_decisions(path: Path) -> list[Decision]:
-    """Read what `save_decisions` wrote; none where there is no such file."""
-    if not path.exists():
-        return []
-    return [Decision(**entry) for entry in json.loads(path.read_text())]
-
-
-def decision_rows(decisions: Sequence[Decision], began: float) -> list[dict[str, str]]:
-    """Lines of the report's table, in order of time; of very many the first are shown. `began`: unix seconds."""
-    ordered = sorted(decisions, key=lambda each: each.time)[:_MOST_SHOWN]
-    return [
-        {
-            "time": f"{each.time - began:.1f}",
-            "kind": each.kind.replace("_", " "),
-            "gain": f"{each.predicted_gain:+.0%}" if each.predicted_gain else "",
-            "reason": each.reason,
-            "drafts": _drafts(each.details),
-        }
-        for each in ordered
-    ]
-
-
-def _drafts(details: Mapping[str, Any]) -> str:
-    """Describe accepted and drafted tokens, by origin."""
-    drafts = details.get("drafts", {})
-    if not isinstance(drafts, Mapping):
-        return ""
-    return ", ".join(
-        f"{name} {accepted:.0f}/{drafted:.0f}" for name, (_, drafted, accepted) in drafts.items()
-    )

@@ -3,8 +3,8 @@
     python -m examples.tinymath.demo            # ten steps on two instances
     python -m examples.tinymath.demo --steps 3 --prompts 8 --out runs/small
 
-Writes `summary.json`, `steps.json`, `report.html` and logs to a folder under runs/; runs/latest is the
-last one.
+Writes `summary.json`, `steps.json`, logs, and the page of `paceline report` with its entries (`report.html`,
+`report.jsonl`) to a folder under runs/; runs/latest is the last one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from examples.tinymath.background import BackgroundWatch
-from examples.tinymath.decisions import DecisionWatch, save_decisions
+from examples.tinymath.decisions import DecisionWatch
 from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
-from examples.tinymath.report import write_report
 from examples.tinymath.text import text_of
 from examples.tinymath.train import MODEL, Options, add_options, new_learner, read_options, train
 from paceline import Client, KnobSetting, WeightFolder
+from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.machine import chooses_cuda, count_gpus
 from services.models.download import DownloadError
@@ -187,9 +186,8 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         ),
     }
     save_steps(setup.out / "steps.json", records)
-    save_decisions(setup.out / "decisions.json", decisions)
     (setup.out / "summary.json").write_text(json.dumps(summary, indent=2))
-    write_report(setup.out / "report.html", records, summary, decisions)
+    write_report(decisions, setup.out / "report.html", save=setup.out / "report.jsonl")
     return summary
 
 
@@ -205,17 +203,9 @@ def _train(client: Client, setup: Setup, options: Options, console: Console) -> 
     weights = WeightFolder(setup.out / "weights", setup.model, keep=4) if setup.learner else None
     screen = Screen(console, options)
     records = []
-    with (
-        client.run(f"tinymath-{time.time_ns():x}", seed=options.seed, weights=weights) as run,
-        BackgroundWatch(client) as watch,
-        screen.live,
-    ):
+    with client.run(f"tinymath-{time.time_ns():x}", seed=options.seed, weights=weights) as run, screen.live:
         for record in train(run, learner, options, screen.watch, text_of(setup.model)):
-            filled = replace(
-                record,
-                background=watch.between(record.began, time.time()),
-                drafter_version=client.versions().drafter_version,
-            )
+            filled = replace(record, drafter_version=client.versions().drafter_version)
             records.append(filled)
             screen.add(filled)
     return records

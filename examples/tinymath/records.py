@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from examples.tinymath.background import Stretch
-from examples.tinymath.spans import SampleSpan, bubble_seconds, step_begin, step_seconds, step_spans
+from examples.tinymath.spans import SampleSpan, bubble_seconds, step_spans
 from paceline import Sample, SampleStatus
 
 
@@ -46,8 +44,6 @@ class StepRecord:
 
     step: int
     policy_version: int
-    began: float
-    """When the first sample was begun, in seconds since the epoch."""
     learned: UpdateRecord
     timing: StepTiming
     lengths: tuple[int, ...]
@@ -73,8 +69,6 @@ class StepRecord:
     """Of `drafted` and `accepted`, what the head that learns has drafted."""
     drafter_version: int = 0
     """Published when the step was over; 0: none."""
-    background: tuple[Stretch, ...] = ()
-    """What was pre-generated while this step was rolled out and learned from, from the step's begin."""
 
     @property
     def reward(self) -> float:
@@ -107,11 +101,6 @@ class StepRecord:
         return 1.0 + self.accepted / self.verify_steps if self.verify_steps else 1.0
 
     @property
-    def seconds(self) -> float:
-        """Seconds from the first sample's begin until the new weights served."""
-        return step_seconds(self.spans) + self.timing.update + self.timing.push
-
-    @property
     def bubbles(self) -> dict[str, float]:
         """Idle seconds of each instance."""
         return bubble_seconds(self.spans, self.instances)
@@ -132,7 +121,6 @@ def record_step(
     return StepRecord(
         step=step,
         policy_version=version,
-        began=step_begin(samples),
         learned=learned,
         timing=timing,
         lengths=tuple(len(sample.token_ids) for sample in samples),
@@ -199,22 +187,5 @@ def summarize(records: Sequence[StepRecord], options: Mapping[str, object]) -> d
 
 
 def save_steps(path: Path, records: Sequence[StepRecord]) -> None:
-    """Write all records, so that a report can be made again."""
+    """Write all records as JSON."""
     path.write_text(json.dumps([asdict(record) for record in records]))
-
-
-def load_steps(path: Path) -> list[StepRecord]:
-    """Read what `save_steps` wrote."""
-    return [_from_json(entry) for entry in json.loads(path.read_text())]
-
-
-def _from_json(entry: dict[str, Any]) -> StepRecord:
-    return StepRecord(
-        learned=UpdateRecord(**entry.pop("learned")),
-        timing=StepTiming(**entry.pop("timing")),
-        spans=tuple(SampleSpan(**span) for span in entry.pop("spans")),
-        background=tuple(Stretch(**stretch) for stretch in entry.pop("background")),
-        lengths=tuple(entry.pop("lengths")),
-        instances=tuple(entry.pop("instances")),
-        **entry,
-    )

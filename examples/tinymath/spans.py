@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from paceline import Sample
 
 
@@ -43,16 +41,6 @@ def bubble_seconds(spans: Iterable[SampleSpan], instances: Iterable[str]) -> dic
 def step_seconds(spans: Iterable[SampleSpan]) -> float:
     """Return the seconds from the first begin to the last end."""
     return max((span.end for span in spans), default=0.0)
-
-
-def active_samples(spans: Iterable[SampleSpan]) -> tuple[list[float], list[int]]:
-    """Return times, and the number of active samples from each time to the next."""
-    changes: dict[float, int] = defaultdict(int)
-    for span in spans:
-        changes[span.begin] += 1
-        changes[span.end] -= 1
-    times = sorted(changes)
-    return times, np.cumsum([changes[time] for time in times], dtype=int).tolist()
 
 
 def by_instance(spans: Iterable[SampleSpan]) -> dict[str, list[SampleSpan]]:

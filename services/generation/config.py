@@ -146,6 +146,9 @@ class GenerationConfig(ServiceConfig):
     """Tokens that the index of the suffix drafter holds."""
     draft_index_step_tokens: int = Field(default=4096, ge=1)
     """Tokens of arriving rollouts that are put into that index with one engine step."""
+    lenient_drafts: bool = False
+    """LENIENT samples take over no cached rollout: draft tokens of pre-generated rollouts are accepted with
+    probability min(1, lenience * p_now / p_then) instead, others as by REJECTION: BubbleSpec's rule. Lossy, too."""
     reuse_chunk: int = Field(default=128, ge=1, le=128)
     """Most tokens of its cached rollout that a LENIENT sample verifies in one step, whatever `speculation` says."""
     migration_port: int = Field(default=0, ge=0, le=65535)

@@ -35,11 +35,12 @@ def test_the_demo_writes_its_summary_and_report(tmp_path: Path) -> None:
     assert summary["tokens"] > 32
     report = Path(summary["report"]).read_text()
     assert summary["drafter_versions"][-1] >= 1
-    assert report.count("<svg") == 5 + ("The drafter that learns" in report)
-    assert "version 1" in report or "version 2" in report
-    decisions = json.loads((out / "decisions.json").read_text())
-    steps = [each["details"] for each in decisions if each["kind"] == "speculation"]
+    entries = [json.loads(line) for line in (out / "report.jsonl").read_text().splitlines()]
+    steps = [each["details"] for each in entries if each["kind"] == "speculation"]
     assert {(each["step"], each["mode"]) for each in steps} == {(0, "toggle"), (1, "toggle")}
+    assert [each["details"]["step"] for each in entries if each["kind"] == "reward"] == [0, 1]
+    for section in ("Reward", "Where the time goes", "Timeline of instances", "Critical path"):
+        assert f">{section}</h2>" in report
     assert "mode unset -&gt; toggle" in report
     assert "engine steps verified drafts" in report
     assert "http://" not in report.replace("http://www.w3.org", ""), "the report fetches nothing"

@@ -22,8 +22,15 @@ from services.generation.engine.grammars import GrammarState, grammars_of, masks
 from services.generation.engine.marks import pack
 from services.generation.engine.prompt_scores import PromptReading
 from services.generation.engine.sampling.constraints import RowMasks
-from services.generation.engine.sampling.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
+from services.generation.engine.sampling.noise import (
+    CACHED_KEY,
+    NOISE_KEY,
+    RECORDED_KEY,
+    CachedRollout,
+    SampleNoise,
+)
 from services.generation.engine.sampling.penalties import Histories, History, TokenCounts
+from services.generation.engine.sampling.recorded import CONTEXT, DraftsOfRow, RecordedDrafts
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified, sample
 from services.generation.engine.symbols import FILLER
@@ -49,6 +56,7 @@ class CoupledRunnerMixin:
         self._noise: dict[str, SampleNoise] = {}
         # Of the samples that have taken over every token so far; preemption leaves them here.
         self._followed: dict[str, CachedRollout] = {}
+        self._recorded: dict[str, RecordedDrafts] = {}
         self.features = None
         # Of the samples that ask for scores of their prompts; preemption leaves them here.
         self._prompts: dict[str, PromptReading] = {}
@@ -106,7 +114,8 @@ class CoupledRunnerMixin:
         followed = self._followed_in(batch) if self._followed else {}
         masks = self._masks_of(rows, logits.shape[1]) if self._grammars else None
         histories = self.histories_of(np.arange(len(noise)), noise)
-        verified = sample(logits, rows, batch.sampling_metadata, noise, followed, masks, histories)
+        recorded = self._recorded_in(batch, rows) if self._recorded else None
+        verified = sample(logits, rows, batch.sampling_metadata, noise, followed, masks, histories, recorded)
         for i, rollout in followed.items():
             end = rows.positions[i] + verified.reused[i]
             if verified.reused[i] < verified.counts[i] or end >= len(rollout.tokens):
@@ -148,6 +157,16 @@ class CoupledRunnerMixin:
             if sample_id in self._followed and not discarded[i]
         }
 
+    def _recorded_in(self, batch: Any, rows: Rows) -> dict[int, DraftsOfRow]:
+        """Return what drafts are verified by, by index, of the samples that have drafts and a record."""
+        found = {}
+        for i, sample_id in enumerate(batch.req_ids):
+            if sample_id in self._recorded and rows.cu[i + 1] - rows.cu[i] > 1:
+                end = int(batch.num_tokens_no_spec[i])
+                before = batch.token_ids_cpu[i, max(end - CONTEXT, 0) : end]
+                found[i] = DraftsOfRow(self._recorded[sample_id], before)
+        return found
+
     def _masks_of(self, rows: Rows, vocab_size: int) -> RowMasks | None:
         """Return the masks of the rows whose samples follow a grammar; None if there are none in the batch."""
         batch, chosen = self.input_batch, list[int]()
@@ -186,6 +205,8 @@ class CoupledRunnerMixin:
                 self._prompts[sample_id] = PromptReading(list(prompt or ()), known.prompt_logprobs)
             if CACHED_KEY in params.extra_args:  # type: ignore[union-attr,operator]
                 self._followed[sample_id] = params.extra_args[CACHED_KEY]  # type: ignore[union-attr,index]
+            if RECORDED_KEY in params.extra_args:  # type: ignore[union-attr,operator]
+                self._recorded[sample_id] = params.extra_args[RECORDED_KEY]  # type: ignore[union-attr,index]
         return known
 
     def _get_prompt_logprobs_dict(
@@ -210,6 +231,7 @@ class CoupledRunnerMixin:
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         self._noise.pop(req_id, None)
         self._followed.pop(req_id, None)
+        self._recorded.pop(req_id, None)
         self._prompts.pop(req_id, None)
         self._grammars.pop(req_id, None)
         if self._counts is not None:

@@ -11,6 +11,7 @@ from services.contracts.sampling import Sampling
 
 if TYPE_CHECKING:
     from services.generation.engine.prompt_scores import PromptScores
+    from services.generation.engine.sampling.recorded import RecordedTokens
 
 
 class Finish(Enum):
@@ -115,6 +116,8 @@ class EngineRequest:
     `given` is a guess of the whole response and `prompt_id` names the prompt: for drafters, not for the engine.
     With LENIENT, `cached` is the rollout to take over and `cached_logprobs`, as long, what its policy said of each
     token, by the log-probabilities that `sampling` asks for; a sample with a prefix takes nothing over any more.
+    With REJECTION, a draft token that is in `recorded` is accepted with probability
+    min(1, lenience * p_now / p_then), which is lossy.
     """
 
     sample_id: str
@@ -128,6 +131,7 @@ class EngineRequest:
     cached: tuple[int, ...] = ()
     cached_logprobs: tuple[float, ...] = ()
     lenience: float = 1.0
+    recorded: RecordedTokens | None = None
     # The last of the prefix came from the sample's environment: it ends nothing.
     environment_last: bool = False
 

@@ -17,7 +17,14 @@ from vllm.v1.request import Request
 from services.contracts.sampling import ModelLimits, Sampling
 from services.generation.engine.marks import likeliest, unpack
 from services.generation.engine.prefix_hits import PrefixHits
-from services.generation.engine.sampling.noise import CACHED_KEY, NOISE_KEY, CachedRollout, SampleNoise
+from services.generation.engine.sampling.noise import (
+    CACHED_KEY,
+    NOISE_KEY,
+    RECORDED_KEY,
+    CachedRollout,
+    SampleNoise,
+)
+from services.generation.engine.sampling.recorded import RecordedDrafts
 from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
 
@@ -110,6 +117,8 @@ class VllmRequests:
         extra: dict[str, Any] = {NOISE_KEY: asdict(noise)}
         if request.follows:
             extra[CACHED_KEY] = CachedRollout.of(request, self._limits.vocab_size)
+        if request.recorded is not None:
+            extra[RECORDED_KEY] = RecordedDrafts(request.recorded, request.lenience)
         return {"extra_args": extra}
 
     def _max_tokens(self, request: EngineRequest) -> int:

@@ -45,6 +45,8 @@ class AdmissionTerms:
     closed: str = ""
     verifiers: Container[Verifier] = frozenset(Verifier)
     """Verifiers of the engine."""
+    lenient_drafts: bool = False
+    """LENIENT is a rule for drafts, and takes over no cached rollout."""
 
 
 def refusal(handle: int, error: Exception) -> pb.Refused:
@@ -63,7 +65,9 @@ def check_item(
     next_id: Callable[[], str],
     cache: DraftCache | None = None,
 ) -> EngineRequest:
-    """Return an item as a request of the engine. A LENIENT item takes over its cached rollout if it may.
+    """Return an item as a request of the engine.
+
+    A LENIENT item takes over its cached rollout if it may, or has its drafts verified by what is on record of them.
 
     Raises:
         FailedPrecondition: another policy version, or the instance takes nothing.
@@ -98,7 +102,10 @@ def check_item(
         verifier,
         environment_last=item.environment_last,
     )
-    return request if verifier is not Verifier.LENIENT else _lenient(request, item, cache)
+    if verifier is not Verifier.LENIENT:
+        return request
+    request = replace(request, lenience=_lenience(item.exactness))
+    return _by_drafts(request, item, cache) if terms.lenient_drafts else _lenient(request, item, cache)
 
 
 def _violations(
@@ -119,9 +126,8 @@ def _violations(
 
 
 def _lenient(request: EngineRequest, item: pb.WorkItem, cache: DraftCache | None) -> EngineRequest:
-    """Return a request with its lenience, and with the cached rollout that it takes over."""
+    """Return a request with the cached rollout that it takes over."""
     exactness = item.exactness
-    request = replace(request, lenience=_lenience(exactness))
     # A sample that is resumed takes nothing over any more.
     if cache is None or request.prefix:
         return request
@@ -132,6 +138,12 @@ def _lenient(request: EngineRequest, item: pb.WorkItem, cache: DraftCache | None
     return replace(
         request, cached=tuple(rollout.tokens.tolist()), cached_logprobs=tuple(rollout.logprobs.tolist())
     )
+
+
+def _by_drafts(request: EngineRequest, item: pb.WorkItem, cache: DraftCache | None) -> EngineRequest:
+    """Return a request whose drafts are verified by what pre-generated rollouts of its prompt have on record."""
+    recorded = None if cache is None else cache.recorded(Origin.of(item), request.prompt)
+    return replace(request, verifier=Verifier.REJECTION, recorded=recorded)
 
 
 def _lenience(exactness: sample_pb2.Exactness) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.contracts.rollout import Rollout, RolloutKind
+from services.generation.engine.sampling.recorded import RecordedTokens
 from services.generation.rollouts.diversity import reuse_allowed
 from services.generation.rollouts.origin import Origin, PromptKey
 
@@ -31,6 +32,8 @@ class _Prompt:
     rollouts: dict[_Name, Rollout] = field(default_factory=dict)
     # The step for which the store was asked last; None: never.
     fetched_for: int | None = None
+    # Of the pre-generated rollouts, until they change.
+    recorded: RecordedTokens | None = None
 
 
 class DraftCache:
@@ -99,6 +102,20 @@ class DraftCache:
         found = (_older(rollouts, delay) for rollouts in slots.values())
         return [rollout for rollout in found if rollout is not None]
 
+    def recorded(self, origin: Origin, prompt: Sequence[int]) -> RecordedTokens | None:
+        """Return the record of the pre-generated rollouts of a sample's prompt; None where there are none."""
+        known = None if origin.prompt is None else self._prompts.get(origin.prompt)
+        if known is None:
+            return None
+        if known.recorded is None:
+            made = (each for each in known.rollouts.values() if each.kind is RolloutKind.PREGENERATED)
+            whole = [(each.tokens, each.logprobs) for each in made if has_logprobs(each)]
+            if not whole:
+                return None
+            known.recorded = RecordedTokens.of(prompt, whole)
+            self.nbytes += known.recorded.nbytes
+        return known.recorded
+
     def all(self, prompt: PromptKey | None) -> list[Rollout]:
         """Return every rollout of a prompt."""
         known = None if prompt is None else self._prompts.get(prompt)
@@ -128,11 +145,18 @@ class DraftCache:
                 return False
             self._drop(prompt, name)
         prompt.rollouts[name] = rollout
+        self._forget_record(prompt)
         self.nbytes += rollout.nbytes + ROLLOUT_OVERHEAD
         return known is None or not np.array_equal(known.tokens, rollout.tokens)
 
     def _drop(self, prompt: _Prompt, name: _Name) -> None:
         self.nbytes -= prompt.rollouts.pop(name).nbytes + ROLLOUT_OVERHEAD
+        self._forget_record(prompt)
+
+    def _forget_record(self, prompt: _Prompt) -> None:
+        if prompt.recorded is not None:
+            self.nbytes -= prompt.recorded.nbytes
+            prompt.recorded = None
 
     def _prompt(self, key: PromptKey) -> _Prompt:
         known = self._prompts.get(key)

@@ -78,6 +78,15 @@ class DraftLengths:
     gain: float = 1.0
 
 
+def pass_seconds(pass_time: StepTimeEstimator, samples: int, context: float, plain: float) -> float:
+    """Return the seconds of a pass of a draft model for so many samples with so much context together.
+
+    Before the first was measured, half of a plain step, which takes `plain` seconds, is assumed: what is taken for
+    dear would never be measured.
+    """
+    return pass_time.seconds(samples, samples, context) if pass_time.known else _ASSUMED_PASS * plain
+
+
 def choose_lengths(
     batch: DraftableBatch,
     acceptance: ArrayLike,
@@ -91,7 +100,7 @@ def choose_lengths(
         batch: the samples of the step.
         acceptance: of a drafted token by position, if all before it were accepted [K].
         step_time: of the engine's step.
-        pass_time: of a pass of the draft model; before the first was measured, half a plain step is assumed.
+        pass_time: of a pass of the draft model (see `pass_seconds`).
         margin: least gain, as a share.
     """
     survival = np.multiply.accumulate(np.asarray(acceptance, np.float64))
@@ -110,8 +119,8 @@ def choose_lengths(
     tried, places = np.unique([n, n + batch.rows.sum(), *rows], return_inverse=True)
     plain, earlier, *verifying = step_time.predict(n, tried, batch.context)[places].tolist()
     number = max(int(drafted.sum(1).max()), 1)
-    one_pass = pass_time.seconds(number, number, number * batch.context / n)
-    rates = tokens / (np.array(verifying) + depths * (one_pass if pass_time.known else _ASSUMED_PASS * plain))
+    one_pass = pass_seconds(pass_time, number, number * batch.context / n, plain)
+    rates = tokens / (np.array(verifying) + depths * one_pass)
     without = max(n / plain, (n + batch.expected.sum()) / earlier)
     depth = int(rates.argmax())
     gain = float(rates[depth]) / without

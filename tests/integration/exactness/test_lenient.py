@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.contracts.sampling import Sampling
+from services.generation.engine.sampling.recorded import RecordedTokens
 from services.generation.engine.types import EngineRequest, Finish, Verifier
 from tests.integration.exactness.conftest import T1, Bench, requests_of, run
 from tests.support.draft_policies import Drafts
@@ -292,3 +293,31 @@ def test_the_budget_of_a_step_changes_no_token(rollouts: Rollouts) -> None:
     assert (found.tokens, found.reused) == (expected.tokens, expected.reused)
     # Two rows and a half of each sample a step, in place of all of its 40.
     assert found.steps > 5 * expected.steps
+
+
+def test_drafts_that_are_on_record_are_accepted_by_the_ratio(qwen3: Bench) -> None:
+    """The same weights said so before: by the ratio all drafts hold, by their probability now fewer do."""
+    requests = tuple(replace(r, verifier=Verifier.REJECTION) for r in prompts(FREE))
+    plain = run(qwen3, requests)
+    drafts = Drafts("true", truth=plain.tokens)
+    by_ratio = tuple(
+        replace(
+            request,
+            recorded=RecordedTokens.of(
+                request.prompt, [(plain.tokens[request.sample_id], plain.logprobs[request.sample_id])]
+            ),
+            # The arithmetic of another batch shape may make the ratio a little less than 1.
+            lenience=1.001,
+        )
+        for request in requests
+    )
+    found = run(qwen3, by_ratio, drafts=drafts)
+    assert found.accepted == found.drafted > COUNT * LENGTH / 2
+    # What was not drafted has the noise that it had.
+    assert found.tokens == plain.tokens
+    for key, logprobs in plain.logprobs.items():
+        assert found.logprobs[key] == pytest.approx(logprobs, abs=2e-5)
+    assert set(found.reused.values()) == {0}
+    fewer = run(qwen3, requests, drafts=drafts)
+    assert fewer.accepted < fewer.drafted / 2
+    assert fewer.tokens != plain.tokens

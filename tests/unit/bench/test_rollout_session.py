@@ -68,7 +68,10 @@ class _Measured:
         self.asked.append((setup.name, update_seconds))
         if setup.name not in self.seconds:
             raise RuntimeError("Traceback\nMemoryError: no room")
-        values: dict[str, Any] = dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {"tokens": 1}
+        values: dict[str, Any] = dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {
+            "tokens": 1,
+            "planned": {},
+        }
         return (StepFigures(**(values | {"rollout_seconds": self.seconds[setup.name]})),) * 2
 
 
@@ -205,7 +208,11 @@ def test_the_figures_of_a_platforms_step_are_of_its_samples_and_services(
         first,
         last,
         covered=(2,),
-        metrics={"reallocator": Metrics({"paceline_reallocator_moved_bytes_total": 7.0})},
+        metrics={
+            "reallocator": Metrics({"paceline_reallocator_moved_bytes_total": 7.0}),
+            "a": Metrics({'paceline_planner_steps_total{reason="drafts"}': 2.0}),
+            "b": Metrics({'paceline_planner_steps_total{reason="drafts"}': 3.0}),
+        },
     )
     found = platform_figures(_trained(Path("w")), went, "paceline")
     assert (found.last_steps, found.last_seconds) == (1, 4.0)
@@ -214,6 +221,7 @@ def test_the_figures_of_a_platforms_step_are_of_its_samples_and_services(
     assert (found.decode_steps_mean, found.decode_steps_max, found.tokens) == (1.5, 2, 3)
     assert (found.bubble_seconds_mean, found.bubble_seconds_max) == (1.0, 2.0)
     assert (found.differing, found.compared) == (1, 3)
+    assert found.planned == {"drafts": 5.0}
 
 
 def test_systems_are_chosen_by_name_or_by_form() -> None:

@@ -41,6 +41,7 @@ _STEP = StepFigures(
     reward=0.5,
     compared=100,
     differing=0,
+    planned={},
     last_steps=60,
     last_seconds=0.9,
 )
@@ -80,6 +81,7 @@ def test_the_columns_of_a_row_are_of_the_steps_that_count() -> None:
     found = row({0: _cell(EVERYTHING, 2.0)}, {0: _cell(PLAIN, 4.0)})
     assert (found["rollout_seconds"], found["step_seconds"]) == (2.0, 3.0)
     assert (found["acceptance_length"], found["acceptance_rate"], found["draft_length"]) == (4.0, 0.75, 4.0)
+    assert found["tokens_of_step"] == 100
     assert (found["coverage"], found["moved_megabytes"]) == (0.8, 2.0)
     assert (found["last_sample_steps"], found["last_sample_seconds"]) == (60, 0.9)
     assert found["step_speedup_vs_plain"] == PairedRatio(5 / 3, 5 / 3, 5 / 3, 1)

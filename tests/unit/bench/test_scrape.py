@@ -20,6 +20,15 @@ def test_values_are_summed_over_labels_and_kept_by_label() -> None:
     assert found["unknown"] == 0
 
 
+def test_a_metric_is_told_by_the_values_of_its_label() -> None:
+    registry = CollectorRegistry()
+    counter = Counter("work", "Work.", ["kind"], registry=registry)
+    for kind, count in (("a", 2), ("b", 0)):
+        counter.labels(kind).inc(count)
+    Counter("work_more", "More work.", ["kind"], registry=registry).labels("c").inc()
+    assert parse(generate_latest(registry).decode()).labelled("work_total") == {"a": 2}
+
+
 def test_the_mean_of_a_histogram_is_of_what_was_added() -> None:
     registry = CollectorRegistry()
     histogram = Histogram("delay", "Delay.", registry=registry)

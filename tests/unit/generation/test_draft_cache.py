@@ -72,6 +72,26 @@ def test_a_group_has_one_rollout_for_each_slot_that_has_that_many() -> None:
     assert [each.tokens[0] for each in cache.group(HERE, 1)] == [1]
 
 
+def test_the_record_of_a_prompt_is_of_its_pregenerated_rollouts_as_they_are_now() -> None:
+    cache = cache_of(rollout([1, 2]), ahead([3], logprobs=[]), ahead([4], logprobs=[-0.5], prompt_id="q"))
+    assert cache.recorded(HERE, [9]) is None
+    assert cache.recorded(NOWHERE, [9]) is None
+    without = cache.nbytes
+    cache.add([ahead([5, 6], logprobs=[-0.5, -0.25], slot=1)])
+    first = cache.recorded(HERE, [9])
+    assert first is not None
+    assert first.find([9], [5, 6]).tolist() == [-0.5, -0.25]
+    assert cache.recorded(HERE, [9]) is first
+    cache.add([ahead([5, 6, 7], logprobs=[-1, -1, -1], slot=1)])
+    again = cache.recorded(HERE, [9])
+    assert again is not None
+    assert again.find([9], [5, 6, 7]).tolist() == [-1, -1, -1]
+    counted = cache.nbytes
+    cache.add_shards({("r", "p"): (9, [])})
+    assert cache.recorded(HERE, [9]) is None
+    assert cache.nbytes < without < counted
+
+
 # -- what replaces what ---------------------------------------------------------------------------------------
 
 

@@ -205,6 +205,25 @@ def test_where_there_is_nothing_to_take_over_a_lenient_sample_is_an_exact_one() 
         assert (request.verifier, request.lenience, request.follows) == (Verifier.LENIENT, 1.5, False)
 
 
+def test_by_drafts_a_lenient_sample_has_them_verified_by_what_is_on_record() -> None:
+    terms = AdmissionTerms(3, LIMITS, lenient_drafts=True)
+    ahead = rollout([4, 5], kind=RolloutKind.PREGENERATED, logprobs=[-0.5, -0.25])
+    request = lenient(history(rollout([6, 7]), ahead), terms=terms)
+    assert (request.verifier, request.lenience, request.cached) == (Verifier.REJECTION, 1.5, ())
+    assert request.recorded is not None
+    assert request.recorded.find([1, 2, 3], [4, 5]).tolist() == [-0.5, -0.25]
+    # It needs none, and goes on with one.
+    for cache in (None, history(), history(rollout([6, 7]))):
+        request = lenient(cache, terms=terms)
+        assert (request.verifier, request.recorded) == (Verifier.REJECTION, None)
+    assert lenient(history(ahead), terms=terms, prefix_token_ids=[4]).recorded is not None
+    with pytest.raises(InvalidArgument, match="lenience"):
+        lenient(None, {"lenience": 0.5}, terms=terms)
+    assert (
+        check(terms=terms, exactness={"level": sample_pb2.EXACTNESS_LEVEL_EXACT}).verifier is Verifier.COUPLED
+    )
+
+
 def test_in_a_group_of_equals_the_seed_decides_who_takes_over() -> None:
     cache = history(*[rollout([1, 2, 3, 4, 5], slot=slot) for slot in range(8)])
     taken = [bool(lenient(cache, {"diversity_floor": 0.5}, seed=seed).cached) for seed in range(60)]

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 
 from paceline import WeightFolder, safetensors
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import sample_pb2
 from services.contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
 from services.generation.config import GenerationConfig
+from services.generation.engine.types import EngineRequest, Verifier
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.engine_thread import EngineWork, WorkKind
 from services.generation.loop.metrics import EngineMetrics
@@ -145,6 +147,28 @@ async def test_a_handle_may_be_used_again_once_its_sample_has_ended(rig: Rig) ->
             if response.finished:
                 over.set()
     assert [token for each in tokens for token in each] == [0, 1, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("lenient_drafts", [False, True])
+async def test_an_instance_says_what_lenience_is_of(
+    model: Path, lenient_drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(model, lenient_drafts=lenient_drafts)
+    taken = list[EngineRequest]()
+
+    def add(engine: ScriptedEngine, request: EngineRequest) -> None:
+        taken.append(request)
+        real(engine, request)
+
+    real = ScriptedEngine.add
+    monkeypatch.setattr(ScriptedEngine, "add", add)
+    lenient = {"level": sample_pb2.EXACTNESS_LEVEL_LENIENT, "lenience": 1.5}
+    assert finished(await rig.work(item(1, [1], max_tokens=2, exactness=lenient))) == {1}
+    assert [(each.verifier, each.lenience) for each in taken] == [
+        (Verifier.REJECTION if lenient_drafts else Verifier.LENIENT, 1.5)
+    ]
+    rig.loop.stop()
+    rig.loop.join(WAIT)
 
 
 async def test_a_work_stream_on_a_stopped_engine_is_refused_at_once(rig: Rig) -> None:

@@ -15,6 +15,7 @@ from services.generation.speculation.draft_lengths import DraftableBatch
 from services.generation.speculation.drafter import Proposal, Proposals
 from services.generation.speculation.modes.decision import PlanReason
 from services.generation.speculation.modes.solver import SolverMode, solve
+from services.step_time.estimator import StepTimeEstimator
 from tests.support.step_times import KnownStepTime
 
 curves = st.lists(st.floats(0, 1), min_size=1, max_size=8)
@@ -104,6 +105,16 @@ def test_outcomes_shorten_the_drafts_of_the_next_table() -> None:
     assert _decide(mode, 1) == before, "the table holds for the step"
     mode.new_step()
     assert _decide(mode, 1) == 0
+
+
+def test_a_draft_model_that_was_never_timed_is_tried_on_a_machine_with_short_steps() -> None:
+    """An estimator that has seen nothing predicts 10 ms, five of these steps: what is not tried is not timed."""
+    target: Any = KnownStepTime(weights=2e-3)
+    passes = StepTimeEstimator()
+    assert passes.seconds(1, 1, 100) > 2 * float(target.seconds(1, 1, 100))
+    assert solve(1, 100.0, [0.9] * 8, target, passes)[0] > 0
+    passes.observe(1, 1, 100, 10e-3)
+    assert solve(1, 100.0, [0.9] * 8, target, passes)[0] == 0
 
 
 def test_a_draft_model_makes_the_passes_of_the_table_and_they_cost() -> None:

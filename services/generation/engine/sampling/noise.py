@@ -9,9 +9,11 @@ import numpy.typing as npt
 
 from services.generation.engine.types import EngineRequest, Verifier
 
-# The keys of a sample's `SampleNoise`, as a dict of its fields, and of its `CachedRollout`, where it has one.
+# The keys of a sample's `SampleNoise`, as a dict of its fields, and of its `CachedRollout` and its `RecordedDrafts`
+# (recorded.py), where it has them.
 NOISE_KEY = "paceline_noise"
 CACHED_KEY = "paceline_cached"
+RECORDED_KEY = "paceline_recorded"
 
 
 @dataclass(frozen=True, slots=True)

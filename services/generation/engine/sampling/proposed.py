@@ -11,13 +11,17 @@ from kernels.coupled_sampler.noise import Purpose
 from kernels.coupled_sampler.proposals import NO_PROPOSAL, RowProposals, log_odds
 from services.generation.engine.sampling.lenient import candidates
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
+from services.generation.engine.sampling.recorded import DraftsOfRow
 from services.generation.engine.sampling.rejection import uniforms
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.types import Verifier
 
 
 def proposals_of(
-    rows: Rows, noise: list[SampleNoise], followed: Mapping[int, CachedRollout]
+    rows: Rows,
+    noise: list[SampleNoise],
+    followed: Mapping[int, CachedRollout],
+    recorded: Mapping[int, DraftsOfRow] | None = None,
 ) -> RowProposals | None:
     """Return what the rows of a step propose, and how probable it must be; None if nothing is proposed.
 
@@ -25,6 +29,7 @@ def proposals_of(
         rows: the layout.
         noise: one per sample.
         followed: by its index, the cached rollout of each sample that has taken over all its tokens so far.
+        recorded: by its index, what the drafts are verified by of each sample that rejects and has such a record.
     """
     rejecting = np.fromiter((item.verifier is Verifier.REJECTION for item in noise), bool, len(noise))
     if not followed and not rejecting.any():
@@ -40,10 +45,15 @@ def proposals_of(
     verified = np.flatnonzero(drafted & rejecting[samples])
     tokens[verified] = draft[verified]
     theta[verified] = uniforms(seeds[samples[verified]], rows.row_positions[verified], Purpose.REJECTION)
+    by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
+    for i, known in (recorded or {}).items():
+        places = np.arange(rows.cu[i], rows.cu[i + 1] - 1)
+        bounds = known.bounds(rows.drafts_of(i), theta[places])
+        there = places[~np.isnan(bounds)]
+        theta[there], raw[there] = bounds[~np.isnan(bounds)], not by_processed[i]
     if followed:
         found = candidates(rows, followed, seeds)
         tokens[found.row], theta[found.row] = found.token, found.bound
-        by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
         raw[found.row] = ~by_processed[samples[found.row]]
     parts = (torch.from_numpy(part) for part in (tokens, log_odds(theta), raw, rejecting))
     return RowProposals(*parts)

@@ -23,6 +23,7 @@ from services.generation.engine.sampling.likeliest import likeliest
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.penalties import Histories
 from services.generation.engine.sampling.proposed import proposals_of
+from services.generation.engine.sampling.recorded import DraftsOfRow
 from services.generation.engine.sampling.rows import IntArray, Rows
 
 
@@ -51,6 +52,7 @@ def sample(
     followed: Mapping[int, CachedRollout],
     masks: RowMasks | None = None,
     histories: Histories | None = None,
+    recorded: Mapping[int, DraftsOfRow] | None = None,
 ) -> Verified:
     """Verify the drafts and sample the next token of every sample.
 
@@ -62,11 +64,13 @@ def sample(
         followed: by its index, the cached rollout of each sample that has taken over all its tokens so far.
         masks: of the rows of samples that follow a grammar.
         histories: of the samples; may be None if none has penalties.
+        recorded: by its index, what a sample's drafts are verified by beside their probability now.
     """
     # Temperatures stay where they are: to read them here would wait for the forward pass.
     temperature = temperatures(metadata, len(noise))
     edited = edit(logits, rows, noise, masks, histories)
-    drawn = draw(logits, rows, temperature, noise, metadata, edited, proposals_of(rows, noise, followed))
+    proposals = proposals_of(rows, noise, followed, recorded)
+    drawn = draw(logits, rows, temperature, noise, metadata, edited, proposals)
     tokens, counts = drawn.tokens.numpy(), drawn.counts.numpy()
     by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
     logprobs = np.where(by_processed[rows.samples], drawn.processed.numpy(), drawn.logprobs.numpy())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths
+from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths, pass_seconds
 from services.generation.speculation.modes.decision import PlanReason
 from services.generation.speculation.modes.fixed import FixedMode
 from services.generation.speculation.selection.selection import Floats
@@ -39,12 +39,14 @@ def solve(
         context: mean length of a sample, in tokens.
         acceptance: of each position of the longest draft, if all before it are accepted.
         step_time: of the engine's step.
-        pass_time: of a draft model's pass; None if drafts are free.
+        pass_time: of a draft model's pass (see `pass_seconds`); None if drafts are free.
     """
     lengths = np.arange(len(acceptance) + 1)
     brought = 1.0 + np.concatenate(([0.0], np.cumsum(np.cumprod(acceptance))))
     seconds = step_time.predict(samples, samples * (1 + lengths), samples * context)
-    drafting = 0.0 if pass_time is None else pass_time.seconds(samples, samples, samples * context)
+    drafting = 0.0
+    if pass_time is not None:
+        drafting = pass_seconds(pass_time, samples, samples * context, float(seconds[0]))
     gains = brought * seconds[0] / (seconds + drafting * lengths)
     n = int(np.argmax(gains))
     return n, float(gains[n])
