@@ -70,7 +70,18 @@ def main() -> None:
             show_table(name, _RIGHT, right)
             found[name] = {"right": right, "times": _times(counted, drafters)}
             show_table(name, _TIMES, found[name]["times"])
-    write("branches", {"runs": found, "options": vars(given)})
+    write("branches", {**headline(found), "runs": found})
+
+
+def headline(runs: Mapping[str, Any]) -> dict[str, float]:
+    """Return rollout time with three branches, of that with chains: the worst over all runs, of lookups."""
+    names = [
+        f"{device}, {regime}, {drafter}"
+        for drafter in (SUFFIX, REFERENCE)
+        for device in (_CPU, _H100)
+        for regime in REGIMES
+    ]
+    return {name: max(run["times"][name]["three_of_chain"] for run in runs.values()) for name in names}
 
 
 def _drafters(counted: CountedRun, head: HeadChoices) -> Drafters:

@@ -226,6 +226,7 @@ ARMS = (
     ),
     Arm("reference, not indexed", "the references themselves are not in the index", back=1, ahead=False),
     Arm("older reference", "of the policy two updates before: COUPLED_HISTORY", back=2),
+    Arm("reference, whole drafts", "drafts are not cut where they are unlikely", back=1, floors=(0.0, 0.0)),
     Arm(
         "reference, in hindsight", "the best of both drafters' proposals in each step", back=1, hindsight=True
     ),
