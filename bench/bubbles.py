@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import branches, columns
+from bench import columns
+from bench.branches.earlier_policy import measure as measure_branches
 from bench.comparison import Comparison
 from bench.coverage import Coverage
 from bench.replay import Covering, ReplayedStep, ReplaySetup, nothing_covered, replay
@@ -179,7 +180,7 @@ def _result(
 
 def _branches(trajectory: Trajectory) -> dict[str, dict[str, float]]:
     """Return how often the older policy's first and second choices are right, with shared and with own noise."""
-    coupled, own = branches.measure(trajectory)
+    coupled, own = measure_branches(trajectory)
     return {
         name: {"accepted": found.accepted, "second_branch_saves": found.saved}
         for name, found in (("coupled", coupled), ("own_noise", own))

@@ -1,0 +1,1 @@
+"""Value of token trees over chains: how often further branches are right, and rollout time with them."""
