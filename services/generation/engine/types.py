@@ -169,7 +169,7 @@ class SampleStep:
         del self.top_token_ids[each * count :], self.top_logprobs[each * count :]
         del self.token_ids[count:], self.logprobs[count:]
         self.verified_logprobs = self.verified_logprobs[:count]
-        self.reused, self.accepted = min(self.reused, count), min(self.accepted, max(count - 1, 0))
+        self.reused, self.accepted = min(self.reused, count), min(self.accepted, count)
 
 
 class Ask(NamedTuple):

@@ -124,10 +124,10 @@ class VllmRequests:
         """Translate what one step did for one sample."""
         tokens = output.new_token_ids
         logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
-        drafted = reused = 0
+        drafted = accepted = reused = 0
         top_token_ids, top_logprobs = list[int](), list[float]()
         if self._coupled and output.new_logprobs is not None:
-            drafted, reused = unpack(output.new_logprobs.sampled_token_ranks)
+            drafted, accepted, reused = unpack(output.new_logprobs.sampled_token_ranks)
             top_token_ids, top_logprobs = likeliest(output.new_logprobs)
         step = SampleStep(
             output.request_id,
@@ -135,7 +135,7 @@ class VllmRequests:
             logprobs,
             None if output.finish_reason is None else _FINISH.get(output.finish_reason, Finish.ERROR),
             drafted,
-            min(max(len(tokens) - 1, 0), drafted) if drafted else 0,
+            accepted,
             reused,
             top_token_ids=top_token_ids,
             top_logprobs=top_logprobs,

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 from kernels.coupled_sampler.sample import Sampled, sample
-from services.generation.engine.marks import NO_TOKEN, pack
+from services.generation.engine.marks import ACCEPTED, NO_TOKEN, pack
 from services.generation.engine.sampling.constraints import RowMasks
 from services.generation.engine.v2.device_rows import DeviceRows
 from services.generation.engine.v2.row_constraints import Penalise, constrain
@@ -91,8 +91,12 @@ def _logprobs(
         told, told_values = torch.cat((told, best[0]), 1), torch.cat((told_values, best[1]), 1)
     nothing = np.zeros(len(batch.samples), np.int64)
     # As many marks as rows: each sample's, as often as it has rows.
-    marks = pack(rows.drafted, nothing, 1)[rows.samples]
-    return LogprobsTensors(told.to(torch.int32), told_values.float(), rows.put(marks), rows.cu.tolist())
+    marks = pack(rows.drafted, nothing, nothing, 1)[rows.samples]
+    there = rows.put_all(marks=marks, samples=rows.samples, offsets=rows.offsets)
+    # All emitted tokens of a sample but the last are drafts.
+    accepted = there["offsets"] < drawn.counts[there["samples"]] - 1
+    marked = there["marks"] + ACCEPTED * accepted.to(torch.int32)
+    return LogprobsTensors(told.to(torch.int32), told_values.float(), marked, rows.cu.tolist())
 
 
 def _likeliest(
