@@ -117,6 +117,10 @@ class ScriptedEngine:
         return before or []
 
     @property
+    def max_running(self) -> int:
+        return self.seats
+
+    @property
     def in_flight(self) -> int:
         return int(self.flying is not None)
 
