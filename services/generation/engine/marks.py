@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 IntArray = npt.NDArray[np.int64]
 
@@ -27,6 +28,11 @@ def pack(drafted: IntArray, reused: IntArray, width: int) -> npt.NDArray[np.int3
     """
     marks = 2 * drafted[:, None] + (np.arange(width) < reused[:, None])
     return marks.reshape(-1).astype(np.int32)
+
+
+def pack_rows(drafted: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
+    """Return the marks of R rows, [R] int32, where these are: `drafted` [R] as above, `reused` [R] bool."""
+    return (2 * drafted + reused).to(torch.int32)
 
 
 def unpack(marks: npt.NDArray[Any]) -> tuple[int, int]:

@@ -1,21 +1,38 @@
 """Sample and verify a step of V2's runner on the device: no number of it is needed in host memory.
 
 As `sampling.sampler`: a sample with k draft tokens has k + 1 rows, and plain decoding is the case k = 0. A draft is
-accepted iff it is the token that the sample's noise picks.
+accepted iff it is the token that the sample's noise picks, or by its probability, if it is a proposal.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from kernels.coupled_sampler.sample import Sampled, sample
-from services.generation.engine.marks import NO_TOKEN, pack
+from kernels.coupled_sampler.proposals import RowProposals
+from kernels.coupled_sampler.sample import Edited, Sampled, sample
+from services.generation.engine.marks import NO_TOKEN, pack_rows
 from services.generation.engine.sampling.constraints import RowMasks
 from services.generation.engine.v2.device_rows import DeviceRows
 from services.generation.engine.v2.row_constraints import Penalise, constrain
 from services.generation.engine.v2.settings import BatchSettings
+
+
+class SampledRows(NamedTuple):
+    """Outcome of a step, on the device: n samples, R rows, `longest` of them of one sample.
+
+    `tokens` [n, longest] int64, of which the first `counts` [n] of each sample are emitted; of those the first
+    `reused` [n] are taken over from a cached rollout. `logprobs` are of all rows. A row that could not be sampled
+    has token 0 with a NaN log-probability.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    reused: torch.Tensor
+    logprobs: LogprobsTensors
 
 
 def sample_rows(
@@ -24,7 +41,8 @@ def sample_rows(
     batch: BatchSettings,
     penalise: Penalise,
     masks: RowMasks | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, LogprobsTensors]:
+    proposals: RowProposals | None = None,
+) -> SampledRows:
     """Verify the drafts and sample the next token of every sample.
 
     Args:
@@ -33,36 +51,33 @@ def sample_rows(
         batch: settings of the samples.
         penalise: applies the penalties of all rows.
         masks: of the rows of samples that follow a grammar.
-
-    Returns:
-        The emitted tokens [n, longest] int64, of which the first `counts` [n] of each sample hold, the counts, and
-        the log-probabilities of all rows. A row that could not be sampled has token 0 with a NaN log-probability.
+        proposals: tokens to accept by their probability.
     """
-    scores = constrain(logits.float(), rows, batch, penalise, masks) if _by_row(batch, masks) else logits
+    scores = constrain(logits, rows, batch, penalise, masks)
     masked = {"top_k": batch.top_k, "top_p": batch.top_p}
     min_p = batch.min_p
     drawn = sample(
-        scores,
+        logits,
         batch.seeds,
         rows.positions,
         torch.from_numpy(batch.temperature),
         rows.drafts(),
         torch.from_numpy(rows.cu),
         min_p=None if min_p is None else torch.from_numpy(min_p),
+        edited=None if scores is None else Edited(torch.arange(len(scores)), scores),
+        proposals=proposals,
         **rows.put_all(**{name: each for name, each in masked.items() if each is not None}),
     )
     width = int(np.diff(rows.cu).max())
     places = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
     tokens = drawn.tokens.clamp(min=0)
     emitted = tokens[rows.put(places.reshape(-1))].view(-1, width)
-    return emitted, drawn.counts, _logprobs(logits, scores, rows, batch, drawn, tokens)
-
-
-def _by_row(batch: BatchSettings, masks: RowMasks | None) -> bool:
-    return masks is not None or any(
-        each.noise.penalised or each.noise.allowed or (each.noise.min_tokens and each.noise.forbidden)
-        for each in batch.samples
-    )
+    reused = drawn.reused
+    if proposals is not None:
+        # An accepted draft is nothing that is taken over.
+        reused = reused.masked_fill(rows.put(proposals.residual.numpy()), 0)
+    told = _logprobs(logits, logits if scores is None else scores, rows, batch, drawn, tokens, reused)
+    return SampledRows(emitted, drawn.counts, reused, told)
 
 
 def _logprobs(
@@ -72,16 +87,13 @@ def _logprobs(
     batch: BatchSettings,
     drawn: Sampled,
     tokens: torch.Tensor,
+    reused: torch.Tensor,
 ) -> LogprobsTensors:
     """Return the log-probabilities of each row's token and of the likeliest ones, raw or processed."""
     by_processed = np.fromiter(
         (each.noise.processed_logprobs for each in batch.samples), bool, len(batch.samples)
     )
     values = drawn.logprobs
-    if scores is not logits:
-        raw = logits.float()
-        values = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
-        values = torch.where(drawn.tokens >= 0, values, torch.nan)
     if by_processed.any():
         values = torch.where(rows.put(by_processed[rows.samples]), drawn.processed, values)
     told, told_values = tokens.unsqueeze(1), values.unsqueeze(1)
@@ -89,10 +101,10 @@ def _logprobs(
     if most:
         best = _likeliest(logits, scores, rows, batch, drawn.lowest, most)
         told, told_values = torch.cat((told, best[0]), 1), torch.cat((told_values, best[1]), 1)
-    nothing = np.zeros(len(batch.samples), np.int64)
     # As many marks as rows: each sample's, as often as it has rows.
-    marks = pack(rows.drafted, nothing, 1)[rows.samples]
-    return LogprobsTensors(told.to(torch.int32), told_values.float(), rows.put(marks), rows.cu.tolist())
+    there = rows.put_all(drafted=rows.drafted[rows.samples], samples=rows.samples, offsets=rows.offsets)
+    marks = pack_rows(there["drafted"], there["offsets"] < reused[there["samples"]])
+    return LogprobsTensors(told.to(torch.int32), told_values.float(), marks, rows.cu.tolist())
 
 
 def _likeliest(
