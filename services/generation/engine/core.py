@@ -48,7 +48,6 @@ from services.generation.engine.types import (
     EngineSampleState,
     Finish,
     SampleStep,
-    Verifier,
 )
 from services.generation.engine.vllm_requests import VllmRequests
 from services.step_time.machine import machine_name
@@ -86,7 +85,6 @@ class Engine:
         self._requests = VllmRequests(self.limits, hasher, self._stops, self._hits, coupled=coupled)
         # Samples that leave for another engine, or come from one.
         self.migration = EngineMigration(self._core, self._requests.request, self._stops, coupled, slots=v2)
-        self.verifiers = frozenset({Verifier.COUPLED} if v2 else Verifier)
         # Draft models by name, in the order of their cost per token.
         self.model_drafts = {
             name: ModelDrafts(self._core, name, own.most_tokens)
@@ -119,11 +117,8 @@ class Engine:
         """Queue a sample, whose tokens and lengths were checked (`services.contracts.sampling`). Wakes the engine.
 
         Raises:
-            ValueError: the cached rollout has tokens outside the vocabulary, or not one log-probability per token,
-                or the verifier is none of `verifiers`.
+            ValueError: the cached rollout has tokens outside the vocabulary, or not one log-probability per token.
         """
-        if request.verifier not in self.verifiers:
-            raise ValueError(f"this engine has no verifier {request.verifier}")
         self.wake()
         sample = self._requests.request(request)
         if request.prefix:
@@ -162,6 +157,9 @@ class Engine:
 
     def _outcome(self, outputs: Iterable[Any]) -> list[SampleStep]:
         found = [self._requests.sample_step(output) for output in outputs]
+        if self._requests.left_rollouts:
+            self._steps.leave_rollouts(self._requests.left_rollouts)
+            self._requests.left_rollouts.clear()
         unknown_to_vllm = [step.sample_id for step in found if step.finish is Finish.ERROR]
         if self._stops:
             unknown_to_vllm += [step.sample_id for step in found if self._stops.cut(step)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 IntArray = npt.NDArray[np.int64]
 
@@ -31,6 +32,17 @@ def pack(drafted: IntArray, accepted: IntArray, reused: IntArray, width: int) ->
     place = np.arange(width)
     marks = 4 * drafted[:, None] + ACCEPTED * (place < accepted[:, None]) + (place < reused[:, None])
     return marks.reshape(-1).astype(np.int32)
+
+
+def pack_rows(drafted: torch.Tensor, accepted: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
+    """Return the marks of R rows, [R] int32, where these are.
+
+    Args:
+        drafted: [R], draft tokens that the step verified of the row's sample.
+        accepted: [R] bool, true if the row's token is an accepted draft.
+        reused: [R] bool, true if it was taken over from a cached rollout.
+    """
+    return (4 * drafted + ACCEPTED * accepted + reused).to(torch.int32)
 
 
 def unpack(marks: npt.NDArray[Any]) -> tuple[int, int, int]:

@@ -38,6 +38,8 @@ class VllmRequests:
         self._coupled = coupled
         # Cached log-probabilities that a sample has not reached, by id; none once it takes over nothing more.
         self.cached_logprobs: dict[str, Sequence[float]] = {}
+        # Samples that were seen to take over nothing more, since somebody took them from here.
+        self.left_rollouts: list[str] = []
 
     def request(self, request: EngineRequest) -> Request:
         """Build vLLM's request of a sample; the tokens of its prefix are output."""
@@ -157,6 +159,8 @@ class VllmRequests:
         step.logprobs[:reused] = left[:reused]
         if step.finish is None and reused == len(step.token_ids) and reused < len(left):
             self.cached_logprobs[step.sample_id] = left[reused:]
+        else:
+            self.left_rollouts.append(step.sample_id)
 
 
 def _cut_at_nan(step: SampleStep) -> None:

@@ -48,7 +48,7 @@ class GenerationInstance:
         }
         self._loop = loop
         engine = loop.ready.result()
-        self._limits, self._verifiers = engine.limits, engine.verifiers
+        self._limits = engine.limits
         self._registration = registration
         self._has_reallocator = has_reallocator
         self._draining = False
@@ -69,7 +69,7 @@ class GenerationInstance:
     def terms(self) -> AdmissionTerms:
         """Return the terms on which samples are taken now."""
         closed = "it is draining" if self._draining else ""
-        return AdmissionTerms(self._loop.policy_version, self._limits, closed, self._verifiers)
+        return AdmissionTerms(self._loop.policy_version, self._limits, closed)
 
     async def pause(self, paused: bool) -> None:
         """Stop stepping, or go on; going on also takes back a drain, for an instance that is to stay after all."""

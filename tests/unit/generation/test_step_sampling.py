@@ -72,7 +72,7 @@ class Step:
         rows = Rows(self.cu, self.positions, self.drafts)
         return sampler.sample(self.logits, rows, self.settings, self.noise, {}, histories=self.histories())
 
-    def on_v2(self) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def on_v2(self) -> row_sampler.SampledRows:
         inputs = np.zeros(int(self.cu[-1]), np.int64)
         offsets = np.concatenate([np.arange(b - a) for a, b in zip(self.cu, self.cu[1:], strict=False)])
         inputs[offsets > 0] = self.drafts
@@ -108,7 +108,9 @@ def steps(draw: st.DrawFn) -> Step:
 @given(steps())
 def test_both_engines_sample_alike(step: Step) -> None:
     before = step.logits.clone()
-    expected, (tokens, counts, told) = step.on_v1(), step.on_v2()
+    expected, found = step.on_v1(), step.on_v2()
+    tokens, counts, told = found.tokens, found.counts, found.logprobs
+    assert not found.reused.any()
     assert torch.equal(step.logits, before)
     assert counts.tolist() == expected.counts.tolist()
     for i, count in enumerate(expected.counts.tolist()):
@@ -121,8 +123,8 @@ def test_both_engines_sample_alike(step: Step) -> None:
         assert (
             told.logprob_token_ids[own, 1 : 1 + asked].tolist() == expected.top_tokens[own, :asked].tolist()
         )
-        found = told.logprobs[own, 1 : 1 + asked].numpy()
-        assert found == pytest.approx(expected.top_logprobs[own, :asked], abs=2e-5)
+        likeliest = told.logprobs[own, 1 : 1 + asked].numpy()
+        assert likeliest == pytest.approx(expected.top_logprobs[own, :asked], abs=2e-5)
 
 
 class Allocations(TorchDispatchMode):
@@ -162,9 +164,10 @@ def _without_kernels(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) ->
         yield
 
 
+@pytest.mark.parametrize("engine", ["v1", "v2"])
 @pytest.mark.parametrize("ask", range(len(ASKS)))
 def test_what_a_sample_asks_for_takes_one_copy_of_the_logits(
-    ask: int, monkeypatch: pytest.MonkeyPatch
+    engine: str, ask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Step(1, [3] * 12, [ask] * 12, [1.0] * 12)
     # Kept as long as samples are, and not part of a step.
@@ -172,8 +175,13 @@ def test_what_a_sample_asks_for_takes_one_copy_of_the_logits(
     once = 4 * step.logits.numel()
     # Smaller parts are worked on one after the other.
     monkeypatch.setattr("services.generation.engine.sampling.constraints.PART_BYTES", once // 4)
-    with _without_kernels(monkeypatch, sampler, "draw"), Allocations(once // 4 + 1) as found:
-        step.on_v1()
+    # vLLM's own, in place.
+    monkeypatch.setattr(step, "_penalise", lambda scores: None)
+    module, name, run = (
+        (sampler, "draw", step.on_v1) if engine == "v1" else (row_sampler, "sample", step.on_v2)
+    )
+    with _without_kernels(monkeypatch, module, name), Allocations(once // 4 + 1) as found:
+        run()
     edits = not ASKS[ask].keys().isdisjoint({"presence_penalty", "forbidden", "allowed", "frequency_penalty"})
     assert found.bytes <= once
     assert bool(found.bytes) == edits

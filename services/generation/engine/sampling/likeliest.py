@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -81,7 +83,7 @@ def _sampled_from(
     lowest: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return edited, divided and masked logits of some rows, [m, V] float32."""
-    vectors = {"index": index, "divisor": settings.divisor[samples]}
+    vectors: dict[str, npt.NDArray[Any]] = {"index": index, "divisor": settings.divisor[samples]}
     if edited is not None:
         numbers = edited.rows.numpy()
         place = np.minimum(np.searchsorted(numbers, index), len(numbers) - 1)
