@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.checks import check
+from kernels.checks import check, check_device
 from kernels.coupled_sampler.masks import MASS_BITS, mass_of
 
 NO_PROPOSAL = -1
@@ -38,13 +38,14 @@ LEAST = np.float32(-1e30)
 
 @dataclass(frozen=True, slots=True)
 class RowProposals:
-    """Proposed tokens of R rows, N requests, in host memory.
+    """Proposed tokens of R rows, N requests. Tokens and log-odds may be in host memory or where the logits are.
 
     tokens    [R] int64; NO_PROPOSAL for a row without one
     log_odds  [R] float32, of the probability that the token's must exceed; +inf or NaN: it is rejected
-    raw       [R] bool: by the logits' own distribution, else by what is sampled from (edited, divided by T, masked)
-    residual  [N] bool: the request is sampled with noise of Domain.RESIDUAL, and a token that was rejected is left
-              out of the row's sampling: max(p - q, 0) of a proposal that was certain (q = 1)
+    raw       [R] bool, in host memory: by the logits' own distribution, else by what is sampled from (edited,
+              divided by T, masked)
+    residual  [N] bool, in host memory: the request is sampled with noise of Domain.RESIDUAL, and a token that was
+              rejected is left out of the row's sampling: max(p - q, 0) of a proposal that was certain (q = 1)
     """
 
     tokens: torch.Tensor
@@ -52,22 +53,28 @@ class RowProposals:
     raw: torch.Tensor
     residual: torch.Tensor
 
-    def check(self, rows: int, requests: int, width: int) -> None:
-        """ValueError for a shape, dtype or token that does not fit."""
+    def check(self, rows: int, requests: int, width: int, device: torch.device) -> None:
+        """ValueError for a shape, dtype or device that does not fit, or a token in host memory that does not."""
         check("proposals.tokens", self.tokens, (rows,), (torch.int64,))
         check("proposals.log_odds", self.log_odds, (rows,), (torch.float32,))
         check("proposals.raw", self.raw, (rows,), (torch.bool,))
         check("proposals.residual", self.residual, (requests,), (torch.bool,))
-        if rows and (int(self.tokens.min()) < NO_PROPOSAL or int(self.tokens.max()) >= width):
+        host = torch.device("cpu")
+        check_device(host, **{"proposals.raw": self.raw, "proposals.residual": self.residual})
+        for name, vector in (("tokens", self.tokens), ("log_odds", self.log_odds)):
+            if vector.device != host:
+                check_device(device, **{f"proposals.{name}": vector})
+        # To look at tokens on a device would wait for it.
+        if not rows or self.tokens.device != host:
+            return
+        if int(self.tokens.min()) < NO_PROPOSAL or int(self.tokens.max()) >= width:
             raise ValueError(f"proposals.tokens must be {NO_PROPOSAL} or in 0..{width - 1}")
 
 
-def log_odds(theta: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return ln(theta / (1 - theta)) as float32: LEAST from 0 down, +inf from 1 up, NaN for NaN."""
-    inside = np.clip(theta, 0, 1)
-    with np.errstate(divide="ignore"):
-        found = (np.log(inside) - np.log1p(-inside)).astype(np.float32)
-    return np.maximum(found, LEAST)
+def log_odds(theta: torch.Tensor) -> torch.Tensor:
+    """Return ln(theta / (1 - theta)) as float32, of float64: LEAST from 0 down, +inf from 1 up, NaN for NaN."""
+    inside = theta.clamp(0, 1)
+    return (inside.log() - (-inside).log1p()).float().clamp(min=float(LEAST))
 
 
 def accepts(

@@ -125,6 +125,9 @@ def sample(
         from kernels.coupled_sampler.host import sample_reference
 
         there = {name: vector.to(host) for name, vector in vectors.items()}
+        if proposals is not None:
+            tokens, odds = proposals.tokens.to(host), proposals.log_odds.to(host)
+            proposals = replace(proposals, tokens=tokens, log_odds=odds)
         *results, lowest = sample_reference(logits, there, cu_rows, edited, proposals, domain)
         tokens, counts, reused, raw, processed = (
             part.to(logits.device) for part in results if part is not None
@@ -195,7 +198,7 @@ def _check(
         if len(index) and not (index[0] >= 0 and index[-1] < len(logits) and (np.diff(index) > 0).all()):
             raise ValueError(f"edited.rows must rise within the {len(logits)} rows")
     if proposals is not None:
-        proposals.check(len(logits), requests, logits.shape[1])
+        proposals.check(len(logits), requests, logits.shape[1], logits.device)
 
 
 def _outputs(rows: int, requests: int) -> tuple[Layout, int]:

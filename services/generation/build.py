@@ -164,7 +164,7 @@ async def _start_loop(config: GenerationConfig, metrics: EngineMetrics) -> Engin
     loop.start()
     engine = await asyncio.wrap_future(loop.ready)
     metrics.policy_version.set(config.initial_version)
-    metrics.most_running.set(config.max_num_seqs)
+    metrics.most_running.set(engine.max_running)
     about = {"model": config.model, "device": engine.device, "attention": engine.attention}
     metrics.engine.info({**about, "speculation": config.speculation})
     for kind in engine.failed_kernels:
@@ -180,9 +180,11 @@ def build_engine(
     binding = bind_ranks(config.threads_bind, config.tensor_parallel_size)
     if binding is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding
+    from services.generation.engine.batch_invariance import choose_invariance
     from services.generation.engine.runner_choice import choose_runner
 
     choose_runner(config.engine)
+    choose_invariance(config.batch_invariant)
     from services.generation.engine.core import Engine
     from services.generation.engine.warmup import warm_up
 
@@ -281,7 +283,7 @@ def _record(config: GenerationConfig, engine: Any) -> InstanceRecord:
     return InstanceRecord(
         service="generation",
         instance_id=config.instance_id,
-        max_running=config.max_num_seqs,
+        max_running=engine.max_running,
         max_model_len=engine.limits.max_model_len,
         vocab_size=engine.limits.vocab_size,
         has_text=engine.limits.has_text,

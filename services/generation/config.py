@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from services.generation.engine.parallelism import parallelism_refusal
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
 from services.platform.config.settings import ServiceConfig
 
@@ -45,18 +46,20 @@ class GenerationConfig(ServiceConfig):
     take any ports and have neither TLS nor tokens."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the model's own."""
-    max_num_seqs: int = Field(default=128, ge=1)
-    """Samples that run at once."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Samples that run at once. Default: vLLM's for the device, 1024 on an H100, 256 on an A100 or on CPU."""
     max_waiting: int = Field(default=1024, ge=0)
     """Samples that may wait in the engine before new ones are refused."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Prompt and response together. Default: the model's own limit."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Tokens in one engine step. Default: vLLM's."""
+    """Tokens in one engine step. Default: vLLM's for the device, 16384 on an H100, 8192 on an A100,
+    4096 on CPU."""
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
     """Memory for KV. Default: what vLLM finds free."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of GPU memory for weights and KV together, where kv_cache_memory_bytes is not set."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of GPU memory for weights and KV together, where kv_cache_memory_bytes is not set. Default: vLLM's,
+    0.92."""
     block_size: int | None = Field(default=None, ge=1)
     """Tokens in a KV block. Default: vLLM's."""
     enable_prefix_caching: bool = True
@@ -65,6 +68,16 @@ class GenerationConfig(ServiceConfig):
     """Run without CUDA graphs. Default: on CPU only."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that one instance spans."""
+    enable_expert_parallel: bool = False
+    """Divide a mixture of experts among the devices by whole experts, in place of each expert's weights. For
+    tensor_parallel_size above 1."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Stages of a pipeline: only 1. An instance steps one batch at a time."""
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Replicas within one engine: only 1. Instances are the replicas."""
+    batch_invariant: bool = False
+    """vLLM's batch-invariant mode: logits do not depend on what else is in the batch, so there are no near-ties
+    between instances of one kind. Slower; CUDA from compute capability 8.0 on."""
     executor: Literal["local", "ray"] = "local"
     """local: the devices are those of this machine. ray: vLLM places its workers on the Ray cluster that
     RAY_ADDRESS names, for an instance that spans machines. CUDA only."""
@@ -185,6 +198,16 @@ class GenerationConfig(ServiceConfig):
     def _buildable(self) -> Self:
         if self.engine == "v2" and (self.quantized or self.eagle3 is not None):
             raise ValueError("engine v2 has no draft models: quantized and eagle3 must not be set")
+        if self.engine == "v2" and self.lenient_drafts:
+            raise ValueError("engine v2 verifies no draft by its record: lenient_drafts must not be set")
+        option, reason = parallelism_refusal(
+            tensor=self.tensor_parallel_size,
+            experts=self.enable_expert_parallel,
+            pipeline=self.pipeline_parallel_size,
+            data=self.data_parallel_size,
+        )
+        if option:
+            raise ValueError(f"{option}: {reason}")
         return self
 
     @property
@@ -194,9 +217,10 @@ class GenerationConfig(ServiceConfig):
 
     def engine_options(self) -> EngineOptions:
         """Return the part that the engine is built from."""
-        passed = {each.name for each in fields(EngineOptions)} - {"quantized", "eagle3"}
+        passed = {each.name for each in fields(EngineOptions)} - {"quantized", "eagle3", "draft_window"}
         return EngineOptions(
             **self.model_dump(include=passed),
+            draft_window=0 if self.speculation == "off" else self.draft_window,
             quantized=W4Options(self.quantized_group, self.quantized_tokens)
             if self.quantized and self.speculation != "off"
             else None,

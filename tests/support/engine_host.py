@@ -116,7 +116,7 @@ def _serve(pipe: Connection[Any, Any], options: EngineOptions) -> None:
     while True:
         order = pipe.recv()
         if isinstance(order, Census):
-            pipe.send(take_census(engine, order, next(_serials), options.max_num_seqs))
+            pipe.send(take_census(engine, order, next(_serials), engine.max_running))
         else:
             pipe.send(run_scenario(engine, order))
 

@@ -54,14 +54,14 @@ def random_step(seed: int, width: int, requests: int, *, plain: bool = False) ->
     residual = rng.random(requests) < 0.4
     proposed = np.where(rng.random(rows) < 0.85, tokens, -1)
     theta = rng.choice([rng.random(rows), rng.random(rows) * 1e-3, np.full(rows, 2.0), np.zeros(rows)])
-    odds = log_odds(np.where(rng.random(rows) < 0.05, np.nan, theta))
+    odds = log_odds(torch.from_numpy(np.where(rng.random(rows) < 0.05, np.nan, theta)))
     # A request that is verified by rejection proposes its drafts, and nothing in its last row.
     last = np.zeros(rows, bool)
     last[cu[1:] - 1] = True
     proposed = np.where(residual[owner], np.where(last, -1, tokens), proposed)
     arguments["proposals"] = RowProposals(
         torch.from_numpy(proposed),
-        torch.from_numpy(odds),
+        odds,
         torch.from_numpy(~residual[owner] & (rng.random(rows) < 0.6)),
         torch.from_numpy(residual),
     )

@@ -26,7 +26,13 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Folder for the sweep.")] = Path("runs/calibration"),
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     seconds: Annotated[float, typer.Option(min=0.1, help="Most time of the sweep without prefill.")] = 20,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest batch.")] = 128,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Largest batch. Default: vLLM's for the device, as instances have."),
+    ] = None,
+    draft_window: Annotated[
+        int, typer.Option(min=1, help="Most draft tokens of a sample, which decides on CUDA graphs.")
+    ] = 16,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Devices of an instance.")] = 1,
     threads_bind: Annotated[str | None, typer.Option(help="CPU cores of the engine, such as 0-3.")] = None,
 ) -> None:
@@ -35,7 +41,8 @@ def calibrate(
     Exit status 2: the model cannot be measured.
     """
     try:
-        saved = _measure(model, dtype, seconds, max_num_seqs, tensor_parallel_size, threads_bind)
+        batch = (max_num_seqs, draft_window)
+        saved = _measure(model, dtype, seconds, batch, tensor_parallel_size, threads_bind)
     except (OSError, ValueError) as error:
         typer.echo(f"paceline: {model} cannot be calibrated: {error}", err=True)
         raise typer.Exit(2) from None
@@ -44,7 +51,12 @@ def calibrate(
 
 
 def _measure(
-    model: Path, dtype: str, seconds: float, max_num_seqs: int, size: int, threads_bind: str | None
+    model: Path,
+    dtype: str,
+    seconds: float,
+    batch: tuple[int | None, int],
+    size: int,
+    threads_bind: str | None,
 ) -> SavedSweep:
     if not (model / "config.json").is_file():
         # Said before the engine is built, which takes much longer.
@@ -64,7 +76,8 @@ def _measure(
         EngineOptions(
             str(model),
             dtype=dtype,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=batch[0],
+            draft_window=batch[1],
             tensor_parallel_size=size,
             # On a GPU vLLM takes what is free.
             kv_cache_memory_bytes=_KV_BYTES if on_cpu() else None,

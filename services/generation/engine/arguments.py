@@ -9,11 +9,16 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 
+from services.generation.engine.batch_invariance import invariance_refusal
+from services.generation.engine.graph_sizes import graph_sizes
 from services.generation.engine.model_classes import import_model_classes
 from services.generation.engine.runner_choice import refusal
+from services.generation.engine.step_memory import row_capacity
 from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, QUANTIZED_KEY, EngineOptions
 
 _WORKERS = {
@@ -22,11 +27,34 @@ _WORKERS = {
 }
 
 
+def engine_config(options: EngineOptions) -> VllmConfig:
+    """Resolve our options into vLLM's configuration: what is not set is its own choice for the device and rollouts.
+
+    Raises:
+        ValueError: options that exclude each other, or that the device or the model cannot have.
+    """
+    config = engine_args(options).create_engine_config(UsageContext.LLM_CLASS)
+    capture_drafts(config, options.draft_window)
+    return config
+
+
+def capture_drafts(config: VllmConfig, draft_window: int) -> None:
+    """Let a configuration with CUDA graphs capture those of steps with up to so many drafts a sample, too."""
+    compilation, scheduler = config.compilation_config, config.scheduler_config
+    capacity = row_capacity(scheduler.max_num_batched_tokens, config.model_config.get_vocab_size())
+    own = compilation.cudagraph_capture_sizes or ()
+    if sizes := graph_sizes(own, scheduler.max_num_seqs, draft_window, capacity):
+        compilation.cudagraph_capture_sizes = list(sizes)
+        compilation.max_cudagraph_capture_size = sizes[-1]
+
+
 def engine_args(options: EngineOptions) -> EngineArgs:
     """Build vLLM's arguments from our options. ValueError for options that exclude each other."""
     on_cpu = current_platform.is_cpu()
     kind = "cpu" if on_cpu else "cuda"
     chosen: dict[str, Any] = {
+        "max_num_seqs": options.max_num_seqs,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
         "max_model_len": options.max_model_len,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
@@ -36,11 +64,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         # vLLM refuses it on CPU, where its worker ignores sleeping.
         "enable_sleep_mode": (options.sleep_mode and not on_cpu) or None,
     }
-    if options.coupled and options.vllm_speculation is not None:
-        raise ValueError("vLLM's own speculation needs vLLM's own runner: coupled=False")
-    if (options.quantized is not None or options.eagle3 is not None) and not options.coupled:
-        raise ValueError("quantized and eagle3 need the coupled runner")
-    if reason := refusal(options):
+    if reason := _refusal(options, on_cpu):
         raise ValueError(reason)
     if on_cpu:
         import_model_classes(options.model)
@@ -51,12 +75,11 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         tokenizer=options.model,
         skip_tokenizer_init=True,
         dtype=options.dtype,
-        max_num_seqs=options.max_num_seqs,
-        gpu_memory_utilization=options.gpu_memory_utilization,
         enable_prefix_caching=options.enable_prefix_caching,
         enable_chunked_prefill=options.enable_chunked_prefill,
         enforce_eager=on_cpu if options.enforce_eager is None else options.enforce_eager,
         tensor_parallel_size=options.tensor_parallel_size,
+        enable_expert_parallel=options.enable_expert_parallel,
         distributed_executor_backend=_executor(options, on_cpu),
         async_scheduling=False,
         disable_log_stats=True,
@@ -64,6 +87,33 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         worker_cls=_WORKERS[kind] if options.coupled else "auto",
         **{name: value for name, value in chosen.items() if value is not None},
     )
+
+
+def _refusal(options: EngineOptions, on_cpu: bool) -> str:
+    """Return why there can be no engine with these options; "" if there can."""
+    draft_models = options.quantized is not None or options.eagle3 is not None
+    reasons = (
+        (
+            options.coupled and options.vllm_speculation is not None,
+            "vLLM's own speculation needs vLLM's own runner: coupled=False",
+        ),
+        (draft_models and not options.coupled, "quantized and eagle3 need the coupled runner"),
+        (
+            # An instance would end with its first sample: the kernel reads weights of experts that it has not.
+            on_cpu and options.enable_expert_parallel,
+            "enable_expert_parallel: vLLM's kernel for experts on CPU needs all of them on each rank",
+        ),
+    )
+    own = next((reason for applies, reason in reasons if applies), "")
+    return own or refusal(options) or invariance_refusal(options.batch_invariant, _capability())
+
+
+def _capability() -> tuple[int, int] | None:
+    """Return the compute capability of the device; None if it is no CUDA device."""
+    if not current_platform.is_cuda():
+        return None
+    found = current_platform.get_device_capability()
+    return None if found is None else (found.major, found.minor)
 
 
 def _for_workers(options: EngineOptions) -> dict[str, Any]:

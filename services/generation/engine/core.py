@@ -28,13 +28,14 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from services.contracts.sampling import ModelLimits
-from services.generation.engine.arguments import end_tokens, engine_args, refuse_early_numba
+from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba
 from services.generation.engine.capacity import prompt_rows
 from services.generation.engine.core_steps import CoreSteps
 from services.generation.engine.draft_models.drafting import ModelDrafts
 from services.generation.engine.migration import EngineMigration
 from services.generation.engine.prefix_hits import PrefixHits
 from services.generation.engine.runner_choice import V2, check_runner, runner_of
+from services.generation.engine.step_memory import row_capacity
 from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.token_text import token_bytes
 from services.generation.engine.types import (
@@ -47,13 +48,9 @@ from services.generation.engine.types import (
     EngineSampleState,
     Finish,
     SampleStep,
-    Verifier,
 )
 from services.generation.engine.vllm_requests import VllmRequests
 from services.step_time.machine import machine_name
-
-# Memory for the float32 logits of one step's drafts, in bytes; vLLM only reserves one row per sample.
-_LOGITS_BYTES = 1 << 30
 
 
 class StaleKVError(RuntimeError):
@@ -70,7 +67,7 @@ class Engine:
     def __init__(self, options: EngineOptions) -> None:
         refuse_early_numba()
         check_runner(options.engine)
-        config = engine_args(options).create_engine_config()
+        config = engine_config(options)
         make_steps, v2 = CoreSteps, runner_of(options.engine) == V2
         if v2:
             from services.generation.engine.v2.steps import use_segments
@@ -88,7 +85,6 @@ class Engine:
         self._requests = VllmRequests(self.limits, hasher, self._stops, self._hits, coupled=coupled)
         # Samples that leave for another engine, or come from one.
         self.migration = EngineMigration(self._core, self._requests.request, self._stops, coupled, slots=v2)
-        self.verifiers = frozenset({Verifier.COUPLED} if v2 else Verifier)
         # Draft models by name, in the order of their cost per token.
         self.model_drafts = {
             name: ModelDrafts(self._core, name, own.most_tokens)
@@ -100,8 +96,6 @@ class Engine:
         self._swaps: dict[str, Mapping[str, torch.Tensor]] = {}
         self.asleep = False
         self.max_running: int = self._scheduler.max_num_running_reqs
-        # Numbers of tokens of a step for which there are CUDA graphs, rising.
-        self.graph_sizes: Sequence[int] = config.compilation_config.cudagraph_capture_sizes or ()
         self.device = current_platform.device_name
         # The name of the device itself, such as NVIDIA H100 80GB HBM3.
         self.hardware = machine_name() if current_platform.is_cpu() else current_platform.get_device_name()
@@ -109,6 +103,8 @@ class Engine:
         reports = self._core.collective_rpc("kernel_report") if options.coupled else []
         # Attention of the workers, and the kinds of kernels that failed their check on any of them.
         self.attention: str = reports[0].attention if reports else "vllm"
+        # Numbers of tokens of a step for which there are CUDA graphs, rising.
+        self.graph_sizes: Sequence[int] = reports[0].graphs if reports else ()
         self.failed_kernels = sorted({kind for report in reports for kind in report.failed})
         if options.coupled:
             from kernels.coupled_sampler.cpu import warm_up
@@ -121,11 +117,8 @@ class Engine:
         """Queue a sample, whose tokens and lengths were checked (`services.contracts.sampling`). Wakes the engine.
 
         Raises:
-            ValueError: the cached rollout has tokens outside the vocabulary, or not one log-probability per token,
-                or the verifier is none of `verifiers`.
+            ValueError: the cached rollout has tokens outside the vocabulary, or not one log-probability per token.
         """
-        if request.verifier not in self.verifiers:
-            raise ValueError(f"this engine has no verifier {request.verifier}")
         self.wake()
         sample = self._requests.request(request)
         if request.prefix:
@@ -164,6 +157,9 @@ class Engine:
 
     def _outcome(self, outputs: Iterable[Any]) -> list[SampleStep]:
         found = [self._requests.sample_step(output) for output in outputs]
+        if self._requests.left_rollouts:
+            self._steps.leave_rollouts(self._requests.left_rollouts)
+            self._requests.left_rollouts.clear()
         unknown_to_vllm = [step.sample_id for step in found if step.finish is Finish.ERROR]
         if self._stops:
             unknown_to_vllm += [step.sample_id for step in found if self._stops.cut(step)]
@@ -216,7 +212,7 @@ class Engine:
     @property
     def row_capacity(self) -> int:
         """Most verified tokens of one step, samples and draft tokens together: vLLM cuts drafts beyond it."""
-        return min(self._scheduler.max_num_scheduled_tokens, _LOGITS_BYTES // (4 * self.limits.vocab_size))
+        return row_capacity(self._scheduler.max_num_scheduled_tokens, self.limits.vocab_size)
 
     @property
     def kv_capacity(self) -> int:

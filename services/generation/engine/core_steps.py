@@ -46,6 +46,9 @@ class CoreSteps:
         """Let the steps that are in flight end, and schedule none."""
         return []
 
+    def leave_rollouts(self, sample_ids: Iterable[str]) -> None:
+        """Take note of samples that follow their cached rollouts no more, which V1's runner has seen itself."""
+
     def _take_back(self) -> None:
         """Remove drafts from samples that the step left out: a later step must not verify them."""
         for sample_id in self._drafted:

@@ -7,7 +7,8 @@ at all when no request carries a draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from services.generation.engine.grammars import GrammarState, grammars_of, masks
 from services.generation.engine.marks import pack
 from services.generation.engine.prompt_scores import PromptReading
 from services.generation.engine.sampling.constraints import RowMasks
+from services.generation.engine.sampling.draw_settings import DrawSettings
 from services.generation.engine.sampling.noise import (
     CACHED_KEY,
     NOISE_KEY,
@@ -50,6 +52,7 @@ class CoupledRunnerMixin:
     # What a drafter reads of the target's hidden states; None: nobody asks for them.
     features: Features | None
     _scheduled: int
+    _drafts: Mapping[str, Sequence[int]]
 
     def init_coupled(self) -> None:
         """Set up the state that this mixin adds. Called once, after vLLM's own constructor."""
@@ -96,9 +99,10 @@ class CoupledRunnerMixin:
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         self._scheduled = scheduler_output.total_num_scheduled_tokens
+        self._drafts = scheduler_output.scheduled_spec_decode_tokens
         # vLLM lays out several rows of logits for a request only under a speculative config. Being there is
         # all that is asked of it in this method.
-        if not scheduler_output.scheduled_spec_decode_tokens:
+        if not self._drafts:
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         self.speculative_config = object()
         try:
@@ -109,18 +113,19 @@ class CoupledRunnerMixin:
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
         batch = self.input_batch
-        rows = self._rows(batch, spec_decode_metadata)
+        rows = self._rows(batch)
         noise = [self._noise_of(sample_id) for sample_id in batch.req_ids]
         followed = self._followed_in(batch) if self._followed else {}
         masks = self._masks_of(rows, logits.shape[1]) if self._grammars else None
         histories = self.histories_of(np.arange(len(noise)), noise)
         recorded = self._recorded_in(batch, rows) if self._recorded else None
-        verified = sample(logits, rows, batch.sampling_metadata, noise, followed, masks, histories, recorded)
+        settings = DrawSettings.of(batch, slice(0, batch.num_reqs))
+        verified = sample(logits, rows, settings, noise, followed, masks, histories, recorded)
         for i, rollout in followed.items():
             end = rows.positions[i] + verified.reused[i]
             if verified.reused[i] < verified.counts[i] or end >= len(rollout.tokens):
                 del self._followed[batch.req_ids[i]]
-        return _sampler_output(rows, verified, logits.device)
+        return _sampler_output(rows, verified)
 
     def histories_of(
         self, places: IntArray, noise: list[SampleNoise], more: Sequence[Sequence[int]] | None = None
@@ -181,14 +186,16 @@ class CoupledRunnerMixin:
             chosen += range(first, last)
         return RowMasks(masks, chosen) if chosen else None
 
-    def _rows(self, batch: Any, spec: Any) -> Rows:
+    def _rows(self, batch: Any) -> Rows:
+        """Return the layout of the step, with its drafts as they were scheduled: the device has them, too."""
         n = batch.num_reqs
         positions = (batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]).astype(np.int64)
-        if spec is None:
+        drafts = [self._drafts.get(sample_id, ()) for sample_id in batch.req_ids] if self._drafts else []
+        if not drafts:
             return Rows(np.arange(n + 1), positions, np.empty(0, np.int64))
         cu = np.zeros(n + 1, np.int64)
-        np.cumsum(np.asarray(spec.num_draft_tokens) + 1, out=cu[1:])
-        return Rows(cu, positions, spec.draft_token_ids.cpu().numpy().astype(np.int64))
+        np.cumsum([len(each) + 1 for each in drafts], out=cu[1:])
+        return Rows(cu, positions, np.fromiter(chain.from_iterable(drafts), np.int64))
 
     def _noise_of(self, sample_id: str) -> SampleNoise:
         known = self._noise.get(sample_id)
@@ -239,8 +246,11 @@ class CoupledRunnerMixin:
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
 
 
-def _sampler_output(rows: Rows, verified: Verified, device: torch.device) -> SamplerOutput:
-    """Lay the emitted tokens out as vLLM expects: [n, longest] with -1 behind each sample's last token."""
+def _sampler_output(rows: Rows, verified: Verified) -> SamplerOutput:
+    """Lay the emitted tokens out as vLLM expects: [n, longest] with -1 behind each sample's last token.
+
+    They stay in host memory, where vLLM wants them: on the device they would only be copied back.
+    """
     n, width = len(verified.counts), int(np.diff(rows.cu).max())
     keep = np.arange(width) < verified.counts[:, None]
     source = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
@@ -253,9 +263,9 @@ def _sampler_output(rows: Rows, verified: Verified, device: torch.device) -> Sam
     values = np.concatenate(
         (logprobs.reshape(n * width, 1), verified.top_logprobs[source.reshape(-1)]), axis=1
     )
-    marks = pack(np.diff(rows.cu) - 1, verified.reused, width)
+    marks = pack(np.diff(rows.cu) - 1, verified.counts - 1, verified.reused, width)
     return SamplerOutput(
-        sampled_token_ids=torch.from_numpy(tokens).to(device),
+        sampled_token_ids=torch.from_numpy(tokens),
         logprobs_tensors=LogprobsTensors(
             torch.from_numpy(told.astype(np.int32)), torch.from_numpy(values), torch.from_numpy(marks)
         ),

@@ -80,6 +80,8 @@ class EngineOptions:
     With `sleep_mode` an engine that sleeps moves its weights to host memory; nothing moves on CPU.
     `engine`: auto, v1 or v2, vLLM's model runner (runner_choice.py); on v2 with
     `schedule_ahead` a step is scheduled while the device is at the one before.
+    `draft_window`: most draft tokens of a sample in a step, for which there are CUDA graphs; 0: vLLM's own graphs.
+    `enable_expert_parallel`: whole experts for each rank. `batch_invariant`: vLLM's mode (batch_invariance.py).
     `kernels`: auto, triton or reference (kernels/backend.py), for this process and its workers.
     `quantized`: draft with a quantized copy of the weights; `eagle3`: with a trained head; None: without.
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
@@ -88,21 +90,24 @@ class EngineOptions:
 
     model: str
     dtype: str = "auto"
-    max_num_seqs: int = 128
+    max_num_seqs: int | None = None
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float | None = None
     block_size: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enforce_eager: bool | None = None
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     executor: str = "local"
     sleep_mode: bool = False
     coupled: bool = True
     engine: str = "auto"
     schedule_ahead: bool = False
+    draft_window: int = 0
+    batch_invariant: bool = False
     kernels: str = "auto"
     quantized: W4Options | None = None
     eagle3: Eagle3Options | None = None
@@ -173,7 +178,7 @@ class SampleStep:
         del self.top_token_ids[each * count :], self.top_logprobs[each * count :]
         del self.token_ids[count:], self.logprobs[count:]
         self.verified_logprobs = self.verified_logprobs[:count]
-        self.reused, self.accepted = min(self.reused, count), min(self.accepted, max(count - 1, 0))
+        self.reused, self.accepted = min(self.reused, count), min(self.accepted, count)
 
 
 class Ask(NamedTuple):

@@ -45,6 +45,8 @@ class VllmRequests:
         self._coupled = coupled
         # Cached log-probabilities that a sample has not reached, by id; none once it takes over nothing more.
         self.cached_logprobs: dict[str, Sequence[float]] = {}
+        # Samples that were seen to take over nothing more, since somebody took them from here.
+        self.left_rollouts: list[str] = []
 
     def request(self, request: EngineRequest) -> Request:
         """Build vLLM's request of a sample; the tokens of its prefix are output."""
@@ -133,10 +135,10 @@ class VllmRequests:
         """Translate what one step did for one sample."""
         tokens = output.new_token_ids
         logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
-        drafted = reused = 0
+        drafted = accepted = reused = 0
         top_token_ids, top_logprobs = list[int](), list[float]()
         if self._coupled and output.new_logprobs is not None:
-            drafted, reused = unpack(output.new_logprobs.sampled_token_ranks)
+            drafted, accepted, reused = unpack(output.new_logprobs.sampled_token_ranks)
             top_token_ids, top_logprobs = likeliest(output.new_logprobs)
         step = SampleStep(
             output.request_id,
@@ -144,7 +146,7 @@ class VllmRequests:
             logprobs,
             None if output.finish_reason is None else _FINISH.get(output.finish_reason, Finish.ERROR),
             drafted,
-            min(max(len(tokens) - 1, 0), drafted) if drafted else 0,
+            accepted,
             reused,
             top_token_ids=top_token_ids,
             top_logprobs=top_logprobs,
@@ -166,6 +168,8 @@ class VllmRequests:
         step.logprobs[:reused] = left[:reused]
         if step.finish is None and reused == len(step.token_ids) and reused < len(left):
             self.cached_logprobs[step.sample_id] = left[reused:]
+        else:
+            self.left_rollouts.append(step.sample_id)
 
 
 def _cut_at_nan(step: SampleStep) -> None:

@@ -23,8 +23,7 @@ def warm_up(engine: Engine) -> None:
     length = min(_PROMPT_TOKENS, engine.limits.max_model_len - _RESPONSE_TOKENS)
     own, proposing = Verifier.COUPLED, Verifier.REJECTION
     batches = [(1, plain, own), (2, penalised, own), (8, masked, own), (64, plain, own)]
-    if proposing in engine.verifiers:
-        batches += [(3, plain, proposing), (4, penalised, proposing)]
+    batches += [(3, plain, proposing), (4, penalised, proposing)]
     for batch, sampling, verifier in batches:
         for i in range(batch):
             prompt = tuple((i + j) % engine.limits.vocab_size for j in range(length))

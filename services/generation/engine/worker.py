@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
@@ -19,6 +20,7 @@ from services.generation.engine.draft_models.interface import ModelDrafter
 from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
 from services.generation.engine.kv_worker import KvWorkerMixin
 from services.generation.engine.runner import coupled
+from services.generation.engine.step_memory import row_capacity, step_memory
 from services.generation.engine.types import (
     EAGLE3,
     EAGLE3_KEY,
@@ -32,6 +34,7 @@ from services.generation.engine.types import (
 )
 from services.platform.heap import return_freed_memory
 
+_log = logging.getLogger(__name__)
 # No slice of the first build is waited for.
 _AT_ONCE = float("inf")
 
@@ -64,8 +67,11 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         self.attention = use_attention(config, self.device)
 
     def kernel_report(self) -> KernelReport:
-        """Return the attention of this worker, and the kinds of kernels that failed their check."""
-        return KernelReport(str(self.attention), failed())
+        """Return the attention of this worker, the kinds of kernels that failed their check, and its graphs."""
+        compilation = self.vllm_config.compilation_config
+        captured = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+        graphs = (compilation.cudagraph_capture_sizes or ()) if captured else ()
+        return KernelReport(str(self.attention), failed(), tuple(graphs))
 
     def adopt_sample(self, *args: Any) -> None:
         """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""
@@ -155,6 +161,28 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
         """Load the model as above; draft models count as weights when vLLM sizes the KV cache."""
         super().load_model(**kwargs)
         self.model_runner.model_memory_usage += sum(map(self.drafter_bytes, self.drafters))
+
+    def determine_available_memory(self) -> int:
+        """Return vLLM's budget for KV, less what sampling a step takes beyond what vLLM has measured.
+
+        A budget that was chosen by hand is left as it is.
+        """
+        budget: int = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes:
+            return budget
+        config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
+        vocab_size = config.get_vocab_size()
+        needed = step_memory(
+            row_capacity(scheduler.max_num_batched_tokens, vocab_size),
+            scheduler.max_num_seqs,
+            vocab_size,
+            logit_bytes=config.dtype.itemsize,
+            ranks=self.vllm_config.parallel_config.tensor_parallel_size,
+            counted=not self.use_v2_model_runner,
+        )
+        beyond = needed.beyond(self.peak_activation_memory - self.cudagraph_memory_estimate)
+        _log.info("sampling takes %d bytes beyond what vLLM measured, of %s", beyond, needed)
+        return budget - beyond
 
     def among_weights(self) -> AbstractContextManager[object]:
         """Return the memory pool of vLLM's sleep mode, if that is on."""

@@ -43,8 +43,6 @@ class AdmissionTerms:
     policy_version: int
     limits: ModelLimits
     closed: str = ""
-    verifiers: Container[Verifier] = frozenset(Verifier)
-    """Verifiers of the engine."""
     lenient_drafts: bool = False
     """LENIENT is a rule for drafts, and takes over no cached rollout."""
 
@@ -84,10 +82,9 @@ def check_item(
             current=str(terms.policy_version),
         )
     verifier = _VERIFIERS.get(item.exactness.level)
-    if verifier is None or verifier not in terms.verifiers:
+    if verifier is None:
         name = _level_name(item.exactness.level)
-        why = "" if verifier is None else ": its engine (v2) verifies exactly only; engine v1 serves it"
-        raise Unimplemented(name, f"exactness level {name} is not served by this instance{why}")
+        raise Unimplemented(name, f"exactness level {name} is not served by this instance")
     sampling = resolve(item.sampling)
     if violations := _violations(item, sampling, verifier, terms.limits, taken):
         raise InvalidArgument(violations)

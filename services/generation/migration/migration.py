@@ -163,7 +163,7 @@ class Migration(rpc.MigrationServiceServicer):
             block_size=space.block_size,
             free_blocks=space.free_blocks,
             total_blocks=space.total_blocks,
-            max_running=self._config.max_num_seqs,
+            max_running=loop.ready.result().max_running,
             free_capacity=0 if unsupported else self.arrivals.room,
             policy_version=loop.policy_version,
             steps=load.steps,

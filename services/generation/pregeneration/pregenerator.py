@@ -233,7 +233,7 @@ class Pregenerator:
             instance_id=config.instance_id,
             epoch=self._registration.record.epoch,
             policy_version=self._loop.policy_version,
-            room=self._situation.room(config.max_num_seqs, config.background_threshold),
+            room=self._situation.room(self._loop.ready.result().max_running, config.background_threshold),
             progress=self._leases.progress(),
             coordinator_epoch=self._leases.epoch,
             serving=self._engine.serving,

@@ -48,8 +48,7 @@ class GenerationInstance:
         }
         self._loop = loop
         engine = loop.ready.result()
-        self._limits, self._verifiers = engine.limits, engine.verifiers
-        self._lenient_drafts = config.lenient_drafts
+        self._limits, self._lenient_drafts = engine.limits, config.lenient_drafts
         self._registration = registration
         self._has_reallocator = has_reallocator
         self._draining = False
@@ -70,9 +69,7 @@ class GenerationInstance:
     def terms(self) -> AdmissionTerms:
         """Return the terms on which samples are taken now."""
         closed = "it is draining" if self._draining else ""
-        return AdmissionTerms(
-            self._loop.policy_version, self._limits, closed, self._verifiers, self._lenient_drafts
-        )
+        return AdmissionTerms(self._loop.policy_version, self._limits, closed, self._lenient_drafts)
 
     async def pause(self, paused: bool) -> None:
         """Stop stepping, or go on; going on also takes back a drain, for an instance that is to stay after all."""

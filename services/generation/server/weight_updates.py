@@ -81,6 +81,7 @@ class WeightUpdates:
     async def stage(self, version: int, given: GivenWeights) -> StagedWeights:
         """Read and check weights in a thread of their own; the engine steps on meanwhile."""
         async with self._updating:
+            self._supersede(version)
             with self._metrics.weight_seconds.labels("stage").time():
                 self.staged = await asyncio.to_thread(self._reader.read, version, given)
         _log.info("weights_staged", version=version, checksum=self.staged.checksum)
@@ -88,6 +89,7 @@ class WeightUpdates:
 
     async def receive(self, version: int, order: PeerWeights) -> StagedWeights:
         """Have weights come from a trainer or other instances, and check them; the engine steps on meanwhile."""
+        self._supersede(version)
         received = await self.streams.receive(version, order)
         async with self._updating:
             with self._metrics.weight_seconds.labels("stage").time():
@@ -134,6 +136,11 @@ class WeightUpdates:
             self.staged = None
         if self._adopted is not None and version != self._loop.policy_version:
             self._adopted.hide(version)
+
+    def _supersede(self, version: int) -> None:
+        """Let the staged weights of another version go before those of this one take room."""
+        if self.staged is not None and self.staged.version != version:
+            self.staged = None
 
     async def _halt(self) -> float:
         """End the background samples; returns the seconds it took, 0 when there were none."""

@@ -97,7 +97,11 @@ class AdoptedWeights:
             raise
 
     def receiving(self, owner: str) -> Path:
-        """Return an empty folder for weights that an instance receives; what it left unfinished is removed."""
+        """Return an empty folder for weights that an instance receives; what it left unfinished is removed.
+
+        So is what was given up: a version that another one supersedes must not be there beside it.
+        """
+        self.sweep()
         name = f".receiving-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
         for left in self._root.glob(f"{name}-*"):
             shutil.rmtree(left, ignore_errors=True)

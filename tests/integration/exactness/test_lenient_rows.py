@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from kernels.coupled_sampler import INVALID, UNSAMPLED
 from services.contracts.sampling import Sampling
+from services.generation.engine.sampling.draw_settings import DrawSettings
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import Verified, sample
@@ -20,18 +18,11 @@ VOCAB = 16
 CACHED = CachedRollout(np.array([3, 5, 7, 9]), np.full(4, -50.0), 1.0)
 
 
-def _metadata(temperature: list[float]) -> Any:
-    greedy = not any(temperature)
-    return SimpleNamespace(
-        all_greedy=greedy, temperature=torch.tensor(temperature), top_k=None, top_p=None, no_penalties=True
-    )
-
-
 def _verify(logits: torch.Tensor, temperature: float = 1.0) -> Verified:
     """Sample 0 follows the cached rollout with three drafts of it, sample 1 is a plain one."""
     rows = Rows(np.array([0, 4, 5]), np.array([0, 0]), np.array([3, 5, 7]))
     noise = [SampleNoise(seed=1, verifier=Verifier.LENIENT), SampleNoise(seed=2)]
-    return sample(logits, rows, _metadata([temperature] * 2), noise, {0: CACHED})
+    return sample(logits, rows, DrawSettings(np.full(2, temperature, np.float32)), noise, {0: CACHED})
 
 
 def test_a_row_that_cannot_be_sampled_ends_its_sample_behind_what_was_taken_over() -> None:

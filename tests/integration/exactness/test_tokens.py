@@ -241,6 +241,12 @@ def test_a_stop_token_inside_a_draft_ends_the_sample(plain: Plain, policy: str) 
     for key, tokens in found.tokens.items():
         assert tokens == whole[key][: whole[key].index(stops[key]) + 1]
         assert found.finishes[key] is Finish.STOP
+    if policy == "true":
+        # The first token is of the prompt's step. Of those after it every ninth is none of the eight drafts of its
+        # step; a stop token that is a draft is accepted as any other.
+        behind = [len(tokens) - 1 for tokens in found.tokens.values()]
+        assert any(count % 9 for count in behind)
+        assert found.accepted == sum(count - count // 9 for count in behind)
 
 
 def test_the_models_end_token_inside_a_draft_ends_the_sample(plain: Plain) -> None:

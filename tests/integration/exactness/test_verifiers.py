@@ -15,11 +15,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kernels.coupled_sampler import INVALID, UNSAMPLED, Purpose, uniform
+from kernels.coupled_sampler import INVALID, UNSAMPLED, Purpose
 from kernels.coupled_sampler.cpu import coupled_argmax, coupled_verify
 from kernels.coupled_sampler.proposals import RowProposals, log_odds
 from kernels.coupled_sampler.sample import sample
-from services.generation.engine.sampling.rejection import uniforms
+from kernels.coupled_sampler.uniforms import uniforms
 from tests.support.chi_square import chi_square, histogram
 
 VOCAB, COUNT, LENGTH = 11, 100_000, 3
@@ -75,10 +75,11 @@ def _rejection(
     tokens, theta = np.full(cu[-1], -1), np.full(cu[-1], np.nan)
     tokens[drafted] = drafts
     places = positions[owner] + np.arange(cu[-1]) - cu[owner]
-    theta[drafted] = scale * uniforms(seeds[owner[drafted]], places[drafted], Purpose.REJECTION)
+    own, where = (torch.from_numpy(part) for part in (seeds.view(np.int64)[owner[drafted]], places[drafted]))
+    theta[drafted] = scale * uniforms(own, where, Purpose.REJECTION).numpy()
     proposals = RowProposals(
         torch.from_numpy(tokens),
-        torch.from_numpy(log_odds(theta)),
+        log_odds(torch.from_numpy(theta)),
         torch.zeros(len(owner), dtype=torch.bool),
         torch.ones(len(seeds), dtype=torch.bool),
     )
@@ -181,13 +182,3 @@ def test_a_row_that_cannot_be_sampled_ends_its_sample_alone() -> None:
     tokens, counts = _rejection(logits, seeds, start, one, np.array([4, 5]), np.array([0, 2, 4]))
     assert (tokens[0], counts[0]) == (INVALID, 1)
     assert tokens[2] >= 0
-
-
-def test_many_uniforms_are_the_single_ones() -> None:
-    seeds = np.array([0, 1, 2**63, 2**64 - 1], np.uint64)
-    positions = np.array([0, 5, 2**32 - 1, 7])
-    expected = [
-        uniform(int(seed), int(position), Purpose.REJECTION)
-        for seed, position in zip(seeds, positions, strict=True)
-    ]
-    assert uniforms(seeds, positions, Purpose.REJECTION).tolist() == expected

@@ -17,7 +17,6 @@ from services.generation.engine.types import (
     EngineSampleState,
     Finish,
     SampleStep,
-    Verifier,
 )
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
@@ -76,7 +75,6 @@ class ScriptedEngine:
     prompt_rows: int = 0
     dtype: str = "float32"
     model_drafts: dict[str, Any] = field(default_factory=dict)
-    verifiers: frozenset[Verifier] = frozenset(Verifier)
     # Of an engine that schedules ahead: what the step in flight will have done.
     ahead: bool = False
     flying: list[SampleStep] | None = None
@@ -115,6 +113,10 @@ class ScriptedEngine:
             return done
         before, self.flying = self.flying, done or None
         return before or []
+
+    @property
+    def max_running(self) -> int:
+        return self.seats
 
     @property
     def in_flight(self) -> int:

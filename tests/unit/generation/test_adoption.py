@@ -164,6 +164,17 @@ def test_a_folder_that_cannot_be_pruned_costs_no_update(
     assert versions(tmp_path / "adopted") == ["v00000002", "v00000003"]
 
 
+def test_what_was_given_up_takes_no_room_beside_what_is_received(
+    tmp_path: Path, adopted: AdoptedWeights
+) -> None:
+    adopted.adopt(given(tmp_path / "superseded"), 1, "c")
+    adopted.hide(1)
+    folder = adopted.receiving("one")
+    assert [place.name for place in (tmp_path / "adopted").iterdir() if place.name != ".lock"] == [
+        folder.name
+    ]
+
+
 def test_what_is_hidden_is_adopted_anew(tmp_path: Path, adopted: AdoptedWeights) -> None:
     place = adopted.adopt(given(tmp_path / "bad"), 1, "c")
     adopted.hide(1)

@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.internal.v1 import generation_pb2 as pb
-from paceline.v1 import sample_pb2
-from services.contracts.errors import Unimplemented
-from services.contracts.sampling import ModelLimits
 from services.generation.config import GenerationConfig
 from services.generation.engine.runner_choice import RUNNER_VARIABLE, check_runner, refusal, runner_of
-from services.generation.engine.types import Eagle3Options, EngineOptions, Verifier, W4Options
-from services.generation.loop.work_items import AdmissionTerms, check_item
+from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
 
 
 def test_auto_is_v1() -> None:
@@ -28,6 +23,12 @@ def test_an_instance_on_v2_has_no_draft_models(draft_model: dict[str, Any]) -> N
     with pytest.raises(ValidationError, match="engine v2 has no draft models"):
         GenerationConfig(model="m", engine="v2", **draft_model)
     assert GenerationConfig(model="m", engine="v1", **draft_model).engine_options().engine == "v1"
+
+
+def test_an_instance_on_v2_verifies_no_draft_by_its_record() -> None:
+    with pytest.raises(ValidationError, match="lenient_drafts must not be set"):
+        GenerationConfig(model="m", engine="v2", lenient_drafts=True)
+    assert GenerationConfig(model="m", engine="v1", lenient_drafts=True).lenient_drafts
 
 
 @pytest.mark.parametrize(
@@ -58,14 +59,3 @@ def test_an_engine_of_the_other_runner_is_not_built(monkeypatch: pytest.MonkeyPa
     check_runner("auto")
     with pytest.raises(RuntimeError, match="before vLLM is imported"):
         check_runner("v2")
-
-
-@pytest.mark.parametrize("level", ["LENIENT", "REJECTION"])
-def test_levels_that_v2_does_not_serve_are_refused_with_the_reason(level: str) -> None:
-    limits = ModelLimits(512, 64)
-    number = sample_pb2.ExactnessLevel.Value(f"EXACTNESS_LEVEL_{level}")
-    item = pb.WorkItem(prompt_token_ids=[2, 3], exactness={"level": number})
-    terms = AdmissionTerms(0, limits, verifiers=frozenset({Verifier.COUPLED}))
-    with pytest.raises(Unimplemented, match=r"engine \(v2\) verifies exactly only"):
-        check_item(item, terms, (), lambda: "s1")
-    assert check_item(item, AdmissionTerms(0, limits), (), lambda: "s1").sample_id == "s1"

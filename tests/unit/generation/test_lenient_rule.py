@@ -158,9 +158,13 @@ def test_a_token_is_taken_over_as_often_as_the_rule_says(lenience: float, ratio:
 def test_marks_say_what_was_verified_and_taken_over(samples: list[tuple[int, int]]) -> None:
     drafted = np.array([k for k, _ in samples])
     reused = np.array([min(r, k + 1) for k, r in samples])
+    accepted = np.array([r // 2 % (k + 1) for k, r in samples])
     width = int(drafted.max()) + 1
-    marks = pack(drafted, reused, width).reshape(len(samples), width)
+    marks = pack(drafted, accepted, reused, width).reshape(len(samples), width)
     for i in range(len(samples)):
         for emitted in range(drafted[i] + 2):
-            tokens = marks[i, :emitted]
-            assert unpack(tokens) == ((drafted[i], min(reused[i], emitted)) if emitted else (0, 0))
+            # The others are behind a stop token.
+            counts = (
+                (drafted[i], min(accepted[i], emitted), min(reused[i], emitted)) if emitted else (0, 0, 0)
+            )
+            assert unpack(marks[i, :emitted]) == counts

@@ -120,7 +120,7 @@ class Rig:
         self.loop.start()
         self.loop.ready.result(WAIT)
         self.closed = ""
-        config = GenerationConfig(model="m", instance_id="unit", max_num_seqs=SEATS)
+        config = GenerationConfig(model="m", instance_id="unit")
         self.coordinator = ScriptedCoordinator()
         self.store = Store()
         self.made = Pregenerator(

@@ -266,6 +266,27 @@ async def test_nothing_is_applied_that_was_not_staged(rig: Rig, model: Path) -> 
     assert rig.weights.staged is None
 
 
+async def test_a_superseded_version_is_not_there_beside_the_next(
+    rig: Rig, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside: list[object] = []
+
+    def read(*_: object) -> None:
+        beside.append(rig.weights.staged)
+        raise FailedPrecondition("WEIGHTS_NOT_ADOPTED", "the disk is full")
+
+    await rig.weights.stage(1, GivenWeights(model))
+    kept = await rig.weights.stage(1, GivenWeights(model))
+    monkeypatch.setattr(rig.weights._reader, "read", read)
+    with pytest.raises(FailedPrecondition, match="the disk is full"):
+        await rig.weights.stage(1, GivenWeights(model))
+    with pytest.raises(FailedPrecondition, match="the disk is full"):
+        await rig.weights.stage(2, GivenWeights(model))
+    assert beside == [kept, None]
+    with pytest.raises(FailedPrecondition, match="version 1 is not staged"):
+        await rig.weights.apply(1)
+
+
 async def test_a_command_may_take_longer_than_a_step_and_hangs_without_samples_too(rig: Rig) -> None:
     limits = GenerationConfig(model="any", instance_id="unit")
     async with held_up(rig.loop):

@@ -64,7 +64,7 @@ def test_a_step_is_cut_behind_the_stop_string() -> None:
     assert watched.cut(step)
     assert (step.token_ids, step.logprobs) == ([5, 2], [-1.0, -1.0])
     assert (step.finish, step.stop_string) == (Finish.STOP, "bb")
-    assert (step.drafted, step.accepted, step.reused) == (2, 1, 2)
+    assert (step.drafted, step.accepted, step.reused) == (2, 2, 2)
     assert step.verified_logprobs == (-1.0, -2.0)
     assert not watched
 

@@ -1,7 +1,6 @@
 """The engine's sampler: what one sample asks for is no matter to another, and the switch of the kernels."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import torch
 from kernels import backend
 from kernels.backend import Backend, BackendUnavailable
 from services.generation.engine.attention.kernel_choice import use_kernels
+from services.generation.engine.sampling.draw_settings import DrawSettings
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.penalties import History, TokenCounts
 from services.generation.engine.sampling.rows import Rows
@@ -28,17 +28,16 @@ def switch(monkeypatch):
 
 def verified(logits, noise, rows=ROWS, which=(0, 1, 2), followed=None, **masks):
     part = {
-        name: None if (mask := masks.get(name)) is None else torch.tensor(mask)[list(which)]
-        for name in ("top_k", "top_p")
+        name: None if (mask := masks.get(name)) is None else np.array(mask, dtype)[list(which)]
+        for name, dtype in (("top_k", np.int32), ("top_p", np.float32))
     }
-    temperature = torch.tensor([1.0, 0.0, 0.7])[list(which)]
-    metadata = SimpleNamespace(all_greedy=False, temperature=temperature, **part)
+    settings = DrawSettings(np.array([1.0, 0.0, 0.7], np.float32)[list(which)], **part)
     counts = TokenCounts(VOCAB, torch.device("cpu"))
     told = [
         History(str(i), np.array(TEXTS[i][0]), np.array(TEXTS[i][1])) if item.penalised else None
         for i, item in zip(which, noise, strict=True)
     ]
-    return sample(logits, rows, metadata, noise, followed or {}, histories=counts.histories(told))
+    return sample(logits, rows, settings, noise, followed or {}, histories=counts.histories(told))
 
 
 def alone(logits, noise, i, **masks):
@@ -93,7 +92,7 @@ def test_penalties_are_those_of_the_tokens_before_each_row():
     """Of a sample with drafts, against each row by itself; counts grow with the response, and are forgotten."""
     logits = torch.from_numpy(np.random.default_rng(2).normal(0, 1, (3, VOCAB))).float()
     noise = [SampleNoise(seed=3, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3)]
-    metadata = SimpleNamespace(all_greedy=True, temperature=None, top_k=None, top_p=None)
+    settings = DrawSettings(np.zeros(1, np.float32))
     prompt, response = np.array([8, 9, 9]), np.array([5, 5, 6])
     best = logits.argmax(dim=1)
     expected = []
@@ -110,7 +109,7 @@ def test_penalties_are_those_of_the_tokens_before_each_row():
         histories = counts.histories([History("a", prompt, response)])
         rows = Rows(np.array([0, 3]), np.array([3]), best[:2].numpy())
         asked = [replace(noise[0], processed_logprobs=True, top_logprobs=VOCAB)]
-        found = sample(logits, rows, metadata, asked, {}, histories=histories)
+        found = sample(logits, rows, settings, asked, {}, histories=histories)
         for j in range(int(found.counts[0])):
             ordered = np.argsort(found.top_tokens[j])
             log_softmax = expected[j] - np.log(np.exp(expected[j]).sum())

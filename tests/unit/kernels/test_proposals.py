@@ -6,12 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.coupled_sampler.noise import Purpose, uniform
 from kernels.coupled_sampler.proposals import LEAST, RowProposals, accepts, log_odds
 from kernels.coupled_sampler.sample import Edited, sample
+from kernels.coupled_sampler.uniforms import uniforms
 
 
 def accepted(row, token, theta):
-    return bool(accepts(row[None], np.array([token]), log_odds(np.array([theta])))[0])
+    odds = log_odds(torch.tensor([theta], dtype=torch.float64)).numpy()
+    return bool(accepts(row[None], np.array([token]), odds)[0])
 
 
 @settings(max_examples=300, deadline=None)
@@ -39,9 +42,10 @@ def test_the_only_token_is_accepted_whatever_is_drawn():
 
 
 def test_log_odds_end_where_probabilities_do():
-    found = log_odds(np.array([-1.0, 0.0, 0.5, 1.0, np.inf, np.nan]))
+    found = log_odds(torch.tensor([-1.0, 0.0, 0.5, 1.0, np.inf, np.nan], dtype=torch.float64))
+    assert found.dtype == torch.float32
     assert found[:5].tolist() == [LEAST, LEAST, 0.0, np.inf, np.inf]
-    assert np.isnan(found[5])
+    assert found[5].isnan()
 
 
 def arguments(rows=3, **changes):
@@ -80,6 +84,14 @@ def proposals(**changes):
         ),
         ({"proposals": proposals(log_odds=torch.zeros(2))}, r"proposals.log_odds must have shape \[3\]"),
         ({"proposals": proposals(residual=torch.zeros(2))}, "proposals.residual must be bool"),
+        (
+            {"proposals": proposals(raw=torch.zeros(3, dtype=torch.bool, device="meta"))},
+            "proposals.raw must be on cpu",
+        ),
+        (
+            {"proposals": proposals(log_odds=torch.zeros(3, device="meta"))},
+            "proposals.log_odds must be on cpu",
+        ),
         ({"edited": Edited(torch.tensor([1, 1]), torch.zeros(2, 8))}, "edited.rows must rise"),
         ({"edited": Edited(torch.tensor([3]), torch.zeros(1, 8))}, "edited.rows must rise within the 3 rows"),
         ({"edited": Edited(torch.tensor([0]), torch.zeros(1, 7))}, r"edited.logits must have shape \[1, 8\]"),
@@ -106,3 +118,17 @@ def test_a_rejected_draft_is_left_out_of_the_residual():
     assert (found.tokens[::2] == 1).all()
     assert (found.counts == 1).all()
     assert (found.reused == 0).all()
+
+
+_PAIRS = st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
+
+
+@settings(deadline=None)
+@given(
+    pairs=st.lists(_PAIRS, min_size=1).map(lambda more: [(0, 0), (2**64 - 1, 2**32 - 1), *more]),
+    purpose=st.sampled_from(Purpose),
+)
+def test_many_uniforms_are_the_single_ones(pairs, purpose):
+    seeds = torch.from_numpy(np.array([seed for seed, _ in pairs], np.uint64).view(np.int64))
+    positions = torch.tensor([position for _, position in pairs])
+    assert uniforms(seeds, positions, purpose).tolist() == [uniform(*pair, purpose) for pair in pairs]

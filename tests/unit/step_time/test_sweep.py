@@ -56,7 +56,7 @@ class TimedEngine(ScriptedEngine):
 
     machine: KnownStepTime = field(default_factory=lambda: KnownStepTime(row=1e-5))
     ends: int = 0
-    max_running: int = 32
+    seats: int = 32
     kv_capacity: int = 1 << 30
     forgotten: int = 0
     fails_after: int | None = None

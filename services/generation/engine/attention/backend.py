@@ -189,8 +189,9 @@ def use_attention(
 ) -> AttentionName:
     """Choose the attention of this process, and put it where vLLM looks for it; returns which it is.
 
-    It is vLLM's own on CPU, where the switch of all kernels is at the reference, and for models whose heads or
-    options ours cannot compute. With `triton` it is ours, if that computes rightly here, else that is an error.
+    It is vLLM's own on CPU, where the switch of all kernels is at the reference, in vLLM's batch-invariant mode,
+    and for models whose heads or options ours cannot compute. With `triton` it is ours, if that computes rightly
+    here, else that is an error.
     With `auto` it is what was measured to be the fastest (`race.py`), ours only where it computes rightly. To be
     called after `use_kernels`, and before the model is built.
 
@@ -213,6 +214,9 @@ def use_attention(
 def _chosen(config: Any, device: torch.device, measured: Callable[..., AttentionName]) -> AttentionName:
     model = config.model_config
     if device.type != "cuda" or choose(device) is not Backend.TRITON or model.use_mla:
+        return AttentionName.VLLM
+    if envs.VLLM_BATCH_INVARIANT:
+        # Ours divides contexts among programs by the batch, and FlashInfer's is none that vLLM allows in this mode.
         return AttentionName.VLLM
     right = _is_right(model, config.parallel_config, device)
     if in_use() is Backend.TRITON:

@@ -16,10 +16,14 @@ SAMPLER, ATTENTION = "sampler", "attention"
 
 
 class KernelReport(NamedTuple):
-    """Kernels of a worker: the attention that it has, and the kinds that failed their check."""
+    """Kernels of a worker: the attention that it has, and the kinds that failed their check.
+
+    `graphs` are the numbers of tokens for which it captured CUDA graphs, rising.
+    """
 
     attention: str
     failed: tuple[str, ...]
+    graphs: tuple[int, ...]
 
 
 _failed: dict[str, None] = {}

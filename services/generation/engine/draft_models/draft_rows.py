@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.v1.sample.metadata import SamplingMetadata
 
+from services.generation.engine.sampling.draw_settings import DrawSettings
 from services.generation.engine.sampling.noise import SampleNoise
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import sample
@@ -89,7 +89,8 @@ class DraftRows:
             histories = self._runner.histories_of(
                 self.places[live], noise, [drafted[i] for i in live.tolist()]
             )
-            verified = sample(logits, layout, self._sampling(live), noise, {}, histories=histories)
+            settings = DrawSettings.of(self._runner.input_batch, self.places[live])
+            verified = sample(logits, layout, settings, noise, {}, histories=histories)
             goes_on = np.zeros(len(live), bool)
             for j, (i, token) in enumerate(zip(live.tolist(), verified.tokens.tolist(), strict=True)):
                 # Not finite: the drafter has not this token, or is broken; nothing is told of such a draw.
@@ -108,16 +109,3 @@ class DraftRows:
         prompts: npt.NDArray[Any] = self._runner.input_batch.num_prompt_tokens[self.places]
         found: IntArray = (self.positions + 1 - prompts).astype(np.int64)
         return found
-
-    def _sampling(self, live: IntArray) -> SamplingMetadata:
-        """Return vLLM's sampling parameters of some samples, as far as our sampler reads them."""
-        whole: SamplingMetadata = self._runner.input_batch.sampling_metadata
-        places = self.places[live]
-
-        def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor[torch.from_numpy(places).to(tensor.device)]
-
-        chosen: dict[str, Any] = {
-            name: part(getattr(whole, name)) for name in ("temperature", "top_p", "top_k")
-        }
-        return replace(whole, **chosen)

@@ -11,16 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.v1.sample.metadata import SamplingMetadata
 
 from kernels.coupled_sampler.sample import Edited
 from services.generation.engine.grammars import apply_masks
 from services.generation.engine.sampling.noise import SampleNoise
 from services.generation.engine.sampling.penalties import Histories, penalise
-from services.generation.engine.sampling.rows import IntArray, Rows
-
-CHUNK_BYTES = 64 << 20
-"""Memory that rows are worked on in at a time, beside that of the result."""
+from services.generation.engine.sampling.rows import IntArray, Rows, put
+from services.generation.engine.step_memory import PART_BYTES
 
 
 class RowMasks(NamedTuple):
@@ -28,13 +25,6 @@ class RowMasks(NamedTuple):
 
     bits: torch.Tensor
     rows: list[int]
-
-
-def temperatures(metadata: SamplingMetadata, n: int) -> torch.Tensor:
-    """Return the temperature of each sample, [n] float32, where vLLM has them; 0 is greedy."""
-    if metadata.all_greedy or metadata.temperature is None:
-        return torch.zeros(n, dtype=torch.float32)
-    return metadata.temperature[:n]  # type: ignore[no-any-return]
 
 
 def edit(
@@ -65,14 +55,19 @@ def edit(
     index = np.flatnonzero(chosen)
     if not len(index):
         return None
+    place, samples = np.cumsum(chosen) - 1, rows.samples
+    kept = _entries(place[limited], [noise[owner].allowed for owner in samples[limited].tolist()])
+    lost = _entries(place[withheld], [noise[owner].forbidden for owner in samples[withheld].tolist()])
+    named = {"kept_rows": kept[0], "kept": kept[1], "lost_rows": lost[0], "lost": lost[1]}
+    there = put(logits.device, index=index, limited=place[limited], **named)
     edited = torch.empty((len(index), logits.shape[1]), dtype=torch.float32, device=logits.device)
     for begin, end in chunks(len(index), logits.shape[1]):
-        edited[begin:end] = logits[_there(index[begin:end], logits)]
+        edited[begin:end] = logits[there["index"][begin:end]]
     _penalise(edited, index, penalised[index], rows, noise, histories)
-    place, samples = np.cumsum(chosen) - 1, rows.samples
-    for row in np.flatnonzero(withheld).tolist():
-        edited[place[row], list(noise[samples[row]].forbidden)] = float("-inf")
-    _limit(edited, place[limited], [noise[owner].allowed for owner in samples[limited].tolist()])
+    edited[there["lost_rows"], there["lost"]] = -torch.inf
+    values = edited[there["kept_rows"], there["kept"]]
+    edited[there["limited"]] = -torch.inf
+    edited[there["kept_rows"], there["kept"]] = values
     if masks is not None:
         # The masks of the edited rows, each where its row is now.
         apply_masks(edited, masks.bits[torch.from_numpy(index)], place[masks.rows].tolist())
@@ -80,8 +75,8 @@ def edit(
 
 
 def chunks(rows: int, width: int) -> list[tuple[int, int]]:
-    """Cut float32 rows into ranges of at most CHUNK_BYTES each, or one row."""
-    each = max(1, CHUNK_BYTES // (4 * width))
+    """Cut float32 rows into ranges of at most PART_BYTES each, or one row."""
+    each = max(1, PART_BYTES // (4 * width))
     return [(begin, min(begin + each, rows)) for begin in range(0, rows, each)]
 
 
@@ -103,21 +98,11 @@ def _penalise(
     among = np.flatnonzero(penalised)
     for begin, end in chunks(len(among), edited.shape[1]):
         part = among[begin:end]
-        there = _there(part, edited)
+        there = put(edited.device, part=part)["part"]
         edited[there] = penalise(edited[there], index[part], rows, noise, histories)
 
 
-def _limit(edited: torch.Tensor, places: IntArray, allowed: list[tuple[int, ...]]) -> None:
-    """Mask all but the allowed tokens of some rows, in place."""
-    if not len(places):
-        return
-    counts = [len(tokens) for tokens in allowed]
-    row = _there(np.repeat(places, counts), edited)
-    token = _there(np.fromiter(chain.from_iterable(allowed), np.int64, sum(counts)), edited)
-    kept = edited[row, token]
-    edited[_there(places, edited)] = float("-inf")
-    edited[row, token] = kept
-
-
-def _there(index: IntArray, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(index).to(tensor.device)
+def _entries(places: IntArray, tokens: list[tuple[int, ...]]) -> tuple[IntArray, IntArray]:
+    """Return the row and the column of each token of some rows, [entries]."""
+    counts = [len(each) for each in tokens]
+    return np.repeat(places, counts), np.fromiter(chain.from_iterable(tokens), np.int64, sum(counts))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from vllm.v1.sample.metadata import SamplingMetadata
 
 from kernels.coupled_sampler.proposals import RowProposals
 from kernels.coupled_sampler.sample import Edited, Sampled, sample
+from services.generation.engine.sampling.draw_settings import DrawSettings
 from services.generation.engine.sampling.noise import SampleNoise
 from services.generation.engine.sampling.rows import Rows
 
@@ -15,9 +15,8 @@ from services.generation.engine.sampling.rows import Rows
 def draw(
     logits: torch.Tensor,
     rows: Rows,
-    temperature: torch.Tensor,
+    settings: DrawSettings,
     noise: list[SampleNoise],
-    metadata: SamplingMetadata,
     edited: Edited | None,
     proposals: RowProposals | None,
 ) -> Sampled:
@@ -26,9 +25,8 @@ def draw(
     Args:
         logits: [R, V], any float type.
         rows: the layout.
-        temperature: [n] float32, here or on the device; 0 is greedy.
+        settings: temperature and masks of the samples.
         noise: one per sample.
-        metadata: with the top-k and top-p masks.
         edited: what some rows are sampled from instead.
         proposals: tokens to accept by their probability.
 
@@ -42,11 +40,11 @@ def draw(
         logits,
         torch.from_numpy(seeds),
         torch.from_numpy(rows.positions),
-        temperature,
+        torch.from_numpy(settings.temperature),
         torch.from_numpy(rows.drafts),
         torch.from_numpy(rows.cu),
-        top_k=None if metadata.top_k is None else metadata.top_k[:n],
-        top_p=None if metadata.top_p is None else metadata.top_p[:n],
+        top_k=None if settings.top_k is None else torch.from_numpy(settings.top_k),
+        top_p=None if settings.top_p is None else torch.from_numpy(settings.top_p),
         min_p=torch.from_numpy(min_p) if min_p.any() else None,
         edited=edited,
         proposals=proposals,

@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kernels.coupled_sampler.noise import Purpose
+from kernels.coupled_sampler.uniforms import uniforms
 from services.generation.engine.sampling.noise import CachedRollout
-from services.generation.engine.sampling.rejection import uniforms
 from services.generation.engine.sampling.rows import IntArray, Rows
 
 FloatArray = npt.NDArray[np.float64]
@@ -41,17 +42,15 @@ class Candidates(NamedTuple):
     bound: FloatArray
 
 
-def candidates(
-    rows: Rows, followed: Mapping[int, CachedRollout], seeds: npt.NDArray[np.uint64]
-) -> Candidates:
+def candidates(rows: Rows, followed: Mapping[int, CachedRollout], seeds: torch.Tensor) -> Candidates:
     """Find the rows that the cached rollouts reach. A sample's candidates lie in its first rows.
 
     Args:
         rows: the layout of the step.
         followed: by its index, rising, the cached rollout of each sample that has taken over all its tokens so far.
-        seeds: of the samples, [n].
+        seeds: of the samples, [n] int64.
     """
-    row, token, then, lenience = [], [], [], []
+    row, token, scales = [], [], []
     for i, rollout in followed.items():
         begin, drafts = int(rows.positions[i]), rows.drafts_of(i)
         wanted = rollout.tokens[begin : begin + len(drafts) + 1]
@@ -62,11 +61,8 @@ def candidates(
         count = min(matched + 1, len(wanted))
         row.append(rows.cu[i] + np.arange(count))
         token.append(wanted[:count])
-        then.append(rollout.logprobs[begin : begin + count])
-        lenience.append(np.full(count, rollout.lenience))
+        scales.append(rollout.scales(begin, begin + count))
     where = np.concatenate(row)
-    u = uniforms(seeds[rows.samples[where]], rows.row_positions[where], Purpose.LENIENT)
-    known = np.concatenate(then)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bound = u * np.exp(known) / np.concatenate(lenience)
-    return Candidates(where, np.concatenate(token), np.where(np.isfinite(known), bound, np.nan))
+    positions = torch.from_numpy(rows.row_positions[where])
+    u = uniforms(seeds[torch.from_numpy(rows.samples[where])], positions, Purpose.LENIENT).numpy()
+    return Candidates(where, np.concatenate(token), u * np.concatenate(scales))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kernels.coupled_sampler.sample import Edited
+from kernels.transfer import downloaded
 from services.generation.engine.marks import NO_TOKEN
 from services.generation.engine.sampling.constraints import chunks
+from services.generation.engine.sampling.draw_settings import DrawSettings
 from services.generation.engine.sampling.noise import SampleNoise
-from services.generation.engine.sampling.rows import IntArray, Rows
+from services.generation.engine.sampling.rows import IntArray, Rows, put
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -20,7 +24,7 @@ def likeliest(
     rows: Rows,
     counts: IntArray,
     noise: list[SampleNoise],
-    temperature: torch.Tensor,
+    settings: DrawSettings,
     edited: Edited | None,
     lowest: torch.Tensor | None,
 ) -> tuple[IntArray, FloatArray]:
@@ -34,7 +38,7 @@ def likeliest(
         rows: the layout.
         counts: emitted tokens of each sample, [n].
         noise: one per sample.
-        temperature: [n], of the samples.
+        settings: of the samples.
         edited: what some rows are sampled from instead.
         lowest: the least scaled logit that is kept of each row, [R]; None: all are.
     """
@@ -49,18 +53,24 @@ def likeliest(
         return tokens, values
     by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))[samples]
     wanted = (asked[samples] > 0) & (rows.offsets < counts[samples])
+    found: list[tuple[IntArray, torch.Tensor, torch.Tensor]] = []
     for chosen, processed in ((wanted & by_processed, True), (wanted & ~by_processed, False)):
         index = np.flatnonzero(chosen)
         for begin, end in chunks(len(index), logits.shape[1]):
             part = index[begin:end]
             if processed:
-                own = _sampled_from(logits, part, samples[part], temperature, edited, lowest)
+                own = _sampled_from(logits, part, samples[part], settings, edited, lowest)
             else:
-                own = logits[torch.from_numpy(part).to(logits.device)].float()
+                own = logits[put(logits.device, part=part)["part"]].float()
             best = own.topk(most, dim=-1)
-            beyond = np.arange(most) >= asked[samples[part], None]
-            tokens[part] = np.where(beyond, NO_TOKEN, best.indices.cpu().numpy())
-            values[part] = (best.values - own.logsumexp(dim=-1, keepdim=True)).cpu().numpy()
+            found.append((part, best.indices, best.values - own.logsumexp(dim=-1, keepdim=True)))
+    if found:
+        # The device is waited for once, when it has all of them.
+        index = np.concatenate([part for part, _, _ in found])
+        best_tokens, best_values = (downloaded(torch.cat([each[k] for each in found])) for k in (1, 2))
+        beyond = np.arange(most) >= asked[samples[index], None]
+        tokens[index] = np.where(beyond, NO_TOKEN, best_tokens.numpy())
+        values[index] = best_values.numpy()
     return tokens, values
 
 
@@ -68,21 +78,22 @@ def _sampled_from(
     logits: torch.Tensor,
     index: IntArray,
     samples: IntArray,
-    temperature: torch.Tensor,
+    settings: DrawSettings,
     edited: Edited | None,
     lowest: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return edited, divided and masked logits of some rows, [m, V] float32."""
-    device = logits.device
-    there = torch.from_numpy(index).to(device)
-    values = logits[there].float()
+    vectors: dict[str, npt.NDArray[Any]] = {"index": index, "divisor": settings.divisor[samples]}
     if edited is not None:
-        place = np.searchsorted(edited.rows.numpy(), index)
-        place = np.minimum(place, len(edited.rows) - 1)
-        mine = np.flatnonzero(edited.rows.numpy()[place] == index)
-        values[torch.from_numpy(mine).to(device)] = edited.logits[torch.from_numpy(place[mine]).to(device)]
-    heat = temperature.to(device)[torch.from_numpy(samples).to(device)].unsqueeze(1)
-    values /= torch.where(heat > 0, heat, 1)
+        numbers = edited.rows.numpy()
+        place = np.minimum(np.searchsorted(numbers, index), len(numbers) - 1)
+        vectors["mine"] = np.flatnonzero(numbers[place] == index)
+        vectors["place"] = place[vectors["mine"]]
+    there = put(logits.device, **vectors)
+    values = logits[there["index"]].float()
+    if edited is not None:
+        values[there["mine"]] = edited.logits[there["place"]]
+    values /= there["divisor"].unsqueeze(1)
     if lowest is None:
         return values
-    return values.masked_fill_(values < lowest[there].unsqueeze(1), -torch.inf)
+    return values.masked_fill_(values < lowest[there["index"]].unsqueeze(1), -torch.inf)

@@ -55,6 +55,13 @@ class CachedRollout:
     logprobs: npt.NDArray[np.float64]
     lenience: float
 
+    def scales(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float64]:
+        """Return p_then / lenience of some tokens; NaN for one whose p_then is not a probability above 0."""
+        known = self.logprobs[begin:end]
+        with np.errstate(over="ignore", invalid="ignore"):
+            scales = np.exp(known) / self.lenience
+        return np.where(np.isfinite(known), scales, np.nan)
+
     @classmethod
     def of(cls, request: EngineRequest, vocab_size: int) -> CachedRollout:
         """Return the rollout of a request that follows one.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from services.generation.engine.sampling.noise import SampleNoise
-from services.generation.engine.sampling.rows import IntArray, Rows
+from services.generation.engine.sampling.rows import IntArray, Rows, put
 
 _IN_PROMPT = 1 << 30
 """Of a token in the prompt; below it is how often the token is in the response."""
@@ -87,15 +87,13 @@ class TokenCounts:
             self._free.extend(range(known, known + new))
         slot = self._free.pop()
         self._table[slot] = 0
-        self._table[slot, self._there(np.unique(sample.prompt).astype(np.int64))] = _IN_PROMPT
+        there = put(self._table.device, prompt=np.unique(sample.prompt).astype(np.int64))
+        self._table[slot, there["prompt"]] = _IN_PROMPT
         self._slots[sample.sample_id], self._counted[sample.sample_id] = slot, 0
 
     def _add(self, slots: IntArray, tokens: IntArray) -> None:
-        index = self._there(slots * self._table.shape[1] + tokens)
+        index = put(self._table.device, index=slots * self._table.shape[1] + tokens)["index"]
         self._table.view(-1).scatter_add_(0, index, torch.ones_like(index, dtype=torch.int32))
-
-    def _there(self, index: IntArray) -> torch.Tensor:
-        return torch.from_numpy(index).to(self._table.device)
 
 
 def penalise(
@@ -111,15 +109,21 @@ def penalise(
         histories: of the samples.
     """
     owners = rows.samples[index]
-    device = values.device
-    counts = histories.table[torch.from_numpy(histories.slots[owners]).to(device)]
     row, token = _behind(index, rows, histories.more)
-    if len(row):
-        place = torch.from_numpy(row * counts.shape[1] + token).to(device)
-        counts.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
-    settings = [(n.repetition_penalty, n.frequency_penalty, n.presence_penalty) for n in noise]
-    each = torch.tensor(settings, dtype=torch.float32)[torch.from_numpy(owners)].to(device)
-    repetition, frequency, presence = (column.unsqueeze(1) for column in each.unbind(1))
+    each = np.array(
+        [(n.repetition_penalty, n.frequency_penalty, n.presence_penalty) for n in noise], np.float32
+    )
+    names = ("repetition", "frequency", "presence")
+    there = put(
+        values.device,
+        slots=histories.slots[owners],
+        place=row * values.shape[1] + token,
+        **dict(zip(names, each[owners].T, strict=True)),
+    )
+    counts = histories.table[there["slots"]]
+    place = there["place"]
+    counts.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    repetition, frequency, presence = (there[name].unsqueeze(1) for name in names)
     scaled = torch.where(values > 0, values / repetition, values * repetition)
     values = torch.where(counts != 0, scaled, values)
     times = counts & (_IN_PROMPT - 1)

@@ -1,4 +1,14 @@
-"""Proposals of a step: drafts that are verified by rejection, and tokens of cached rollouts."""
+"""Proposals of a step: drafts that are verified by rejection, and tokens of cached rollouts.
+
+Rejection is standard speculative sampling, for parity with the papers and as a baseline. Drafts come without
+probabilities: each is a certainty of its drafter (q is 1 at the draft d). So it is accepted with probability p(d),
+p the target's distribution. At the first rejection the token is drawn from p without d, renormalised; after the
+last draft from p. Every token is a sample of the target whatever the drafts, but *which* token depends on them.
+
+All randomness is keyed by (seed, position), so a run repeats. It is kept apart from the noise of coupled sampling
+(`Domain.TOKEN`), with which drafts may have been made: a residual drawn with the noise that chose the rejected
+draft would not be a sample of the residual.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +19,10 @@ import torch
 
 from kernels.coupled_sampler.noise import Purpose
 from kernels.coupled_sampler.proposals import NO_PROPOSAL, RowProposals, log_odds
+from kernels.coupled_sampler.uniforms import uniforms
 from services.generation.engine.sampling.lenient import candidates
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.recorded import DraftsOfRow
-from services.generation.engine.sampling.rejection import uniforms
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.types import Verifier
 
@@ -35,7 +45,7 @@ def proposals_of(
     if not followed and not rejecting.any():
         return None
     samples = rows.samples
-    seeds = np.fromiter((item.seed for item in noise), np.uint64, len(noise))
+    seeds = torch.from_numpy(np.fromiter((item.seed for item in noise), np.uint64, len(noise)).view(np.int64))
     tokens, raw = np.full(len(samples), NO_PROPOSAL, np.int64), np.zeros(len(samples), bool)
     theta = np.full(len(samples), np.nan)
     drafted = np.ones(len(samples), bool)
@@ -44,7 +54,8 @@ def proposals_of(
     draft[drafted] = rows.drafts
     verified = np.flatnonzero(drafted & rejecting[samples])
     tokens[verified] = draft[verified]
-    theta[verified] = uniforms(seeds[samples[verified]], rows.row_positions[verified], Purpose.REJECTION)
+    owners, positions = torch.from_numpy(samples[verified]), torch.from_numpy(rows.row_positions[verified])
+    theta[verified] = uniforms(seeds[owners], positions, Purpose.REJECTION).numpy()
     by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
     for i, known in (recorded or {}).items():
         places = np.arange(rows.cu[i], rows.cu[i + 1] - 1)
@@ -55,5 +66,5 @@ def proposals_of(
         found = candidates(rows, followed, seeds)
         tokens[found.row], theta[found.row] = found.token, found.bound
         raw[found.row] = ~by_processed[samples[found.row]]
-    parts = (torch.from_numpy(part) for part in (tokens, log_odds(theta), raw, rejecting))
-    return RowProposals(*parts)
+    odds = log_odds(torch.from_numpy(theta))
+    return RowProposals(torch.from_numpy(tokens), odds, torch.from_numpy(raw), torch.from_numpy(rejecting))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from kernels.transfer import uploaded
 
 IntArray = npt.NDArray[np.int64]
 
@@ -42,3 +46,8 @@ class Rows:
     def drafts_of(self, sample: int) -> IntArray:
         """Return the draft tokens of one sample, [k]."""
         return self.drafts[int(self.cu[sample]) - sample : int(self.cu[sample + 1]) - sample - 1]
+
+
+def put(device: torch.device, **vectors: npt.NDArray[Any]) -> dict[str, torch.Tensor]:
+    """Return several vectors on a device, by one copy that nobody waits for."""
+    return uploaded({name: torch.from_numpy(each) for name, each in vectors.items()}, device)

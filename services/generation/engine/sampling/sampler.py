@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.v1.sample.metadata import SamplingMetadata
 
-from services.generation.engine.sampling.constraints import RowMasks, edit, temperatures
+from services.generation.engine.sampling.constraints import RowMasks, edit
 from services.generation.engine.sampling.device_sampler import draw
+from services.generation.engine.sampling.draw_settings import DrawSettings
 from services.generation.engine.sampling.likeliest import likeliest
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.penalties import Histories
@@ -47,7 +47,7 @@ class Verified:
 def sample(
     logits: torch.Tensor,
     rows: Rows,
-    metadata: SamplingMetadata,
+    settings: DrawSettings,
     noise: list[SampleNoise],
     followed: Mapping[int, CachedRollout],
     masks: RowMasks | None = None,
@@ -59,23 +59,21 @@ def sample(
     Args:
         logits: [R, V], any float type; left as it is.
         rows: the layout.
-        metadata: vLLM's sampling parameters, a row per sample: temperature, top-k and top-p of it.
+        settings: temperature and masks of the samples.
         noise: one per sample.
         followed: by its index, the cached rollout of each sample that has taken over all its tokens so far.
         masks: of the rows of samples that follow a grammar.
         histories: of the samples; may be None if none has penalties.
         recorded: by its index, what a sample's drafts are verified by beside their probability now.
     """
-    # Temperatures stay where they are: to read them here would wait for the forward pass.
-    temperature = temperatures(metadata, len(noise))
     edited = edit(logits, rows, noise, masks, histories)
     proposals = proposals_of(rows, noise, followed, recorded)
-    drawn = draw(logits, rows, temperature, noise, metadata, edited, proposals)
+    drawn = draw(logits, rows, settings, noise, edited, proposals)
     tokens, counts = drawn.tokens.numpy(), drawn.counts.numpy()
     by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))
     logprobs = np.where(by_processed[rows.samples], drawn.processed.numpy(), drawn.logprobs.numpy())
     reused = np.zeros(len(noise), np.int64)
     index = list(followed)
     reused[index] = drawn.reused.numpy()[index]
-    top = likeliest(logits, rows, counts, noise, temperature, edited, drawn.lowest)
+    top = likeliest(logits, rows, counts, noise, settings, edited, drawn.lowest)
     return Verified(tokens, counts, reused, logprobs, *top)

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.transfer import uploaded
-from services.generation.engine.sampling.rows import IntArray
+from services.generation.engine.sampling.rows import IntArray, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +44,12 @@ class DeviceRows:
         drafted: IntArray = np.diff(self.cu) - 1
         return drafted
 
-    def drafts(self) -> torch.Tensor:
-        """Return the draft tokens, one sample after the other, [R - n] int64."""
-        if len(self.offsets) == len(self.cu) - 1:
-            return self.inputs.new_empty(0, dtype=torch.int64)
-        return self.inputs[self.put(np.flatnonzero(self.offsets))].long()
-
     def row_positions(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the response positions that some rows sample, by their indices on the device, [m]."""
         there = self.put_all(samples=self.samples, offsets=self.offsets)
         positions: torch.Tensor = (self.positions[there["samples"]] + there["offsets"])[rows]
         return positions
 
-    def put(self, vector: npt.NDArray[Any]) -> torch.Tensor:
-        """Return a vector on the device; nobody waits for it."""
-        return self.put_all(vector=vector)["vector"]
-
     def put_all(self, **vectors: npt.NDArray[Any]) -> dict[str, torch.Tensor]:
         """Return several vectors on the device, by one copy."""
-        return uploaded({name: torch.from_numpy(each) for name, each in vectors.items()}, self.device)
+        return put(self.device, **vectors)

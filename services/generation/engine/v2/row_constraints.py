@@ -22,15 +22,15 @@ Penalise = Callable[[torch.Tensor], None]
 
 def constrain(
     raw: torch.Tensor, rows: DeviceRows, batch: BatchSettings, penalise: Penalise, masks: RowMasks | None
-) -> torch.Tensor:
-    """Return the logits, [R, V] float32, before masks by probability; `raw` if nothing changes them."""
+) -> torch.Tensor | None:
+    """Return the logits, [R, V] float32, before masks by probability; None if nothing changes them."""
     samples = batch.samples
     penalised = any(each.noise.penalised for each in samples)
     withheld = any(each.noise.min_tokens and each.noise.forbidden for each in samples)
     limited = any(each.noise.allowed for each in samples)
     if not (penalised or withheld or limited or masks is not None):
-        return raw
-    logits = raw.clone()
+        return None
+    logits = raw.to(torch.float32, copy=True)
     if penalised:
         penalise(logits)
     if withheld:

@@ -1,21 +1,39 @@
 """Sample and verify a step of V2's runner on the device: no number of it is needed in host memory.
 
 As `sampling.sampler`: a sample with k draft tokens has k + 1 rows, and plain decoding is the case k = 0. A draft is
-accepted iff it is the token that the sample's noise picks.
+accepted iff it is the token that the sample's noise picks, or by its probability, if it is a proposal.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from kernels.coupled_sampler.sample import Sampled, sample
-from services.generation.engine.marks import NO_TOKEN, pack
-from services.generation.engine.sampling.constraints import RowMasks
+from kernels.coupled_sampler.proposals import RowProposals
+from kernels.coupled_sampler.sample import Edited, Sampled, sample
+from services.generation.engine.marks import NO_TOKEN, pack_rows
+from services.generation.engine.sampling.constraints import RowMasks, chunks
 from services.generation.engine.v2.device_rows import DeviceRows
 from services.generation.engine.v2.row_constraints import Penalise, constrain
 from services.generation.engine.v2.settings import BatchSettings
+
+
+class SampledRows(NamedTuple):
+    """Outcome of a step, on the device: n samples, R rows, `longest` of them of one sample.
+
+    `tokens` [n, longest] int64, of which the first `counts` [n] of each sample are emitted; of those the first
+    `reused` [n] are taken over from a cached rollout. `logprobs` are of all rows. A row that could not be sampled
+    has token 0 with a NaN log-probability.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    reused: torch.Tensor
+    logprobs: LogprobsTensors
 
 
 def sample_rows(
@@ -24,7 +42,8 @@ def sample_rows(
     batch: BatchSettings,
     penalise: Penalise,
     masks: RowMasks | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, LogprobsTensors]:
+    proposals: RowProposals | None = None,
+) -> SampledRows:
     """Verify the drafts and sample the next token of every sample.
 
     Args:
@@ -33,71 +52,80 @@ def sample_rows(
         batch: settings of the samples.
         penalise: applies the penalties of all rows.
         masks: of the rows of samples that follow a grammar.
-
-    Returns:
-        The emitted tokens [n, longest] int64, of which the first `counts` [n] of each sample hold, the counts, and
-        the log-probabilities of all rows. A row that could not be sampled has token 0 with a NaN log-probability.
+        proposals: tokens to accept by their probability.
     """
-    scores = constrain(logits.float(), rows, batch, penalise, masks) if _by_row(batch, masks) else logits
-    masked = {"top_k": batch.top_k, "top_p": batch.top_p}
-    min_p = batch.min_p
+    scores = constrain(logits, rows, batch, penalise, masks)
+    there, width = _uploaded(rows, batch, proposals), int(np.diff(rows.cu).max())
+    masked = {"top_k": batch.top_k, "top_p": batch.top_p, "min_p": batch.min_p}
     drawn = sample(
-        scores,
+        logits,
         batch.seeds,
         rows.positions,
         torch.from_numpy(batch.temperature),
-        rows.drafts(),
+        rows.inputs[there["drafted"]].long(),
         torch.from_numpy(rows.cu),
-        min_p=None if min_p is None else torch.from_numpy(min_p),
-        **rows.put_all(**{name: each for name, each in masked.items() if each is not None}),
+        edited=None if scores is None else Edited(torch.arange(len(scores)), scores),
+        proposals=proposals,
+        **{name: torch.from_numpy(each) for name, each in masked.items() if each is not None},
     )
-    width = int(np.diff(rows.cu).max())
-    places = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
     tokens = drawn.tokens.clamp(min=0)
-    emitted = tokens[rows.put(places.reshape(-1))].view(-1, width)
-    return emitted, drawn.counts, _logprobs(logits, scores, rows, batch, drawn, tokens)
+    emitted = tokens[there["places"]].view(-1, width)
+    # An accepted draft is nothing that is taken over.
+    reused = drawn.reused.masked_fill(there["residual"], 0) if proposals is not None else drawn.reused
+    told = _logprobs(logits, scores, rows, batch, drawn, reused, there)
+    return SampledRows(emitted, drawn.counts, reused, told)
 
 
-def _by_row(batch: BatchSettings, masks: RowMasks | None) -> bool:
-    return masks is not None or any(
-        each.noise.penalised or each.noise.allowed or (each.noise.min_tokens and each.noise.forbidden)
-        for each in batch.samples
-    )
+def _uploaded(
+    rows: DeviceRows, batch: BatchSettings, proposals: RowProposals | None
+) -> dict[str, torch.Tensor]:
+    """Return what the step needs of its layout on the device, by one copy.
+
+    `drafted` are the rows that were computed from drafts, `places` [n * longest] the row of each emitted token. Of
+    each row [R]: its sample, its offset, the drafts of its sample, and whether its log-probability is that of what
+    is sampled from. With proposals `residual` [n] of them.
+    """
+    width = int(np.diff(rows.cu).max())
+    vectors: dict[str, npt.NDArray[Any]] = {
+        "drafted": np.flatnonzero(rows.offsets),
+        "places": np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1).reshape(-1),
+        "samples": rows.samples,
+        "offsets": rows.offsets,
+        "drafts": rows.drafted[rows.samples],
+        "processed": np.array([each.noise.processed_logprobs for each in batch.samples], bool)[rows.samples],
+    }
+    if proposals is not None:
+        vectors["residual"] = proposals.residual.numpy()
+    return rows.put_all(**vectors)
 
 
 def _logprobs(
     logits: torch.Tensor,
-    scores: torch.Tensor,
+    scores: torch.Tensor | None,
     rows: DeviceRows,
     batch: BatchSettings,
     drawn: Sampled,
-    tokens: torch.Tensor,
+    reused: torch.Tensor,
+    there: dict[str, torch.Tensor],
 ) -> LogprobsTensors:
     """Return the log-probabilities of each row's token and of the likeliest ones, raw or processed."""
-    by_processed = np.fromiter(
-        (each.noise.processed_logprobs for each in batch.samples), bool, len(batch.samples)
-    )
-    values = drawn.logprobs
-    if scores is not logits:
-        raw = logits.float()
-        values = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
-        values = torch.where(drawn.tokens >= 0, values, torch.nan)
-    if by_processed.any():
-        values = torch.where(rows.put(by_processed[rows.samples]), drawn.processed, values)
+    tokens = drawn.tokens.clamp(min=0)
+    values = torch.where(there["processed"], drawn.processed, drawn.logprobs)
     told, told_values = tokens.unsqueeze(1), values.unsqueeze(1)
     most = max(each.noise.top_logprobs for each in batch.samples)
     if most:
         best = _likeliest(logits, scores, rows, batch, drawn.lowest, most)
         told, told_values = torch.cat((told, best[0]), 1), torch.cat((told_values, best[1]), 1)
-    nothing = np.zeros(len(batch.samples), np.int64)
-    # As many marks as rows: each sample's, as often as it has rows.
-    marks = pack(rows.drafted, nothing, 1)[rows.samples]
-    return LogprobsTensors(told.to(torch.int32), told_values.float(), rows.put(marks), rows.cu.tolist())
+    samples, offsets = there["samples"], there["offsets"]
+    # All emitted tokens of a sample but the last are drafts.
+    accepted = offsets < drawn.counts[samples] - 1
+    marks = pack_rows(there["drafts"], accepted, offsets < reused[samples])
+    return LogprobsTensors(told.to(torch.int32), told_values.float(), marks, rows.cu.tolist())
 
 
 def _likeliest(
     logits: torch.Tensor,
-    scores: torch.Tensor,
+    scores: torch.Tensor | None,
     rows: DeviceRows,
     batch: BatchSettings,
     lowest: torch.Tensor | None,
@@ -109,19 +137,19 @@ def _likeliest(
     values = torch.zeros((len(rows.samples), most), dtype=torch.float32, device=rows.device)
     for processed in (False, True):
         own = [each.noise.processed_logprobs is processed for each in batch.samples] & (asked > 0)
-        index = np.flatnonzero(own[rows.samples])
-        if not len(index):
-            continue
-        samples = rows.samples[index]
-        there = rows.put_all(place=index, asked=asked[samples], divisor=batch.divisor[samples])
-        place = there["place"]
-        part = (scores if processed else logits)[place].float()
-        if processed:
-            part = part / there["divisor"].unsqueeze(1)
-            if lowest is not None:
-                part = part.masked_fill(part < lowest[place].unsqueeze(1), -torch.inf)
-        best = part.topk(most, dim=-1)
-        beyond = torch.arange(most, device=rows.device) >= there["asked"].unsqueeze(1)
-        tokens[place] = best.indices.masked_fill(beyond, NO_TOKEN)
-        values[place] = best.values - part.logsumexp(dim=-1, keepdim=True)
+        chosen = np.flatnonzero(own[rows.samples])
+        for begin, end in chunks(len(chosen), logits.shape[1]):
+            index = chosen[begin:end]
+            samples = rows.samples[index]
+            there = rows.put_all(place=index, asked=asked[samples], divisor=batch.divisor[samples])
+            place = there["place"]
+            part = (logits if scores is None or not processed else scores)[place].float()
+            if processed:
+                part /= there["divisor"].unsqueeze(1)
+                if lowest is not None:
+                    part.masked_fill_(part < lowest[place].unsqueeze(1), -torch.inf)
+            best = part.topk(most, dim=-1)
+            beyond = torch.arange(most, device=rows.device) >= there["asked"].unsqueeze(1)
+            tokens[place] = best.indices.masked_fill(beyond, NO_TOKEN)
+            values[place] = best.values - part.logsumexp(dim=-1, keepdim=True)
     return tokens, values

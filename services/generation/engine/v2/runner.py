@@ -19,9 +19,12 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from kernels.transfer import uploaded
 from services.generation.engine.grammars import GrammarState, grammars_of, masks_for
 from services.generation.engine.sampling.constraints import RowMasks
+from services.generation.engine.sampling.noise import CACHED_KEY
 from services.generation.engine.v2.device_rows import DeviceRows
 from services.generation.engine.v2.prompt_reader import PromptReader
 from services.generation.engine.v2.references import LONGEST_DRAFT, References
+from services.generation.engine.v2.rollout_table import RolloutTable
+from services.generation.engine.v2.row_proposals import proposals_of_rows
 from services.generation.engine.v2.row_sampler import sample_rows
 from services.generation.engine.v2.settings import BatchSettings, SampleSettings
 
@@ -42,6 +45,8 @@ class CoupledV2RunnerMixin:
         self._settings: dict[str, SampleSettings] = {}
         self._grammars: dict[str, GrammarState] = {}
         self._references = References(self.req_states)
+        # Preemption leaves its rows as they are.
+        self._followed = RolloutTable(self.req_states.device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and score prompts a few rows at a time."""
@@ -71,6 +76,8 @@ class CoupledV2RunnerMixin:
                 model = self.model_config
                 grammars = grammars_of(Path(model.model), model.get_vocab_size())
                 self._grammars[sample.req_id] = grammars.begin(noise.json_schema, noise.stops)
+            if CACHED_KEY in (sample.sampling_params.extra_args or {}):
+                self._followed.begin(sample.req_id, sample.sampling_params.extra_args[CACHED_KEY])
             if noise.prompt_logprobs is not None:
                 self.prompt_logprobs_worker.begin(
                     sample.req_id, sample.prompt_token_ids, noise.prompt_logprobs
@@ -79,9 +86,12 @@ class CoupledV2RunnerMixin:
     def finish_requests(self, scheduler_output: Any) -> None:
         """Forget samples that have ended; of those that were preempted what we know stays."""
         super().finish_requests(scheduler_output)  # type: ignore[misc]
+        for sample_id in getattr(scheduler_output, "paceline_left", ()):
+            self._followed.end(sample_id)
         for sample_id in scheduler_output.finished_req_ids:
             self._settings.pop(sample_id, None)
             self._grammars.pop(sample_id, None)
+            self._followed.end(sample_id)
             self.prompt_logprobs_worker.end(sample_id)
 
     # -- each step ----------------------------------------------------------------------------------------
@@ -119,14 +129,19 @@ class CoupledV2RunnerMixin:
         def penalise(scores: torch.Tensor) -> None:
             self.sampler.penalties_state.apply(scores, _context_of(input_batch))
 
-        tokens, counts, logprobs = sample_rows(logits, rows, batch, penalise, masks)
+        followers = self._followed.among(input_batch.req_ids) if self._followed else None
+        proposals = proposals_of_rows(rows, batch, followers, self._followed)
+        found = sample_rows(logits, rows, batch, penalise, masks, proposals)
+        counts = found.counts
         # What is sampled from a prompt that is only partly computed is thrown away.
         whole = (
             input_batch.seq_lens[: len(counts)] >= self.req_states.prefill_len.gpu[input_batch.idx_mapping]
         )
+        if followers is not None:
+            self._followed.advance(followers, rows.positions, counts, found.reused, whole)
         emitted = torch.where(whole, counts, 0).to(torch.int32)
         rejected = torch.where(whole, input_batch.cu_num_logits.diff() - counts, 0).to(torch.int32)
-        output = SamplerOutput(tokens, logprobs, None, emitted, rejected)
+        output = SamplerOutput(found.tokens, found.logprobs, None, emitted, rejected)
         return output, emitted, rejected
 
     def _rows(self, input_batch: Any) -> DeviceRows:

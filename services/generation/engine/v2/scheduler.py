@@ -1,8 +1,9 @@
 """vLLM's schedulers, with what goes to the workers along with a step.
 
 A step carries, for each sample, how many drafts it verifies (places without a token), the segments of references
-that were posted since the last one, and the samples that run in it with KV that they brought along. All ranks take
-them in before the same step, and after they have freed the slots of samples that left.
+that were posted since the last one, the samples that were seen to have left their cached rollouts, and those that
+run in it with KV that they brought along. All ranks take them in before the same step, and after they have freed
+the slots of samples that left.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ class SegmentsMixin:
         super().__init__(*args, **kwargs)
         self._segments: list[DraftSegment] = []
         self._adopted: dict[str, NewRequestData] = {}
+        self._left: list[str] = []
+
+    def leave_rollouts(self, sample_ids: Iterable[str]) -> None:
+        """Tell the workers with the next step that samples do not follow their cached rollouts any more."""
+        self._left.extend(sample_ids)
 
     def post(self, segments: Iterable[DraftSegment]) -> None:
         """Send segments with the next step."""
@@ -60,6 +66,7 @@ class SegmentsMixin:
         """Schedule a step, as vLLM does."""
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         output.paceline_segments, self._segments = self._segments, []
+        output.paceline_left, self._left = self._left, []
         output.paceline_adopted = self._entering(output) if self._adopted else []
         return output
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
@@ -47,6 +47,10 @@ class SegmentSteps(CoreSteps):
         outputs, _ = core.step() if core.batch_queue is None else core.step_with_batch_queue()
         self._take_back()
         return outputs_of(outputs)
+
+    def leave_rollouts(self, sample_ids: Iterable[str]) -> None:
+        """Take note of samples that follow their cached rollouts no more."""
+        self._scheduler.leave_rollouts(sample_ids)
 
     def settle(self) -> list[EngineCoreOutput]:
         """Let the steps that are in flight end, and schedule none."""

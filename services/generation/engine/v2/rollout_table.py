@@ -1,0 +1,114 @@
+"""Cached rollouts of LENIENT samples on the device, and whether their samples still follow them.
+
+A sample has a row from its first step on the runner until it has left its rollout, whatever slots it has meanwhile.
+That it has left is known on the device at once, and to the host when the step is over: then the row is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.transfer import uploaded
+from services.generation.engine.sampling.noise import CachedRollout
+from services.generation.engine.sampling.rows import IntArray
+
+_FEWEST_ROWS, _SHORTEST = 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Followers:
+    """Samples of a step that have a row: `places` [m] among its samples, rising, and their `rows` [m]."""
+
+    places: IntArray
+    rows: IntArray
+
+
+class RolloutTable:
+    """Cached rollouts by row; `live` [rows] is True for those whose sample has taken over every token so far.
+
+    `tokens` [rows, longest] int32 are the rollouts, of `lengths` [rows]. With a uniform, `scales` [rows, longest]
+    float64 give what the probability of each must exceed (`CachedRollout.scales`).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin without rollouts, and without memory for any."""
+        self._rows: dict[str, int] = {}
+        self._free: list[int] = []
+        self.tokens = torch.zeros((0, _SHORTEST), dtype=torch.int32, device=device)
+        self.scales = torch.zeros((0, _SHORTEST), dtype=torch.float64, device=device)
+        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self.live = torch.zeros(0, dtype=torch.bool, device=device)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def begin(self, sample_id: str, rollout: CachedRollout) -> None:
+        """Let a sample follow a rollout. Nobody waits for the copy."""
+        length = len(rollout.tokens)
+        self._make_room(length)
+        self._rows[sample_id] = row = self._free.pop()
+        there = uploaded(
+            {
+                "scales": torch.from_numpy(rollout.scales()),
+                "tokens": torch.from_numpy(rollout.tokens.astype(np.int32)),
+            },
+            self.tokens.device,
+        )
+        self.tokens[row, :length], self.scales[row, :length] = there["tokens"], there["scales"]
+        self.lengths[row], self.live[row] = length, True
+
+    def end(self, sample_id: str) -> None:
+        """Give the row of a sample to others. One that has none is ignored."""
+        row = self._rows.pop(sample_id, None)
+        if row is not None:
+            self._free.append(row)
+
+    def among(self, sample_ids: Sequence[str]) -> Followers | None:
+        """Return the samples that have a row, of those of a step; None if none has."""
+        found = [(place, self._rows[name]) for place, name in enumerate(sample_ids) if name in self._rows]
+        return Followers(*np.array(found, np.int64).T) if found else None
+
+    def advance(
+        self,
+        followers: Followers,
+        positions: torch.Tensor,
+        counts: torch.Tensor,
+        reused: torch.Tensor,
+        whole: torch.Tensor,
+    ) -> None:
+        """Take note of who left its rollout in a step.
+
+        Args:
+            followers: of the step.
+            positions: response tokens that its samples had before it, [n].
+            counts: tokens that they emit, [n].
+            reused: how many of those, the first, were taken over, [n].
+            whole: False for one whose prompt is only partly computed, of which nothing is kept, [n].
+        """
+        there = uploaded(
+            {"places": torch.from_numpy(followers.places), "rows": torch.from_numpy(followers.rows)},
+            self.tokens.device,
+        )
+        rows, places = there["rows"], there["places"]
+        goes_on = (reused == counts)[places] & ((positions + reused)[places] < self.lengths[rows])
+        self.live[rows] &= goes_on | ~whole[places]
+
+    def _make_room(self, length: int) -> None:
+        """Have a free row, and columns for so many tokens."""
+        rows, width = self.tokens.shape
+        new = 0 if self._free else max(_FEWEST_ROWS, rows)
+        wider = max(width, 1 << (length - 1).bit_length())
+        if not new and wider == width:
+            return
+        for name in ("tokens", "scales"):
+            old: torch.Tensor = getattr(self, name)
+            grown = old.new_zeros((rows + new, wider))
+            grown[:rows, :width] = old
+            setattr(self, name, grown)
+        self.lengths = torch.cat((self.lengths, self.lengths.new_zeros(new)))
+        self.live = torch.cat((self.live, self.live.new_zeros(new)))
+        self._free.extend(range(rows, rows + new))
