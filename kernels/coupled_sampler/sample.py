@@ -63,7 +63,7 @@ class Sampled:
         if self.memory is None:
             return self
         memory = downloaded(self.memory)
-        layout, _ = _outputs(len(self.tokens), len(self.counts))
+        layout, _ = outputs_layout(len(self.tokens), len(self.counts))
         return replace(self, **views(memory, layout), memory=memory)
 
 
@@ -164,7 +164,7 @@ def _on_device(
     parts = [LogitPart(logits, there["plain"], there["plain"])] if len(plain) else []
     if edited is not None and len(edited.rows):
         parts.append(LogitPart(edited.logits, there["edited"], there["edited_rows"]))
-    layout, size = _outputs(rows, requests)
+    layout, size = outputs_layout(rows, requests)
     memory = torch.empty(size, dtype=torch.uint8, device=logits.device)
     lowest = sample_triton(logits, there, parts, views(memory, layout), domain)
     return Sampled(**views(memory, layout), memory=memory, lowest=lowest)
@@ -201,7 +201,7 @@ def _check(
         proposals.check(len(logits), requests, logits.shape[1], logits.device)
 
 
-def _outputs(rows: int, requests: int) -> tuple[Layout, int]:
+def outputs_layout(rows: int, requests: int) -> tuple[Layout, int]:
     return layout_of(
         tokens=(rows, torch.int64),
         counts=(requests, torch.int64),

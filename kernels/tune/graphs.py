@@ -96,7 +96,7 @@ def replayed(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
     scratch = Scratch.of(rows, sizes.head_size, device)
     out = torch.empty_like(step.query)
     prepare(step, step.longest_query, scratch)
-    graph = _captured(device, lambda: attend_triton(step, out=out, scratch=scratch))
+    graph = captured(device, lambda: attend_triton(step, out=out, scratch=scratch))
     worst = 0.0
     for turn in range(3):
         # The batch turns round: every request gets another one's context.
@@ -111,7 +111,7 @@ def replayed(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
     return {"replays": 3, "largest error": worst}
 
 
-def _captured(device: torch.device, run: Any) -> Any:
+def captured(device: torch.device, run: Any) -> Any:
     """Return what replays `run`; without a device, `run` itself."""
     if device.type != "cuda":
         return run

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kernels.short_query_attention.choice import AttentionName, fastest
-from kernels.tune import cases, exact, graphs, measure, sweeps
+from kernels.tune import cases, engine_step, exact, graphs, measure, sweeps
 from kernels.tune.race import RaceShape, backends, race
 from kernels.tune.state import State
 from kernels.tuning import Tuning, write
@@ -61,6 +61,14 @@ def steps(device: torch.device) -> list[Step]:
     plan = [Step(f"exact: {name}", seconds, partial(_exact, run)) for name, seconds, run in checks]
     plan.append(Step("compiled code", 40, lambda bench: graphs.resources(bench.device, bench.sizes)))
     plan.append(Step("CUDA graphs", 15, lambda bench: graphs.replayed(bench.device, bench.sizes)))
+    plan += [
+        Step(f"engine step: {name}", seconds, partial(_engine_step, run))
+        for name, seconds, run in (
+            ("nothing waits", 10, engine_step.unwaited),
+            ("in a graph", 30, engine_step.replayed),
+            ("beside a product", 15, engine_step.beside_product),
+        )
+    ]
     plan.append(Step("recompiles", 20, lambda bench: graphs.recompiles(bench.device, bench.sizes)))
     plan.append(Step("ceilings", 10, lambda bench: measure.ceilings(bench.device, bench.sizes)))
     # Before the sweeps, too: should the time be over after them, there is a table.
@@ -79,6 +87,10 @@ def steps(device: torch.device) -> list[Step]:
 def _exact(check: Callable[[torch.device, cases.Sizes], None], bench: Bench) -> dict[str, Any]:
     check(bench.device, bench.sizes)
     return {}
+
+
+def _engine_step(run: Callable[[torch.device, cases.Sizes], dict[str, Any]], bench: Bench) -> dict[str, Any]:
+    return run(bench.device, bench.sizes)
 
 
 def _table(name: str, bench: Bench, *, ours: bool) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from kernels.tune.state import State
 
 HEADS = ("kernel", "setting", "by", "time us", "GB/s", "TFLOP/s", "bound", "of bound", "ours is")
 
+_LISTED = ("compiled code", "recompiles", "CUDA graphs", "host time of sampling", "tuned parameters")
+"""Steps whose figures are listed as they are."""
+
 
 def write(state: State) -> None:
     """Write report.md beside the state."""
@@ -83,8 +86,8 @@ def _sweeps(state: State) -> Iterator[str]:
 
 
 def _others(state: State) -> Iterator[str]:
-    for step in ("compiled code", "recompiles", "CUDA graphs", "host time of sampling", "tuned parameters"):
-        if step in state.done:
+    for step in state.done:
+        if step in _LISTED or step.startswith("engine step: "):
             yield f"\n## {step.capitalize()}\n"
             yield from (f"- {name}: {value}" for name, value in state.done[step]["result"].items())
 

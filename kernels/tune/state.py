@@ -84,10 +84,10 @@ class State:
         return step in self.done or step in self.failed
 
 
-def sources() -> str:
-    """Return a digest of all sources of the kernels."""
+def sources(*folders: Path) -> str:
+    """Return a digest of all sources in some folders, by default of the kernels."""
     digest = hashlib.blake2b(digest_size=8)
-    root = Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    for root in folders or (Path(__file__).parents[1],):
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()

@@ -38,6 +38,8 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
         gc.disable()
         process = await _built(config, redis, shutdown)
         gc.enable()
+        # Nor need later collections look at them, which often happen in the thread that steps the engine.
+        gc.freeze()
         server, registration = process.server, process.registration
         await server.start()
         registration.told = server.set_store

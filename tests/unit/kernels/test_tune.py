@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from kernels.backend import KernelMismatch, installed
-from kernels.tune import cases, measure, report, sweeps
+from kernels.coupled_sampler.sample import sample
+from kernels.draft_table import DraftTable
+from kernels.tune import cases, engine_step, measure, report, sweeps
 from kernels.tune.__main__ import NO_DEVICE, main, supervise
-from kernels.tune.plan import Bench, Step, steps
+from kernels.tune.plan import TINY, Bench, Step, steps
 from kernels.tune.state import OtherRun, State
 from kernels.tune.worker import run
 from kernels.tuning import Tuning, read, tuning
@@ -61,10 +63,40 @@ def test_every_step_runs_and_a_call_goes_on_where_the_last_one_ended(tmp_path):
         sweep.parameter: state.done[f"sweep: {sweep.parameter}"]["result"]["best"] for sweep in sweeps.SWEEPS
     }
     assert read(tmp_path / "cpu.json") == replace(Tuning(), **best)
+    graph = state.done["engine step: in a graph"]["result"]
+    assert graph["replays"] == 3
+    assert graph["accepted drafts"] > 0
+    assert graph["not measured"] == engine_step.WITHOUT_DEVICE
     text = (tmp_path / "report.md").read_text()
-    for heading in ("## Failed (0)", "## Times, tuned", "## Times, defaults", "## Sweeps"):
+    for heading in (
+        "## Engine step: nothing waits",
+        "## Failed (0)",
+        "## Times, tuned",
+        "## Times, defaults",
+        "## Sweeps",
+    ):
         assert heading in text
     assert all(kernel in text for kernel in ("attention", "sampler", "quantise", "kv_pack", "kd_loss"))
+
+
+@pytest.mark.parametrize("wrong", ["drafts", "tokens"])
+def test_a_step_whose_kernels_are_wrong_is_noticed(wrong, monkeypatch):
+    """Without the interpreter, which pytest's process may not have: the sampler is the reference."""
+
+    def sampled(logits, vectors, parts, out, domain):
+        ids, cu = vectors["seeds"], vectors["first_rows"]
+        found = sample(logits, ids, vectors["positions"], vectors["temperature"], vectors["drafts"], cu)
+        for name, part in out.items():
+            part.copy_(getattr(found, name))
+        if wrong == "tokens":
+            out["tokens"][0] += 1
+
+    monkeypatch.setattr("kernels.coupled_sampler.triton_sample.sample_triton", sampled)
+    gather = DraftTable.gather
+    if wrong == "drafts":
+        monkeypatch.setattr(DraftTable, "gather", lambda self, slots, at, k: gather(self, slots, at + 1, k))
+    with pytest.raises(KernelMismatch, match="emitted" if wrong == "drafts" else "1 of . tokens are wrong"):
+        engine_step.replayed(CPU, TINY)
 
 
 def test_without_a_device_the_status_says_so_and_nothing_is_written(tmp_path, capsys, monkeypatch):

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.states import RequestState
+
+from kernels.draft_table import DraftTable, Segments
 
 LONGEST_DRAFT = 128
 """Most draft tokens of a sample in a step."""
@@ -32,11 +33,9 @@ class References:
     def __init__(self, states: RequestState) -> None:
         """Take [slots, longest sequence] int32 on the device of the runner."""
         self._states = states
-        size = (states.max_num_reqs, states.max_model_len)
-        self._table = StagedWriteTensor(size, torch.int32, states.device)
-        self._end = StagedWriteTensor(states.max_num_reqs, torch.int32, states.device)
+        self._table = DraftTable(states.max_num_reqs, states.max_model_len, states.device)
         # What is not on the device yet, by slot: where it begins, and its tokens. One launch a step writes all of
-        # it, in no order, from memory that is used again two steps later: of a slot only the latest counts.
+        # it, in no order: of a slot only the latest counts.
         self._pending: dict[int, tuple[int, list[int]]] = {}
         states.draft_tokens = torch.zeros(
             (states.max_num_reqs, LONGEST_DRAFT), dtype=torch.int64, device=states.device
@@ -63,16 +62,10 @@ class References:
         Where there is no reference it is token 0, which is a draft like any other.
         """
         self._write()
-        behind = self._states.total_len.gpu[slots].long().unsqueeze(1)
-        at = behind + torch.arange(longest, device=slots.device)
-        found = self._table.gpu[slots.unsqueeze(1), at.clamp(max=self._states.max_model_len - 1)].long()
-        known = at < self._end.gpu[slots].unsqueeze(1)
-        self._states.draft_tokens[slots, :longest] = torch.where(known, found, 0)
+        found = self._table.gather(slots, self._states.total_len.gpu[slots], longest)
+        self._states.draft_tokens[slots, :longest] = found
 
     def _write(self) -> None:
-        for slot, (start, tokens) in self._pending.items():
-            self._table.stage_write(slot, start, tokens)
-            self._end.stage_write_elem(slot, start + len(tokens))
-        self._pending.clear()
-        self._table.apply_write()
-        self._end.apply_write()
+        if self._pending:
+            self._table.write(Segments.of((slot, *guess) for slot, guess in self._pending.items()))
+            self._pending.clear()

@@ -1,0 +1,136 @@
+"""Processes with an engine, or with the device alone, that carry out orders; one at a time.
+
+A process that fails at an order, or is late, is ended: an engine does not go on after an error, and a device's
+context may be spoiled. The next order gets a new one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from bench.engine_cuda.kinds import CudaSizes, EngineKind, EngineSetup, build
+
+
+class OrderFailed(RuntimeError):
+    """The process raised, or is gone; the text is the end of its traceback."""
+
+
+class OrderLate(RuntimeError):
+    """The order was not carried out in time."""
+
+
+class EngineWorker(Protocol):
+    """A process behind a pipe; it sends True once its engine is built."""
+
+    pipe: Connection[Any, Any]
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class SpawnedWorker:
+    """A fresh Python, so that vLLM is imported after the runner is chosen."""
+
+    def __init__(self, setup: EngineSetup, sizes: CudaSizes) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, setup, sizes), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.join()
+
+
+Start = Callable[[EngineSetup, CudaSizes], EngineWorker]
+
+
+class WorkerHost:
+    """The process of the last order, which stays for the next one with the same setup. A context manager."""
+
+    def __init__(self, sizes: CudaSizes, start: Start = SpawnedWorker) -> None:
+        self._sizes, self._start = sizes, start
+        self._setup: EngineSetup | None = None
+        self._worker: EngineWorker | None = None
+
+    def __enter__(self) -> WorkerHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def has(self, setup: EngineSetup) -> bool:
+        """Return True if the process of this setup is there."""
+        return self._worker is not None and self._setup == setup
+
+    def ask(
+        self, setup: EngineSetup, order: str, arguments: dict[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        """Carry out an order, in a new process if there is none of this setup. OrderFailed, or OrderLate."""
+        deadline = time.monotonic() + seconds
+        try:
+            if not self.has(setup):
+                self.close()
+                self._worker, self._setup = self._start(setup, self._sizes), setup
+                self._answer(deadline)
+            assert self._worker is not None
+            self._worker.pipe.send((order, arguments))
+            found: dict[str, Any] = self._answer(deadline)
+        except BaseException:
+            self.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._worker is not None:
+            self._worker.pipe.close()
+            self._worker.kill()
+        self._worker = self._setup = None
+
+    def _answer(self, deadline: float) -> Any:
+        assert self._worker is not None
+        try:
+            if not self._worker.pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise OrderLate("it took too long, and was ended")
+            answer = self._worker.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise OrderFailed("its process is gone; what it said is above") from error
+        if isinstance(answer, str):
+            raise OrderFailed(answer)
+        return answer
+
+
+def serve(pipe: Connection[Any, Any], setup: EngineSetup, sizes: CudaSizes) -> None:
+    """Build what a setup asks for, say so, and carry out orders until the pipe closes or one fails."""
+    try:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        orders = _orders(setup, sizes)
+        pipe.send(True)
+        while True:
+            name, arguments = pipe.recv()
+            pipe.send(getattr(orders, name)(**arguments))
+    except EOFError:
+        return
+    except Exception:
+        pipe.send(traceback.format_exc()[-1500:])
+
+
+def _orders(setup: EngineSetup, sizes: CudaSizes) -> Any:
+    if setup.kind is EngineKind.NONE:
+        from bench.engine_cuda.device_orders import DeviceOrders
+
+        return DeviceOrders(setup.model, sizes)
+    engine = build(setup)
+    # After the engine: it imports vLLM, for which the runner is chosen first.
+    from bench.engine_cuda.orders import EngineOrders
+
+    return EngineOrders(engine)
