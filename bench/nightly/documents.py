@@ -61,13 +61,20 @@ def _tables(text: str) -> Iterator[list[str]]:
 
 
 def _rendered(name: str, what: str, published: Published) -> Sequence[str]:
-    if what not in _RENDERERS:
-        raise DocumentError(f"{what} of {name}: there are {', '.join(_RENDERERS)}")
+    own = published.get(name, {}).get("tables", {})
+    if name in published and what not in {**_RENDERERS, **own}:
+        raise DocumentError(f"{what} of {name}: there are {', '.join({**_RENDERERS, **own})}")
     if name not in published:
         return [
             f"No results are kept yet: `make bench NAME={name}`, then `python -m bench.nightly --publish {name}`."
         ]
-    return _RENDERERS[what](published[name])
+    return _own(own[what]) if what in own else _RENDERERS[what](published[name])
+
+
+def _own(table: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return a table that the benchmark has made itself."""
+    rules = ["---", *("---:" for _ in table["columns"][1:])]
+    return [f"| {' | '.join(row)} |" for row in (table["columns"], rules, *table["rows"])]
 
 
 def _figures(result: Mapping[str, Any]) -> list[str]:

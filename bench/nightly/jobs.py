@@ -56,7 +56,8 @@ JOBS = (
     NightlyJob("deciding", "bench.deciding", 3.0),
     NightlyJob("migration", "bench.migration", 4.0, ("--rounds", "1", "--tail-rounds", "3")),
     NightlyJob(
-        "learner", "bench.learner", 5.0, ("--steps", "10", "--live-steps", "2", "--warm-up-seconds", "15")
+        "learner", "bench.learner", 4.0, ("--steps", "8", "--live-steps", "2", "--warm-up-seconds", "10")
     ),
+    NightlyJob("quantized", "bench.quantized", 2.0, ("--steps", "2")),
     NightlyJob("simulate", "bench.simulate", 3.0),
 )

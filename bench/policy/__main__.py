@@ -22,10 +22,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench import w4
 from bench.intervals import MedianInterval
 from bench.policy.cells import MOST, BenchProgress, GivenCells, MeasuredModel, measure_model
 from bench.policy.figures import ADAPTIVE, PLAIN, PLANNER, SOLVER, MeasuredCell, figures_of, verdict
+from bench.quantized import trained
 from bench.random_model import make_random_experts
 from bench.report import Figures, format_value, show_rows, write
 
@@ -106,7 +106,7 @@ def _given(arguments: argparse.Namespace) -> list[GivenCells]:
     few = [each for each in samples if each in _EXPERTS_SAMPLES] or samples[:1]
     some = [each for each in wrong if each in _EXPERTS_WRONG] or wrong[:1]
     return [
-        GivenCells("tinymath", w4.MODEL, samples, wrong, rounds),
+        GivenCells("tinymath", trained.MODEL, samples, wrong, rounds),
         GivenCells("experts", experts, few, some, rounds),
     ]
 
@@ -153,7 +153,7 @@ def _goal(name: str, figures: Figures) -> tuple[str, str]:
 def _quantized(model: Path) -> tuple[Figures, str]:
     """Return the quantized copy's figures over a training run, and why there are none where there are none."""
     try:
-        return w4.measure(w4.Given(steps=_W4_STEPS, model=model)), ""
+        return trained.measure(trained.Given(steps=_W4_STEPS, model=model)), ""
     except Exception as error:
         # The other figures took minutes; they are worth keeping without it.
         return {}, f"not measured: {error!r}"

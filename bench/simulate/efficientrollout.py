@@ -8,8 +8,7 @@ end where one sample of 8k tokens would, and log-normal lengths for the rest, ha
 prompts. (The device's table has 0.9 ms of host, so that the fitted number may be below 0.) A W4 pass takes the
 share of a step's memory traffic that Table 4 gives, 0.36, without what its kernels cost; nothing is added for
 verification but what the device's table has. The history-based row is left out: it takes prefixes over with a
-lossy rule before a sample starts, which no planner decides. The toggle is the instance's own, which leaves the
-time of draft passes out of its prediction.
+lossy rule before a sample starts, which no planner decides. The toggle is the instance's own.
 """
 
 from __future__ import annotations

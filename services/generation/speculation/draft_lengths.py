@@ -125,3 +125,30 @@ def choose_lengths(
     depth = int(rates.argmax())
     gain = float(rates[depth]) / without
     return DraftLengths(np.where(drafted[depth], lengths[depth], 0), gain) if gain > 1 + margin else nothing
+
+
+def predicted_gain(
+    batch: DraftableBatch,
+    lengths: Ints,
+    acceptance: ArrayLike,
+    step_time: StepTimeEstimator,
+    pass_time: StepTimeEstimator,
+) -> float:
+    """Return the predicted rate with such drafts, their passes included, over that of plain decoding.
+
+    Args:
+        batch: the samples of the step.
+        lengths: tokens that the draft model drafts for each [n]; 0: its other proposal is verified.
+        acceptance: as `choose_lengths` has it, of as many positions as the longest draft at least.
+        step_time: of the engine's step.
+        pass_time: of a pass of the draft model.
+    """
+    n, drafted = len(lengths), lengths > 0
+    own = np.concatenate(([0.0], np.cumsum(np.multiply.accumulate(np.asarray(acceptance, np.float64)))))
+    tokens = n + np.where(drafted, own[lengths], batch.expected).sum()
+    rows = n + np.where(drafted, lengths, batch.rows).sum()
+    plain, verifying = step_time.predict(n, (n, rows), batch.context).tolist()
+    number = max(int(drafted.sum()), 1)
+    one_pass = pass_time.seconds(number, number, number * batch.context / n)
+    drafting = int(lengths.max()) * (one_pass if pass_time.known else _ASSUMED_PASS * plain)
+    return float(tokens / n * plain / (verifying + drafting))

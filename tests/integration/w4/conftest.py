@@ -35,7 +35,7 @@ class Bench:
 
 @pytest.fixture(scope="session")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Qwen3 in float32, multiplied by our own 4-bit kernel, with too little KV for 16 long samples."""
+    """Qwen3 in float32, multiplied by torch's 4-bit kernel, with too little KV for 16 long samples."""
     model = tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
     options = EngineOptions(
         **{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}

@@ -118,10 +118,21 @@ def test_a_generated_part_has_the_figures_and_the_command_that_gave_them() -> No
     assert "| `a` | 1.23 | >= 1 |\n| `b` | - |  |" in shown
 
 
+def test_a_table_that_a_benchmark_has_made_is_shown_as_it_is() -> None:
+    table = {"columns": ["arm", "s"], "rows": [["frozen", "1.5"], ["Sync", "2"]]}
+    kept = reduced({"a": 1, "tables": {"arms": table}, "models": {"x": {"parts": [1]}}}, "make bench NAME=x")
+    assert "models" not in kept
+    shown = rewritten(_PART.format("x arms"), {"x": kept})
+    assert "| arm | s |\n| --- | ---: |\n| frozen | 1.5 |\n| Sync | 2 |\n<!--" in shown
+    assert "No results are kept yet" in rewritten(_PART.format("x arms"), {})
+    with pytest.raises(DocumentError, match="pictures of x: there are"):
+        rewritten(_PART.format("x pictures"), {"x": kept})
+
+
 def test_what_was_not_measured_is_said_and_what_does_not_exist_is_refused() -> None:
     assert "No results are kept yet: `make bench NAME=x`" in rewritten(_PART.format("x figures"), {})
     with pytest.raises(DocumentError, match="pictures of x: there are"):
-        rewritten(_PART.format("x pictures"), {})
+        rewritten(_PART.format("x pictures"), {"x": {"figures": {}}})
     with pytest.raises(DocumentError, match="does not end"):
         rewritten("<!-- figures: x figures -->\n", {})
 

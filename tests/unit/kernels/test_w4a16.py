@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.w4a16 import GROUPS, W4Weight, dequantise, matmul, quantise
+from kernels.w4a16 import GROUPS, W4Weight, dequantise, for_cpu, matmul, matmul_cpu, quantise
 from kernels.w4a16.reference import pack, unpack
 
 # Half a step, and what rounding the scale clips at the ends of the range.
@@ -88,3 +88,23 @@ def test_product_is_that_of_the_dequantised_weight():
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_on_a_cpu_is_that_of_the_weight_in_bfloat16(symmetric, dtype):
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(48, 128, generator=generator) + 0.3
+    rounded = quantise(weight, 64, symmetric=symmetric, scale_dtype=torch.bfloat16)
+    x = torch.randn(5, 128, generator=generator).to(dtype)
+    found, exact = matmul_cpu(x, for_cpu(rounded)), matmul(x, rounded).float()
+    assert found.dtype == dtype
+    assert (found.float() - exact).abs().max() < 0.02 * exact.abs().max()
+    assert for_cpu(rounded).nbytes == 48 * 128 // 2 + 48 * 2 * 4
+
+
+def test_a_weight_that_the_cpu_s_product_does_not_take_is_refused():
+    with pytest.raises(ValueError, match="does not fit"):
+        for_cpu(quantise(torch.randn(5, 64), 32, scale_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="scales must be bfloat16"):
+        for_cpu(quantise(torch.randn(16, 64), 32))

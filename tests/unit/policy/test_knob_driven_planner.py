@@ -245,6 +245,21 @@ def test_where_there_are_graphs_steps_have_their_sizes_or_all_tokens_there_are(
     assert plan.step_time.seconds(1, 1, 10) > known, "what came late was learned"
 
 
+@pytest.mark.parametrize("proposed", [1, 2, 3, 5, 6])
+def test_a_short_draft_between_two_graphs_is_verified_whole(proposed: int) -> None:
+    """The cap is longer than what is proposed: a step of all of it is padded to the next graph."""
+    plan = KnobDrivenPlanner(
+        Knobs(draft_cap=16),
+        KnownStepTime(),  # type: ignore[arg-type]
+        origin_of,
+        exploration=settled(),
+        graphs=(1, 2, 4, 8, 16, 32),
+    )
+    made = {"quantized": Proposals.of([proposal(*[0.97] * proposed)])}
+    drafts = plan.choose([sample("r/1/a")], made)
+    assert [len(each) for each in drafts.tokens.values()] == [proposed]
+
+
 class Guesser(TokenDrafter):
     """A drafter that counts how often it is asked."""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs
+from services.generation.speculation.draft_lengths import DraftableBatch
 from services.generation.speculation.modes.decision import Mode, PlanReason
+from services.generation.speculation.modes.toggle import ToggleMode
 from services.generation.speculation.plan import Drafts
 from tests.support.step_times import KnownStepTime
 
@@ -65,3 +68,26 @@ def test_speedup_grows_with_acceptance_and_falls_with_time(
     base = speedup(requests, expected, plain, drafted)
     assert speedup(requests, expected + more, plain, drafted) >= base
     assert speedup(requests, expected, plain, drafted + more) <= base
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.floats(0.05, 1.5), st.floats(0.3, 0.99))
+def test_a_draft_model_runs_where_its_passes_pay_too(
+    samples: int, cap: int, share: float, acceptance: float
+) -> None:
+    """`share`: of a pass in a plain step."""
+    time: Any = KnownStepTime(row=2e-5)
+    passing: Any = KnownStepTime(weights=share * 1e-3, row=share * 2e-5)
+    toggle = ToggleMode(time, Knobs(mode="toggle", draft_cap=cap, margin=0.0))
+    nothing = np.zeros(samples)
+    batch = DraftableBatch(np.full(samples, 100), nothing, nothing, 0)
+    made = toggle.passes(batch, np.full(16, acceptance), passing)
+    plain, verifying = time.predict(samples, (samples, samples * (1 + cap)), 0)
+    rate = sum(acceptance**k for k in range(cap + 1)) / (
+        verifying + cap * passing.seconds(samples, samples, 0)
+    )
+    gain = rate * plain
+    if gain > 1 + 1e-9:
+        assert made.tokens.tolist() == [cap] * samples
+        assert made.gain == pytest.approx(gain)
+    elif gain < 1 - 1e-9:
+        assert not made.tokens.any()

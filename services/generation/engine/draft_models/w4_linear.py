@@ -1,8 +1,8 @@
 """Linear layer in 4 bits: rounded to nearest by groups, multiplied by the fastest kernel that fits.
 
-16-bit activations go through vLLM's own mixed-precision kernels (CPUWNA16 on CPU, Machete or Marlin on CUDA), all
-else through `kernels.w4a16.matmul`: float32, and shapes that those do not take; it
-unpacks the weight at every call.
+16-bit activations go through vLLM's own mixed-precision kernels (CPUWNA16 on CPU, Machete or Marlin on CUDA). All
+else on a CPU goes through torch's kernel, and what neither takes through `kernels.w4a16.matmul`, which unpacks the
+weight at every call.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
 from vllm.scalar_type import scalar_types
 
-from kernels.w4a16 import W4Weight, matmul, quantise
+from kernels.w4a16 import CpuW4Weight, W4Weight, cpu_product, for_cpu, matmul, matmul_cpu, quantise
 
+Weight = W4Weight | CpuW4Weight
 # Multiplications that one slice of reading a weight may take: some milliseconds on a core.
 _SLICE_MULTIPLICATIONS = 1 << 27
 _PACKED, _SCALES, _ZEROS = "weight_packed", "weight_scale", "weight_zero_point"
@@ -37,9 +38,14 @@ class W4LinearMethod(LinearMethodBase):
         self._dtype: torch.dtype = source.params_dtype
         self._kernel_type = _kernel_type(_shape(source), group, self._dtype)
         self._kernel: Any = None
-        # The kernel's tensors, or our own.
+        # Tensors of vLLM's kernel, of torch's, or our own.
         self._held: torch.nn.Module | None = None
-        self._weight: W4Weight | None = None
+        self._weight: Weight | None = None
+        self._on_cpu = (
+            self._kernel_type is None
+            and source.weight.device.type == "cpu"
+            and cpu_product.fits(*_shape(source), group)
+        )
 
     def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the weights come from the target, not from a checkpoint."""
@@ -50,6 +56,8 @@ class W4LinearMethod(LinearMethodBase):
         """Multiply x [M, K] by the transposed 4-bit weight, and add the bias."""
         if self._kernel is not None:
             result: torch.Tensor = self._kernel.apply_weights(self._held, x, None)
+        elif isinstance(self._weight, CpuW4Weight):
+            result = matmul_cpu(x.contiguous(), self._weight)
         else:
             assert self._weight is not None
             result = matmul(x.contiguous(), self._weight)
@@ -58,9 +66,10 @@ class W4LinearMethod(LinearMethodBase):
     def rebuild(self) -> Iterator[None]:
         """Read the target's weight and quantize it; yields between slices of work."""
         weight = yield from _read(self._source, self._dtype)
-        rounded = quantise(weight, self._group, scale_dtype=self._dtype)
+        scale_dtype = cpu_product.SCALES if self._on_cpu else self._dtype
+        rounded = quantise(weight, self._group, scale_dtype=scale_dtype)
         if self._kernel_type is None:
-            self._weight = _into(self._weight, rounded)
+            self._weight = _into(self._weight, for_cpu(rounded) if self._on_cpu else rounded)
         else:
             self._pack(rounded)
         yield
@@ -154,10 +163,11 @@ def _read(layer: LinearBase, dtype: torch.dtype) -> Generator[None, None, torch.
     return torch.cat(parts, dim=1).contiguous()
 
 
-def _into(held: W4Weight | None, fresh: W4Weight) -> W4Weight:
+def _into(held: Weight | None, fresh: Weight) -> Weight:
     """Copy a weight into the tensors of the previous one, if there is one."""
     if held is None:
         return fresh
+    assert type(held) is type(fresh), "a layer's kernel stays the same"
     held.packed.copy_(fresh.packed)
     held.scales.copy_(fresh.scales)
     return held

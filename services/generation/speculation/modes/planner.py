@@ -41,7 +41,9 @@ class PlannerMode(Mode):
             return self.plain(PlanReason.NO_PROPOSALS)
         n = len(samples)
         survival = survivals(list(proposals.values()), rooms(samples), self.knobs.draft_cap)
-        counts = draft_token_counts(n, max(0, min(survival[0].size, rows - n)), self.graphs)
+        # Between the sizes of two graphs all tokens that there are is a number as well.
+        proposed = int(survival.any(0).sum()) if self.graphs else survival[0].size
+        counts = draft_token_counts(n, max(0, min(proposed, rows - n)), self.graphs)
         seconds = self.step_time.predict(n, n + counts, context_of(samples))
         plain = float(seconds[0])
         if not plain > 0.0:

@@ -1,17 +1,23 @@
 """Mode `toggle`: drafts of fixed length in the steps in which they are predicted to pay (EfficientRollout, 4.2).
 
-Speculation is on if the predicted speedup over plain decoding is at least 1 + margin (the paper's tau). The paper
-keeps speculation on to the end of the rollout; see `Mode.pays` for the latch that is used here.
+Speculation is on if the predicted speedup over plain decoding is at least 1 + margin (the paper's tau), with the
+passes of a draft model counted (equation 1). The paper keeps speculation on to the end of the rollout; see
+`Mode.pays` for the latch that is used here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths, predicted_gain
 from services.generation.speculation.drafter import ProposalsByName, Samples
 from services.generation.speculation.modes.decision import PlanReason
 from services.generation.speculation.modes.fixed import FixedMode
 from services.generation.speculation.plan import UNBOUNDED, Drafts
+from services.generation.speculation.selection.selection import Floats
+from services.step_time.estimator import StepTimeEstimator
 
 
 @dataclass(slots=True)
@@ -31,3 +37,13 @@ class ToggleMode(FixedMode):
         self.last = replace(self.last, reason=reason)
         drafts.saved = self.last.saved
         return drafts
+
+    def passes(self, batch: DraftableBatch, acceptance: Floats, pass_time: StepTimeEstimator) -> DraftLengths:
+        """Return the draft cap for the samples without a better proposal, if it pays; else nothing."""
+        made = FixedMode.passes(self, batch, acceptance, pass_time)
+        if not made.tokens.any():
+            return made
+        gain = predicted_gain(batch, made.tokens, acceptance, self.step_time, pass_time)
+        if self.pays(len(made.tokens), gain):
+            return replace(made, gain=gain)
+        return DraftLengths(np.zeros_like(made.tokens))

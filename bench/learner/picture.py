@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.following import FollowerRecord
+from bench.learner.following import FollowerRecord
 
 _WINDOW = 5
 """Steps that a line is the mean of; the values themselves are points."""

@@ -10,16 +10,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from bench.comparison import Comparison
+from bench.learner.recording import Subject
 from bench.scrape import scrape
 from bench.systems import KV_BYTES
 from bench.ties import Judge, judge_all
 from bench.training import TrainedStep, train
-from bench.trajectory import Trajectory
-from examples.tinymath.train import MODEL, Options, new_learner
+from examples.tinymath.train import Options, new_learner
 from paceline import Exactness, WeightFolder
 from services.drafter.learning.settings import LearningSettings
 from services.local import Platform, PlatformConfig
@@ -55,17 +54,16 @@ class LiveComparison:
 
 
 def compare_live(
-    trajectory: Trajectory,
+    subject: Subject,
     steps: int,
-    drafter: Path,
     instances: int,
     settings: LearningSettings,
-    folder: Path,
     say: Callable[[str, TrainedStep], None],
 ) -> LiveComparison:
     """Run the first `steps` steps of the recorded run with the drafter at work."""
+    trajectory = subject.trajectory
     options = replace(trajectory.options, steps=min(steps, trajectory.options.steps))
-    found, versions, share = _run(options, drafter, instances, settings, folder, say)
+    found, versions, share = _run(options, subject, instances, settings, say)
     comparison = Comparison()
     token_step: int | None = None
     for plain, step in zip(trajectory.steps, found, strict=False):
@@ -99,20 +97,19 @@ def compare_live(
 
 def _run(
     options: Options,
-    drafter: Path,
+    subject: Subject,
     instances: int,
     settings: LearningSettings,
-    folder: Path,
     say: Callable[[str, TrainedStep], None],
 ) -> tuple[list[TrainedStep], list[int], float | None]:
     """Return the steps, the drafter's version after each, and the hidden share of training seconds."""
-    weights_folder = folder / "weights"
+    weights_folder = subject.folder / "live" / "weights"
     shutil.rmtree(weights_folder, ignore_errors=True)
-    weights = WeightFolder(weights_folder, MODEL.absolute(), keep=options.steps + 2)
-    learner = new_learner(MODEL, options)
+    weights = WeightFolder(weights_folder, subject.model, keep=options.steps + 2)
+    learner = new_learner(subject.model, options)
     steps, versions = [], []
     with (
-        Platform(_platform(drafter, instances, settings, folder)) as platform,
+        Platform(_platform(subject, instances, settings)) as platform,
         platform.client() as client,
         client.run("trajectory", seed=options.seed, weights=weights) as run,
     ):
@@ -123,15 +120,15 @@ def _run(
         return steps, versions, _hidden_share(platform)
 
 
-def _platform(drafter: Path, instances: int, settings: LearningSettings, folder: Path) -> PlatformConfig:
+def _platform(subject: Subject, instances: int, settings: LearningSettings) -> PlatformConfig:
     """Nothing drafts but the head, always, as many tokens as it was trained for: it is the head that is to be seen.
 
     Whether that pays is for the planner to say, which is left out here.
     """
     return PlatformConfig(
-        model=MODEL.absolute(),
+        model=subject.model,
         instances=instances,
-        folder=folder,
+        folder=subject.folder / "live",
         instance_options=(
             "--dtype=float32",
             f"--kv-cache-memory-bytes={KV_BYTES}",
@@ -147,9 +144,8 @@ def _platform(drafter: Path, instances: int, settings: LearningSettings, folder:
         policy=False,
         reallocator=False,
         learner=True,
-        drafter=drafter,
+        drafter=subject.drafter,
         learner_options=(
-            "--weighting=reward",
             f"--depth={settings.depth}",
             f"--batch-tokens={settings.batch_tokens}",
             f"--lr={settings.lr}",

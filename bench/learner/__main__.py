@@ -1,0 +1,191 @@
+"""Drafters that are trained while the policy is, against one that is not (ReSpec, Figures 4, 10 and 15).
+
+A real GRPO run is recorded on a plain platform, and samples of its first policy beside. A head is warmed up on
+these, and then follows the run in several ways (bench/learner/following.py): frozen, synchronously, at intervals of
+1, 3 and 5 steps, from top-k targets, with samples weighted by reward, and with as much more training on samples of
+the first policy: a head that was warmed up for a short time is far from what it can be, and then part of what
+following gains over the frozen one is mere training. Measured acceptance and training seconds are replayed through
+the table of step times of Qwen3-8B on an H100 (bench/learner/replay.py), and the heads draft on this machine
+(bench/learner/on_cpu.py). With several seeds, reward weighting is compared with none in a run of each.
+
+With --live-steps the run is done once more on a platform that drafts with the warmed-up head and trains it
+meanwhile: with coupled sampling in float32 its reward curve is that of plain decoding up to the first
+floating-point tie, and its learner tells which of its seconds were hidden.
+
+    python -m bench.learner [--model DIR] [--steps 60] [--seeds 1] [--live-steps 20] [--minutes 8]
+
+Parts are kept under runs/bench/learner; a call goes on where the last one ended. Models add to each other's figures
+in runs/bench/learner.json. Acceptance length is tokens a verification, the policy's own included, with drafts of
+--depth tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.learner.costs import computed
+from bench.learner.figures import figures, gain, weighting_verdict
+from bench.learner.following import ASYNC_1, ASYNC_3, ASYNC_5, FOLLOWERS, FROZEN, REWARD, FollowerRecord
+from bench.learner.live import compare_live
+from bench.learner.on_cpu import measure
+from bench.learner.options import name_of, read
+from bench.learner.picture import draw
+from bench.learner.recording import Subject, followed_head, recorded_steps
+from bench.learner.replay import (
+    against,
+    efficiency,
+    h100_update_seconds,
+    product_rate,
+    replayed,
+    update_tokens,
+)
+from bench.learner.session import FOLDER, OutOfTimeError, Session
+from bench.learner.tables import tables
+from bench.report import console, format_value, show_rows, write
+
+_BATCHES = (16, 128)
+"""Samples of a simulated instance: ReSpec's, and many."""
+
+
+def arguments() -> argparse.Namespace:
+    """Read the options."""
+    return read(__doc__ or "")
+
+
+def main() -> None:
+    """Measure, show and write."""
+    warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
+    session = Session(arguments())
+    try:
+        found = _measured(session)
+    except OutOfTimeError:
+        console().print("learner: out of time; call it again to go on")
+        return
+    path = Path("runs/bench/learner.json")
+    models = json.loads(path.read_text()).get("models", {}) if path.exists() else {}
+    models[name_of(session.given.model)] = found
+    result = _result(models)
+    shown = [(name, format_value(value)) for name, value in result.items() if not isinstance(value, dict)]
+    for name, table in result["tables"].items():
+        show_rows(f"learner: {name}", table["columns"], table["rows"])
+    show_rows("learner", ("figure", "value"), shown)
+    write("learner", result)
+
+
+def _measured(session: Session) -> dict[str, Any]:
+    """Return all figures of the model. OutOfTimeError: a later call must go on."""
+    given = session.given
+    followers = [each for each in FOLLOWERS if each.name in given.followers]
+    subject = session.subject(given.seed)
+    left = len(followers) + 2 * (given.seeds - 1)
+    runs = {}
+    for place, each in enumerate(followers):
+        runs[each.name] = session.follow(subject, each, given.seed, left - place)
+    gains = [gain(runs[REWARD.name], runs[ASYNC_1.name])] if REWARD.name in runs else []
+    for seed in range(given.seed + 1, given.seed + given.seeds):
+        other = session.subject(seed)
+        pair = [
+            session.follow(other, each, seed, 2 * (given.seed + given.seeds - seed))
+            for each in (ASYNC_1, REWARD)
+        ]
+        gains.append(gain(pair[1], pair[0]))
+    steps = recorded_steps(subject.trajectory)
+    table = figures(runs, steps)
+    found: dict[str, Any] = {
+        "figures": table,
+        "followers": {name: asdict(run) for name, run in runs.items()},
+        "about": {each.name: each.about for each in followers},
+        "warm_up": subject.warmed,
+        "parameters": _parameters(subject.model),
+        "reward_gains": gains,
+        "replays": _replays(session, subject, runs),
+        "rewards": [step.reward for step in subject.trajectory.steps],
+        "kl_per_step": [step.moved_kl for step in subject.trajectory.steps],
+        "tokens_of_trajectory": subject.trajectory.tokens,
+        "options": {
+            name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()
+        },
+    }
+    if given.cpu_rounds:
+        heads = {
+            name: followed_head(subject.head, name) for name in (FROZEN.name, ASYNC_1.name) if name in runs
+        }
+        found["on_cpu"] = measure(subject, heads, given.cpu_rounds)
+    live_rewards: list[float] = []
+    if given.live_steps:
+        live = compare_live(subject, given.live_steps, given.instances, session.following, session.say)
+        found["live"], live_rewards = asdict(live), live.rewards
+    picture = FOLDER.parent / f"learner-{name_of(given.model)}.svg"
+    if not draw(runs, found["rewards"], live_rewards, picture):
+        console().print("no picture: matplotlib is not installed")
+    return found
+
+
+def _replays(session: Session, subject: Subject, runs: dict[str, FollowerRecord]) -> dict[str, Any]:
+    """Return simulated rollouts by samples an instance, and the share of the products' rate that updates reach."""
+    if FROZEN.name not in runs:
+        return {}
+    depth, rate = session.given.depth, product_rate()
+    policy, head = _parameters(subject.model), _parameters(subject.drafter)
+    shares = {
+        name: efficiency(run, policy, head, depth, rate)
+        for name, run in runs.items()
+        if any(run.update_seconds)
+    }
+    intervals = {each.name: each.interval for each in FOLLOWERS}
+    found: dict[str, Any] = {"efficiency": shares, "product_rate": rate}
+    for samples in _BATCHES:
+        console().print(
+            f"learner: rollouts of 8 instances of {samples} samples are simulated", highlight=False
+        )
+        training = {
+            name: h100_update_seconds(shares[name], depth, update_tokens(intervals[name], samples))
+            if name in shares
+            else 0.0
+            for name in runs
+        }
+        found[str(samples)] = {
+            name: {**asdict(each), "seconds": each.seconds}
+            for name, each in replayed(runs, samples, depth, training).items()
+        }
+    return found
+
+
+def _result(models: dict[str, Any]) -> dict[str, Any]:
+    """Return what is written: of all models, with the figures of the largest in front."""
+    largest = max(models.values(), key=lambda each: each["parameters"])
+    replay = largest["replays"].get(str(_BATCHES[0]), {})
+    seconds = {name: each["seconds"] for name, each in replay.items()}
+    most = max(models.values(), key=lambda each: len(each["reward_gains"]))
+    live: dict[str, Any] = next((each["live"] for each in models.values() if "live" in each), {})
+    own = largest["figures"].get(ASYNC_1.name, {})
+    return {
+        **(against(seconds, ASYNC_1.name) if ASYNC_1.name in seconds else {}),
+        "final_gain_vs_frozen": own.get("gain_vs_frozen"),
+        **(weighting_verdict(most["reward_gains"]) if most["reward_gains"] else {}),
+        "hidden_share": live.get("hidden_share"),
+        "reward_curve_first_difference_step": live.get("first_difference_step"),
+        "reward_curve_steps_compared": live.get("steps", 0),
+        "async_intervals": {
+            str(each.interval): largest["figures"][each.name]["last"]
+            for each in (ASYNC_1, ASYNC_3, ASYNC_5)
+            if each.name in largest["figures"]
+        },
+        "costs": computed(),
+        "tables": tables(models, computed()),
+        "models": models,
+    }
+
+
+def _parameters(folder: Path) -> float:
+    """Return the parameters of a checkpoint in float32."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 4
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Figures of followers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from bench.learner.following import FROZEN, FollowerRecord, RecordedRollouts
+
+LAST = 10
+"""Steps at the end of the run, at most half of it, that the gain is the mean of."""
+
+
+def figures(
+    runs: Mapping[str, FollowerRecord], steps: Sequence[RecordedRollouts]
+) -> dict[str, dict[str, Any]]:
+    """Return a row for each follower."""
+    frozen = runs.get(FROZEN.name)
+    return {
+        name: {
+            "first": fmean(run.acceptance_length[: _last(run)]),
+            "last": fmean(run.acceptance_length[-_last(run) :]),
+            "gain_vs_frozen": gain(run, frozen) if frozen else None,
+            "by_place": [fmean(each) for each in zip(*run.by_place[-_last(run) :], strict=True)],
+            "divergence": fmean(run.divergence[-_last(run) :]),
+            "tokens": run.tokens,
+            "update_seconds": sum(run.update_seconds),
+            "hidden_share": hidden_share(run, steps),
+        }
+        for name, run in runs.items()
+    }
+
+
+def _last(run: FollowerRecord) -> int:
+    return max(1, min(LAST, len(run.acceptance_length) // 2))
+
+
+def gain(run: FollowerRecord, other: FollowerRecord) -> float:
+    """Return the acceptance length over the last steps divided by another follower's, minus 1."""
+    last = _last(run)
+    return fmean(run.acceptance_length[-last:]) / fmean(other.acceptance_length[-last:]) - 1
+
+
+def hidden_share(run: FollowerRecord, steps: Sequence[RecordedRollouts]) -> float | None:
+    """Return the share of update seconds that fit between the step's last sample and the end of the next rollout.
+
+    As if the learner had a device of its own: its seconds are measured alone, and the run's are the recorded ones.
+    An update that takes longer than that would be late for the step that it is counted for.
+    """
+    total = sum(run.update_seconds)
+    pairs = zip(run.update_seconds[2:], steps, strict=False)
+    return sum(min(seconds, step.window_seconds) for seconds, step in pairs) / total if total else None
+
+
+def weighting_verdict(gains: Sequence[float]) -> dict[str, Any]:
+    """Return the gain of reward weighting over seeds, and whether it is at least twice their spread.
+
+    `gains` are those of the weighted follower over the unweighted one with the same samples, by seed.
+    """
+    spread = stdev(gains) if len(gains) > 1 else None
+    mean = fmean(gains)
+    return {
+        "reward_gain": mean,
+        "reward_gain_spread": spread,
+        "reward_seeds": len(gains),
+        "reward_weighting_shown": None if spread is None else int(mean >= 2 * spread),
+    }

@@ -1,0 +1,175 @@
+"""Drafters that follow a recorded training run, each in its own way, and what they would have been worth in it.
+
+All begin with the same warmed-up head. For every step of the run a follower is first asked how far its drafts for
+the step's samples are accepted, as it is by then; only then may it learn from them. What an asynchronous follower
+learned from step s is in use from step s + 2 on: its update has all of step s + 1 to run beside. A synchronous one
+uses it in step s + 1, which waits for the update. So every sample that a follower is measured on is one that it has
+never seen, sampled by a policy that it has not learned from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from services.contracts.drafter.checkpoint import folder_of
+from services.drafter.learning.data import TrainingSample
+from services.drafter.learning.settings import LearningSettings, Targets
+from services.drafter.learning.weighting import Weighting, weights_of
+
+FOLLOWED = "followed"
+"""Folder of the heads that the followers lead to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A way to follow: how samples weigh, and that every `interval` steps 1 / `interval` of the buffer is used."""
+
+    name: str
+    about: str
+    weighting: Weighting | None
+    """None: the drafter stays as it is."""
+    interval: int = 1
+    targets: Targets = Targets.POLICY
+    delay: int = 2
+    """Steps from the one that is learned from to the first that is drafted for with what was learned."""
+    first_policy: bool = False
+    """Learn from other samples of the first policy, as much as one that follows."""
+
+
+FROZEN = Follower("frozen", "warmed up on the first policy, then left alone (the paper's Eagle-only)", None)
+MORE = Follower(
+    "more warm-up",
+    "learns as much and as often as Async-1, from samples of the first policy",
+    Weighting.NONE,
+    first_policy=True,
+)
+SYNC = Follower("Sync", "every step, and the next step waits for the update", Weighting.NONE, delay=1)
+ASYNC_1 = Follower("Async-1", "every step, beside the next one", Weighting.NONE)
+ASYNC_3 = Follower("Async-3", "every third step, from a third of the samples", Weighting.NONE, 3)
+ASYNC_5 = Follower("Async-5", "every fifth step, from a fifth of the samples", Weighting.NONE, 5)
+TOP_K = Follower(
+    "top-k targets", "Async-1, taught the most likely tokens alone", Weighting.NONE, targets=Targets.TOP_K
+)
+REWARD = Follower("reward-weighted", "Async-1 with w(r) = r, normalised and clipped", Weighting.REWARD)
+GROUP = Follower("group-weighted", "Async-1, weighed against the samples of the same prompt", Weighting.GROUP)
+FOLLOWERS = (FROZEN, ASYNC_1, SYNC, MORE, REWARD, TOP_K, ASYNC_3, ASYNC_5, GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollouts:
+    """A step of the run: its samples, the weights that sampled them, and how long what came after them took."""
+
+    step: int
+    weights: Path
+    rollouts: tuple[TrainingSample, ...]
+    window_seconds: float
+    """From its last sample to the end of the next step's rollout: what an update can hide behind."""
+
+
+@dataclass(slots=True)
+class FollowerRecord:
+    """Acceptance of one follower, step by step."""
+
+    acceptance_length: list[float] = field(default_factory=list)
+    by_place: list[list[float]] = field(default_factory=list)
+    """By step, the acceptance of each draft position if all before it were accepted."""
+    divergence: list[float] = field(default_factory=list)
+    """KL(policy || drafter) per token."""
+    update_seconds: list[float] = field(default_factory=list)
+    """Before each step, of the update that made its drafter, on one core; 0 where there was none."""
+    tokens: int = 0
+    """Response tokens learned from."""
+    read: int = 0
+    """Tokens of the samples learned from, prompts included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """Number of samples that a step measures and learns from."""
+
+    evaluated: int = 24
+    """Samples that drafts are measured on."""
+    learned: int = 32
+    """Samples that an update of Async-1 learns from, as many as the paper's: of a longer interval likewise."""
+
+
+def follow(
+    follower: Follower,
+    steps: Sequence[RecordedRollouts],
+    first: Sequence[TrainingSample],
+    head: Path,
+    settings: LearningSettings,
+    amounts: Amounts,
+    seed: int = 0,
+) -> FollowerRecord:
+    """Return one follower along the run, on one core.
+
+    Args:
+        follower: the way.
+        steps: of the run.
+        first: other samples of the first policy.
+        head: folder of the head that all begin with, which gets what this one leads to.
+        settings: of the updates.
+        amounts: of samples.
+        seed: of what it draws to learn from.
+    """
+    import torch
+    import transformers
+
+    from services.drafter.learning.learner import Learner
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    own = replace(settings, targets=follower.targets, seed=seed)
+    learner = Learner(steps[0].weights, own, folder_of(head, 1))
+    # Every follower is measured on the same samples, whatever it draws to learn from.
+    found, rng, measuring = FollowerRecord(), Random(seed), Random(1)
+    for place, step in enumerate(steps):
+        past = steps[: max(place + 1 - follower.delay, 0)]
+        found.update_seconds.append(learn(learner, follower, past, first, amounts, rng, found))
+        learner.set_policy(step.weights, step.step)
+        chosen = measuring.sample(step.rollouts, min(amounts.evaluated, len(step.rollouts)))
+        measured = learner.evaluate(chosen)
+        found.acceptance_length.append(measured.acceptance_length)
+        found.by_place.append(list(measured.by_place))
+        found.divergence.append(measured.kd_loss)
+    learner.save(head / FOLLOWED / follower.name, 1)
+    return found
+
+
+def learn(
+    learner: Any,
+    follower: Follower,
+    past: Sequence[RecordedRollouts],
+    first: Sequence[TrainingSample],
+    amounts: Amounts,
+    rng: Random,
+    found: FollowerRecord,
+) -> float:
+    """Do the update that is due behind the last of the `past` steps, if one is; return its seconds."""
+    if follower.weighting is None or not past or len(past) % follower.interval:
+        return 0.0
+    buffer = past[-follower.interval :]
+    rollouts = [rollout for step in buffer for rollout in step.rollouts]
+    count = min(amounts.learned, len(rollouts) // follower.interval)
+    policies = {step.step: step.weights for step in buffer}
+    if follower.first_policy:
+        rollouts, policies = list(first), {first[0].policy_version: past[0].weights}
+    chosen = rng.sample(rollouts, min(count, len(rollouts)))
+    weights = weights_of(chosen, follower.weighting)
+    seconds = 0.0
+    for version, folder in policies.items():
+        mine = [i for i, rollout in enumerate(chosen) if rollout.policy_version == version]
+        if mine:
+            learner.set_policy(folder, version)
+            began = time.process_time()
+            report = learner.update([chosen[i] for i in mine], [weights[i] for i in mine])
+            seconds += time.process_time() - began
+            found.tokens += report.tokens
+            found.read += sum(chosen[i].length for i in mine)
+    return seconds

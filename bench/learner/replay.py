@@ -1,0 +1,158 @@
+"""Rollout times that followers would have with Qwen3-8B on H100s, by its table of step times.
+
+Measured are, on the small subject, the acceptance of each follower's drafts by position and training step, and the
+processor seconds of its updates. Computed are the step times of the policy and of the head's passes, by data sheets
+(services/simulator/device_tables.py); draft lengths are the planner's own decisions. A training step is simulated
+with the acceptance of its block of recorded steps.
+
+The workload is ReSpec's as far as it is published (bench/simulate/respec.py): 8 instances of 16 samples, 4,000
+tokens on average, at most 8,192. With 128 samples an instance steps are compute-bound for longer.
+
+An update on an H100 takes as many operations as there are in it, at the share of the device's matrix products that
+the measured update reached of this machine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from statistics import fmean
+
+from bench.learner.following import FROZEN, SYNC, FollowerRecord
+from services.contracts.knobs import Knobs
+from services.simulator.cluster_simulation import ClusterSimulation
+from services.simulator.device_tables import H100, QWEN3_8B, ModelSizes, decoding_table
+from services.simulator.simulated_source import SimulatedSource
+from services.simulator.simulation_setup import SimulationSetup
+from services.simulator.workload import LogNormalLengths, SimulatedWorkload
+
+NONE = "none"
+"""Name of decoding without a drafter."""
+BLOCK = 4
+"""Recorded steps whose acceptance is averaged and simulated as one training step."""
+_POLICY = decoding_table("8B H100", QWEN3_8B, H100)
+# One layer, its features' projection, and an output of 32,000 tokens.
+_HEAD_SIZES = ModelSizes(0.40e9, 1, 4096, 32, 8)
+_HEAD = decoding_table("EAGLE-3 8B", _HEAD_SIZES, H100)
+_INSTANCES, _SAMPLES_OF_A_PROMPT, _MEAN, _SPREAD, _LIMIT = 8, 8, 4000, 0.6, 8192
+UPDATE_TOKENS = 262_144
+"""Most tokens of an update, as the learner's default has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedRun:
+    """Seconds of a training run's generation on the simulated cluster, and how it was drafted."""
+
+    rollout_seconds: float
+    """Mean over the training steps."""
+    training_seconds: float
+    """Of an update on one H100; 0 where nothing is learned."""
+    waited_seconds: float
+    """Of the update that generation waits for, mean over the training steps."""
+    acceptance_length: float
+    draft_length: float
+
+    @property
+    def seconds(self) -> float:
+        """Rollout and what generation waits for."""
+        return self.rollout_seconds + self.waited_seconds
+
+
+def replayed(
+    runs: Mapping[str, FollowerRecord], samples: int, depth: int, seconds_of_update: Mapping[str, float]
+) -> dict[str, ReplayedRun]:
+    """Return what each follower, and no drafter, gives with so many samples an instance."""
+    plain = _rollout(samples, depth, None)
+    found = {NONE: ReplayedRun(plain[0], 0.0, 0.0, 1.0, 0.0)}
+    for name, run in runs.items():
+        each = [_rollout(samples, depth, block) for block in blocks(run.by_place)]
+        training = seconds_of_update[name]
+        # An update beside generation that ends before the next one begins costs generation nothing.
+        rollout = fmean(seconds for seconds, _, _ in each)
+        waited = training if name == SYNC.name else max(0.0, training - rollout)
+        found[name] = ReplayedRun(
+            rollout, training, waited, fmean(length for _, length, _ in each), fmean(n for _, _, n in each)
+        )
+    return found
+
+
+def blocks(by_place: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    """Return the mean acceptance by position of each block of steps; a last block that is not full counts too."""
+    cut = [by_place[begin : begin + BLOCK] for begin in range(0, len(by_place), BLOCK)]
+    return [tuple(fmean(places) for places in zip(*block, strict=True)) for block in cut]
+
+
+def _rollout(samples: int, depth: int, acceptance: tuple[float, ...] | None) -> tuple[float, float, float]:
+    """Return seconds, acceptance length and draft length of a rollout, on average over two."""
+    lengths = LogNormalLengths(_MEAN / exp(_SPREAD**2 / 2), _SPREAD, _LIMIT)
+    prompts = _INSTANCES * samples // _SAMPLES_OF_A_PROMPT
+    setup = SimulationSetup(
+        _POLICY,
+        _INSTANCES,
+        SimulatedWorkload(lengths, prompts, _SAMPLES_OF_A_PROMPT, 256),
+        2,
+        Knobs(mode="planner", draft_cap=depth),
+        max_running=samples,
+        foreseen=False,
+    )
+    if acceptance is not None:
+        setup = replace(setup, sources=(SimulatedSource("eagle3", acceptance, _HEAD),))
+    steps = list(ClusterSimulation(setup).run())
+    return (
+        fmean(step.seconds for step in steps),
+        fmean(step.acceptance_length for step in steps),
+        fmean(step.draft_length for step in steps),
+    )
+
+
+def operations(policy: float, head: float, depth: int, read: float, learned: float) -> float:
+    """Return the operations of an update.
+
+    Args:
+        policy: weights of the policy, which runs forwards once.
+        head: weights of the head, which runs forwards and backwards at every draft position.
+        depth: draft positions.
+        read: tokens, prompts included.
+        learned: tokens that the head drafts.
+    """
+    return 2 * policy * read + 6 * head * depth * learned
+
+
+def efficiency(run: FollowerRecord, policy: float, head: float, depth: int, rate: float) -> float:
+    """Return the share of the machine's operations a second that the measured updates reached."""
+    return operations(policy, head, depth, run.read, run.tokens) / sum(run.update_seconds) / rate
+
+
+def h100_update_seconds(share: float, depth: int, tokens: float = UPDATE_TOKENS) -> float:
+    """Return the time of an update with Qwen3-8B on one H100 that reaches such a share of its products' rate."""
+    work = operations(QWEN3_8B.weights, _HEAD_SIZES.weights, depth, tokens, tokens)
+    return work / (share * H100.compute)
+
+
+def update_tokens(interval: int, samples: int) -> float:
+    """Return the tokens of an update, mean over the training steps: a step's share, at most the learner's limit."""
+    return min(UPDATE_TOKENS, _INSTANCES * samples * _MEAN) / interval
+
+
+def product_rate() -> float:
+    """Measure the operations a second of this machine's matrix products in float32, on one core."""
+    import torch
+
+    torch.set_num_threads(1)
+    left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    best = 0.0
+    for _ in range(20):
+        began = time.process_time()
+        torch.mm(left, right)
+        best = max(best, 2 * 1024**3 / (time.process_time() - began))
+    return best
+
+
+def against(seconds: Mapping[str, float], name: str) -> dict[str, float]:
+    """Return how a follower's time compares with a frozen head's and with no drafter's; below 1 it is less."""
+    return {
+        "rollout_time_vs_frozen": seconds[name] / seconds[FROZEN.name],
+        "rollout_time_vs_none": seconds[name] / seconds[NONE],
+    }
