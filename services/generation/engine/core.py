@@ -73,6 +73,10 @@ class Engine:
             from services.generation.engine.v2.steps import use_segments
 
             make_steps = use_segments(config, ahead=options.schedule_ahead)
+            if current_platform.is_cpu():
+                from services.generation.engine.v2.interpreted_ranks import interpret_ranks
+
+                interpret_ranks()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
         self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled)

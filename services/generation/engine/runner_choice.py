@@ -29,8 +29,6 @@ def refusal(options: EngineOptions) -> str:
         (options.quantized is not None, "the quantized copy drafts on V1 only"),
         (options.eagle3 is not None, "the EAGLE-3 head drafts on V1 only"),
         (not options.coupled, "vLLM's own sampler is there for comparison with V1"),
-        # vLLM starts the others itself, and there vLLM is imported before anything of ours.
-        (options.tensor_parallel_size > 1 and on_cpu(), "on CPU it has one rank"),
     )
     return next((f"engine v2: {reason}" for applies, reason in reasons if applies), "")
 

@@ -1,7 +1,7 @@
 """A V2 engine under a random schedule: its tokens are V1's, and nothing is left behind.
 
-Samples arrive, are aborted, paused and resumed; drafts are right, wrong, late, long or absent; weights are loaded
-anew while samples run; the cache is too small for all of them.
+Samples arrive, take over cached rollouts, are aborted, paused and resumed; drafts are right, wrong, late, long or
+absent; weights are loaded anew while samples run; the cache is too small for all of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from services.contracts.sampling import Sampling
-from services.generation.engine.types import EngineOptions, EngineRequest
+from services.generation.engine.types import EngineOptions, EngineRequest, Verifier
 from services.generation.kv_transfer.reason import NotMoved
 from tests.integration.exactness.conftest import requests_of
-from tests.support.engine_host import EngineHost, Scenario
+from tests.support.engine_host import EngineHost, Outcome, Scenario
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.remote_engine import RemoteEngine
 from tests.support.soak import record
@@ -155,6 +155,22 @@ def _requests(count: int) -> tuple[EngineRequest, ...]:
     return tuple(replace(each, sampling=SAMPLINGS[i % 4]) for i, each in enumerate(made))
 
 
+def _following(requests: Sequence[EngineRequest], then: Outcome) -> tuple[EngineRequest, ...]:
+    """Let every third sample take over what other noise gave, for as long as that is about as probable."""
+    random = Random(2)
+    return tuple(
+        each
+        if i % 3
+        else replace(
+            each,
+            verifier=Verifier.LENIENT,
+            cached=tuple(then.tokens[each.sample_id]),
+            cached_logprobs=tuple(value + random.gauss(0, 0.2) for value in then.logprobs[each.sample_id]),
+        )
+        for i, each in enumerate(requests)
+    )
+
+
 class _Bench:
     """V1's tokens, and an engine on V2 that schedules ahead."""
 
@@ -169,9 +185,13 @@ class _Bench:
             block_size=32,
             kv_cache_memory_bytes=256 * _BLOCK_BYTES,
         )
-        self.requests = _requests(count)
+        asked = _requests(count)
         with EngineHost(replace(options, max_num_seqs=64, max_num_batched_tokens=512)) as v1:
-            self.truth = v1.run(Scenario(self.requests)).tokens
+            then = v1.run(Scenario(tuple(replace(each, seed=each.seed ^ 1) for each in asked)))
+            self.requests = _following(asked, then)
+            found = v1.run(Scenario(self.requests))
+        assert 0 < sum(found.reused.values()) < sum(len(each.cached) for each in self.requests)
+        self.truth = found.tokens
         small = 10 * _BLOCK_BYTES
         self.options = replace(options, engine="v2", schedule_ahead=True, kv_cache_memory_bytes=small)
 

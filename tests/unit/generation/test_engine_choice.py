@@ -40,12 +40,6 @@ def test_an_engine_says_why_it_is_not_on_v2(options: dict[str, Any]) -> None:
     assert not refusal(EngineOptions("m", engine="v2"))
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-def test_v2_on_cpu_has_one_rank(monkeypatch: pytest.MonkeyPatch, cpu: bool) -> None:
-    monkeypatch.setattr("services.generation.engine.runner_choice.on_cpu", lambda: cpu)
-    assert bool(refusal(EngineOptions("m", engine="v2", tensor_parallel_size=2))) is cpu
-
-
 def test_steps_are_counted_ahead_on_v2_only() -> None:
     ahead = [
         GenerationConfig(model="m", engine=engine, schedule_ahead=told).steps_ahead

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kernels.coupled_sampler.noise import Purpose, uniform
 from kernels.coupled_sampler.sample import sample
-from services.generation.engine.marks import pack, unpack
+from services.generation.engine.marks import pack, pack_rows, unpack
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.proposed import proposals_of
 from services.generation.engine.sampling.rows import Rows
@@ -162,6 +162,9 @@ def test_marks_say_what_was_verified_and_taken_over(samples: list[tuple[int, int
     width = int(drafted.max()) + 1
     marks = pack(drafted, accepted, reused, width).reshape(len(samples), width)
     for i in range(len(samples)):
+        own = torch.arange(drafted[i] + 1)
+        by_rows = pack_rows(torch.full_like(own, int(drafted[i])), own < int(reused[i]))
+        assert by_rows.tolist() == marks[i, : len(own)].tolist()
         for emitted in range(drafted[i] + 2):
             # The others are behind a stop token.
             counts = (

@@ -34,6 +34,8 @@ def is_installed() -> bool:
 def install() -> None:
     """Make Triton's interpreter the backend of this process. Call it before Triton and vLLM are imported."""
     os.environ["TRITON_INTERPRET"] = "1"
+    # torch would ask the backend what to compile for.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
     from triton import backends
     from triton.runtime import interpreter  # type: ignore[import-untyped]
 
