@@ -22,10 +22,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench import quantized_training as trained
 from bench.intervals import MedianInterval
 from bench.policy.cells import MOST, BenchProgress, GivenCells, MeasuredModel, measure_model
 from bench.policy.figures import ADAPTIVE, PLAIN, PLANNER, SOLVER, MeasuredCell, figures_of, verdict
-from bench.quantized import trained
 from bench.random_model import make_random_experts
 from bench.report import Figures, format_value, show_rows, write
 

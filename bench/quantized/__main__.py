@@ -22,8 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench import quantized_training as trained
 from bench.model_drafting import in_own_process
-from bench.quantized import formats, here, replays, trained
+from bench.quantized import formats, here, replays
 from bench.quantized.tables import tables
 from bench.report import console, format_value, show_rows, write
 
