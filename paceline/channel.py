@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+KEEPALIVE_MS, PING_TIMEOUT_MS = 5_000, 10_000
+"""Milliseconds after which a silent peer is pinged, and for which it has not to answer to be given up."""
 
 # Of several gateways behind one name only the one that leads is healthy.
 _LEADERS_ONLY = json.dumps(
@@ -37,6 +39,19 @@ class Tls:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
+def keepalive_options() -> Options:
+    """Return options by which either end notices within 15 s that the other is gone without a word."""
+    return [
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        # gRPC never starts the timer of the line above, and waits for a minute for the answers to its pings.
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        # Pings would be a minute apart after two of them for which this end had nothing to say, as in a stream of
+        # samples, where gRPC's own pings for the window's size count as well.
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
 def channel_options(tls: Tls | None, leaders_only: bool = False) -> Options:
     """Return options: the gateway's message limits; a lost peer is noticed within 15 s, its return within 1 s.
 
@@ -45,8 +60,7 @@ def channel_options(tls: Tls | None, leaders_only: bool = False) -> Options:
     options: Options = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
+        *keepalive_options(),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Also bounds a connection attempt, which takes long on a busy machine.
         ("grpc.min_reconnect_backoff_ms", 1_000),

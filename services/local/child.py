@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -20,6 +21,8 @@ from services.platform.ready_file import ProcessEndpoint, read_ready_file
 
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 30
+# Triton's complaint about itself, some seventy lines, which is the last that an instance says however it ends.
+_AT_EXIT = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 
 
 class PlatformError(RuntimeError):
@@ -174,7 +177,8 @@ def stop_together(children: Sequence[Child], timeout: float) -> None:
 
 def readable_tail(lines: Sequence[str], most: int) -> list[str]:
     """Return the last `most` lines: structured ones as plain text, tracebacks on lines of their own."""
-    return [part for line in lines[-most:] for part in _readable(line)][-most:]
+    telling = [line for line in lines if not _AT_EXIT.match(line)]
+    return [part for line in telling[-most:] for part in _readable(line)][-most:]
 
 
 def _readable(line: str) -> list[str]:

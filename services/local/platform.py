@@ -24,8 +24,9 @@ from paceline import Client, PacelineError, RetryPolicy
 from paceline.types import InstanceState
 from services.contracts.drafter.checkpoint import folder_of
 from services.local import pinning
-from services.local.child import Child, ChildSpec, Launch, PlatformError, spawned, stop_together
+from services.local.child import Child, ChildSpec, Launch, PlatformError, stop_together
 from services.local.config import PlatformConfig
+from services.local.forks import Forks
 from services.local.keeper import Keeper
 from services.local.specs import Specs
 from services.platform.redis.embedded import EmbeddedRedis
@@ -79,15 +80,16 @@ class Platform:
     bubbles, policy, reallocator, drafter (the learner) and facade.
     """
 
-    def __init__(self, config: PlatformConfig, *, launch: Launch = spawned) -> None:
-        """`launch` starts the processes."""
+    def __init__(self, config: PlatformConfig, *, launch: Launch | None = None) -> None:
+        """`launch` starts the processes; None: `Forks`."""
         self.config = config
         self.redis: EmbeddedRedis | None = None
         self.redis_url = ""
         """Address of the store, once started."""
         self._gateway_address = ""
         self._http_address = ""
-        self._launch = launch
+        self._forks = Forks(config)
+        self._launch = launch or self._forks
         self._children: dict[str, Child] = {}
         """By name, in the order in which they start."""
         self._state = Path()
@@ -131,6 +133,8 @@ class Platform:
             stop_together(group, self.config.stop_timeout)
         if self.redis is not None:
             self.redis.stop()
+        # Before the thread that may be waiting for a fork.
+        self._forks.close()
         self._spawner.shutdown()
         if self._state != Path():
             shutil.rmtree(self._state, ignore_errors=True)
@@ -228,7 +232,11 @@ class Platform:
         shutil.rmtree(config.logs, ignore_errors=True)
         self.redis_url = config.redis_url or self._start_redis()
         specs = Specs(config, self._state, self.redis_url)
-        for spec in self._specs(specs):
+        listed = self._specs(specs)
+        if self._launch is self._forks:
+            config.logs.mkdir(parents=True, exist_ok=True)
+            self._forks.begin(listed)
+        for spec in listed:
             self._children[spec.name] = Child(spec, self._spawner, self._launch)
         for child in self._children.values():
             child.start()
@@ -257,7 +265,9 @@ class Platform:
 
     def _specs(self, specs: Specs) -> list[ChildSpec]:
         config, head = self.config, None
-        found = [specs.draft_store(index) for index in range(config.draft_stores)]
+        ports = [config.port, *[0] * (config.gateways - 1)]
+        found = [specs.gateway(port, index) for index, port in enumerate(ports)]
+        found += [specs.draft_store(index) for index in range(config.draft_stores)]
         services = (
             ("bubbles", config.bubbles, config.bubble_options),
             ("policy", config.policy, config.policy_options),
@@ -270,8 +280,7 @@ class Platform:
         for index in range(config.instances):
             environment, cores = pinning.share_of_machine(config, index)
             found.append(specs.instance(index, environment, cores, head))
-        ports = [config.port, *[0] * (config.gateways - 1)]
-        return [*found, *(specs.gateway(port, index) for index, port in enumerate(ports))]
+        return found
 
     def _start_redis(self) -> str:
         # What lasts as long as Redis begins anew with it.

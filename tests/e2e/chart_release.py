@@ -30,6 +30,8 @@ WORKLOADS = (
 """Workloads all of whose pods are ready when the release is; of the gateways one is."""
 LONGEST = 400
 """Tokens of most samples of a step."""
+MODEL = ROOT / "examples/tinymath/model/model.safetensors"
+_PUSH = (ROOT / "tests/e2e/chart_push.py").read_text()
 _PROGRAM = (ROOT / "tests/e2e/chart_step.py").read_text()
 _BOTH_SERVE = """
 import os, time
@@ -45,7 +47,7 @@ with Client(address, token=os.environ["PACELINE_TOKEN"], tls=tls) as client:
 _TRAINER = """
 apiVersion: v1
 kind: Pod
-metadata: {name: trainer, namespace: ml}
+metadata: {name: trainer, namespace: ml, labels: {app: trainer}}
 spec:
   nodeSelector: {kubernetes.io/hostname: a}
   securityContext: {runAsNonRoot: true, runAsUser: 10001, runAsGroup: 10001, fsGroup: 10001}
@@ -68,6 +70,7 @@ def values(tag: str = "now") -> dict[str, Any]:
     found = yaml.safe_load((ROOT / "deploy/kind/values.yaml").read_text())
     found["image"] = {"tag": tag}
     found["tls"] = {"mode": "certManager"}
+    found["networkPolicy"] = {"trainers": [{"podSelector": {"matchLabels": {"app": "trainer"}}}]}
     found["gateway"]["replicas"] = 2
     found["redis"]["embedded"]["nodeSelector"] = {"kubernetes.io/hostname": NODES[0]}
     digest = hashlib.sha256(TOKEN.encode()).hexdigest()
@@ -118,6 +121,22 @@ class ChartRelease:
         asked = self.cluster.execute("trainer", "python", "-", script=_BOTH_SERVE)
         assert asked.wait(60) == 0, self.cluster.log("trainer", "exec")
 
+    def push(self) -> list[str]:
+        """Push other weights from the trainer's pod; return the version, and the instances that have applied it."""
+        status = self.cluster.execute("trainer", "python", "-", str(MODEL), script=_PUSH).wait(60)
+        said = self.cluster.log("trainer", "exec")
+        assert status == 0, said
+        return said.splitlines()[-1].split()
+
+    def adopted(self) -> dict[str, list[str]]:
+        """Return the versions of the weights that are on the volume of each instance for what is pushed."""
+        found = {}
+        for each in self.cluster.of("StatefulSet", POOL):
+            (mount,) = [mount for mount in each.pod.containers[0].mounts if mount.path == "/adopted"]
+            folder = Path(self.cluster.volumes.place(each.pod, mount).source)
+            found[each.pod.name] = sorted(path.name.partition("-")[0] for path in folder.glob("v*-*"))
+        return found
+
     def up(self) -> bool:
         """Say if everything is as the manifests want it."""
         cluster = self.cluster
@@ -134,10 +153,10 @@ class ChartRelease:
 class Step:
     """A step in the trainer's pod."""
 
-    def __init__(self, release: ChartRelease, run: str) -> None:
-        """Begin it, as the run of that name."""
+    def __init__(self, release: ChartRelease, run: str, longest: int = LONGEST) -> None:
+        """Begin it, as the run of that name, most of its samples having so many tokens."""
         self._release = release
-        command = ("python", "-", run, str(LONGEST))
+        command = ("python", "-", run, str(longest))
         self._process: Forked = release.cluster.execute("trainer", *command, script=_PROGRAM)
 
     def said(self) -> str:

@@ -15,6 +15,28 @@ from tests.support.cluster.launcher import ROOT
 
 DOCUMENTED = (ROOT / "docs/operations.md").read_text()
 
+# Names the places that take a connection. A relay closes those that are refused; others are not answered.
+REACHED = """import socket, sys
+from concurrent.futures import ThreadPoolExecutor
+
+def reached(place):
+    host, _, port = place.partition(":")
+    try:
+        with socket.create_connection((f"{host}.ml.svc.cluster.local", int(port)), timeout=3) as to:
+            to.settimeout(1)
+            try:
+                return bool(to.recv(1))
+            except TimeoutError:
+                # It waits for the caller to begin.
+                return True
+    except OSError:
+        return False
+
+places = sys.argv[1:]
+with ThreadPoolExecutor(len(places)) as threads:
+    print(*[place for place, answers in zip(places, threads.map(reached, places)) if answers])
+"""
+
 pytestmark = pytest.mark.skipif(bool(kernel.lacks()), reason=kernel.lacks())
 
 
@@ -53,6 +75,27 @@ def test_the_documented_first_step_and_helm_test(release: ChartRelease) -> None:
     assert [name for name, (_, each) in cluster.pods.items() if each.restarts] == []
 
 
+def test_nothing_is_reached_that_network_policies_do_not_let_through(release: ChartRelease) -> None:
+    instance = f"{POOL}-0.paceline-generation"
+    places = ["gateway:7400", "redis:6379", "bubbles:7420", "policy:7430", "reallocator:7440"]
+    places = [f"paceline-{each}" for each in places] + ["paceline-drafts-0.paceline-drafts:7410"]
+    places += [f"{instance}:{port}" for port in (7500, 7510, 9400)]
+    (reallocator,) = release.cluster.of("Deployment", "paceline-reallocator")
+    for pod, expected in (
+        ("trainer", ["paceline-gateway:7400", f"{instance}:7500"]),
+        (reallocator.pod.name, ["paceline-redis:6379", f"{instance}:7500"]),
+    ):
+        assert release.cluster.execute(pod, "python", "-", *places, script=REACHED).wait(60) == 0
+        assert release.cluster.log(pod, "exec").split() == expected
+
+
+def test_weights_are_pushed_to_volumes_of_the_instances(release: ChartRelease) -> None:
+    before, _ = Step(release, "before", 40).result()
+    assert release.push() == ["1", f"{POOL}-0", f"{POOL}-1"]
+    assert release.adopted() == {f"{POOL}-{number}": ["v00000001"] for number in range(2)}
+    assert Step(release, "after", 40).result()[0] != before
+
+
 def test_certificates_are_renewed_in_mid_step(release: ChartRelease, quiet: str) -> None:
     cluster = release.cluster
     step = Step(release, "renewed").begun()
@@ -65,47 +108,52 @@ def test_certificates_are_renewed_in_mid_step(release: ChartRelease, quiet: str)
     assert step.result()[0] == quiet
     release.wait_up(60)
 
-    shown = """import ssl, socket, sys
-context = ssl.create_default_context(cafile="/tls/ca.crt")
-context.load_cert_chain("/tls/tls.crt", "/tls/tls.key")
+    shown = """import os, ssl, socket, sys
+ca, cert, key = (
+    os.environ.get(f"PACELINE_TLS__{name}_FILE", f"/tls/{file}")
+    for name, file in (("CA", "ca.crt"), ("CERT", "tls.crt"), ("KEY", "tls.key"))
+)
+context = ssl.create_default_context(cafile=ca)
+context.load_cert_chain(cert, key)
 plain = socket.create_connection((sys.argv[1], int(sys.argv[2])))
 with context.wrap_socket(plain, server_hostname=sys.argv[1]) as it:
     print(ssl.DER_cert_to_PEM_cert(it.getpeercert(binary_form=True)))
 """
-    for secret, host, port in (
-        ("paceline-gateway-tls", "paceline-gateway", 7400),
-        ("paceline-redis-tls", "paceline-redis", 6379),
-        ("paceline-generation-tls", f"{POOL}-0.paceline-generation", 7500),
+    (reallocator,) = cluster.of("Deployment", "paceline-reallocator")
+    for secret, caller, host, port in (
+        ("paceline-gateway-tls", "trainer", "paceline-gateway", 7400),
+        ("paceline-redis-tls", reallocator.pod.name, "paceline-redis", 6379),
+        ("paceline-generation-tls", "trainer", f"{POOL}-0.paceline-generation", 7500),
     ):
         new = x509.load_pem_x509_certificate(cluster.secrets[secret]["tls.crt"]).serial_number
         deadline = time.monotonic() + 30
         while True:
             name = f"{host}.ml.svc.cluster.local"
-            status = cluster.execute("trainer", "python", "-", name, str(port), script=shown).wait(30)
-            said = cluster.log("trainer", "exec")
+            status = cluster.execute(caller, "python", "-", name, str(port), script=shown).wait(30)
+            said = cluster.log(caller, "exec")
             assert status == 0, said
             if x509.load_pem_x509_certificate(said.encode()).serial_number == new:
                 break
             assert time.monotonic() < deadline, f"{host} shows its former certificate"
 
 
-def test_a_node_is_lost_in_mid_step(release: ChartRelease, quiet: str) -> None:
+def test_the_node_of_the_leading_gateway_is_lost_in_mid_step(release: ChartRelease, quiet: str) -> None:
     cluster = release.cluster
     (leader,) = [each for each in cluster.of("Deployment", "paceline-gateway") if each.ready]
-    (instance,) = [each for each in cluster.of("StatefulSet", POOL) if each.node != leader.node]
-    (standby,) = [each for each in cluster.of("Deployment", "paceline-gateway") if each is not leader]
-    assert standby.node == instance.node
+    (instance,) = [each for each in cluster.of("StatefulSet", POOL) if each.node == leader.node]
     step = Step(release, "lost").begun()
-    cluster.lose(instance.node)
+    cluster.lose(leader.node)
     assert not step.ended
     assert step.result()[0] == quiet
     # Deployments are back by themselves, and what belongs to StatefulSets waits for a word.
-    assert standby.pod.name not in cluster.pods
+    assert leader.pod.name not in cluster.pods
     assert cluster.pod(instance.pod.name) is instance
-    cluster.take_out_of_service(instance.node)
+    cluster.take_out_of_service(leader.node)
     release.wait_up(60)
-    assert instance.node not in {each.node for _, each in cluster.pods.values() if not each.gone.is_set()}
+    assert leader.node not in {each.node for _, each in cluster.pods.values() if not each.gone.is_set()}
     assert Step(release, "afterwards").result() == (quiet, [f"{POOL}-0", f"{POOL}-1"])
+    # The instance that came back has the pushed weights from the other, and nothing else had them.
+    assert release.adopted() == {f"{POOL}-{number}": ["v00000001"] for number in range(2)}
 
 
 def test_an_instance_leaves_in_mid_step(release: ChartRelease, quiet: str) -> None:

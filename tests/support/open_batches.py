@@ -81,15 +81,11 @@ class RunInMemory:
         self.cancelled: list[int] = []
         self.refuses: list[Exception] = []
         """Errors of the calls of `add` to come."""
-        self.unopened: list[Exception] = []
-        """Errors of the batches that are opened next."""
         self.options: dict[str, Any] = {}
 
     @contextmanager
     def open_batch(self, step: int, sampling: object, **options: Any) -> Iterator[BatchInMemory]:
         self.options = options
-        if self.unopened:
-            raise self.unopened.pop()
         batch = BatchInMemory(self, step)
         self.batches.append(batch)
         yield batch

@@ -25,9 +25,6 @@ _log = logging.getLogger("paceline")
 _MOST_SAMPLES = 16_384
 # Samples after which rewards are reported, and what was read is acknowledged.
 _SETTLE_EVERY = 256
-# A batch cannot be opened while weights are applied, nor for a version that was followed by another meanwhile.
-_BETWEEN_VERSIONS = ("UPDATE_APPLYING", "VERSION_MISMATCH")
-_AGAIN_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,22 +222,17 @@ class ContinuousGroups:
                 del self._reading[batch]
 
     def _enter(self, leaving: ExitStack, step: int) -> OpenBatch:
-        """Open a batch, under the version that is served; wait while that is changed."""
+        """Open a batch, which goes on under every version that is served."""
         request = self._request
-        while True:
-            try:
-                return leaving.enter_context(
-                    self._run.open_batch(
-                        step,
-                        request.sampling,
-                        exactness=request.exactness,
-                        max_staleness=request.max_staleness,
-                        stale=t.Stale.REGENERATE,
-                    )
-                )
-            except FailedPreconditionError as error:
-                if error.reason not in _BETWEEN_VERSIONS or self.stopped.wait(_AGAIN_SECONDS):
-                    raise
+        return leaving.enter_context(
+            self._run.open_batch(
+                step,
+                request.sampling,
+                exactness=request.exactness,
+                max_staleness=request.max_staleness,
+                stale=t.Stale.REGENERATE,
+            )
+        )
 
     def _collect(self, batch: _Batch, sample: t.Sample) -> bool:
         """Keep a sample; return True if its group is whole, and was taken."""

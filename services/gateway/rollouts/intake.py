@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from paceline.v1 import rollout_pb2 as pb
 from services.contracts.errors import FailedPrecondition, Unavailable
+from services.contracts.gateway_keys import BatchKey
 from services.contracts.sampling import ModelLimits
 from services.gateway.batches.messages import BatchBuilder
 from services.gateway.batches.rollout_batch import RolloutBatch
@@ -74,27 +76,38 @@ class RolloutIntake:
                 model=model,
             )
 
-    def check_addition(self, batch: RolloutBatch) -> None:
-        """Check that samples that are added to a batch can be generated now.
+    def check_request(self, request: pb.SubmitRolloutsRequest) -> None:
+        """Check that samples of a batch to be submitted or opened can be generated now; raises as `check_batch`."""
+        self.check_batch(
+            (request.run_id, request.batch_id),
+            request.policy_version,
+            request.max_staleness if request.HasField("max_staleness") else None,
+            regenerates=request.stale == pb.STALE_REGENERATE,
+        )
+
+    def check_batch(
+        self, key: BatchKey, version: int, max_staleness: int | None, *, regenerates: bool
+    ) -> None:
+        """Check that samples that a batch begins with, or that are added to it, can be generated now.
 
         Raises:
             FailedPrecondition: its version is served no more, or is over its `max_staleness`; as `check_version`.
             Unavailable: no instance is serving, or a batch that lives across versions is between two.
         """
-        if batch.max_staleness is not None and self.book.is_applying():
+        if max_staleness is not None and self.book.is_applying():
             raise Unavailable("a weight update is being applied; come again after it", retry_after=0.5)
-        served = self.book.version_for(batch.policy_version, batch.max_staleness)
-        self.check_version(batch.policy_version if served is None else served)
-        if batch.max_staleness is None or batch.regenerates:
+        served = self.book.version_for(version, max_staleness)
+        self.check_version(version if served is None else served)
+        if max_staleness is None or regenerates:
             return
-        if self.version - batch.policy_version > batch.max_staleness:
+        if self.version - version > max_staleness:
             raise FailedPrecondition(
                 "BATCH_STALE",
-                f"batch {'/'.join(batch.key)} is of version {batch.policy_version}, and version {self.version} is "
-                f"published: that is over its max_staleness, {batch.max_staleness}. Close it and open another",
+                f"batch {'/'.join(key)} is of version {version}, and version {self.version} is published: that is "
+                f"over its max_staleness, {max_staleness}. Open another for the published version",
                 current=str(self.version),
-                policy_version=str(batch.policy_version),
-                max_staleness=str(batch.max_staleness),
+                policy_version=str(version),
+                max_staleness=str(max_staleness),
             )
 
     def limits(self) -> ModelLimits:

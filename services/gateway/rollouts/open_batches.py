@@ -105,7 +105,7 @@ class OpenBatches:
             raise _closed(record.key)
         if running is None or over:
             raise Unavailable(f"batch {'/'.join(record.key)} is not being worked on here; come again")
-        self.intake.check_addition(running.batch)
+        self._check_addition(running)
         return running
 
     async def _add(
@@ -113,7 +113,7 @@ class OpenBatches:
     ) -> None:
         request = record.request
         assert request is not None, "it is open"
-        self.intake.check_addition(running.batch)
+        self._check_addition(running)
         self.intake.headroom.check()
         payload = await asyncio.to_thread(_serialise, groups)
         self._check_size(record, samples, len(payload))
@@ -128,6 +128,12 @@ class OpenBatches:
         if running.dropped:
             raise Unavailable(f"batch {'/'.join(record.key)} is not being worked on here; come again")
         self.intake.dispatcher.extend(running, *made)
+
+    def _check_addition(self, running: RunningBatch) -> None:
+        batch = running.batch
+        self.intake.check_batch(
+            batch.key, batch.policy_version, batch.max_staleness, regenerates=batch.regenerates
+        )
 
     def _check_size(self, record: BatchRecord, samples: int, nbytes: int) -> None:
         if record.total + samples > self.most_samples:

@@ -64,7 +64,7 @@ class Submissions:
                 _check_same(known, fingerprint)
                 self.intake.batches.use(key)
                 return known, True
-            self.intake.check_version(request.policy_version)
+            self.intake.check_request(request)
             # What walks over a request is done in a thread; the event loop has other work meanwhile.
             if violations := await asyncio.to_thread(
                 check_submit,
@@ -74,7 +74,7 @@ class Submissions:
                 most_calls=self.intake.builder.max_calls,
             ):
                 raise InvalidArgument(violations)
-            self.intake.check_version(request.policy_version)
+            self.intake.check_request(request)
             self.intake.headroom.check()
             if opens:
                 self.intake.batches.check_batches()

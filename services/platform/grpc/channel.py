@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 import grpc
 import structlog
 
+from paceline.channel import keepalive_options
 from services.platform.config.settings import ServiceConfig, TlsConfig, is_loopback
 from services.platform.grpc.interceptor import REQUEST_ID
 from services.platform.observability import tracing
@@ -17,9 +18,6 @@ from services.platform.security.certificates import Certificates, watch_certific
 from services.platform.security.guard import own_token
 
 Options = list[tuple[str, int | str]]
-
-KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 10_000, 5_000
-"""Milliseconds after which a silent connection is pinged, and after which it is given up."""
 
 Metadata = tuple[tuple[str, str], ...]
 Dial = Callable[[], grpc.aio.Channel]
@@ -32,10 +30,8 @@ def common_options(config: ServiceConfig) -> Options:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        *keepalive_options(),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
     ]
 
 

@@ -12,9 +12,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from paceline.channel import KEEPALIVE_MS
 from services.platform.config.settings import ServiceConfig, TlsConfig, listening_problems
 from services.platform.config.sources import ConfigError
-from services.platform.grpc.channel import KEEPALIVE_MS, Options, common_options
+from services.platform.grpc.channel import Options, common_options
 from services.platform.grpc.interceptor import CallInterceptor
 from services.platform.observability.metrics import rpc_metrics
 from services.platform.security.certificates import Certificates, watch_certificates

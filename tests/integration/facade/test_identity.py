@@ -14,11 +14,11 @@ import pytest
 from services.contracts.seeds import sample_seed
 from services.facade.config import FacadeConfig
 from services.facade.dialects.parameters import prompt_id_of
+from services.platform.lifeline import tied
 from tests.integration.facade.conftest import RunningFacade, Stack, StackMaker, expected
 from tests.integration.gateway.conftest import CALL, until
 from tests.support.fake_instance import response_of, token_at
 from tests.support.ports import free_port
-from tests.support.zygote import tied
 
 PROMPT = [1, 2, 3]
 SEED, HELD, LIMIT = 7, 5, 24

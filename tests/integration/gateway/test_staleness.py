@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -18,6 +19,10 @@ from tests.support.fake_instance import FakeInstance
 CONTINUE = weight_pb2.IN_FLIGHT_CONTINUE
 REGENERATE = rollout_pb2.STALE_REGENERATE
 Request = rollout_pb2.SubmitRolloutsRequest
+REFUSED = (
+    "paceline_rpc_requests_total",
+    {"component": "gateway", "method": "paceline.v1.RolloutService/OpenBatch", "code": "UNAVAILABLE"},
+)
 
 
 async def opened(cluster: Cluster, request: Request, **fields: Any) -> tuple[RunningGateway, FakeInstance]:
@@ -193,3 +198,52 @@ async def test_a_submitted_rollout_of_the_sdk_goes_on_across_versions(cluster: C
         fake.hold_at = None
         spans = [{sample.version_spans async for sample in rollout} for rollout in (kept, anew)]
     assert spans == [{(VersionSpan(0, 5, 0), VersionSpan(5, 20, 1))}, {(VersionSpan(0, 20, 1),)}]
+
+
+async def test_a_batch_that_is_opened_between_two_versions_begins_under_the_next(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    fake = await cluster.instance("i0", max_running=64)
+    await cluster.serving(gateway, 1)
+    fake.apply_gate.clear()
+    update_id = (await start(gateway.trainer, 1)).update_id
+    await stage(gateway.trainer, update_id)
+    finishing = asyncio.create_task(finish(gateway.trainer, update_id, CONTINUE))
+    await until(lambda: gateway.gateway.leadership.leading().book.is_applying(), "weights are applied")
+    request = make_batch(groups=1, ignore_eos=True)
+    for call in (
+        gateway.trainer.rollouts.OpenBatch(opening(request, max_staleness=1), timeout=CALL),
+        gateway.trainer.submit(make_batch(max_staleness=1)),
+    ):
+        code, _, found = await refused(call)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert found["RetryInfo"].retry_delay.ToTimedelta().total_seconds() == 0.5
+    groups, sampling = [Group("p0", [1, 2], 4)], SamplingParams(max_tokens=20, ignore_eos=True)
+    async with AsyncClient(gateway.gateway.address) as client, client.run("run") as run:
+        entering = run.open_batch(0, sampling, policy_version=0, max_staleness=1)
+        opens = asyncio.create_task(entering.__aenter__())
+        await until(lambda: (gateway.registry.get_sample_value(*REFUSED) or 0) >= 2, "it was refused as well")
+        fake.apply_gate.set()
+        await finishing
+        batch = await opens
+        await batch.add(groups)
+        await batch.close()
+        assert {sample.version_spans async for sample in batch} == {(VersionSpan(0, 20, 1),)}
+
+
+async def test_a_batch_is_opened_for_no_version_that_is_over_its_staleness(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    await cluster.instance("i0", max_running=64)
+    await cluster.serving(gateway, 1)
+    for version in (1, 2):
+        await push(gateway, version)
+    request = make_batch(groups=1, ignore_eos=True)
+    code, reason, _ = await refused(
+        gateway.trainer.rollouts.OpenBatch(opening(request, max_staleness=1), timeout=CALL)
+    )
+    assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "BATCH_STALE")
+    for number, fields in enumerate(({"max_staleness": 2}, {"max_staleness": 1, "stale": REGENERATE})):
+        request.batch_id = f"b{number}"
+        await gateway.trainer.rollouts.OpenBatch(opening(request, **fields), timeout=CALL)
+        await add(gateway, request, 0)
+        await close(gateway, request)
+        assert await collected(gateway, request) == {"p0": [[(0, 40, 2)]] * 4}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from paceline.internal.v1 import draft_pb2 as pb
@@ -81,6 +82,10 @@ def test_every_process_runs_and_is_shown(config: PlatformConfig) -> None:
         ]
         assert all(child.alive and child.ready for child in platform.processes)
         platform.check()
+        # All of them out of one process that has imported what they need.
+        zygotes = {psutil.Process(child.pid).parent().parent().pid for child in platform.processes}
+        assert len(zygotes) == 1
+    assert not any(map(psutil.pid_exists, zygotes))
 
 
 def test_a_draft_store_comes_back_with_its_rollouts(platform: Platform, config: PlatformConfig) -> None:

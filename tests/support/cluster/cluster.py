@@ -25,11 +25,13 @@ from tests.support.zygote import Forked
 # Of operators and of a control plane that this cluster does not have.
 _IGNORED = frozenset(
     {
-        *("ConfigMap", "Ingress", "Issuer", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget"),
+        *("ConfigMap", "Ingress", "Issuer", "PersistentVolumeClaim", "PodDisruptionBudget"),
         *("PodMonitor", "PrometheusRule", "Role", "RoleBinding", "ServiceAccount"),
     }
 )
-_KNOWN = frozenset({"Certificate", "Deployment", "Job", "Pod", "Secret", "Service", "StatefulSet"})
+_KNOWN = frozenset(
+    {"Certificate", "Deployment", "Job", "NetworkPolicy", "Pod", "Secret", "Service", "StatefulSet"}
+)
 Key = tuple[str, str]
 """Kind and name of an object."""
 
@@ -289,10 +291,9 @@ class Cluster:
         return min(nodes, key=load, default="")
 
     def _publish(self) -> None:
-        services = [each for (kind, _), each in self.objects.items() if kind == "Service"]
         peers = [
             Peer(each.pod.name, each.address, each.pod.labels, each.pod.ports, each.ready, each.pod.service)
             for _, each in self.pods.values()
             if not (each.lost or each.gone.is_set())
         ]
-        self._names.publish(services, peers, self.network)
+        self._names.publish(list(self.objects.values()), peers, self.network)

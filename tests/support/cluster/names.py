@@ -1,4 +1,4 @@
-"""What pods can call, and what Services lead to, as the network is told of it."""
+"""Names that pods can call, where Services lead and what policies let through, as the network is told."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.support.cluster.dns import Peer, hosts, routes
 from tests.support.cluster.network import Network
+from tests.support.cluster.policies import Opening, openings
 
 
 class Names:
@@ -17,6 +18,7 @@ class Names:
         """Keep the files in `folder`."""
         self._folder = folder
         self._addresses: dict[str, str] = {}
+        self._opened: dict[str, tuple[Opening, ...]] = {}
 
     def of(self, pod: str) -> Path:
         """Return the folder with a pod's file."""
@@ -24,8 +26,13 @@ class Names:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def publish(self, services: Sequence[Mapping[str, Any]], pods: Sequence[Peer], network: Network) -> None:
-        """Tell pods and network what there is."""
+    def publish(self, objects: Sequence[Mapping[str, Any]], pods: Sequence[Peer], network: Network) -> None:
+        """Tell pods and network what there is: Services and NetworkPolicies of all objects, and pods."""
+        services = [each for each in objects if each["kind"] == "Service"]
+        opened = openings([each for each in objects if each["kind"] == "NetworkPolicy"], pods)
+        if opened != self._opened:
+            network.restrict(opened)
+            self._opened = opened
         for each in services:
             if each["spec"].get("clusterIP") != "None":
                 self._addresses.setdefault(each["metadata"]["name"], f"10.96.0.{len(self._addresses) + 1}")

@@ -13,15 +13,19 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from services.platform.lifeline import tied
 from tests.support.cluster import kernel
 from tests.support.cluster.dns import Route
+from tests.support.cluster.policies import Opening
 
 _BRIDGE = "10.244.0.1"
+# Servers' ports, in the eyes of policies: from the next one on are those that callers have.
+_LAST_PORT = 32767
 
 
 class Network:
@@ -54,6 +58,12 @@ class Network:
         """Relay Services by these routes. Connections that stand stay where they are."""
         self._order("publish", *[astuple(each) for each in routes])
 
+    def restrict(self, openings: Mapping[str, Sequence[Opening]]) -> None:
+        """Let nothing but this into pods, by their address. A connection that is refused is not answered."""
+        self._order(
+            "restrict", {address: [astuple(each) for each in those] for address, those in openings.items()}
+        )
+
     def answers(self, address: str, port: int, timeout: float) -> bool:
         """Say if a connection to a port can be made."""
         return bool(self._order("dial", address, port, timeout))
@@ -82,47 +92,73 @@ class Network:
 # -- in the process -----------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class _Pod:
+    address: str
+    number: int
+    descriptor: int
+    rules: set[str] = field(default_factory=set)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+
 class _Bridge:
     def __init__(self) -> None:
         kernel.unshare(kernel.NEWNET)
         _ip("link set lo up", "link add br0 type bridge", f"addr add {_BRIDGE}/16 dev br0", "link set br0 up")
-        self._pods: dict[str, tuple[int, int]] = {}
+        self._pods: dict[str, _Pod] = {}
         self._relays: dict[tuple[str, int], _Relay] = {}
+        self._openings: dict[str, list[Opening]] = {}
 
     async def hello(self) -> None:
         """Answer, which says that the bridge is there."""
 
     async def add(self, pod: str, address: str, number: int) -> int:
         descriptor = await asyncio.to_thread(_new_namespace)
-        self._pods[pod] = number, descriptor
-        path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        _ip(f"link add v{number} type veth peer name eth0 netns {path}")
+        made = self._pods[pod] = _Pod(address, number, descriptor)
+        _ip(f"link add v{number} type veth peer name eth0 netns {made.path}")
         _ip(f"link set v{number} master br0", f"link set v{number} up")
         _ip(
             "link set lo up",
             f"addr add {address}/16 dev eth0",
             "link set eth0 up",
             f"route add default via {_BRIDGE}",
-            within=path,
+            within=made.path,
         )
         return descriptor
 
     async def remove(self, pod: str) -> None:
-        number, descriptor = self._pods.pop(pod)
+        gone = self._pods.pop(pod)
         # The other end goes with it. The namespace goes when its last process has ended.
-        _ip(f"link del v{number}")
-        os.close(descriptor)
+        _ip(f"link del v{gone.number}")
+        os.close(gone.descriptor)
 
     async def cut(self, pod: str) -> None:
-        _ip(f"link set v{self._pods[pod][0]} down")
+        _ip(f"link set v{self._pods[pod].number} down")
 
     async def publish(self, *routes: list[Any]) -> None:
         for address, port, to in routes:
             relay = self._relays.get((address, port))
             if relay is None:
                 _ip(f"addr add {address}/32 dev br0")
-                relay = self._relays[address, port] = _Relay(address, port)
+                relay = self._relays[address, port] = _Relay(address, port, self._admits)
             await relay.lead([(host, number) for host, number in to])
+
+    async def restrict(self, openings: dict[str, list[list[Any]]]) -> None:
+        self._openings = {address: [Opening(*each) for each in those] for address, those in openings.items()}
+        for pod in self._pods.values():
+            wanted = _rules(self._openings[pod.address]) if pod.address in self._openings else set()
+            changes = [f"rule add {each}" for each in wanted - pod.rules]
+            changes += [f"rule del {each}" for each in pod.rules - wanted]
+            if changes:
+                _ip(*changes, within=pod.path)
+            pod.rules = wanted
+
+    def _admits(self, source: str, address: str, port: int) -> bool:
+        opened = self._openings.get(address)
+        return opened is None or any(each.admits(source, port) for each in opened)
 
     async def dial(self, address: str, port: int, seconds: float) -> bool:
         try:
@@ -134,10 +170,14 @@ class _Bridge:
 
 
 class _Relay:
-    """One port of a Service. Connections are refused while it leads nowhere, as in a cluster."""
+    """One port of a Service. Connections are refused while it leads nowhere, as in a cluster.
 
-    def __init__(self, address: str, port: int) -> None:
+    Those that policies refuse are closed.
+    """
+
+    def __init__(self, address: str, port: int, admits: Callable[[str, str, int], bool]) -> None:
         self._place = address, port
+        self._admits = admits
         self._to: list[tuple[str, int]] = []
         self._turn = itertools.count()
         self._server: asyncio.Server | None = None
@@ -153,9 +193,10 @@ class _Relay:
 
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            other_reader, other_writer = await asyncio.open_connection(
-                *self._to[next(self._turn) % len(self._to)]
-            )
+            target = self._to[next(self._turn) % len(self._to)]
+            if not self._admits(writer.get_extra_info("peername")[0], *target):
+                raise ConnectionRefusedError
+            other_reader, other_writer = await asyncio.open_connection(*target)
         except (OSError, ZeroDivisionError):
             writer.transport.abort()
             return
@@ -173,6 +214,21 @@ async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
         sink.write_eof()
     except OSError:
         sink.transport.abort()
+
+
+def _rules(opened: Sequence[Opening]) -> set[str]:
+    """Return rules of routing for a pod: answers of its ports go nowhere but to those who may connect to them.
+
+    The bridge is the kubelet, which asks where it likes, and the relays, which look at the policies themselves.
+    """
+    found = {
+        f"to {_BRIDGE} lookup main priority 100",
+        f"ipproto tcp sport 1-{_LAST_PORT} blackhole priority 200",
+    }
+    for each in opened:
+        ports = f"ipproto tcp sport {each.first}-{min(each.last, _LAST_PORT)} lookup main priority 100"
+        found |= {ports} if each.sources is None else {f"to {one} {ports}" for one in each.sources}
+    return found
 
 
 def _new_namespace() -> int:

@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 import grpc
-from google.rpc.error_details_pb2 import ErrorInfo
 
 from paceline import Sample, SamplingParams
 from paceline.errors import FailedPreconditionError
@@ -107,19 +106,6 @@ def test_where_the_gateway_has_closed_a_batch_groups_go_to_another() -> None:
     assert groups.stop(WAIT)
     assert [step for step, _ in run.steps()] == [0, 1]
     assert [number for number, _ in taken.groups] == [0, 1, 2, 3]
-
-
-def test_a_batch_waits_for_the_weights_that_are_being_applied() -> None:
-    run, taken = RunInMemory(), Taken(1)
-    run.unopened += [
-        FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, "later", [ErrorInfo(reason=reason)])
-        for reason in ("VERSION_MISMATCH", "UPDATE_APPLYING")
-    ]
-    groups = generated(run, taken, [1])
-    groups.start()
-    taken.wait(1)
-    assert groups.stop(WAIT)
-    assert (run.unopened, groups.error) == ([], None)
 
 
 def test_a_refusal_of_everything_ends_it() -> None:

@@ -1,0 +1,50 @@
+"""Processes that may be forked, and those that may not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.local.child import ChildSpec
+from services.local.config import PlatformConfig
+from services.local.forks import is_forked
+from services.local.specs import Specs
+
+SPECS = Specs(PlatformConfig(Path("/m")), Path("/state"), "redis://x")
+GPU = {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def instance(*flags: str, **environment: str) -> ChildSpec:
+    return Specs(PlatformConfig(Path("/m"), instance_options=flags), Path("/state"), "redis://x").instance(
+        0, environment, ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (SPECS.gateway(0), True),
+        (SPECS.draft_store(0), True),
+        (SPECS.learner(Path("/head")), True),
+        # It imports what others do not.
+        (SPECS.facade(0, "gateway"), False),
+        (instance(), True),
+        (instance(**GPU), False),
+        (instance("--engine=v2"), False),
+        (instance("--engine", "v2"), False),
+        (instance("--engine=v2", "--engine=v1"), True),
+        (instance(PACELINE_ENGINE="v2"), False),
+        (instance("--engine=v1", PACELINE_ENGINE="v2"), True),
+        (ChildSpec("other", (sys.executable, "-c", "pass"), Path("/log")), False),
+    ],
+)
+def test_what_may_be_forked(spec: ChildSpec, expected: bool) -> None:
+    assert is_forked(spec) is expected
+
+
+def test_nothing_is_forked_on_other_systems(monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not is_forked(SPECS.gateway(0))
