@@ -56,7 +56,8 @@ def test_every_step_runs_and_a_call_goes_on_where_the_last_one_ended(
         (plain, *drafted) = state.done[f"steps: {kind}, 2 x 12"]["result"]["runs"]
         assert plain["step_ms"] > 0
         assert plain["idle_ms"] > 0
-        assert plain["graphs"]["NONE"] >= plain["steps"]
+        # The first outcome may be of a step that was scheduled before the watch began.
+        assert plain["graphs"]["NONE"] >= plain["steps"] - 1 > 0
         assert all(run["tokens_a_step"] > plain["tokens_a_step"] for run in drafted)
     report = (path.parent / "report.md").read_text()
     for heading in (
