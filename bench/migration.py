@@ -27,7 +27,7 @@ from statistics import median
 from bench.comparison import Comparison
 from bench.driver import DrivenMove, Driver, LoadResult, Task
 from bench.kv_copy import measure_copies
-from bench.migration_figures import MOVE, PREFIX, STAY, MigrationRuns, table_of
+from bench.migration_figures import MOVE, PREFIX, STAY, MigrationRuns, document_table, table_of
 from bench.migration_loads import PROMPT_TOKENS, TailOptions, figure_5, long_tail
 from bench.random_model import make_random_model
 from bench.report import console, show, show_table, write
@@ -123,6 +123,7 @@ def main() -> None:
     show("migration", figures)
     details = {
         "goals": GOALS,
+        "tables": {"moves": document_table(tables)},
         **tables,
         "copies_bytes_per_second": asdict(copies),
         "tokens_compared": comparison.compared,

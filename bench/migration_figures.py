@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.driver import LoadResult
 from bench.intervals import median_interval
+from bench.report import format_value
 from bench.scrape import Metrics
 from paceline.times import seconds_of
 
@@ -41,6 +42,25 @@ class MigrationRuns:
 
 def table_of(runs: Mapping[str, MigrationRuns]) -> dict[str, dict[str, Any]]:
     return {name: _row(each, runs[STAY]) for name, each in runs.items()}
+
+
+def document_table(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, list[Any]]:
+    """Return columns and rows of text of all loads, as documents show them."""
+    rows = [
+        [
+            f"{load}, {system}",
+            f"{row['ratio']:.2f} ({row['ratio_lower']:.2f} to {row['ratio_upper']:.2f})",
+            f"{row['moves_by_kv']} by KV, {row['moves_by_prefix']} by prefix",
+            *(
+                format_value(row[name])
+                for name in ("gap_seconds_median", "stall_steps_median", "overhead_share")
+            ),
+        ]
+        for load, systems in tables.items()
+        for system, row in systems.items()
+    ]
+    columns = ["load", "throughput", "moves", "gap between two tokens, s", "stall, decode steps", "overhead"]
+    return {"columns": columns, "rows": rows}
 
 
 def _row(runs: MigrationRuns, plain: MigrationRuns) -> dict[str, Any]:
