@@ -22,7 +22,7 @@ _Context = tuple[int, ...]
 
 
 class SuffixChoices:
-    """What followed each context in the texts of a prompt."""
+    """Tokens that followed each context in the texts of a prompt."""
 
     def __init__(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         self._followed: dict[_Context, Counter[int]] = {}

@@ -29,7 +29,7 @@ class DraftGiving:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DrivenBatch:
     """Samples with random prompts of `context` tokens that decode `tokens` tokens each."""
 
     rows: int
@@ -50,7 +50,7 @@ class Driven:
 class BatchDriver:
     """One batch in an engine. Ids are new in every run: vLLM must never meet the same one twice."""
 
-    def __init__(self, engine: Any, batch: Batch, drafts: DraftGiving) -> None:
+    def __init__(self, engine: Any, batch: DrivenBatch, drafts: DraftGiving) -> None:
         self._engine, self._batch, self._drafts = engine, batch, drafts
         self._stock = isinstance(engine, StockVllm)
         self._names = [f"{next(_serials)}-{i}" for i in range(batch.rows)]

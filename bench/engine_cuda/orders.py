@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.engine_cuda.driving import Batch, BatchDriver, DraftGiving, Driven
+from bench.engine_cuda.driving import BatchDriver, DraftGiving, Driven, DrivenBatch
 from bench.engine_cuda.kinds import StockVllm
 from bench.engine_cuda.watch import StepWatch, watched
 from services.contracts.sampling import Sampling
@@ -71,7 +71,7 @@ class EngineOrders:
     ) -> dict[str, Any]:
         """Time steps of `rows` samples: plainly, and for each (length, share of wrong ones) with drafts."""
         longest = max((length for length, _ in drafts), default=0)
-        batch = Batch(rows, context, steps * (longest + 1) + (longest + 1) * _SPARE)
+        batch = DrivenBatch(rows, context, steps * (longest + 1) + (longest + 1) * _SPARE)
         if (needed := rows * (context + batch.tokens)) > self._engine.kv_capacity:
             return {"skipped": f"{needed} tokens do not fit the KV cache of {self._engine.kv_capacity}"}
         plain = self._driven(batch, DraftGiving(), batch.tokens if drafts else steps)
@@ -83,7 +83,7 @@ class EngineOrders:
 
     def waits(self, rows: int, context: int, length: int) -> dict[str, Any]:
         """Count what a step makes the host wait for, by the place in the source, and the copies of a step."""
-        batch = Batch(rows, context, 16 * (length + 1) * _SPARE)
+        batch = DrivenBatch(rows, context, 16 * (length + 1) * _SPARE)
         truth = {} if not length else self._driven(batch, DraftGiving(), batch.tokens)[0].responses
         driver = BatchDriver(self._engine, batch, DraftGiving(length, 0.0, truth))
         driver.enter()
@@ -99,7 +99,7 @@ class EngineOrders:
         from services.generation.speculation.plan import FixedLengthPlanner
         from services.generation.speculation.speculation import Speculation
 
-        engine, batch = self._engine, Batch(rows, context, 16 + _SPARE)
+        engine, batch = self._engine, DrivenBatch(rows, context, 16 + _SPARE)
         speculation = Speculation(
             [ReferenceDrafter()], FixedLengthPlanner(length), engine.limits.vocab_size, _Unread()
         )
@@ -134,7 +134,7 @@ class EngineOrders:
             }
         return found
 
-    def _driven(self, batch: Batch, drafts: DraftGiving, steps: int) -> tuple[Driven, dict[str, Any]]:
+    def _driven(self, batch: DrivenBatch, drafts: DraftGiving, steps: int) -> tuple[Driven, dict[str, Any]]:
         driver = BatchDriver(self._engine, batch, drafts)
         driver.enter()
         self._watch.begin()

@@ -35,7 +35,7 @@ from bench.learner.live import compare_live
 from bench.learner.on_cpu import measure
 from bench.learner.options import name_of, read
 from bench.learner.picture import draw
-from bench.learner.recording import Subject, followed_head, recorded_steps
+from bench.learner.recording import LearnerSubject, followed_head, recorded_steps
 from bench.learner.replay import (
     against,
     efficiency,
@@ -44,7 +44,7 @@ from bench.learner.replay import (
     replayed,
     update_tokens,
 )
-from bench.learner.session import FOLDER, OutOfTimeError, Session
+from bench.learner.session import FOLDER, LearnerSession, OutOfTimeError
 from bench.learner.tables import tables
 from bench.report import console, format_value, show_rows, write
 
@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, show and write."""
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
-    session = Session(arguments())
+    session = LearnerSession(arguments())
     try:
         found = _measured(session)
     except OutOfTimeError:
@@ -77,7 +77,7 @@ def main() -> None:
     write("learner", result)
 
 
-def _measured(session: Session) -> dict[str, Any]:
+def _measured(session: LearnerSession) -> dict[str, Any]:
     """Return all figures of the model. OutOfTimeError: a later call must go on."""
     given = session.given
     followers = [each for each in FOLLOWERS if each.name in given.followers]
@@ -126,7 +126,9 @@ def _measured(session: Session) -> dict[str, Any]:
     return found
 
 
-def _replays(session: Session, subject: Subject, runs: dict[str, FollowerRecord]) -> dict[str, Any]:
+def _replays(
+    session: LearnerSession, subject: LearnerSubject, runs: dict[str, FollowerRecord]
+) -> dict[str, Any]:
     """Return simulated rollouts by samples an instance, and the share of the products' rate that updates reach."""
     if FROZEN.name not in runs:
         return {}

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.comparison import Comparison
-from bench.learner.recording import Subject
+from bench.learner.recording import LearnerSubject
 from bench.scrape import scrape
 from bench.systems import KV_BYTES
 from bench.ties import Judge, judge_all
@@ -54,7 +54,7 @@ class LiveComparison:
 
 
 def compare_live(
-    subject: Subject,
+    subject: LearnerSubject,
     steps: int,
     instances: int,
     settings: LearningSettings,
@@ -97,7 +97,7 @@ def compare_live(
 
 def _run(
     options: Options,
-    subject: Subject,
+    subject: LearnerSubject,
     instances: int,
     settings: LearningSettings,
     say: Callable[[str, TrainedStep], None],
@@ -120,7 +120,7 @@ def _run(
         return steps, versions, _hidden_share(platform)
 
 
-def _platform(subject: Subject, instances: int, settings: LearningSettings) -> PlatformConfig:
+def _platform(subject: LearnerSubject, instances: int, settings: LearningSettings) -> PlatformConfig:
     """Nothing drafts but the head, always, as many tokens as it was trained for: it is the head that is to be seen.
 
     Whether that pays is for the planner to say, which is left out here.

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.learner.recording import Subject
+from bench.learner.recording import LearnerSubject
 from bench.model_drafting import DraftedSamples, in_own_process, requests_of, roll, same_as_recorded
 from bench.report import console
 from services.contracts.drafter import checkpoint
@@ -20,12 +20,12 @@ _DEPTHS = (1, 2, 3, 5)
 _KV_BYTES = 1 << 29
 
 
-def measure(subject: Subject, heads: Mapping[str, Path], rounds: int) -> dict[str, Any]:
+def measure(subject: LearnerSubject, heads: Mapping[str, Path], rounds: int) -> dict[str, Any]:
     """Return tokens a second of processor time by way, in a process of its own."""
     return in_own_process(_run, subject, dict(heads), rounds)
 
 
-def _run(subject: Subject, heads: dict[str, Path], rounds: int) -> dict[str, Any]:
+def _run(subject: LearnerSubject, heads: dict[str, Path], rounds: int) -> dict[str, Any]:
     from services.generation.engine.core import Engine
 
     step = subject.trajectory.steps[-1]

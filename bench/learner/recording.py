@@ -34,7 +34,7 @@ _PASSES = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class LearnerSubject:
     """A model, its run, other samples of its first policy, and the head that all followers begin with."""
 
     model: Path
@@ -61,7 +61,7 @@ def prepare(
     warm_up_seconds: float,
     settings: LearningSettings,
     say: Callable[[str, TrainedStep], None],
-) -> Subject:
+) -> LearnerSubject:
     """Return the subject under `folder`; parts that are missing are made now."""
     run = load_or_record(
         plain_platform(model, instances, folder / "platform"),
@@ -71,7 +71,7 @@ def prepare(
     )
     first = _first_samples(model, folder, options, instances, warm_up_prompts)
     warmed = _warm_up(model, head, first, settings, warm_up_seconds, options.threads)
-    return Subject(model, folder, run.trajectory, first, head, warmed)
+    return LearnerSubject(model, folder, run.trajectory, first, head, warmed)
 
 
 def _first_samples(

@@ -42,7 +42,7 @@ UPDATE_TOKENS = 262_144
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayedRun:
+class LearnerReplay:
     """Seconds of a training run's generation on the simulated cluster, and how it was drafted."""
 
     rollout_seconds: float
@@ -62,17 +62,17 @@ class ReplayedRun:
 
 def replayed(
     runs: Mapping[str, FollowerRecord], samples: int, depth: int, seconds_of_update: Mapping[str, float]
-) -> dict[str, ReplayedRun]:
+) -> dict[str, LearnerReplay]:
     """Return what each follower, and no drafter, gives with so many samples an instance."""
     plain = _rollout(samples, depth, None)
-    found = {NONE: ReplayedRun(plain[0], 0.0, 0.0, 1.0, 0.0)}
+    found = {NONE: LearnerReplay(plain[0], 0.0, 0.0, 1.0, 0.0)}
     for name, run in runs.items():
         each = [_rollout(samples, depth, block) for block in blocks(run.by_place)]
         training = seconds_of_update[name]
         # An update beside generation that ends before the next one begins costs generation nothing.
         rollout = fmean(seconds for seconds, _, _ in each)
         waited = training if name == SYNC.name else max(0.0, training - rollout)
-        found[name] = ReplayedRun(
+        found[name] = LearnerReplay(
             rollout, training, waited, fmean(length for _, length, _ in each), fmean(n for _, _, n in each)
         )
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.learner.following import Amounts, Follower, FollowerRecord, follow
 from bench.learner.options import FOLLOWING, HEAD, RUN, key_of, name_of
-from bench.learner.recording import Subject, prepare, recorded_steps
+from bench.learner.recording import LearnerSubject, prepare, recorded_steps
 from bench.report import console
 from bench.training import TrainedStep
 from examples.tinymath.train import Options
@@ -24,7 +24,7 @@ class OutOfTimeError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Session:
+class LearnerSession:
     """A call of the benchmark for one model."""
 
     given: argparse.Namespace
@@ -32,7 +32,7 @@ class Session:
     done: int = 0
     """Followers that this call has measured."""
 
-    def subject(self, seed: int) -> Subject:
+    def subject(self, seed: int) -> LearnerSubject:
         """Return the subject of a seed; parts that are missing are made now."""
         given = self.given
         options = Options(
@@ -71,7 +71,7 @@ class Session:
         """Settings of following."""
         return replace(self.settings, lr=self.given.drafter_lr)
 
-    def follow(self, subject: Subject, follower: Follower, seed: int, left: int) -> FollowerRecord:
+    def follow(self, subject: LearnerSubject, follower: Follower, seed: int, left: int) -> FollowerRecord:
         """Return a follower's record, measured now where none is kept. OutOfTimeError: it is too late for that."""
         path = subject.head / "cells" / f"{follower.name}-{key_of(self.given, FOLLOWING)}.json"
         if path.exists():

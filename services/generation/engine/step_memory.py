@@ -39,7 +39,7 @@ class StepMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """What is there at once at most."""
+        """The most bytes that are there at once."""
         return self.counts + self.logits + max(self.gathered, self.edited + self.parts + self.scratch)
 
     def beyond(self, measured: int) -> int:

@@ -62,7 +62,7 @@ class RecordedTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedDrafts:
-    """What a sample's drafts are verified by: a record, and the lenience of the rule, at least 1."""
+    """Record by which the drafts of a sample are verified, and the lenience of the rule, at least 1."""
 
     record: RecordedTokens
     lenience: float

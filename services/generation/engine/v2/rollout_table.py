@@ -20,7 +20,7 @@ _FEWEST_ROWS, _SHORTEST = 8, 256
 
 
 @dataclass(frozen=True, slots=True)
-class Followers:
+class RolloutFollowers:
     """Samples of a step that have a row: `places` [m] among its samples, rising, and their `rows` [m]."""
 
     places: IntArray
@@ -67,14 +67,14 @@ class RolloutTable:
         if row is not None:
             self._free.append(row)
 
-    def among(self, sample_ids: Sequence[str]) -> Followers | None:
+    def among(self, sample_ids: Sequence[str]) -> RolloutFollowers | None:
         """Return the samples that have a row, of those of a step; None if none has."""
         found = [(place, self._rows[name]) for place, name in enumerate(sample_ids) if name in self._rows]
-        return Followers(*np.array(found, np.int64).T) if found else None
+        return RolloutFollowers(*np.array(found, np.int64).T) if found else None
 
     def advance(
         self,
-        followers: Followers,
+        followers: RolloutFollowers,
         positions: torch.Tensor,
         counts: torch.Tensor,
         reused: torch.Tensor,

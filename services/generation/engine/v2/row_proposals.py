@@ -11,12 +11,12 @@ from kernels.coupled_sampler.uniforms import uniforms
 from services.generation.engine.sampling.rows import IntArray
 from services.generation.engine.types import Verifier
 from services.generation.engine.v2.device_rows import DeviceRows
-from services.generation.engine.v2.rollout_table import Followers, RolloutTable
+from services.generation.engine.v2.rollout_table import RolloutFollowers, RolloutTable
 from services.generation.engine.v2.settings import BatchSettings
 
 
 def proposals_of_rows(
-    rows: DeviceRows, batch: BatchSettings, followers: Followers | None, table: RolloutTable
+    rows: DeviceRows, batch: BatchSettings, followers: RolloutFollowers | None, table: RolloutTable
 ) -> RowProposals | None:
     """Return what the rows of a step propose, and how probable it must be; None if nothing is proposed.
 
@@ -62,7 +62,7 @@ class _Proposed:
         positions = self._rows.row_positions(place)
         self.theta[place] = uniforms(there["seeds"], positions, Purpose.REJECTION)
 
-    def follow(self, followers: Followers, table: RolloutTable) -> None:
+    def follow(self, followers: RolloutFollowers, table: RolloutTable) -> None:
         """Propose the next tokens of rollouts, as far as the drafts before a row are the rollout's, too."""
         rows = self._rows
         of_table = np.full(len(rows.cu) - 1, -1)
