@@ -77,11 +77,16 @@ class RolloutIntake:
             )
 
     def check_request(self, request: pb.SubmitRolloutsRequest) -> None:
-        """Check that samples of a batch to be submitted or opened can be generated now; raises as `check_batch`."""
+        """Check that samples of a batch to be submitted or opened can be generated now; raises as `check_batch`.
+
+        A batch of one version begins under that one, though samples that have begun may go on under the next.
+        """
+        if not request.HasField("max_staleness"):
+            return self.check_version(request.policy_version)
         self.check_batch(
             (request.run_id, request.batch_id),
             request.policy_version,
-            request.max_staleness if request.HasField("max_staleness") else None,
+            request.max_staleness,
             regenerates=request.stale == pb.STALE_REGENERATE,
         )
 

@@ -206,13 +206,17 @@ async def test_every_bad_folder_is_refused_and_the_engine_goes_on_unharmed(
     assert await policy.tokens(HANDLES) == before
 
 
-async def test_a_refused_folder_leaves_what_is_staged(
+async def test_a_refused_folder_leaves_what_is_staged_of_its_version_only(
     updated: Policy, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     version = updated.version + 1
     await updated.stage(version, models[1])
-    await refusal(updated, version + 1, tmp_path)
+    await refusal(updated, version, tmp_path)
     assert (await updated.look()).staged_policy_version == version
+    # Another version supersedes it before there is room for both.
+    await refusal(updated, version + 1, tmp_path)
+    assert (await updated.look()).staged_policy_version == 0
+    await updated.stage(version, models[1])
     await updated.apply(version)
 
 

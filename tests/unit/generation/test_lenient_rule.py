@@ -163,7 +163,8 @@ def test_marks_say_what_was_verified_and_taken_over(samples: list[tuple[int, int
     marks = pack(drafted, accepted, reused, width).reshape(len(samples), width)
     for i in range(len(samples)):
         own = torch.arange(drafted[i] + 1)
-        by_rows = pack_rows(torch.full_like(own, int(drafted[i])), own < int(reused[i]))
+        taken = (own < int(accepted[i]), own < int(reused[i]))
+        by_rows = pack_rows(torch.full_like(own, int(drafted[i])), *taken)
         assert by_rows.tolist() == marks[i, : len(own)].tolist()
         for emitted in range(drafted[i] + 2):
             # The others are behind a stop token.
