@@ -43,6 +43,8 @@ def edit(
         masks: of the rows of samples that follow a grammar.
         histories: of the samples; may be None if no sample has penalties.
     """
+    if masks is None and not any(item.penalised or item.allowed or item.forbidden for item in noise):
+        return None
     penalised = _of_rows(rows, [item.penalised for item in noise])
     limited = _of_rows(rows, [bool(item.allowed) for item in noise])
     withheld = _of_rows(rows, [bool(item.forbidden) for item in noise])

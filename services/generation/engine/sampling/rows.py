@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from kernels.transfer import uploaded
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """`cu[i]:cu[i+1]` are the rows of sample i; n samples, R rows.
 
@@ -26,18 +27,18 @@ class Rows:
     positions: IntArray
     drafts: IntArray
 
-    @property
+    @cached_property
     def samples(self) -> IntArray:
         """Sample of each row, [R]."""
         return np.repeat(np.arange(len(self.cu) - 1), np.diff(self.cu))
 
-    @property
+    @cached_property
     def offsets(self) -> IntArray:
         """Index of each row among the rows of its sample, [R]."""
         offsets: IntArray = np.arange(self.cu[-1]) - self.cu[:-1][self.samples]
         return offsets
 
-    @property
+    @cached_property
     def row_positions(self) -> IntArray:
         """Response position that each row samples, [R]."""
         positions: IntArray = self.positions[self.samples] + self.offsets
