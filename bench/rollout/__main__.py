@@ -9,6 +9,7 @@ The table is made of cells (system, regime, round), each kept under runs/bench/r
 the run that it depends on: a later call measures what is missing. Writes runs/bench/rollout.json, .md and .svg.
 
     python -m bench.rollout [--systems quick] [--rounds 1] [--minutes 25]
+    python -m bench.rollout --systems without --regimes "long tail"            # each mechanism left out
     python -m bench.rollout --systems all --subjects tinymath tinymath-16m     # until no cell is left
 """
 
@@ -26,12 +27,12 @@ from bench.report import console, show_rows, write
 from bench.rollout.cells import TableCell
 from bench.rollout.markdown import document, shown
 from bench.rollout.picture import draw
-from bench.rollout.registry import REGIMES, SUBJECTS, SYSTEMS
+from bench.rollout.registry import EVERYTHING, OFF, PLAIN, REGIMES, SUBJECTS, SYSTEMS
 from bench.rollout.session import CellSession
 from bench.rollout.table import GOALS, PairedRatio, headline, rows, table_of, verdicts
 
 _RESULT = Path("runs/bench")
-QUICK, ALL = "quick", "all"
+QUICK, ALL, WITHOUT = "quick", "all", "without"
 
 
 def main() -> None:
@@ -57,9 +58,11 @@ def main() -> None:
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Return systems by name, or those of the quick form, or all."""
+    """Return systems by name, or those of the quick form, or those that leave something out, or all."""
     if QUICK in names:
         return [name for name, system in SYSTEMS.items() if system.quick]
+    if WITHOUT in names:
+        return [name for name in SYSTEMS if name in (PLAIN, EVERYTHING, OFF) or name.startswith(WITHOUT)]
     return list(SYSTEMS) if ALL in names else [name for name in SYSTEMS if name in names]
 
 
@@ -130,7 +133,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--systems", nargs="+", choices=[QUICK, ALL, *SYSTEMS], default=[QUICK], metavar="NAME"
+        "--systems", nargs="+", choices=[QUICK, ALL, WITHOUT, *SYSTEMS], default=[QUICK], metavar="NAME"
     )
     parser.add_argument("--regimes", nargs="+", choices=list(REGIMES), default=list(REGIMES))
     parser.add_argument(

@@ -67,7 +67,7 @@ class Subject:
 
 
 ARCTIC = Path(".tools/arctic")
-PLAIN, EVERYTHING = "plain", "paceline"
+PLAIN, EVERYTHING, OFF = "plain", "paceline", "paceline off"
 LONG_TAIL = "long tail"
 REGIMES: Mapping[str, Regime] = {
     each.name: each
@@ -167,7 +167,7 @@ SYSTEMS: Mapping[str, ComparedSystem] = {
         ComparedSystem(PACELINE, quick=True),
         ComparedSystem(
             System(
-                "paceline off",
+                OFF,
                 "Paceline's services around plain decoding",
                 ("--speculation=off",),
                 drafts=False,
