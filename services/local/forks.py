@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import BinaryIO
 
 from services.generation.engine.runner_choice import V2
@@ -47,7 +48,9 @@ class Forks:
         """Begin to import what these processes need; the folder of logs is there."""
         for spec in specs:
             if is_forked(spec):
-                self._zygote(spec).begin()
+                # Where that fails, the process is started anew.
+                with suppress(OSError):
+                    self._zygote(spec).begin()
 
     def close(self) -> None:
         """End what was forked and still runs."""

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -110,7 +111,7 @@ class Zygote:
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Start to import, if that has not been done; return at once."""
+        """Start to import, if that has not been done; return at once. OSError if nothing can be started."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -142,11 +143,11 @@ class Zygote:
 
         RuntimeError if it cannot be forked, as when a module cannot be imported.
         """
-        self.begin()
         order = json.dumps([list(argv[2:]), dict(environment), list(cores), os.getcwd()]).encode()
         news = socket.socket(socket.AF_UNIX)
         news.settimeout(_START_TIMEOUT)
         try:
+            self.begin()
             return self._asked(news, order, [log.fileno(), *(() if pipe is None else (pipe,))])
         except OSError as error:
             news.close()
@@ -177,13 +178,13 @@ class Zygote:
             str(listener.fileno()),
             *self._imports,
         ]
-        started: list[subprocess.Popen[bytes]] = []
+        started: Future[subprocess.Popen[bytes]] = Future()
 
         def start() -> None:
-            with ExitStack() as stack:
-                log = stack.enter_context(self._log.open("ab")) if self._log else None
-                started.append(
-                    subprocess.Popen(
+            try:
+                with ExitStack() as stack:
+                    log = stack.enter_context(self._log.open("ab")) if self._log else None
+                    process = subprocess.Popen(
                         tied(command),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -192,12 +193,13 @@ class Zygote:
                         env=os.environ | self._environment,
                         start_new_session=True,  # a Ctrl-C in the terminal is for the launcher alone
                     )
-                )
+            except OSError as error:
+                started.set_exception(error)
+                return
+            started.set_result(process)
             # It dies with the thread that started it.
             self._closed.wait()
 
         threading.Thread(target=start, daemon=True, name="zygote").start()
-        while not started:
-            threading.Event().wait(0.01)
-        self._process = started[0]
-        listener.close()
+        with listener:
+            self._process = started.result()

@@ -12,6 +12,7 @@ from services.local.child import ChildSpec
 from services.local.config import PlatformConfig
 from services.local.forks import is_forked
 from services.local.specs import Specs
+from services.local.zygote import Zygote
 
 SPECS = Specs(PlatformConfig(Path("/m")), Path("/state"), "redis://x")
 GPU = {"CUDA_VISIBLE_DEVICES": "0"}
@@ -48,3 +49,11 @@ def test_what_may_be_forked(spec: ChildSpec, expected: bool) -> None:
 def test_nothing_is_forked_on_other_systems(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not is_forked(SPECS.gateway(0))
+
+
+def test_a_zygote_that_cannot_be_started_says_so_at_once(tmp_path: Path) -> None:
+    zygote = Zygote("json", log=tmp_path / "missing" / "imports.log")
+    with pytest.raises(OSError, match="missing"):
+        zygote.begin()
+    with (tmp_path / "log").open("wb") as log, pytest.raises(RuntimeError, match="nothing can be forked"):
+        zygote.fork([sys.executable, "-m", "json"], {}, (), log)
