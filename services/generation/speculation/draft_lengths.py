@@ -149,6 +149,5 @@ def predicted_gain(
     rows = n + np.where(drafted, lengths, batch.rows).sum()
     plain, verifying = step_time.predict(n, (n, rows), batch.context).tolist()
     number = max(int(drafted.sum()), 1)
-    one_pass = pass_time.seconds(number, number, number * batch.context / n)
-    drafting = int(lengths.max()) * (one_pass if pass_time.known else _ASSUMED_PASS * plain)
+    drafting = int(lengths.max()) * pass_seconds(pass_time, number, number * batch.context / n, plain)
     return float(tokens / n * plain / (verifying + drafting))
