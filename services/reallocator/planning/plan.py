@@ -14,19 +14,23 @@ before anything is decided, so by its own prediction no decision delays anything
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from services.reallocator.planning.price import MoveBy, MovePrice, cheapest, lost
 from services.reallocator.planning.records import (
     Candidate,
     InstanceView,
+    LoadView,
     Move,
     ReallocationRules,
     Rule,
     Transfer,
 )
 
+Loaded = InstanceView | LoadView
+L = TypeVar("L", InstanceView, LoadView)
 ROUNDING = 1e-9
 """Tolerance of a gain: it compares sums over samples, which rounding can make differ."""
 
@@ -117,9 +121,8 @@ def _movable(donor: InstanceView) -> list[Candidate]:
 
 def _by_threshold(group: Sequence[InstanceView], rules: ReallocationRules) -> list[Transfer]:
     """Move samples from above the threshold to below it."""
-    fullest = sorted(group, key=lambda each: (-each.samples, each.instance_id))
-    donors = [each for each in fullest if each.gives and each.samples > each.threshold]
-    receivers = [each for each in _emptiest_first(group) if each.receives and each.samples < each.threshold]
+    donors = [each for each in fullest_first(group) if each.gives and each.samples > each.threshold]
+    receivers = [each for each in emptiest_first(group) if each.receives and each.samples < each.threshold]
     found = []
     for donor, receiver in zip(donors, receivers, strict=False):
         pair = _Pair(donor, receiver, rules)
@@ -136,7 +139,7 @@ def _by_threshold(group: Sequence[InstanceView], rules: ReallocationRules) -> li
 
 def _balance(group: Sequence[InstanceView], rules: ReallocationRules) -> list[Transfer]:
     """Balance the fullest instance with the emptiest, and so on."""
-    ranked = _emptiest_first(group)
+    ranked = emptiest_first(group)
     found = []
     while len(ranked) > 1:
         receiver, donor = ranked.pop(0), ranked.pop()
@@ -156,8 +159,27 @@ def _balance(group: Sequence[InstanceView], rules: ReallocationRules) -> list[Tr
     return found
 
 
-def _emptiest_first(group: Iterable[InstanceView]) -> list[InstanceView]:
+def emptiest_first(group: Iterable[L]) -> list[L]:
+    """Return instances in the order in which they receive."""
     return sorted(group, key=lambda each: (each.samples, each.instance_id))
+
+
+def fullest_first(group: Iterable[L]) -> list[L]:
+    """Return instances in the order in which they give by the threshold rule."""
+    return sorted(group, key=lambda each: (-each.samples, each.instance_id))
+
+
+def halves(most: int) -> Iterator[int]:
+    """Give the numbers of moves among which a pair chooses: all, half, a quarter, ..."""
+    while most:
+        yield most
+        most //= 2
+
+
+def rate_gain(donor: Loaded, receiver: Loaded, count: int) -> float:
+    """Return the relative gain in tokens per second of moving `count` samples (RLHFSpec, equation 5)."""
+    before = _rate(donor, 0) + _rate(receiver, 0)
+    return (_rate(donor, -count) + _rate(receiver, count)) / before - 1 if before else 0.0
 
 
 def _best(
@@ -165,13 +187,11 @@ def _best(
 ) -> tuple[Sequence[PricedCandidate], float]:
     """Return the prefix of the candidates that gains most, of all, half, a quarter, ...; and its gain."""
     best: tuple[Sequence[PricedCandidate], float] = ((), float("-inf"))
-    count = len(chosen)
-    while count:
+    for count in halves(len(chosen)):
         found = gain(chosen[:count])
         # Among equal gains the most samples move: rounding does not choose.
         if found > best[1] + ROUNDING:
             best = chosen[:count], found
-        count //= 2
     return best
 
 
@@ -225,7 +245,9 @@ class _Pair:
         lost_here, lost_there = lost(each.price for each in part)
         own = sum(each.price.stall * (each.candidate.accepted + 1) / there for each in part)
         cost = lost_here * _rate(self.donor, 0) + lost_there * _rate(self.receiver, count) + own
-        return self._trusted(Rule.THRESHOLD, self._rate_gain(count)) - cost / (before * lasting)
+        return self._trusted(Rule.THRESHOLD, rate_gain(self.donor, self.receiver, count)) - cost / (
+            before * lasting
+        )
 
     def time_gain(self, part: Sequence[PricedCandidate]) -> float:
         """Return how much sooner the pair finishes, relative to the remaining time after the moves."""
@@ -269,17 +291,14 @@ class _Pair:
             for each in part
         )
         donor, receiver = self.donor.instance_id, self.receiver.instance_id
-        return Transfer(donor, receiver, moves, rule, gain, reason, self._rate_gain(len(part)))
-
-    def _rate_gain(self, count: int) -> float:
-        """Return the relative gain in tokens per second (equation 5) of moving `count` samples."""
-        before = _rate(self.donor, 0) + _rate(self.receiver, 0)
-        return (_rate(self.donor, -count) + _rate(self.receiver, count)) / before - 1 if before else 0.0
+        return Transfer(
+            donor, receiver, moves, rule, gain, reason, rate_gain(self.donor, self.receiver, len(part))
+        )
 
     def _trusted(self, rule: Rule, gain: float) -> float:
         """Return a predicted gain, scaled by the trust in its rule; a loss is not scaled."""
         return gain * self.rules.trust.get(rule, 1.0) if gain > 0 else gain
 
 
-def _rate(view: InstanceView, more: int) -> float:
+def _rate(view: Loaded, more: int) -> float:
     return view.curve.throughput(view.samples + more)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
-from services.reallocator.planning.plan import ROUNDING
+from services.reallocator.planning.plan import ROUNDING, emptiest_first, fullest_first, halves, rate_gain
 from services.reallocator.planning.records import LoadView, ReallocationRules, Rule
 
 
@@ -21,7 +21,7 @@ def worth_listing(fleet: Iterable[LoadView], rules: ReallocationRules) -> frozen
         groups[load.peers].append(load)
     found: set[str] = set()
     for group in groups.values():
-        ranked = sorted(group, key=lambda each: (each.samples, each.instance_id))
+        ranked = emptiest_first(group)
         # Both: the plan balances where the threshold rule finds nothing, which loads alone do not tell.
         found |= _above_threshold(ranked, rules)
         found |= _uneven(ranked, rules) if rules.balance else set()
@@ -30,13 +30,12 @@ def worth_listing(fleet: Iterable[LoadView], rules: ReallocationRules) -> frozen
 
 def _above_threshold(ranked: Sequence[LoadView], rules: ReallocationRules) -> set[str]:
     """Return the pairs of the threshold rule that could gain; `ranked` begins with the emptiest."""
-    fullest = sorted(ranked, key=lambda each: (-each.samples, each.instance_id))
-    donors = [each for each in fullest if each.samples > each.threshold]
+    donors = [each for each in fullest_first(ranked) if each.samples > each.threshold]
     receivers = [each for each in ranked if each.samples < each.threshold]
     trust, found = rules.trust.get(Rule.THRESHOLD, 1.0), set[str]()
     for donor, receiver in zip(donors, receivers, strict=False):
         most = min(donor.samples - donor.threshold, receiver.threshold - receiver.samples)
-        most_gain = max(_rate_gain(donor, receiver, count) for count in _halves(most))
+        most_gain = max(rate_gain(donor, receiver, count) for count in halves(most))
         if trust * most_gain >= rules.least_gain - ROUNDING:
             found |= {donor.instance_id, receiver.instance_id}
     return found
@@ -57,19 +56,3 @@ def _uneven(ranked: Sequence[LoadView], rules: ReallocationRules) -> set[str]:
         if trust * gain >= rules.least_balance_gain - ROUNDING:
             found |= {donor.instance_id, receiver.instance_id}
     return found
-
-
-def _halves(most: int) -> list[int]:
-    """Return the numbers of moves among which the plan chooses: all, half, a quarter, ..."""
-    found = []
-    while most:
-        found.append(most)
-        most //= 2
-    return found
-
-
-def _rate_gain(donor: LoadView, receiver: LoadView, count: int) -> float:
-    """Return the relative gain in tokens per second of moving `count` samples (RLHFSpec, equation 5)."""
-    here, there = donor.curve.throughput, receiver.curve.throughput
-    before = here(donor.samples) + there(receiver.samples)
-    return (here(donor.samples - count) + there(receiver.samples + count)) / before - 1 if before > 0 else 0.0
