@@ -5,9 +5,11 @@ Needs grpcio, protobuf and numpy; imports neither torch nor vLLM.
 
 from paceline.adapters import Adapter
 from paceline.aio import AsyncClient
+from paceline.blocking_rollout import OpenBatch, Rollout
+from paceline.blocking_run import Run
 from paceline.blocking_sessions import Session, Sessions
 from paceline.channel import Tls
-from paceline.client import Client, OpenBatch, Rollout, Run
+from paceline.client import Client
 from paceline.errors import (
     AbortedError,
     AlreadyExistsError,

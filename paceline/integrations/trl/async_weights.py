@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import types as t
 
 if TYPE_CHECKING:
-    from paceline.client import Run
+    from paceline.blocking_run import Run
 
 
 class PacelineWeightTransfer:

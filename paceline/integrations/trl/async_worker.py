@@ -22,7 +22,7 @@ from paceline.integrations.trl.scoring import GroupScores, score
 from paceline.step_stats import StepStats
 
 if TYPE_CHECKING:
-    from paceline.client import Run
+    from paceline.blocking_run import Run
 
 _log = logging.getLogger("paceline")
 

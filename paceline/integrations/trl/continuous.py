@@ -17,7 +17,8 @@ from paceline.errors import FailedPreconditionError, PacelineError, ResourceExha
 from paceline.integrations.prompts import prompt_id_of
 
 if TYPE_CHECKING:
-    from paceline.client import OpenBatch, Run
+    from paceline.blocking_rollout import OpenBatch
+    from paceline.blocking_run import Run
 
 _log = logging.getLogger("paceline")
 

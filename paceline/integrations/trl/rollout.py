@@ -15,7 +15,8 @@ from paceline.integrations.trl.processes import gathered, on_main
 from paceline.integrations.trl.schedule import Cadence, Lookahead
 
 if TYPE_CHECKING:
-    from paceline.client import Rollout, Run
+    from paceline.blocking_rollout import Rollout
+    from paceline.blocking_run import Run
 
 _log = logging.getLogger("paceline")
 _EVALUATION = "eval."
