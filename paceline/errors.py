@@ -6,7 +6,7 @@
         for violation in error.violations:
             print(violation.field, violation.description)
 
-`str(error)` says all of it.
+`str(error)` says all of it. `client_errors` makes those that the SDK raises by itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,23 @@ from google.rpc import error_details_pb2, status_pb2
 
 STATUS_KEY = "grpc-status-details-bin"
 REQUEST_ID_KEY = "x-request-id"
+
+CUT_SHORT = "CUT_SHORT"
+"""Reason of the error of a stream that ended without one while samples were missing."""
+STREAM_SILENT = "STREAM_SILENT"
+"""Reason of the error of a stream on which nothing came, though the gateway was reached."""
+BATCH_LOST = "BATCH_LOST"
+"""Reason of the error of a batch whose samples are lost, and whose request this client does not have."""
+SOURCE_READ_ONCE = "SOURCE_READ_ONCE"
+"""Reason of the error of a push whose tensors came from an iterator, and would have to be read again."""
+SHARDS_DIFFER = "SHARDS_DIFFER"
+"""Reason of the error of shards that serve different versions; `metadata` has that of each by its name."""
+SHARD_NOT_NAMED = "SHARD_NOT_NAMED"
+"""Reason of the error of a call of one deployment, made on a client of several."""
+RANK_LOST = "RANK_LOST"
+"""Reason of the error of a push by several ranks, of which one failed or is gone."""
+NO_RENDEZVOUS = "NO_RENDEZVOUS"
+"""Reason of the error of a push by broadcast from a trainer that cannot open one."""
 
 _DETAIL_TYPES: dict[str, type[Message]] = {
     kind.DESCRIPTOR.full_name: kind
@@ -208,89 +225,6 @@ def parse_details(status: bytes) -> list[Message]:
         return []
 
 
-def _violations(detail: Message) -> list[Violation]:
-    if isinstance(detail, error_details_pb2.BadRequest):
-        return [Violation(v.field, v.description) for v in detail.field_violations]
-    if isinstance(detail, error_details_pb2.PreconditionFailure | error_details_pb2.QuotaFailure):
-        return [Violation(v.subject, v.description) for v in detail.violations]
-    return []
-
-
-CUT_SHORT = "CUT_SHORT"
-"""Reason of the error of a stream that ended without one while samples were missing."""
-STREAM_SILENT = "STREAM_SILENT"
-"""Reason of the error of a stream on which nothing came, though the gateway was reached."""
-BATCH_LOST = "BATCH_LOST"
-"""Reason of the error of a batch whose samples are lost, and whose request this client does not have."""
-
-SOURCE_READ_ONCE = "SOURCE_READ_ONCE"
-"""Reason of the error of a push whose tensors came from an iterator, and would have to be read again."""
-SHARDS_DIFFER = "SHARDS_DIFFER"
-"""Reason of the error of shards that serve different versions; `metadata` has that of each by its name."""
-SHARD_NOT_NAMED = "SHARD_NOT_NAMED"
-"""Reason of the error of a call of one deployment, made on a client of several."""
-RANK_LOST = "RANK_LOST"
-"""Reason of the error of a push by several ranks, of which one failed or is gone."""
-NO_RENDEZVOUS = "NO_RENDEZVOUS"
-"""Reason of the error of a push by broadcast from a trainer that cannot open one."""
-
-
-def cut_short() -> UnavailableError:
-    """Return the error of a stream that ended without one while samples were missing."""
-    info = error_details_pb2.ErrorInfo(reason=CUT_SHORT)
-    message = "the stream ended before the batch was complete"
-    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
-
-
-def stream_silent(method: str, seconds: float) -> UnavailableError:
-    """Return the error of a stream on which nothing came for so long."""
-    info = error_details_pb2.ErrorInfo(reason=STREAM_SILENT)
-    message = f"the gateway has sent nothing on {method} for {seconds:g} s"
-    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
-
-
-def batch_lost(run_id: str, batch_id: str, cursor: int, cause: PacelineError) -> DataLossError:
-    """Return the error of a batch that the gateway has lost and that cannot be submitted again from here."""
-    info = error_details_pb2.ErrorInfo(
-        reason=BATCH_LOST, metadata={"run_id": run_id, "batch_id": batch_id, "cursor": str(cursor)}
-    )
-    message = (
-        f"the gateway has lost samples of batch {run_id}/{batch_id} after cursor {cursor}: {cause.message}"
-    )
-    return DataLossError(grpc.StatusCode.DATA_LOSS, message, [info], cause.request_id)
-
-
-def session_differs(prompt_id: str, slot: int, position: int) -> DataLossError:
-    """Return the error of a session that was generated again, and became another."""
-    info = error_details_pb2.ErrorInfo(
-        reason="SESSION_DIFFERS", metadata={"prompt_id": prompt_id, "slot": str(slot)}
-    )
-    message = (
-        f"prompt {prompt_id!r} slot {slot} was lost and generated again, and what it says from position {position} "
-        "on is not what was given before: begin the session anew"
-    )
-    return DataLossError(grpc.StatusCode.DATA_LOSS, message, [info])
-
-
-def source_read_once(detail: str) -> AbortedError:
-    """Return the error of a push that needs bytes of an iterator again."""
-    info = error_details_pb2.ErrorInfo(reason=SOURCE_READ_ONCE)
-    message = f"an instance died while weights were pushed, and an iterator cannot be read again: {detail}"
-    return AbortedError(grpc.StatusCode.ABORTED, message, [info])
-
-
-def stream_stalled(message: str) -> UnavailableError:
-    """Return the error of a push to an instance that says nothing."""
-    info = error_details_pb2.ErrorInfo(reason=STREAM_SILENT)
-    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
-
-
-def rank_lost(message: str) -> AbortedError:
-    """Return the error of a push by several ranks, of which one failed or is gone."""
-    info = error_details_pb2.ErrorInfo(reason=RANK_LOST)
-    return AbortedError(grpc.StatusCode.ABORTED, message, [info])
-
-
 @contextmanager
 def on_shard(name: str) -> Iterator[None]:
     """Give errors that are raised in the block the name of their shard, unless they have one."""
@@ -301,25 +235,9 @@ def on_shard(name: str) -> Iterator[None]:
         raise
 
 
-def shards_differ(versions: Mapping[str, int]) -> FailedPreconditionError:
-    """Return the error of shards that serve different versions, by their names."""
-    served = {name: str(version) for name, version in versions.items()}
-    info = error_details_pb2.ErrorInfo(reason=SHARDS_DIFFER, metadata=served)
-    listed = ", ".join(f"{name} serves {version}" for name, version in served.items())
-    message = f"the shards serve different versions ({listed}): push weights again, which go to all of them"
-    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
-
-
-def shard_not_named(method: str, names: Iterable[str]) -> FailedPreconditionError:
-    """Return the error of a call of one deployment, made on a client of several."""
-    info = error_details_pb2.ErrorInfo(reason=SHARD_NOT_NAMED)
-    message = (
-        f"{method} is a call to one deployment: make it on client.shard(name), one of {', '.join(names)}"
-    )
-    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
-
-
-def no_rendezvous(message: str) -> FailedPreconditionError:
-    """Return the error of a trainer that cannot open a broadcast."""
-    info = error_details_pb2.ErrorInfo(reason=NO_RENDEZVOUS)
-    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+def _violations(detail: Message) -> list[Violation]:
+    if isinstance(detail, error_details_pb2.BadRequest):
+        return [Violation(v.field, v.description) for v in detail.field_violations]
+    if isinstance(detail, error_details_pb2.PreconditionFailure | error_details_pb2.QuotaFailure):
+        return [Violation(v.subject, v.description) for v in detail.violations]
+    return []

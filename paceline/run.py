@@ -18,7 +18,8 @@ from pathlib import Path
 from paceline import types as t
 from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
-from paceline.errors import FailedPreconditionError, PacelineError, shards_differ
+from paceline.client_errors import shards_differ
+from paceline.errors import FailedPreconditionError, PacelineError
 from paceline.run_rollouts import RunRollouts
 from paceline.safetensors import Tensors
 from paceline.sharded_tensors import ShardedTensors

@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, S
 import numpy as np
 
 from paceline import types as t
-from paceline.errors import FailedPreconditionError, NotFoundError, session_differs
+from paceline.client_errors import session_differs
+from paceline.errors import FailedPreconditionError, NotFoundError
 from paceline.open_batch import AsyncOpenBatch, Given
 
 # The gateway has lost the session, and generates it again: it calls once more, and is answered as before.

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from paceline import safetensors
-from paceline.errors import rank_lost
+from paceline.client_errors import rank_lost
 from paceline.safetensors import FileWrite, WrittenFile
 from paceline.tensor_bytes import Entry, entry_of
 

@@ -17,7 +17,7 @@ from paceline import safetensors
 from paceline import types as t
 from paceline.broadcaster import Broadcaster
 from paceline.calls import GatewayCalls
-from paceline.errors import no_rendezvous, rank_lost
+from paceline.client_errors import no_rendezvous, rank_lost
 from paceline.rendezvous import RankGone, Rendezvous, RoundRanks, SlowRanks, local_address
 from paceline.send_window import cut
 from paceline.shards import OpenShard

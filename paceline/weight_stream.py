@@ -18,7 +18,8 @@ from paceline import safetensors
 from paceline import types as t
 from paceline.calls import GatewayCalls
 from paceline.channel import Tls
-from paceline.errors import PacelineError, from_rpc, source_read_once, stream_stalled
+from paceline.client_errors import source_read_once, stream_stalled
+from paceline.errors import PacelineError, from_rpc
 from paceline.piece_tee import PieceTee
 from paceline.send_window import SourceBehind, cut
 from paceline.shards import OpenShard

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from paceline import errors
+from paceline import client_errors, errors
 from paceline.channel import Tls
 from paceline.retry import Backoff, RetryPolicy
 from paceline.transport import Stream, Transport, Unary
@@ -80,7 +80,7 @@ class Caller:
                         yield event
                 if stream.complete():
                     return
-                failure: errors.PacelineError = errors.cut_short()
+                failure: errors.PacelineError = client_errors.cut_short()
             except grpc.RpcError as error:
                 failure = errors.from_rpc(error)
             finally:
@@ -89,7 +89,9 @@ class Caller:
                 raise failure
             if seconds is not None and _is_own_deadline(failure, began, seconds):
                 if silent and stream.begins_at_once:
-                    await self._wait(backoff, errors.stream_silent(stream.method, seconds), stream.method)
+                    await self._wait(
+                        backoff, client_errors.stream_silent(stream.method, seconds), stream.method
+                    )
                     # A busy gateway may need longer than a turn.
                     seconds = self._stream_seconds
                 elif turn is not None:

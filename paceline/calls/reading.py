@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from paceline import convert, errors
+from paceline import client_errors, convert, errors
 from paceline import types as t
 from paceline.transport import Stream
 from paceline.v1 import rollout_pb2, sample_pb2
@@ -198,7 +198,7 @@ class BatchReading:
 
     def _lost(self, cause: errors.PacelineError) -> errors.DataLossError:
         place = self.place
-        return errors.batch_lost(place.run_id, place.batch_id, place.cursor, cause)
+        return client_errors.batch_lost(place.run_id, place.batch_id, place.cursor, cause)
 
 
 def _is_behind(failure: errors.PacelineError, place: BatchPlace) -> bool:

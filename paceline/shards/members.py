@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline import errors
+from paceline import client_errors, errors
 from paceline import types as t
 from paceline.shards.assignment import Shard, assign, layout
 from paceline.shards.concurrency import Concurrency, Tasks
@@ -125,7 +125,7 @@ class Shards:
         """
         found = {name: each.policy_version for name, each in (await self.versions()).items()}
         if len(set(found.values())) > 1:
-            raise errors.shards_differ(found)
+            raise client_errors.shards_differ(found)
         return next(iter(found.values()))
 
 

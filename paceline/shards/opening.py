@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import grpc
 
-from paceline import errors
+from paceline import client_errors
 from paceline.channel import Tls
 from paceline.shards.assignment import Shard
 from paceline.shards.concurrency import Concurrency
@@ -66,4 +66,4 @@ class _SeveralTransports:
             await transport.close()
 
     def _refuse(self, method: str) -> NoReturn:
-        raise errors.shard_not_named(method, self._names)
+        raise client_errors.shard_not_named(method, self._names)
