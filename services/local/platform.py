@@ -8,69 +8,29 @@ Start it from the main thread. When the launcher dies, by whatever signal, its p
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 from paceline import Client, PacelineError, RetryPolicy
 from paceline.types import InstanceState
-from services.contracts.drafter.checkpoint import folder_of
 from services.local import pinning
 from services.local.child import Child, ChildSpec, Launch, PlatformError, stop_together
 from services.local.config import PlatformConfig
+from services.local.first_drafter import first_drafter
 from services.local.forks import Forks
 from services.local.keeper import Keeper
 from services.local.specs import Specs
+from services.local.targets_file import TargetsFile
 from services.platform.redis.embedded import EmbeddedRedis
 
-NAME = "targets.json"
-"""Name of the file in the platform's folder, which deploy/prometheus/prometheus.yml reads."""
-
-
-def targets(children: Iterable[Child], *, tls: bool) -> str:
-    """Return the contents of the file: the processes that are ready, labelled with their names."""
-    scheme = {"__scheme__": "https"} if tls else {}
-    listed = [
-        {
-            "targets": [f"{child.ready.address.rpartition(':')[0]}:{child.ready.metrics_port}"],
-            "labels": {"instance": child.spec.name, **scheme},
-        }
-        for child in children
-        if child.ready is not None
-    ]
-    return json.dumps(listed, indent=1) + "\n"
-
-
-class TargetsFile:
-    """The file, written by any thread; a reader never sees a part of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
-        self._written = ""
-        self._lock = threading.Lock()
-
-    def write(self, children: Iterable[Child], *, tls: bool) -> None:
-        """Write the file if its contents have changed."""
-        with self._lock:
-            text = targets(children, tls=tls)
-            if text != self._written:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                part = self.path.with_suffix(".part")
-                part.write_text(text)
-                part.replace(self.path)
-                self._written = text
-
+__all__ = ["Platform", "PlatformError"]
 
 _POLL_SECONDS = 0.1
-__all__ = ["Platform", "PlatformError"]
 
 
 class Platform:
@@ -306,26 +266,3 @@ def _serving(client: Client) -> int:
         return sum(instance.state is InstanceState.SERVING for instance in client.instances())
     except PacelineError:
         return 0
-
-
-_SECONDS = 600.0
-_TAIL = 2000
-
-
-def first_drafter(model: Path, parent: Path) -> Path:
-    """Return the folder of the first head under `parent`; makes it if there is none. PlatformError if that fails.
-
-    It is made in a process of its own, so that this one does not load torch. An existing one is kept, since
-    instances may already use it.
-    """
-    made = folder_of(parent.absolute(), 1)
-    if made.is_dir():
-        return made
-    command = [sys.executable, "-m", "services.drafter.first", f"--model={model}", f"--parent={parent}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise PlatformError(f"no drafter for {model} was made in {_SECONDS:.0f} s") from error
-    if done.returncode:
-        raise PlatformError(f"no drafter for {model} could be made.\n{done.stderr[-_TAIL:]}")
-    return Path(done.stdout.strip().splitlines()[-1])
