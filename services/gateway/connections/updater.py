@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 import structlog
 from redis.exceptions import RedisError
 
-from paceline.errors import Violation
 from paceline.v1 import weight_pb2 as pb
-from services.contracts.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable
+from services.contracts.errors import FailedPrecondition, Unavailable
 from services.gateway.connections.connection import Connection, InstanceResult, on_all
 from services.gateway.connections.roster import Roster
 from services.gateway.connections.samples_in_flight import InFlightSamples
-from services.gateway.connections.staging_verdict import judge
-from services.gateway.connections.stream_staging import StreamStaging
+from services.gateway.connections.update_staging import UpdateStaging
 from services.gateway.fleet.health import FleetHealth, MemberState
 from services.gateway.fleet.update_book import InFlightTreatment, UpdateBook, UpdatePhase, WeightUpdate
 from services.gateway.fleet.update_times import UpdateTimes
@@ -56,12 +54,12 @@ class Updater:
     record: Callable[[DecisionRecord], None]
     _times: UpdateTimes = field(init=False, default_factory=UpdateTimes)
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
-    # Instance id -> result of the last staging.
-    _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
     _last: FinishedUpdate = field(init=False, default_factory=FinishedUpdate)
     _tasks: set[asyncio.Task[object]] = field(init=False, default_factory=set)
-    # Of the update whose weights are pushed now.
-    _streaming: StreamStaging | None = field(init=False, default=None)
+    _staging: UpdateStaging = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._staging = UpdateStaging(self.roster, self.metrics)
 
     async def run(self) -> None:
         """Drop abandoned updates until cancelled.
@@ -79,7 +77,7 @@ class Updater:
         finally:
             for task in self._tasks:
                 task.cancel()
-            self._end_streaming()
+            self._staging.end_streaming()
 
     async def start(
         self, run_id: str, version: int, *, streamed: bool = False, collective: bool = False
@@ -112,12 +110,7 @@ class Updater:
         """
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            try:
-                return (await self._stream(update)).target()
-            except ServiceError:
-                # Whoever starts the update again finds other instances, or the same ones well.
-                self._end_streaming()
-                raise
+            return await self._staging.stream_target(update)
 
     async def collective_ranks(
         self, update_id: str, rendezvous: pb.CollectiveRendezvous
@@ -128,14 +121,7 @@ class Updater:
         """
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            if self._streaming is not None and self._streaming.rendezvous != rendezvous:
-                self._end_streaming()
-            try:
-                staging = await self._stream(update, rendezvous)
-                return pb.CollectiveRanks(instance_ids=[each.instance_id for each in staging.taking_part()])
-            except ServiceError:
-                self._end_streaming()
-                raise
+            return await self._staging.collective_ranks(update, rendezvous)
 
     async def stage(
         self, update_id: str, source: pb.DiskWeights | pb.StreamedWeights
@@ -143,32 +129,12 @@ class Updater:
         """Have every live instance check and stage the weights (phase 2), or wait until all have those pushed."""
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            begin = time.perf_counter()
-            if isinstance(source, pb.StreamedWeights):
-                _check_transport(update, "streamed", bool(update.ticket))
-                results = await (await self._stream(update)).results(source.left_out)
-                # A call that comes again asks the instances again.
-                self._end_streaming()
-                path, announced = "", source.checksum
-            else:
-                _check_transport(update, "disk", not update.ticket)
-                await self.roster.settled()
-                path, announced = source.path, ""
-                results = await on_all(
-                    self.roster.live(), lambda each: each.stage(update.version, source), self.roster.pace
-                )
-            self.metrics.update_seconds.labels("stage").observe(time.perf_counter() - begin)
-            try:
-                self._staged, checksum = judge(results, streamed=bool(update.ticket), announced=announced)
-            except ServiceError as error:
-                if not isinstance(error, Unavailable):
-                    await self._discard(update.version)
-                raise
-            self.book.staged(update_id, path, checksum, time.time())
+            staged = await self._staging.stage(update, source)
+            self.book.staged(update_id, staged.path, staged.checksum, time.time())
             self._times.reach("staged", time.time())
             await self.store.save(self.book)
-        log.info("update_staged", update=update.update_id, version=update.version, path=path)
-        return [result.update for result in results]
+        log.info("update_staged", update=update.update_id, version=update.version, path=staged.path)
+        return staged.instances
 
     async def finish(
         self, update_id: str, in_flight: InFlightTreatment = InFlightTreatment.REFUSE
@@ -182,34 +148,6 @@ class Updater:
             self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
             await self._forget("aborted")
 
-    async def _stream(
-        self, update: WeightUpdate, rendezvous: pb.CollectiveRendezvous | None = None
-    ) -> StreamStaging:
-        """Return the staging of pushed weights, which begins with the first call.
-
-        A gateway that has not begun it does not know the rendezvous: instances go on with the one that they know.
-        """
-        if self._streaming is None or self._streaming.update_id != update.update_id:
-            self._end_streaming()
-            await self.roster.settled()
-            if rendezvous is None and update.collective:
-                rendezvous = pb.CollectiveRendezvous()
-            self._streaming = StreamStaging(update, self.roster.live(), self.roster.pace, rendezvous)
-        return self._streaming
-
-    def _end_streaming(self) -> None:
-        if self._streaming is not None:
-            self._streaming.end()
-            self._streaming = None
-
-    # Staging -------------------------------------------------------------------------------------------
-
-    async def _discard(self, version: int) -> None:
-        for result in await on_all(self.roster.live(), lambda each: each.discard(version), self.roster.pace):
-            if result.error is not None:
-                instance_id = result.connection.instance_id
-                log.warning("discard_failed", instance=instance_id, error=result.error.message)
-
     # Applying ------------------------------------------------------------------------------------------
 
     async def _finish(self, update_id: str, in_flight: InFlightTreatment) -> FinishedUpdate:
@@ -222,11 +160,7 @@ class Updater:
                 # An earlier attempt broke off past the point of no return.
                 await self._roll_forward()
                 return self._last
-            staged = self._with_staged(update)
-            if not staged:
-                # After a change of the gateway they may be on their way.
-                await self.roster.settled()
-                staged = self._with_staged(update)
+            staged = await self._staging.instances_with(update)
             if not self.roster.live():
                 raise Unavailable("no instance is there to apply the weights")
             if not staged:
@@ -241,9 +175,6 @@ class Updater:
             self._times.reach("applying", time.time())
             with self.samples.held():
                 return await self._replace(update, staged)
-
-    def _with_staged(self, update: WeightUpdate) -> list[Connection]:
-        return [each for each in self.roster.live() if each.staged_version == update.version]
 
     async def _replace(self, update: WeightUpdate, staged: Sequence[Connection]) -> FinishedUpdate:
         """Have these instances replace their weights, and publish the version; the phase is APPLYING."""
@@ -287,9 +218,8 @@ class Updater:
             if result.error is not None:
                 reason = f"did not apply {update.version}: {result.error.message}"
                 self.roster.quarantine(connection, reason)
-            elif staged := self._staged.get(connection.instance_id):
-                result.update.checksum = staged.checksum
-                result.update.stage_time.CopyFrom(staged.stage_time)
+            else:
+                self._staging.describe(result)
         return results
 
     async def _publish(self) -> None:
@@ -327,7 +257,7 @@ class Updater:
     # All phases ----------------------------------------------------------------------------------------
 
     async def _drop_abandoned(self) -> None:
-        if self._streaming is not None and self._streaming.running and self.book.active is not None:
+        if self._staging.receiving and self.book.active is not None:
             # Instances give up by themselves when nothing comes.
             self.book.active.touched_at = time.time()
         update = self.book.expired(time.time())
@@ -338,13 +268,13 @@ class Updater:
     async def _forget(self, outcome: str) -> None:
         update = self.book.active
         assert update is not None, "nothing to forget"
-        self._end_streaming()
+        self._staging.end_streaming()
         self.book.drop()
         self.metrics.updates.labels(outcome).inc()
         log.info("update_dropped", update=update.update_id, version=update.version, outcome=outcome)
         await self._save_for_sure()
         if self.roster.live():
-            await self._discard(update.version)
+            await self._staging.discard(update.version)
         self.roster.notify(changed=True)
 
     async def _save_for_sure(self) -> None:
@@ -364,9 +294,3 @@ class Updater:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
-
-
-def _check_transport(update: WeightUpdate, field: str, right: bool) -> None:
-    if not right:
-        transport = "COLLECTIVE" if update.collective else "STREAM" if update.ticket else "DISK"
-        raise InvalidArgument([Violation(field, f"is set; the transport of this update is {transport}")])
