@@ -27,7 +27,8 @@ from paceline.v1 import fleet_pb2, sample_pb2
 from services.generation.loop.reporting import ReportingStream
 from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.server import GrpcServer
-from services.platform.redis.registry import INSTANCES, InstanceRecord, Registration
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import INSTANCES, InstanceRecord
 
 # Seconds from one look at the clock to the next, and the number of looks from one flush of a stream to the next:
 # streams are flushed every 50 ms, as those of real instances, and not all at once.

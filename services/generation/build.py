@@ -63,7 +63,8 @@ from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.cores import bind_ranks
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import OUTAGES, Keys
-from services.platform.redis.registry import InstanceRecord, Registration, Registry
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord, Registry
 from services.step_time.estimator import StepTimeEstimator
 from services.step_time.estimator import warm_up as warm_up_estimator
 from services.step_time.prior import MeasuredStep

@@ -16,7 +16,8 @@ from services.platform.config.settings import LeaderConfig, ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import OUTAGES, Keys, connect
 from services.platform.redis.leadership import Leadership, Term
-from services.platform.redis.registry import InstanceRecord, Registration
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord
 from services.platform.tasks import until_one_ends
 
 LEADING, STANDBY = "serving", "standby"

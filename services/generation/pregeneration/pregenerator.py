@@ -34,7 +34,7 @@ from services.generation.pregeneration.task_starter import TaskStarter
 from services.generation.pregeneration.upload_queue import UploadQueue
 from services.generation.rollouts.fetcher import ShardFetcher
 from services.platform.backoff import ExponentialBackoff
-from services.platform.redis.registry import Registration
+from services.platform.redis.registration import Registration
 from services.platform.tasks import end
 
 _log = structlog.get_logger(__name__)

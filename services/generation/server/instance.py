@@ -14,7 +14,8 @@ from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.engine_thread import WorkKind
 from services.generation.loop.work_items import AdmissionTerms
-from services.platform.redis.registry import InstanceRecord, Registration
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord
 
 _EVACUATION_POLL_SECONDS = 0.02
 _STATES = {

@@ -19,7 +19,7 @@ from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.speculation.account import SpeculationSwitch
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.platform.redis.registry import Registration
+from services.platform.redis.registration import Registration
 
 _log = structlog.get_logger(__name__)
 # Nothing is won by less: without Redis the instance cannot register either.

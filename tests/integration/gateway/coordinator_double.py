@@ -12,7 +12,8 @@ from services.contracts.errors import ServiceError
 from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registry import InstanceRecord, Registration
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord
 from services.platform.tasks import end
 
 

@@ -16,7 +16,8 @@ from services.drafts.store import DraftStore
 from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registry import InstanceRecord, Registration
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord
 from services.platform.tasks import end
 
 

@@ -17,7 +17,8 @@ from services.gateway.config import GatewayConfig
 from services.gateway.finished.learner_feed import LearnerFeed
 from services.platform.config.settings import ServiceConfig
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registry import InstanceRecord, Registration, Registry
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.tasks import end
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, make_batch, until
 from tests.integration.gateway.test_open_batches import hand_in

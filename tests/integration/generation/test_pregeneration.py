@@ -21,7 +21,8 @@ from paceline.times import seconds_of, timestamp
 from services.local.child import Child, ChildSpec
 from services.platform.config.settings import ServiceConfig
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registry import InstanceRecord, Registration
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord
 from tests.integration.generation.conftest import ATTEMPTS, PROMPT, Policy, draft_always
 from tests.support.instances import CALL, InstanceProcess, calling, stub_of
 from tests.support.zygote import launch

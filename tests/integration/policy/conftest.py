@@ -19,7 +19,8 @@ from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.decision_log import BEGINNING, DecisionLog, DecisionRecord
-from services.platform.redis.registry import InstanceRecord, Registration, Registry
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.registered_server import LEADING
 from services.platform.tasks import end
 from services.policy.config import PolicyConfig

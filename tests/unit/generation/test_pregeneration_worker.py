@@ -26,7 +26,8 @@ from services.generation.pregeneration.upload_queue import UploadQueue
 from services.generation.rollouts.cache import DraftCache
 from services.generation.rollouts.origin import Origin
 from services.platform.redis.connection import Keys
-from services.platform.redis.registry import InstanceRecord, Registration
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord
 from tests.unit.generation.scripted import ScriptedEngine, sample_request, scripted_loop, settled
 
 WAIT = 60.0

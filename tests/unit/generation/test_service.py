@@ -31,7 +31,8 @@ from services.generation.server.weight_updates import AppliedWeights, WeightUpda
 from services.generation.weights.expansion import GivenWeights
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.redis.connection import Keys
-from services.platform.redis.registry import InstanceRecord, Registration
+from services.platform.redis.registration import Registration
+from services.platform.redis.registry import InstanceRecord
 from tests.support.instances import item
 from tests.support.models import tiny_model
 from tests.unit.generation.scripted import ScriptedEngine, held_up
