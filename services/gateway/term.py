@@ -72,35 +72,52 @@ class LeadershipTerm:
         paused: Callable[[bool], Awaitable[None]],
     ) -> None:
         """`paused` receives True when finished samples that Redis does not take stop the work, and then False."""
+        self._config, self._redis, self._metrics = config, redis, metrics
         self._paused = paused
-        registry = Registry(redis, Keys(config.namespace))
+        self._registry = Registry(redis, Keys(config.namespace))
         self.fleet = FleetHealth()
         self.book = book
         if book.published is not None:
             self.fleet.publish(book.published.version, recorded=book.published.recorded, now=0.0)
+        # In the order of use: each of them needs what those before it have made.
+        self._create_journal(term)
+        self._create_records_of_finished(term)
+        self._create_dispatch()
+        self._create_connections(versions)
+        self._create_hints()
+        self._create_rollouts()
 
+    def _create_journal(self, term: int) -> None:
+        config, metrics = self._config, self._metrics
         self.journal = Journal(
-            redis, config.namespace, term, config.retention_seconds, config.acknowledged_seconds
+            self._redis, config.namespace, term, config.retention_seconds, config.acknowledged_seconds
         )
-        records = RecordedBatches(config.max_result_bytes)
+        self._records = RecordedBatches(config.max_result_bytes)
         self._backlog = JournalBacklog(config.max_unwritten_bytes, metrics)
-        self._writer = JournalWriter(self.journal, records, self._backlog, metrics, config.journal_tokens)
-        self._headroom = RedisHeadroom(redis, config.max_redis_memory, self._backlog, metrics)
+        self._writer = JournalWriter(
+            self.journal, self._records, self._backlog, metrics, config.journal_tokens
+        )
+        self._headroom = RedisHeadroom(self._redis, config.max_redis_memory, self._backlog, metrics)
+
+    def _create_records_of_finished(self, term: int) -> None:
+        """Create what keeps or passes on finished samples: decision log, rewards, draft stores, learner."""
+        config, redis, metrics = self._config, self._redis, self._metrics
         self.decisions = DecisionLog(redis, config.namespace)
         self.rewards = RewardBook(self.decisions.post)
-        leniences = Leniences(redis, config.namespace, str(term), metrics)
-
-        self._stores = DraftStores(config, registry)
+        self._leniences = Leniences(redis, config.namespace, str(term), metrics)
+        self._stores = DraftStores(config, self._registry)
         self._history = HistoryWriter(self._stores, metrics) if config.history else None
-        self.feed = LearnerFeed(config, redis, registry, metrics) if config.learner_feed else None
+        self.feed = LearnerFeed(config, redis, self._registry, metrics) if config.learner_feed else None
         self.drafter_version = PublishedDrafterVersion(redis, config.namespace)
+        self._singles = EndedSingles()
 
+    def _create_dispatch(self) -> None:
+        config, metrics = self._config, self._metrics
         self.batches = ActiveBatches(metrics, config.max_queued_samples, config.max_token_bytes)
         self.estimator = WorkEstimator(config.draft_cost)
         self.placer = Placer(
             self.batches, self.estimator, self.fleet, metrics, self._backlog, config.affinity_slack
         )
-        singles = EndedSingles()
         settlement = Settlement(
             self.batches,
             self.estimator,
@@ -109,7 +126,7 @@ class LeadershipTerm:
             metrics,
             self._history,
             self.feed,
-            singles,
+            self._singles,
             self.decisions.post,
         )
         turns = Turns()
@@ -133,32 +150,40 @@ class LeadershipTerm:
             config.abort_timeout_seconds,
         )
 
-        self.roster = Roster(config, registry, self.fleet, book, self.events, self.placer, metrics)
+    def _create_connections(self, versions: VersionStore) -> None:
+        book, metrics = self.book, self._metrics
+        self.roster = Roster(
+            self._config, self._registry, self.fleet, book, self.events, self.placer, metrics
+        )
         in_flight = InFlightSamples(book, self.dispatcher, metrics)
         self.updater = Updater(
             book, versions, self.fleet, self.roster, in_flight, metrics, self.decisions.post
         )
 
+    def _create_hints(self) -> None:
+        config = self._config
         hints = HintBook(config.max_hint_steps, config.max_hint_bytes)
-        store = HintStore(redis, config.namespace, config.run_idle_seconds)
-        self.hinting = Hinting(config, hints, store, self.batches, metrics)
-        self.coordinator = CoordinatorClient(config, registry, self.batches.progress.set)
+        store = HintStore(self._redis, config.namespace, config.run_idle_seconds)
+        self.hinting = Hinting(config, hints, store, self.batches, self._metrics)
+        self.coordinator = CoordinatorClient(config, self._registry, self.batches.progress.set)
         lengths, timeout = self.estimator.lengths, config.coverage_timeout_seconds
-        self._bubbles = BubbleLink(self.coordinator, hints, self.batches, lengths, book, timeout)
+        self._bubbles = BubbleLink(self.coordinator, hints, self.batches, lengths, self.book, timeout)
 
+    def _create_rollouts(self) -> None:
+        config, metrics = self._config, self._metrics
         builder = BatchBuilder(
             config.max_batch_seconds, config.max_attempts, config.max_calls, config.call_wait_seconds
         )
         intake = RolloutIntake(
             self.fleet,
-            book,
+            self.book,
             builder,
             self.journal,
-            records,
+            self._records,
             self._headroom,
             self.batches,
             self.dispatcher,
-            leniences,
+            self._leniences,
         )
         self.recovery = BatchRecovery(intake, self.hinting)
         self.open_batches = OpenBatches(
@@ -168,7 +193,9 @@ class LeadershipTerm:
         self.delivery = Delivery(intake, self.recovery, self.hinting)
         self.tool_calls = ToolCalls(intake, self.recovery, metrics)
         self.runs = RunBatches(self.recovery, self.submissions, self.delivery, self.hinting)
-        self.reports = TrainerReports(self.recovery, leniences, metrics, self.feed, singles, self.rewards)
+        self.reports = TrainerReports(
+            self.recovery, self._leniences, metrics, self.feed, self._singles, self.rewards
+        )
 
     @classmethod
     async def open(
