@@ -64,20 +64,7 @@ class Submissions:
                 _check_same(known, fingerprint)
                 self.intake.batches.use(key)
                 return known, True
-            self.intake.check_request(request)
-            # What walks over a request is done in a thread; the event loop has other work meanwhile.
-            if violations := await asyncio.to_thread(
-                check_submit,
-                request,
-                self.intake.limits(),
-                opens=opens,
-                most_calls=self.intake.builder.max_calls,
-            ):
-                raise InvalidArgument(violations)
-            self.intake.check_request(request)
-            self.intake.headroom.check()
-            if opens:
-                self.intake.batches.check_batches()
+            await self._check(request, opens=opens)
             total = sum(group.samples for group in request.groups)
             with self.intake.batches.reserve(total):
                 pause_collection(self.intake.batches.unfinished)
@@ -101,6 +88,21 @@ class Submissions:
             self.intake.begin(batch, coverage=coverage)
         log.info("batch_accepted", batch=key, samples=total, version=request.policy_version, open=opens)
         return record, False
+
+    async def _check(self, request: pb.SubmitRolloutsRequest, *, opens: bool) -> None:
+        """Raise a ServiceError if a new batch is malformed, or has no room now."""
+        self.intake.check_request(request)
+        # What walks over a request is done in a thread; the event loop has other work meanwhile.
+        most_calls = self.intake.builder.max_calls
+        if violations := await asyncio.to_thread(
+            check_submit, request, self.intake.limits(), opens=opens, most_calls=most_calls
+        ):
+            raise InvalidArgument(violations)
+        # Another version may have been published since.
+        self.intake.check_request(request)
+        self.intake.headroom.check()
+        if opens:
+            self.intake.batches.check_batches()
 
     async def hint(self, request: pb.HintNextBatchRequest) -> int:
         """Keep a hint, checked like the batch that it announces; return how many samples may be pre-generated.
