@@ -1,6 +1,6 @@
 """Drafts from what was generated before: the suffix index, and the reuse of earlier rollouts (SPEC-RL).
 
-Two parts. The index alone, side by side with arctic-inference's (bench/drafts_index.py). Reuse: a real GRPO run,
+Two parts. The index alone, side by side with arctic-inference's (bench/drafts_index). Reuse: a real GRPO run,
 recorded once on a plain platform with prompts that come back every epoch, is replayed under each exactness level
 (bench/history.py). Only epochs after the first count. What lenience does to training is bench/lenience.py's
 affair. Writes runs/bench/drafts.json.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import history
-from bench.drafts_index import measure as measure_index
+from bench.drafts_index.comparison import measure as measure_index
 from bench.report import console, format_value, show_rows, show_table, write
 from bench.systems import plain_platform
 from bench.ties import Judge, judge_all

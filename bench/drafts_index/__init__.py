@@ -1,0 +1,1 @@
+"""The suffix index beside arctic-inference's suffix cache."""
