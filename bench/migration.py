@@ -19,10 +19,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from bench.comparison import Comparison
 from bench.driver import DrivenMove, Driver, LoadResult, Task
@@ -103,23 +104,7 @@ def main() -> None:
     tables = {"figure_5": table_of(figure), "long_tail": table_of(tail)}
     for name, table in tables.items():
         show_table(f"migration: {name}", _COLUMNS, table)
-    moved, stalls = tables["figure_5"][MOVE], [*figure[MOVE].stall_steps, *tail[MOVE].stall_steps]
-    figures = {
-        "worst_ratio_vs_no_moves_upper": min(table[MOVE]["ratio_upper"] for table in tables.values()),
-        "figure5_ratio": moved["ratio"],
-        "tail_ratio": tables["long_tail"][MOVE]["ratio"],
-        "kv_vs_prefix": moved["ratio"] / tables["figure_5"][PREFIX]["ratio"],
-        "stall_steps_median": median(stalls) if stalls else None,
-        "gather_vs_memcpy": copies.of_memcpy,
-        "overhead_share": max(
-            (table[MOVE]["overhead_share"] for table in tables.values() if table[MOVE]["moves"]), default=None
-        ),
-        "moves": sum(table[MOVE]["moves"] for table in tables.values()),
-        "moves_by_kv": sum(table[MOVE]["moves_by_kv"] for table in tables.values()),
-        "moves_by_prefix": sum(table[MOVE]["moves_by_prefix"] for table in tables.values()),
-        "moves_of_moved": sum(each.moved_again for runs in (figure, tail) for each in runs[MOVE].outcomes),
-        "tokens_differing_share": comparison.differing_share,
-    }
+    figures = _figures(figure, tail, tables, comparison, copies.of_memcpy)
     show("migration", figures)
     details = {
         "goals": GOALS,
@@ -131,6 +116,33 @@ def main() -> None:
         "options": vars(given),
     }
     write("migration", {**figures, **details})
+
+
+def _figures(
+    figure: Mapping[str, MigrationRuns],
+    tail: Mapping[str, MigrationRuns],
+    tables: Mapping[str, Mapping[str, dict[str, Any]]],
+    comparison: Comparison,
+    gather_vs_memcpy: float,
+) -> dict[str, Any]:
+    """Return the figures that goals are set for, and counts of moves."""
+    moved, stalls = tables["figure_5"][MOVE], [*figure[MOVE].stall_steps, *tail[MOVE].stall_steps]
+    return {
+        "worst_ratio_vs_no_moves_upper": min(table[MOVE]["ratio_upper"] for table in tables.values()),
+        "figure5_ratio": moved["ratio"],
+        "tail_ratio": tables["long_tail"][MOVE]["ratio"],
+        "kv_vs_prefix": moved["ratio"] / tables["figure_5"][PREFIX]["ratio"],
+        "stall_steps_median": median(stalls) if stalls else None,
+        "gather_vs_memcpy": gather_vs_memcpy,
+        "overhead_share": max(
+            (table[MOVE]["overhead_share"] for table in tables.values() if table[MOVE]["moves"]), default=None
+        ),
+        "moves": sum(table[MOVE]["moves"] for table in tables.values()),
+        "moves_by_kv": sum(table[MOVE]["moves_by_kv"] for table in tables.values()),
+        "moves_by_prefix": sum(table[MOVE]["moves_by_prefix"] for table in tables.values()),
+        "moves_of_moved": sum(each.moved_again for runs in (figure, tail) for each in runs[MOVE].outcomes),
+        "tokens_differing_share": comparison.differing_share,
+    }
 
 
 # Measuring ----------------------------------------------------------------------------------------------

@@ -84,6 +84,17 @@ def _run(given: Given) -> Figures:
         learner.step(lessons)
         engine.apply_weights(learner.model.state_dict().items())
         refreshes.append(_refresh(engine))
+    return _figures(given, rows, refreshes, last, engine.model_drafts[QUANTIZED].nbytes)
+
+
+def _figures(
+    given: Given,
+    rows: list[dict[str, Any]],
+    refreshes: Sequence[float],
+    last: tuple[DraftedSamples, DraftedSamples],
+    quantized_bytes: int,
+) -> Figures:
+    """Return the figures of a run; `last` is its last step, decoded plainly and with drafts."""
     plain, fast = last
     compared, accepted = (sum(row[name] for row in rows) for name in ("compared", "accepted"))
     return {
@@ -92,7 +103,7 @@ def _run(given: Given) -> Figures:
         "group": given.group,
         "depth": given.depth,
         "refresh_seconds": median(refreshes),
-        "quantized_bytes": engine.model_drafts[QUANTIZED].nbytes,
+        "quantized_bytes": quantized_bytes,
         "same_tokens": plain.tokens == fast.tokens,
         "steps_vs_plain": fast.steps / plain.steps,
         "speed_vs_plain": plain.seconds / fast.seconds,

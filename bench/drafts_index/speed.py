@@ -74,7 +74,7 @@ def cached_tokens(groups: Sequence[RunningGroup]) -> int:
 
 
 def bare_tree_seconds(depth: int, groups: Sequence[RunningGroup]) -> float:
-    """Return the seconds of insertion to arctic's tree without its cache, which also keeps a tree for each request."""
+    """Return the seconds of insertion to arctic's tree without its cache, which keeps one for each request."""
     from arctic_inference.suffix_decoding._C import SuffixTree  # type: ignore[import-not-found]
 
     tree = SuffixTree(depth)

@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.fleet.control_plane import ControlPlane, Usage
 from bench.fleet.progress import Progress
-from bench.fleet.trainer import FleetTrainer
+from bench.fleet.trainer import FleetTrainer, StepResult
 from bench.fleet.workload import MAX_TOKENS, SimulatedPolicy
 from bench.report import format_value, show, show_rows, write
 from paceline.shards import Shard
@@ -109,7 +109,7 @@ async def _step(
     planes: Sequence[ControlPlane], shares: Sequence[range], given: argparse.Namespace, progress: Progress
 ) -> Row:
     """Measure the planes while they are idle, and during a step."""
-    instances, samples = sum(map(len, shares)), sum(map(len, shares)) * given.samples
+    samples = sum(map(len, shares)) * given.samples
     idle = [plane.usage() for plane in planes]
     await asyncio.sleep(given.idle_seconds)
     before = [plane.usage() for plane in planes]
@@ -121,8 +121,21 @@ async def _step(
     trainer = FleetTrainer(shards, SimulatedPolicy.create(given.longest), progress.ended)
     step = await trainer.step(samples, given.batch_samples)
     each = [plane.usage().since(usage) for plane, usage in zip(planes, before, strict=True)]
-    used = Usage.total(each)
     resting = Usage.total([late.since(early) for late, early in zip(before, idle, strict=True)])
+    return _row(planes, shares, step, each, resting, given)
+
+
+def _row(
+    planes: Sequence[ControlPlane],
+    shares: Sequence[range],
+    step: StepResult,
+    each: Sequence[Usage],
+    resting: Usage,
+    given: argparse.Namespace,
+) -> Row:
+    """Return the figures of a step: `each` plane's use during it, and that of all while they were idle."""
+    instances, used = sum(map(len, shares)), Usage.total(each)
+    samples = instances * given.samples
     metrics = [plane.metrics() for plane in planes]
     turns = [found.values.get(_LONGEST_TURN) for found in metrics]
     known_turns = [turn for turn in turns if turn is not None]
@@ -141,18 +154,7 @@ async def _step(
         # Of all gateways together; `largest_gateway_cores` is that of the busiest one.
         "gateway_cores": sum(cores),
         "largest_gateway_cores": max(cores),
-        "gateways": [
-            {
-                "instances": len(share),
-                "samples": got,
-                "gateway_seconds": usage.gateway_seconds,
-                "gateway_cores": usage.gateway_seconds / step.seconds,
-                "gateway_ms_per_sample": 1000 * usage.gateway_seconds / max(got, 1),
-                "redis_seconds": usage.redis_seconds,
-                "peak_mib": plane.peak_memory() / (1 << 20),
-            }
-            for plane, share, got, usage in zip(planes, shares, step.given, each, strict=True)
-        ],
+        "gateways": _gateway_rows(planes, shares, step, each),
         "idle_gateway_cores": resting.gateway_seconds / given.idle_seconds,
         "longest_turn_cpu_ms": None if not known_turns else 1000 * max(known_turns),
         "longest_turns": [turn for plane in planes for turn in plane.longest_turns()],
@@ -172,6 +174,24 @@ async def _step(
         "leases_lost": sum(plane.leases_lost() for plane in planes),
         "lost_instances": sum(found["paceline_gateway_instance_losses_total"] for found in metrics),
     }
+
+
+def _gateway_rows(
+    planes: Sequence[ControlPlane], shares: Sequence[range], step: StepResult, each: Sequence[Usage]
+) -> list[Row]:
+    """Return the figures of every gateway."""
+    return [
+        {
+            "instances": len(share),
+            "samples": got,
+            "gateway_seconds": usage.gateway_seconds,
+            "gateway_cores": usage.gateway_seconds / step.seconds,
+            "gateway_ms_per_sample": 1000 * usage.gateway_seconds / max(got, 1),
+            "redis_seconds": usage.redis_seconds,
+            "peak_mib": plane.peak_memory() / (1 << 20),
+        }
+        for plane, share, got, usage in zip(planes, shares, step.given, each, strict=True)
+    ]
 
 
 def _shares(instances: int, gateways: int) -> list[range]:

@@ -29,6 +29,7 @@ def sglang_routes(facade: Facade, updates: Updates) -> APIRouter:
     router = APIRouter(tags=["SGLang"])
     _generation(router, facade)
     _control(router, facade, updates)
+    _weights(router, facade, updates)
     _information(router, facade)
     return router
 
@@ -97,6 +98,8 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
     router.get("/flush_cache", response_model=None)(flush_cache)
     router.post("/flush_cache", response_model=None, include_in_schema=False)(flush_cache)
 
+
+def _weights(router: APIRouter, facade: Facade, updates: Updates) -> None:
     @router.post("/update_weights_from_disk", response_model=None)
     async def update_weights_from_disk(body: sglang.UpdateFromDiskBody, request: Request) -> Response:
         """Publish the weights in a folder as the next version."""

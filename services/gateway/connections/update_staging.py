@@ -19,8 +19,8 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StagedWeights:
-    """Weights that instances have staged: folder (empty for pushed ones), checksum, and each instance's outcome."""
+class StagingOutcome:
+    """Outcome of staging: folder (empty for pushed weights), checksum, and what each instance says."""
 
     path: str
     checksum: str
@@ -68,7 +68,9 @@ class UpdateStaging:
             self.end_streaming()
             raise
 
-    async def stage(self, update: WeightUpdate, source: pb.DiskWeights | pb.StreamedWeights) -> StagedWeights:
+    async def stage(
+        self, update: WeightUpdate, source: pb.DiskWeights | pb.StreamedWeights
+    ) -> StagingOutcome:
         """Have every live instance check and stage the weights, or wait until all have those pushed.
 
         Raises InvalidArgument for a source that is not of the update's transport, and what `judge` makes of the
@@ -95,7 +97,7 @@ class UpdateStaging:
             if not isinstance(error, Unavailable):
                 await self.discard(update.version)
             raise
-        return StagedWeights(path, checksum, [result.update for result in results])
+        return StagingOutcome(path, checksum, [result.update for result in results])
 
     async def instances_with(self, update: WeightUpdate) -> list[Connection]:
         """Return the live instances that have staged the weights."""
