@@ -30,6 +30,7 @@ class KubernetesApi:
         self.pods: dict[str, bool] = {}
         """Pods that no StatefulSet made, and whether they are ready."""
         self.leases: dict[str, dict[str, Any]] = {}
+        self.lease_reads = 0
         self.scaled: list[tuple[str, int]] = []
         """Every change of a scale: name and replicas."""
         self.faults: dict[tuple[str, str], int] = {}
@@ -143,6 +144,7 @@ class KubernetesApi:
         return self._store_lease(name, body, 201)
 
     async def _get_lease(self, request: web.Request) -> web.Response:
+        self.lease_reads += 1
         name = request.match_info["name"]
         if name not in self.leases:
             return _missing("leases.coordination.k8s.io", name)

@@ -6,10 +6,13 @@ import asyncio
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 
 from services.drafts.client import FIRST_DELAY, Fetched, owner
 from services.platform.redis.embedded import EmbeddedRedis
@@ -18,8 +21,7 @@ from tests.unit.drafts.rollouts import make
 
 PROMPTS = [f"gsm8k-{number}" for number in range(60)]
 PATIENCE = 4.0
-"""The clients' timeout, in seconds; what takes longer than this and a little has waited too long."""
-MARGIN = 4.0
+"""The clients' timeout, in seconds."""
 
 
 def places(*indices: int) -> dict[str, list[str]]:
@@ -28,6 +30,11 @@ def places(*indices: int) -> dict[str, list[str]]:
     for prompt in PROMPTS:
         shares[str(owner("run", prompt, [f"drafts-{index}" for index in indices]))].append(prompt)
     return shares
+
+
+def failures(logs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return the calls of a store that failed, with their codes."""
+    return [(each["call"], each["code"]) for each in logs if each["event"] == "draft_store_failed"]
 
 
 async def test_prompts_are_spread_and_found_again(deployment: Deployment) -> None:
@@ -51,12 +58,10 @@ async def test_a_killed_replica_costs_only_its_own_prompts(deployment: Deploymen
     shares = places(0, 1, 2)
     others = {*shares["drafts-0"], *shares["drafts-2"]}
     await asyncio.to_thread(replicas[1].child.kill)
-    began = time.monotonic()
     fetched = await stores.fetch("run", PROMPTS)
     assert {each.prompt_id for each in fetched.rollouts} == others
     assert fetched.missed == {*shares["drafts-1"]}
     assert await stores.put(rollouts) == len(others)
-    assert time.monotonic() - began < 2 * (PATIENCE + MARGIN)
     assert stores.available
 
     # Once its record has expired, its prompts live elsewhere.
@@ -80,17 +85,16 @@ async def test_a_replica_that_hangs_is_waited_for_once_and_then_left_alone(deplo
     answering = places(0, 1)["drafts-0"]
     await deployment.freeze(replicas[1])
     try:
-        began = time.monotonic()
-        fetched = await stores.fetch("run", PROMPTS)
-        waited = time.monotonic() - began
-        assert {each.prompt_id for each in fetched.rollouts} == {*answering}
-        assert fetched.missed == {*PROMPTS} - {*answering}
-        assert PATIENCE * 0.9 < waited < PATIENCE + MARGIN
-        again = time.monotonic()
-        assert await stores.put([make(prompt) for prompt in PROMPTS]) == len(answering)
-        # Unless it was time to try it once more.
-        if again - began < PATIENCE + FIRST_DELAY:
-            assert time.monotonic() - again < PATIENCE * 0.9, "it waited for a replica that had just failed"
+        with structlog.testing.capture_logs() as logs:
+            fetched = await stores.fetch("run", PROMPTS)
+            failed = time.monotonic()
+            assert {each.prompt_id for each in fetched.rollouts} == {*answering}
+            assert fetched.missed == {*PROMPTS} - {*answering}
+            assert failures(logs) == [("fetch", "DEADLINE_EXCEEDED")]
+            assert await stores.put([make(prompt) for prompt in PROMPTS]) == len(answering)
+        # A second call of it would have failed, too; it is tried once more when it was left alone for a while.
+        if time.monotonic() - failed < FIRST_DELAY:
+            assert len(failures(logs)) == 1, "it called a replica that had just failed"
     finally:
         replicas[1].child.signal(signal.SIGCONT)
     await until(lambda: has_all(stores), "the replica is called again")
@@ -102,11 +106,9 @@ async def has_all(stores) -> bool:  # type: ignore[no-untyped-def]
 
 async def test_without_a_store_nothing_is_stored_and_nobody_waits(deployment: Deployment) -> None:
     stores = await deployment.client(0)
-    began = time.monotonic()
     assert not stores.available
     assert await stores.put([make("a")]) == 0
     assert await stores.fetch("run", ["a"]) == Fetched([], frozenset({"a"}))
-    assert time.monotonic() - began < CALL / 2
 
 
 async def test_when_all_are_dead_nobody_waits_until_they_are_back(deployment: Deployment) -> None:
@@ -114,10 +116,10 @@ async def test_when_all_are_dead_nobody_waits_until_they_are_back(deployment: De
     stores = await deployment.client(1, seconds=PATIENCE)
     await asyncio.to_thread(replica.child.kill)
     await until(lambda: refused(stores), "it is left alone for a while")
-    began = time.monotonic()
-    for _ in range(200):
-        assert (await stores.fetch("run", ["a"])).rollouts == []
-    assert time.monotonic() - began < 2 * PATIENCE + MARGIN, "somebody waited"
+    # Far less than they would take if each waited.
+    async with asyncio.timeout(CALL):
+        for _ in range(200):
+            assert (await stores.fetch("run", ["a"])).rollouts == []
     await replica.start()
     await until(lambda: stores.put([make("a")]), "the new process is found")
     assert stores.available

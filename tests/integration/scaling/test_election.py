@@ -107,9 +107,13 @@ async def test_two_that_begin_together_do_not_both_lead(
     all_of_them = [candidate(cluster, f"c{n}") for n in range(5)]
     tasks = [asyncio.create_task(each.run()) for each in all_of_them]
     await until(lambda: any(each.leading for each in all_of_them))
-    for _ in range(50):
+    looks = api.lease_reads
+
+    def all_have_looked_again() -> bool:
         assert sum(each.leading for each in all_of_them) <= 1
-        await asyncio.sleep(0.01)
+        return api.lease_reads >= looks + 3 * len(all_of_them)
+
+    await until(all_have_looked_again)
     await end(tasks)
 
 
