@@ -22,7 +22,7 @@ PREGENERATED_TOKENS = f"{_PREFIX}pregenerated_tokens_total"
 
 
 def columns(steps: Sequence[ReplayedStep]) -> dict[str, Any]:
-    """All columns; None where there is nothing to tell."""
+    """Return all columns; None where there is nothing to tell."""
     provenances = [sample.provenance for step in steps for sample in step.samples.values()]
     return {
         "rollout_seconds": fmean(step.rollout_seconds for step in steps),
@@ -53,22 +53,22 @@ def rollout_and_update(step: ReplayedStep) -> float:
 
 
 def lengths(step: ReplayedStep) -> list[int]:
-    """Response lengths in tokens."""
+    """Return the response lengths in tokens."""
     return [len(sample.token_ids) for sample in step.samples.values()]
 
 
 def tokens(step: ReplayedStep) -> int:
-    """Response tokens."""
+    """Return the number of response tokens."""
     return sum(lengths(step))
 
 
 def mean_decode_steps(step: ReplayedStep) -> float:
-    """Engine steps per sample."""
+    """Return the mean number of engine steps of a sample."""
     return fmean(sample.provenance.decode_steps for sample in step.samples.values())
 
 
 def max_decode_steps(step: ReplayedStep) -> float:
-    """Engine steps of the sample that had most."""
+    """Return the engine steps of the sample that had most."""
     return max(sample.provenance.decode_steps for sample in step.samples.values())
 
 
@@ -131,5 +131,5 @@ def halting(steps: Sequence[ReplayedStep]) -> dict[str, float | None]:
 def reduction(
     plain: Iterable[ReplayedStep], other: Iterable[ReplayedStep], figure: Callable[[ReplayedStep], float]
 ) -> float:
-    """By which share a figure is smaller: 1 less the median over the steps of other / plain, step by step."""
+    """Return the share by which a figure is smaller: 1 less the median over the steps of other / plain."""
     return 1 - median(figure(b) / figure(a) for a, b in zip(plain, other, strict=True))

@@ -120,7 +120,7 @@ def _measure(
 def _small(
     engines: dict[str, EngineProcess], requests: Sequence[EngineRequest]
 ) -> dict[str, EngineMeasurement]:
-    """One round at batch 8: every engine and drafter on the same prompts, in turn."""
+    """Run one round at batch 8: every engine and drafter on the same prompts, in turn."""
     order = EngineRound(requests, _SMALL)
     found = {"vllm": engines["vllm"].run(order), "ours off": engines["ours"].run(order)}
     truth = found["ours off"].responses

@@ -47,7 +47,7 @@ class NoiseBatch:
 
 
 def make_batch(kind: str, rows: int, vocabulary: int) -> NoiseBatch:
-    """Logits of a kind: nearly equal; normal, sigma 3; so with one far ahead; so with all but 20 masked."""
+    """Make logits of a kind: nearly equal; normal, sigma 3; so with one far ahead; so with all but 20 masked."""
     rng = np.random.default_rng(vocabulary)
     logits = rng.standard_normal((rows, vocabulary), dtype=np.float32)
     logits *= np.float32(0.3 if kind == "flat" else 3.0)
@@ -61,7 +61,7 @@ def make_batch(kind: str, rows: int, vocabulary: int) -> NoiseBatch:
 
 
 def seconds(call: Callable[[], Any], budget: float) -> float:
-    """Shortest time of one call, repeated for `budget` seconds and three times at least."""
+    """Return the shortest time of one call, repeated for `budget` seconds and three times at least."""
     shortest, spent, repetitions = math.inf, 0.0, 0
     while spent < budget or repetitions < 3:
         start = time.perf_counter()
@@ -111,7 +111,7 @@ def print_costs(budget: float, largest_bytes: int) -> None:
 
 
 def print_cost(batch: NoiseBatch, kind: str, budget: float) -> None:
-    """One line: naive on a few rows (its cost is the same for each), fast on all."""
+    """Print one line: naive on a few rows (its cost is the same for each), fast on all."""
     rows, vocabulary = batch.logits.shape
     few = batch.first(max(1, min(rows, 400_000 // vocabulary)))
     naive = seconds(lambda: naive_argmax(*few.arguments), 0.0) / few.logits.size
@@ -135,7 +135,7 @@ def print_step_shares(step_seconds: float, budget: float) -> None:
 
 
 def step_cost(kind: str, drafts: int, true: bool, budget: float) -> float:
-    """Seconds that sampling and verification of one step take."""
+    """Return the seconds that sampling and verification of one step take."""
     rows = drafts + 1
     batch = make_batch(kind, REQUESTS * rows, STEP_VOCABULARY)
     cu_rows = np.arange(REQUESTS + 1, dtype=np.int64) * rows

@@ -30,7 +30,7 @@ class Coverage:
         self._channel.close()
 
     def __call__(self, run_id: str, step: int) -> tuple[int, ...]:
-        """Tokens of each sample of the step that has any."""
+        """Return the tokens of each sample of the step that has any."""
         request = pb.GetCoverageRequest(run_id=run_id, step=step)
         answer = self._stub.GetCoverage(request, timeout=_TIMEOUT)
         return tuple(slot.tokens for slot in answer.slots if slot.tokens)

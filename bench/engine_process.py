@@ -147,7 +147,7 @@ class _Ignored:
     """Draft metrics that nobody reads."""
 
     def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Nothing."""
+        """Ignore a step that verified drafts."""
 
     def fault(self, drafter: str) -> None:
         """Raise: a benchmark must not continue with a broken drafter."""

@@ -112,7 +112,7 @@ class _Bare:
         self._process.join(10)
 
     def round(self, workload: Workload, step: int) -> float:
-        """Seconds for the workload."""
+        """Return the seconds for the workload."""
         self._pipe.send((workload, step))
         return float(self._pipe.recv())
 

@@ -39,7 +39,7 @@ Say = Callable[[str, ReplayedStep], None]
 
 
 def run_all(trajectory: Trajectory, instances: int, folder: Path, say: Say) -> Runs:
-    """Replays the trajectory under every level; the trainer's updates are left out."""
+    """Replay the trajectory under every level; the trainer's updates are left out."""
     return {
         **_run(PLAIN, BASES, trajectory, instances, folder, say),
         **_run(HISTORY, LEVELS, trajectory, instances, folder, say),

@@ -212,7 +212,7 @@ def _addresses(platform: Platform) -> dict[str, str]:
 
 
 async def _reallocate(platform: Platform, *, wanted: bool) -> None:
-    """Lets the reallocator go on, or stops it where it is."""
+    """Let the reallocator go on, or stop it where it is."""
     child = platform.process("reallocator")
     if not wanted:
         await asyncio.sleep(_SETTLE_SECONDS)

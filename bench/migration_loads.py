@@ -27,7 +27,7 @@ class TailOptions:
 
 
 def figure_5(instances: int, tokens: int) -> list[Task]:
-    """24 samples on one instance and 1 on each other, all of the same length."""
+    """Return 24 samples on one instance and 1 on each other, all of the same length."""
     sampling = sample_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
     return [
         Task(

@@ -82,7 +82,7 @@ def replay(
     covering: Covering = nothing_covered,
     watch: Callable[[ReplayedStep], None] = lambda _: None,
 ) -> list[ReplayedStep]:
-    """Goes through all steps, from the trajectory's first weights to its last."""
+    """Go through all steps, from the trajectory's first weights to its last."""
     found: list[ReplayedStep] = []
     with platform.client() as client, client.run(manner.run_id, seed=trajectory.options.seed) as run:
         fleet = tuple(instance.instance_id for instance in client.instances())

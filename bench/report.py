@@ -57,7 +57,7 @@ def show_table(title: str, columns: Sequence[tuple[str, str]], table: Mapping[st
 
 
 def format_value(value: Any) -> str:
-    """Three significant digits for floats; a dash for nothing."""
+    """Format floats with three significant digits, and nothing as a dash."""
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -38,7 +38,7 @@ def reuse(steps: Sequence[Samples]) -> dict[str, Any]:
 
 
 def reused_share(steps: Iterable[Samples]) -> float:
-    """Tokens that were kept of what there was, over all tokens."""
+    """Return the share of all tokens that were kept of earlier rollouts."""
     samples = [sample for step in steps for sample in step.values()]
     reused = sum(sample.provenance.reused_prefix for sample in samples)
     return reused / sum(len(sample.token_ids) for sample in samples)

@@ -45,7 +45,7 @@ class Metrics:
 
 
 def parse(text: str) -> Metrics:
-    """Metrics from their text form."""
+    """Parse metrics from their text form."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

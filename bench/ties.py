@@ -76,7 +76,7 @@ class Judge:
 def judge_all(
     differences: Iterable[Difference], trajectory: Trajectory, plain: Sequence[Samples], judge: Judge
 ) -> list[Tie]:
-    """Every difference from plain decoding's samples, step by step those of the trajectory's weights."""
+    """Judge every difference from plain decoding's samples, step by step with the trajectory's weights."""
     temperature = sampling_of(trajectory.options).temperature
     assert temperature is not None, "the options name one"
     steps = {step.step: (step, truth) for step, truth in zip(trajectory.steps, plain, strict=True)}

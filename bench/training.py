@@ -51,7 +51,7 @@ class TrainedStep:
 def train(
     run: paceline.Run, learner: GrpoLearner, options: Options, weights: WeightFolder, exactness: Exactness
 ) -> Iterator[TrainedStep]:
-    """Trains from `weights.model`, which the platform must serve; every version is kept in `weights`."""
+    """Train from `weights.model`, which the platform must serve; every version is kept in `weights`."""
     sampling = sampling_of(options)
     served = weights.model
     for step, problems in enumerate(plan(options)):
@@ -90,7 +90,7 @@ def train(
 
 
 def push(run: paceline.Run, folder: Path) -> float:
-    """Brings a folder of weights to every instance; seconds that it took."""
+    """Push a folder of weights to every instance; return the seconds that it took."""
     began = time.perf_counter()
     run.push_weights(folder)
     return time.perf_counter() - began

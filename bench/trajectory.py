@@ -29,7 +29,7 @@ class Trajectory:
     last_weights: Path
 
     def weights_after(self, place: int) -> Path:
-        """Folder of the weights that the step at `place` led to."""
+        """Return the folder of the weights that the step at `place` led to."""
         return self.steps[place + 1].weights if place + 1 < len(self.steps) else self.last_weights
 
     @property
@@ -44,7 +44,7 @@ def record(
     folder: Path,
     watch: Callable[[TrainedStep], None] = lambda _: None,
 ) -> Trajectory:
-    """Trains on a platform of its own and keeps every version of the weights under `folder`."""
+    """Train on a platform of its own, and keep every version of the weights under `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     weights = WeightFolder(folder, config.model, keep=_KEPT_VERSIONS)
     learner = new_learner(config.model, options)

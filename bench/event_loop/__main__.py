@@ -12,7 +12,7 @@ where they go before gateway and client: what is left is contention for the GIL,
 
     python -m bench.event_loop [--rounds 8] [--minutes 9] [--tokens 120] [--switch-seconds 0.0005]
 
-Other programs may run meanwhile: time for which the engine's thread was ready and had no core is told apart, and
+Other programs may run meanwhile: time for which the engine's thread was ready and had no core is counted apart, and
 left out of `ratio`. Writes runs/bench/event_loop.json.
 """
 

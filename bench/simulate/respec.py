@@ -52,7 +52,7 @@ def replay() -> list[ReplayedCell]:
 
 
 def figure_7(nodes: int = NODES) -> list[ReplayedCell]:
-    """Speedup of one configuration at two batch sizes."""
+    """Return the speedup of one configuration at two batch sizes."""
     table = "ReSpec, Figure 7" if nodes == NODES else f"ReSpec, Figure 7, {nodes} tokens"
     acceptance = solved(AT_2, lambda p: _speedup(p, 2, nodes), 0.1, 0.99)
     return [
@@ -78,7 +78,7 @@ def _speedup(acceptance: float, samples: int, nodes: int) -> float:
 
 
 def figure_14() -> list[ReplayedCell]:
-    """Speed of whole steps over plain ones."""
+    """Return the speed of whole steps over plain ones."""
     plain = _rollout(None, "planner")
 
     def gain(acceptance: float, mode: str) -> float:

@@ -57,7 +57,7 @@ def replay() -> list[ReplayedCell]:
 
 
 def figure_5(nodes: int = NODES) -> list[ReplayedCell]:
-    """Throughput by samples, and what the reallocator's plan makes of 24 and 1."""
+    """Return the throughput by samples, and what the reallocator's plan makes of 24 and 1."""
     table = _named("RLHFSpec, Figure 5", nodes)
     acceptance = solved(PUBLISHED[1], lambda p: _curve(p, 1, nodes).throughput(1), 0.3, 0.99)
     curve = _curve(acceptance, 64, nodes)
@@ -107,7 +107,7 @@ def published_curve(most: int = 64) -> ThroughputCurve:
 
 
 def figure_13(nodes: int = NODES) -> list[ReplayedCell]:
-    """Throughput of a generation stage over that of plain decoding."""
+    """Return the throughput of a generation stage over that of plain decoding."""
     table = _named("RLHFSpec, Figure 13", nodes)
     plain = _stage(None, "planner", False, nodes)
     acceptance = solved(GAINS["Spec"], lambda p: _stage(p, "fixed", False, nodes) / plain, 0.3, 0.99, 10)

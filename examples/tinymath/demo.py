@@ -192,7 +192,7 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
 
 
 def set_mode(client: Client, mode: str) -> None:
-    """Lets every instance speculate in this mode."""
+    """Let every instance speculate in this mode."""
     setting = client.knobs()
     client.set_knobs("", KnobSetting(setting.revision, {**setting.knobs, "mode": mode}))
 
@@ -212,12 +212,12 @@ def _train(client: Client, setup: Setup, options: Options, console: Console) -> 
 
 
 def _shown(path: Path) -> str:
-    """Relative to here where that is shorter."""
+    """Return the path relative to here where that is shorter."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _link_latest(out: Path) -> None:
-    """Points runs/latest, beside the run's folder, at it."""
+    """Point runs/latest, beside the run's folder, at it."""
     link = out.parent / "latest"
     if out.name == "latest" or (link.exists() and not link.is_symlink()):
         return

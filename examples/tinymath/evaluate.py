@@ -62,7 +62,7 @@ def sample(folder: Path, problems: Sequence[Problem], n: int) -> list[Evaluation
 
 
 def row(name: str, outcomes: Sequence[EvaluationResult], n: int) -> str:
-    """One line of the table, for outcomes in groups of n."""
+    """Format one line of the table, for outcomes in groups of n."""
     rewards = np.array([outcome.reward for outcome in outcomes]).reshape(-1, n)
     lengths = np.array([len(outcome.response_ids) for outcome in outcomes])
     median, p95 = np.percentile(lengths, [50, 95])

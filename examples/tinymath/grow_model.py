@@ -130,7 +130,7 @@ def _place(new: torch.Tensor, old: torch.Tensor) -> None:
 
 
 def draw_long_row(rng: Random) -> Row:
-    """Draws a training row with a long response."""
+    """Draw a training row with a long response."""
     while True:
         row = draw_row(rng)
         if len(row[0]) - row[1] >= LONG_TRACE:

@@ -99,7 +99,7 @@ class Drift:
 
 
 def response_logprobs(model: nn.Module, samples: Sequence[GrpoSample]) -> Tensor:
-    """Log-probabilities of all response tokens, one sample after another, shape [tokens].
+    """Return the log-probabilities of all response tokens, one sample after another, shape [tokens].
 
     Rows are padded on the right, where causal attention never looks back at the padding: no mask.
     """
@@ -127,7 +127,7 @@ class GrpoLearner:
         )
 
     def step(self, samples: Sequence[GrpoSample]) -> GrpoReport:
-        """One training step on the samples of one policy version; groups must be whole."""
+        """Train one step on the samples of one policy version; groups must be whole."""
         advantages = group_advantages([s.reward for s in samples], [s.group for s in samples])
         size = -(-len(samples) // self.settings.updates)
         drift = Drift()
@@ -150,7 +150,7 @@ class GrpoLearner:
     def _update(
         self, samples: Sequence[GrpoSample], advantages: Sequence[float]
     ) -> tuple[float, float, Drift]:
-        """One optimizer step; returns loss, gradient norm and the drift before it."""
+        """Do one optimizer step; return loss, gradient norm and the drift before it."""
         # A sample without advantage has no gradient, unless it is held to the reference.
         used = [i for i, a in enumerate(advantages) if a or self.reference is not None]
         total, drift = 0.0, Drift()

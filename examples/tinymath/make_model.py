@@ -62,7 +62,7 @@ def new_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def new_optimizers(model: Qwen3ForCausalLM, rate: float = 1.0) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, which learns them in half the steps, AdamW for embedding and norms.
+    """Return Muon for the matrices, which learns them in half the steps, and AdamW for embedding and norms.
 
     `rate` is the share of the peak learning rates.
     """
@@ -77,14 +77,14 @@ def new_optimizers(model: Qwen3ForCausalLM, rate: float = 1.0) -> list[torch.opt
 
 
 def draw_row(rng: Random) -> Row:
-    """Draws one training row."""
+    """Draw one training row."""
     problem = draw_problem(rng)
     prompt = tokenizer.prompt_ids(problem.question)
     return prompt + tokenizer.encode(trace(problem, rng)), len(prompt)
 
 
 def batches(seed: int, tokens: int, draw: Callable[[Random], Row] = draw_row) -> Iterator[list[Row]]:
-    """Endless batches of rows of like length, each of about `tokens` tokens with padding."""
+    """Yield batches of rows of like length without end, each of about `tokens` tokens with padding."""
     rng = Random(seed)
     while True:
         rows = sorted((draw(rng) for _ in range(CHUNK)), key=lambda row: len(row[0]))
@@ -98,7 +98,7 @@ def batches(seed: int, tokens: int, draw: Callable[[Random], Row] = draw_row) ->
 
 
 def response_loss(model: Qwen3ForCausalLM, rows: list[Row]) -> torch.Tensor:
-    """Mean cross entropy in nats for each response token.
+    """Return the mean cross entropy in nats for each response token.
 
     Padding stands on the right, where causal attention never looks back at it: no mask is needed.
     """
@@ -127,7 +127,7 @@ def train(
     rate: float = 1.0,
     snapshots: Path | None = None,
 ) -> Qwen3ForCausalLM:
-    """Trains a model for so many steps at a share of the peak learning rates, and prints the loss on the way."""
+    """Train a model for so many steps at a share of the peak learning rates, and print the loss on the way."""
     model.train()
     optimizers = new_optimizers(model, rate)
     schedules = [LambdaLR(optimizer, schedule) for optimizer in optimizers]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], eps: float = 1e-4) -> list[float]:
-    """Each reward less its group's mean, over its group's standard deviation; 0 where all rewards agree."""
+    """Return each reward less its group's mean, over its group's deviation; 0 where all rewards agree."""
     members: dict[Hashable, list[float]] = defaultdict(list)
     for reward, group in zip(rewards, groups, strict=True):
         members[group].append(reward)
@@ -29,7 +29,7 @@ def policy_loss(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: fl
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Divergence from the reference for each token, the estimate that is never negative: e^d - d - 1."""
+    """Return the divergence from the reference for each token, never negative: e^d - d - 1."""
     return (reference - logprobs).exp() - (reference - logprobs) - 1
 
 
@@ -40,7 +40,7 @@ def sum_of_means(losses: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def micro_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Cuts rows of given lengths into batches of like length that hold at most `tokens` with padding.
+    """Cut rows of given lengths into batches of like length that hold at most `tokens` with padding.
 
     Yields the places of each batch's rows, the shortest rows first.
     """

@@ -141,7 +141,7 @@ def record_step(
 
 
 def percentiles(lengths: Sequence[int]) -> tuple[int, int, int]:
-    """Median, 95th percentile and maximum."""
+    """Return the median, the 95th percentile and the maximum."""
     if not lengths:
         return 0, 0, 0
     median, high = np.percentile(lengths, [50, 95])

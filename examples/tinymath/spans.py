@@ -25,14 +25,14 @@ def step_begin(samples: Iterable[Sample]) -> float:
 
 
 def step_spans(samples: Sequence[Sample]) -> tuple[SampleSpan, ...]:
-    """All spans of a step, from the first one's begin."""
+    """Return all spans of a step, from the first one's begin."""
     start = step_begin(samples)
     spans = (span for sample in samples for span in sample.provenance.instance_spans)
     return tuple(SampleSpan(span.instance_id, span.begin - start, span.end - start) for span in spans)
 
 
 def bubble_seconds(spans: Iterable[SampleSpan], instances: Iterable[str]) -> dict[str, float]:
-    """Seconds within the step (first begin to last end of any instance) in which an instance had no sample."""
+    """Return the seconds of the step, from first begin to last end, in which each instance had no sample."""
     spans = list(spans)
     length, own = step_seconds(spans), by_instance(spans)
     return {name: length - _covered(own.get(name, ())) for name in instances}
@@ -52,7 +52,7 @@ def by_instance(spans: Iterable[SampleSpan]) -> dict[str, list[SampleSpan]]:
 
 
 def _covered(spans: Iterable[SampleSpan]) -> float:
-    """Length of the union of intervals."""
+    """Return the length of the union of intervals."""
     covered, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.begin):
         covered += max(0.0, span.end - max(span.begin, reached))

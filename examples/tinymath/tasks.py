@@ -130,7 +130,7 @@ class Problem:
     answer: str
 
     def reward(self, response_text: str) -> float:
-        """Scores a response in [0, 1] with the family's own verifier on what follows the last mark."""
+        """Score a response in [0, 1] with the family's own verifier on the text after the last mark."""
         text = response_text.partition(EOS)[0]
         if MARK not in text:
             return 0.0
@@ -161,7 +161,7 @@ def trace(problem: Problem, rng: Random | None = None, direct_share: float = DIR
 
 
 def draw_problem(rng: Random, families: Sequence[str] = tuple(FAMILIES)) -> Problem:
-    """Draws one problem of the given families; those with too long a question or solution are drawn again."""
+    """Draw one problem of the given families; those with too long a question or solution are drawn again."""
     while True:
         family = rng.choices(families, [FAMILIES[name].share for name in families])[0]
         levels = FAMILIES[family].levels

@@ -23,7 +23,7 @@ _PIECES = re.compile(rf"{PAD}|{BOS}|{EOS}|.", re.DOTALL)
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text; special tokens are known by name. Raises KeyError for a foreign character."""
+    """Return the token ids of a text; special tokens are known by name. KeyError: a foreign character."""
     return [_IDS[piece] for piece in _PIECES.findall(text)]
 
 
@@ -33,7 +33,7 @@ def decode(ids: Iterable[int]) -> str:
 
 
 def prompt_ids(question: str) -> list[int]:
-    """Token ids of a prompt: the begin token, then the question."""
+    """Return the token ids of a prompt: the begin token, then the question."""
     return [BOS_ID, *encode(question)]
 
 

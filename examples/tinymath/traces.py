@@ -15,7 +15,7 @@ Solution = tuple[str, str]
 
 
 def add(a: int, b: int) -> str:
-    """Column addition of two numbers >= 0, least digit first: `357+28` gives `7+8=15,5+2+1=8,3+0=3,`."""
+    """Add two numbers >= 0 by columns, least digit first: `357+28` gives `7+8=15,5+2+1=8,3+0=3,`."""
     text, carry = "", 0
     while a or b or not text:
         (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
@@ -26,7 +26,7 @@ def add(a: int, b: int) -> str:
 
 
 def subtract(a: int, b: int) -> str:
-    """Column subtraction for a >= b >= 0, least digit first: `352-28` gives `12-8=4,5-2-1=2,3-0=3,`."""
+    """Subtract by columns for a >= b >= 0, least digit first: `352-28` gives `12-8=4,5-2-1=2,3-0=3,`."""
     text, borrow = "", 0
     while a or b or not text:
         (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
@@ -37,7 +37,7 @@ def subtract(a: int, b: int) -> str:
 
 
 def signed_sum(total: int, term: int) -> str:
-    """One line of a running sum, for any signs: `12-40` gives `12-40:10-2=8,4-1-1=2,>-28;`."""
+    """Write one line of a running sum, for any signs: `12-40` gives `12-40:10-2=8,4-1-1=2,>-28;`."""
     if (total < 0) == (term < 0) or not total:
         columns = add(abs(total), abs(term))
     else:
@@ -46,7 +46,7 @@ def signed_sum(total: int, term: int) -> str:
 
 
 def chain_sum(expression: str) -> Solution:
-    """Works through `12+345-28` term by term."""
+    """Work through `12+345-28` term by term."""
     total, *terms = (int(term) for term in re.findall(r"[+-]?\d+", expression))
     working = ""
     for term in terms:
@@ -56,7 +56,7 @@ def chain_sum(expression: str) -> Solution:
 
 
 def gcd(a: int, b: int) -> Solution:
-    """Euclid's algorithm by repeated subtraction; the number of steps is the sum of the quotients."""
+    """Do Euclid's algorithm by repeated subtraction; the number of steps is the sum of the quotients."""
     a, b = max(a, b), min(a, b)
     working = ""
     while b:
@@ -66,7 +66,7 @@ def gcd(a: int, b: int) -> Solution:
 
 
 def times_digit(a: int, digit: int) -> str:
-    """Multiplication by one digit, least digit first: `347*6` gives `7*6=42,4*6+4=28,3*6+2=20,`."""
+    """Multiply by one digit, least digit first: `347*6` gives `7*6=42,4*6+4=28,3*6+2=20,`."""
     text, carry = "", 0
     for x in map(int, reversed(str(a))):
         total = x * digit + carry
@@ -76,7 +76,7 @@ def times_digit(a: int, digit: int) -> str:
 
 
 def products(factors: Sequence[int]) -> Solution:
-    """Long multiplication: one partial product for each digit, added to the running sum at once."""
+    """Multiply numbers: one partial product for each digit, added to the running sum at once."""
     result, *others = factors
     working = ""
     for other in others:
@@ -91,13 +91,13 @@ def products(factors: Sequence[int]) -> Solution:
 
 
 def spell_backward(word: str) -> Solution:
-    """Numbers the letters of a word of up to ten, then reads them from the last (the tenth is `0`)."""
+    """Write down the numbered letters of a word of up to ten, then read them from the last (the tenth is `0`)."""
     numbered = [f"{(place + 1) % 10}{letter}" for place, letter in enumerate(word)]
     return f"{''.join(numbered)}>{''.join(reversed(numbered))};", word[::-1]
 
 
 def count_bits(number: int) -> Solution:
-    """Halves the number down to zero and counts the odd ones: `5:1,2:1,1:2,` (number, ones so far)."""
+    """Halve the number down to zero and count the odd ones: `5:1,2:1,1:2,` (number, ones so far)."""
     working, ones = "", 0
     while number:
         ones += number % 2

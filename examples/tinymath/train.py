@@ -116,13 +116,13 @@ def groups(problems: Sequence[Problem], options: Options, text: TaskText = token
 def hint(
     run: Run, step: int, groups: list[Group], sampling: SamplingParams, version: int, asked: Exactness
 ) -> None:
-    """Names the next step's prompts, which idle instances may pre-generate."""
+    """Name the next step's prompts, which idle instances may pre-generate."""
     with contextlib.suppress(paceline.UnimplementedError):
         run.hint(step, groups, sampling, policy_version=version, exactness=asked)
 
 
 def collect(rollout: paceline.Rollout, watch: Callable[[int, int], None]) -> list[paceline.Sample]:
-    """All samples of the batch, in completion order. Nothing else is done meanwhile: the cores are the engines'."""
+    """Return all samples of the batch, in completion order. Nothing else is done: the cores are the engines'."""
     samples: list[paceline.Sample] = []
     for sample in rollout:
         if sample.status is paceline.SampleStatus.FAILED:
@@ -143,7 +143,7 @@ def reward(
 def report_rewards(
     run: Run, batch_id: str, samples: Sequence[paceline.Sample], rewards: Sequence[float], report: GrpoReport
 ) -> None:
-    """Tells the platform: rewards for drafters that learn, and how far the policy was from its samples."""
+    """Tell the platform the rewards, for drafters that learn, and how far the policy was from its samples."""
     named = [Reward(s.prompt_id, s.slot, value) for s, value in zip(samples, rewards, strict=True)]
     with contextlib.suppress(paceline.UnimplementedError):
         run.report_rewards(batch_id, named, kl=report.kl, clip_fraction=report.clipped_ratio)
@@ -179,7 +179,7 @@ def new_learner(model: Path, options: Options) -> GrpoLearner:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of `Options`."""
+    """Add one flag for each field of `Options`."""
     for name, value in asdict(Options()).items():
         choices = _EXACTNESS if isinstance(value, ExactnessLevel) else None
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, choices=choices)
@@ -191,7 +191,7 @@ def read_options(given: argparse.Namespace) -> Options:
 
 
 def main() -> None:
-    """Trains on a platform that runs already, and prints a line per step."""
+    """Train on a platform that runs already, and print a line per step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--address", default="127.0.0.1:7400")
     parser.add_argument("--token")

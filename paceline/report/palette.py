@@ -1,4 +1,4 @@
-"""Colours of the page, light and dark, and measures of how well they can be told apart. Pure.
+"""Colours of the page, light and dark, and measures of how well they can be distinguished. Pure.
 
 Series have the hues of Okabe and Ito, made darker on white and lighter on black until they contrast with the card
 by at least 3; every area has a pattern besides, so that no meaning is in the colour alone.

@@ -53,7 +53,7 @@ class PacelineWeightTransfer:
         """Push the tensors as the next version. When this returns, the fleet serves them.
 
         They are read to their end also when that fails, so that other processes, which gather them too, do not
-        wait for ever. PacelineError: the push was refused; the fleet serves what it served.
+        wait indefinitely. PacelineError: the push was refused; the fleet serves what it served.
         """
         try:
             finished = self._run.push_weights(iterator, in_flight=self._in_flight)

@@ -36,7 +36,7 @@ class Lookahead:
         self._next: Sequence[int] | None = next(batches, None)
 
     def after(self, is_present: Callable[[Sequence[int]], bool]) -> Sequence[int] | None:
-        """Return the batch after the present one, or None for ever once that is not found."""
+        """Return the batch after the present one, or None once that is not found, and from then on."""
         for _ in range(self._window):
             if self._next is None:
                 break

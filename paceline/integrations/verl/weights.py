@@ -13,7 +13,7 @@ def push(weights: Iterable[tuple[str, Any]], settings: FleetSettings) -> t.Updat
     """Push tensors as the next version, reading them in this thread, where their gathers belong.
 
     All processes of the trainer gather each tensor, and one pushes. The tensors are read to their end also when
-    that fails, so that the others do not wait for it for ever.
+    that fails, so that the others do not wait for it indefinitely.
 
     Raises:
         PacelineError: the push was refused; the fleet serves what it served.
