@@ -13,7 +13,7 @@ def health_routes(facade: Facade) -> APIRouter:
     router = APIRouter(tags=["health"])
 
     async def health() -> Response:
-        """200 while a gateway leads and an instance serves, or is paused."""
+        """Answer 200 while a gateway leads and an instance serves, or is paused."""
         return _answer(await facade.fleet.problem(needs_instance=True))
 
     for path in ("/health", "/health/", "/health_generate"):
@@ -21,12 +21,12 @@ def health_routes(facade: Facade) -> APIRouter:
 
     @router.get("/readyz")
     async def ready() -> Response:
-        """200 while a gateway leads; weights can be updated then, even where no instance serves."""
+        """Answer 200 while a gateway leads; weights can be updated then, even where no instance serves."""
         return _answer(await facade.fleet.problem(needs_instance=False))
 
     @router.get("/livez")
     async def live() -> Response:
-        """200 while this process answers."""
+        """Answer 200 while this process answers."""
         return _answer("")
 
     return router

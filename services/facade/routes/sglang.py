@@ -90,7 +90,7 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
         return {"success": True, "message": "requests go on"}
 
     async def flush_cache() -> Response:
-        """200 if no request runs. There is nothing to flush: nothing is computed with KV of other weights."""
+        """Answer 200 if no request runs. There is nothing to flush: KV of other weights is never used."""
         if running := facade.samples.running:
             return PlainTextResponse(f"{running} samples are running.\n", status_code=400)
         return PlainTextResponse("Cache flushed.\n")
