@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import structlog
 from google.rpc import code_pb2
@@ -17,39 +17,18 @@ from google.rpc import code_pb2
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import migration_pb2 as pb
 from paceline.times import seconds_of
-from services.contracts import rollout_messages as convert
-from services.contracts.errors import InvalidArgument, ServiceError
-from services.contracts.rollout import Rollout
-from services.contracts.sampling import check_tokens
 from services.generation.config import GenerationConfig
 from services.generation.engine.kv_types import MigrationEngine
-from services.generation.engine.types import EngineRequest
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.samples import RunningSample
-from services.generation.loop.work_items import AdmissionTerms, check_item
+from services.generation.loop.work_items import AdmissionTerms
 from services.generation.loop.work_stream import WorkStream
 from services.generation.migration import image
+from services.generation.migration.arriving import ArrivingSample
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.receiver import Incoming, ReceiverLedger, ReceiverState
 from services.generation.migration.unclaimed import HANDLE, Unclaimed
-from services.generation.rollouts.origin import Origin
-
-
-@dataclass(slots=True)
-class _Arriving:
-    """Sample for which blocks are reserved."""
-
-    request: EngineRequest
-    origin: Origin
-    rollout: Rollout | None
-    migrations: int
-    trace_parent: str
-    streamed: bool
-    # The running sample, once its drafters have begun.
-    sample: RunningSample | None = None
-    stream: Unclaimed = field(default_factory=Unclaimed)
-
 
 _log = structlog.get_logger(__name__)
 
@@ -71,7 +50,7 @@ class Arrivals:
         self._metrics = metrics
         self._clock = clock
         self._ledger = ReceiverLedger(config.migration_incoming)
-        self._arriving: dict[str, _Arriving] = {}
+        self._arriving: dict[str, ArrivingSample] = {}
         # Committed and not claimed.
         self._waiting: dict[str, tuple[RunningSample, Unclaimed]] = {}
         engine.on_withdrawn = self._withdrawn
@@ -105,7 +84,7 @@ class Arrivals:
             raise NotMoved(Reason.VERSION, f"served is policy version {terms.policy_version}")
         if self._ledger.full:
             raise NotMoved(Reason.RECEIVER_BUSY, "as many samples are on their way as may be")
-        arriving = _arriving(asked, terms, loop)
+        arriving = ArrivingSample.of(asked, terms, loop)
         capacity = asked.capacity_tokens
         tokens = len(arriving.request.prompt) + len(arriving.request.prefix)
         if not tokens <= capacity <= terms.limits.max_model_len:
@@ -133,7 +112,7 @@ class Arrivals:
         if arriving is not None and arriving.sample is None:
             self._begin(arriving, pb.DrafterStates.FromString(states))
 
-    def _begin(self, arriving: _Arriving, states: pb.DrafterStates) -> RunningSample:
+    def _begin(self, arriving: ArrivingSample, states: pb.DrafterStates) -> RunningSample:
         sample = RunningSample(
             HANDLE,
             arriving.request,
@@ -171,7 +150,7 @@ class Arrivals:
             raise
         return image.commit_answer(self._ledger.get(migration_id))
 
-    def _check(self, asked: pb.CommitRequest, arriving: _Arriving) -> None:
+    def _check(self, asked: pb.CommitRequest, arriving: ArrivingSample) -> None:
         """Raise NotMoved unless everything that was sent has arrived intact."""
         request = arriving.request
         response = [*request.prefix, *asked.new_token_ids]
@@ -184,7 +163,7 @@ class Arrivals:
         if [each[1] for each in received] != list(asked.data_crcs):
             raise NotMoved(Reason.CHECKSUM, "the KV arrived broken")
 
-    def _run(self, asked: pb.CommitRequest, arriving: _Arriving, incoming: Incoming) -> None:
+    def _run(self, asked: pb.CommitRequest, arriving: ArrivingSample, incoming: Incoming) -> None:
         migration_id, now = incoming.migration_id, self._clock()
         sample = arriving.sample or self._begin(arriving, asked.drafters)
         # Without a reason: the donor waits for this answer, and closes the connections itself.
@@ -272,23 +251,6 @@ class Arrivals:
         for migration_id, arriving in list(self._arriving.items()):
             if arriving.request.sample_id == sample_id:
                 self.cancel(migration_id, Reason.WITHDRAWN, "the receiver's KV is dropped")
-
-
-def _arriving(asked: pb.ReserveRequest, terms: AdmissionTerms, loop: EngineLoop) -> _Arriving:
-    """Return the sample of a request. NotMoved when it cannot be taken."""
-    try:
-        request = check_item(asked.item, terms, (), loop.next_sample_id)
-        if violations := check_tokens(
-            asked.cached_token_ids, terms.limits, "cached_token_ids", allow_empty=True
-        ):
-            raise InvalidArgument(violations)
-        rollout = convert.from_proto(asked.rollout) if asked.HasField("rollout") else None
-    except ServiceError as error:
-        raise NotMoved(Reason.INVALID, error.message) from error
-    if asked.cached_token_ids:
-        request = replace(request, cached=tuple(asked.cached_token_ids))
-    origin, trace = Origin.of(asked.item), asked.item.trace_parent
-    return _Arriving(request, origin, rollout, asked.migrations, trace, asked.item.streamed)
 
 
 def _refused(
