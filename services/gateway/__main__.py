@@ -1,7 +1,4 @@
-"""Command that starts the gateway.
-
-python -m services.gateway --port 7400 --redis-url redis://...
-"""
+"""Start a gateway: `python -m services.gateway --port 7400 --redis-url URL`."""
 
 import gc
 
