@@ -45,6 +45,6 @@ def test_parameters_are_forced_for_a_while():
     assert tuning(CPU) is before
 
 
-def test_all_files_that_come_with_the_product_can_be_used():
-    for path in FOLDER.glob("*.json"):
-        read(path)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_files_that_come_with_the_product_can_be_used(path):
+    read(path)
