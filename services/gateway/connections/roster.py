@@ -18,7 +18,7 @@ from services.gateway.dispatch.instance_events import InstanceEvents
 from services.gateway.dispatch.placement import InstanceSlots
 from services.gateway.dispatch.placer import Placer
 from services.gateway.dispatch.turns import Pace
-from services.gateway.dispatch.work_link import WorkLink, message_interval
+from services.gateway.dispatch.work_link import WorkLink, message_interval, report_interval
 from services.gateway.fleet.health import FleetHealth, FleetMember, InstanceLoss, MemberState
 from services.gateway.fleet.stream_chain import MOST_PEERS
 from services.gateway.fleet.update_book import PublishedVersion, UpdateBook
@@ -170,6 +170,7 @@ class Roster:
             self.pace,
             self.placer.backlog,
             lambda: message_interval(len(self.placer.links)),
+            lambda: report_interval(len(self.placer.links), patient=self.placer.is_patient),
         )
         connection = Connection(self.config, member, channel, stub, link)
         self.connections[member.instance_id] = connection

@@ -86,6 +86,11 @@ class Placer:
         """Return True if the sample is in the queue."""
         return (running, index) in self._queue
 
+    @property
+    def is_patient(self) -> bool:
+        """True if nobody waits for the ends of single samples: no other sample for a place, and no environment."""
+        return not len(self._queue) and not self.batches.with_tools
+
     def pump_soon(self) -> None:
         """Place waiting samples once the current event has been dealt with."""
         if not self._pump_due:

@@ -197,6 +197,8 @@ class ActiveBatches:
         self.unfinished = 0
         # Samples in memory: all of the batches in work, ended or not.
         self.held = 0
+        # Batches in work whose samples call tools.
+        self.with_tools = 0
         # Finished batches that the journal still lists as unfinished.
         self.finished: asyncio.Queue[BatchKey] = asyncio.Queue()
         # Set whenever a sample was placed, waits again or has ended; cleared by the task that follows it.
@@ -215,6 +217,7 @@ class ActiveBatches:
     def add(self, running: RunningBatch) -> None:
         """Add a batch."""
         self.by_key[running.batch.key] = running
+        self.with_tools += running.batch.tools is not None
         if not running.private:
             self._accepted[running.batch.key] = math.inf if running.batch.open else running.batch.accepted_at
         self.held += len(running.batch.samples)
@@ -239,6 +242,7 @@ class ActiveBatches:
     def remove(self, running: RunningBatch) -> None:
         """Remove a batch."""
         del self.by_key[running.batch.key]
+        self.with_tools -= running.batch.tools is not None
         self._accepted.pop(running.batch.key, None)
         self.held -= len(running.batch.samples)
         self._show()

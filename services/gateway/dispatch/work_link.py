@@ -25,6 +25,9 @@ _MOST_ITEMS = 1024
 # samples and ends wait to be: a message costs as much as all the rest that is done for a sample.
 _MESSAGES = 1000.0
 _LONGEST_INTERVAL = 1.0
+# Least time between two messages of an instance with ends that nobody waits for: what each of them makes gateway,
+# journal and trainer do costs as much as many samples in it.
+_PATIENCE = 0.1
 # Share by which the interval has to change for an instance to be told.
 _WORTH_TELLING = 0.2
 # Events of a message that are processed at once: an instance with hundreds of samples may hand over all of them.
@@ -34,6 +37,14 @@ _MOST_EVENTS = 64
 def message_interval(instances: int) -> float:
     """Return the least seconds between two messages on the stream to one of so many instances, each way."""
     return min(instances / _MESSAGES, _LONGEST_INTERVAL)
+
+
+def report_interval(instances: int, *, patient: bool) -> float:
+    """Return the least seconds between two messages of one of so many instances.
+
+    `patient`: nobody waits for the ends of single samples.
+    """
+    return max(message_interval(instances), _PATIENCE if patient else 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +82,10 @@ class WorkLink:
 
     `give`, `claim` and `abort` only queue; all that is queued when the stream can take it goes out in one
     message. Samples wait for `interval()` seconds after the last one, except where the instance has none or a
-    caller reads along, and the instance is told to merge its reports likewise. `responded` is called with every
-    message in order, or with the parts of a long one, and no more are taken while the backlog is paused. `run` ends
-    when the stream does: with grpc.aio.AioRpcError, or returning when the instance ended it without an error.
+    caller reads along. The instance is told to merge its reports, those of `reports()` seconds. `responded` is
+    called with every message in order, or with the parts of a long one, and no more are taken while the backlog is
+    paused. `run` ends when the stream does: with grpc.aio.AioRpcError, or returning when the instance ended it
+    without an error.
     """
 
     def __init__(
@@ -87,6 +99,7 @@ class WorkLink:
         pace: Pace,
         backlog: JournalBacklog,
         interval: Callable[[], float] = lambda: 0.0,
+        reports: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.instance_id = instance_id
         self.epoch = epoch
@@ -100,6 +113,7 @@ class WorkLink:
         self._pace = pace
         self._backlog = backlog
         self._interval = interval
+        self._reports = reports
         # The interval that the instance was told, and the loop time of the last message to it.
         self._told = 0.0
         self._sent_at = -math.inf
@@ -190,7 +204,7 @@ class WorkLink:
             # Before the aborts, which may be of these.
             yield pb.WorkRequest(claim=claims)
         request, tokens = pb.WorkRequest(), 0
-        interval = self._interval()
+        interval = self._reports()
         if starts and abs(interval - self._told) > _WORTH_TELLING * self._told:
             self._told = interval
             request.report_interval.CopyFrom(duration(interval))

@@ -5,6 +5,7 @@ epoch, and nothing else. Neither the event loop nor the delivery of a sample eve
 """
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 
@@ -21,6 +22,9 @@ MOST_PUT = 4 << 20
 """Bytes of one put: little enough to be stored within its deadline, enough to carry its round trip."""
 PAUSE = 0.25
 """Seconds between searches for a store, while there is none."""
+LINGER, SOON = 1.0, 0.05
+"""Seconds for which samples wait for others to share their put, and what is left of that once a batch has ended:
+its trainer gets its samples first."""
 
 
 class HistoryWriter:
@@ -31,21 +35,35 @@ class HistoryWriter:
         self._metrics = metrics
         dropped = metrics.history.labels("dropped").inc
         self._waiting: Outbox[Rollout] = Outbox(most_waiting, lambda rollout: rollout.nbytes, dropped)
+        # Set when there is no reason to let more samples gather.
+        self._due = asyncio.Event()
 
     def offer(self, batch: RolloutBatch, ending: SampleEnding) -> None:
         """Queue a sample that has just ended, tokens still in place, if it is worth storing."""
         rollout = rollout_of(batch, ending)
         if rollout is not None:
             self._waiting.put(rollout)
+        if batch.is_done() or self._waiting.nbytes >= MOST_PUT:
+            self._due.set()
 
     async def run(self) -> None:
         """Write until cancelled."""
         while True:
             await self._waiting.wait()
+            if self._waiting.nbytes < MOST_PUT:
+                await self._gather()
             if self._store.available:
                 await self._put(self._waiting.take(MOST_PUT))
             else:
                 await asyncio.sleep(PAUSE)
+
+    async def _gather(self) -> None:
+        """Let more samples come: a put costs the gateway and the store as much as many samples in it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER):
+                await self._due.wait()
+                await asyncio.sleep(SOON)
+        self._due.clear()
 
     async def _put(self, rollouts: list[Rollout]) -> None:
         stored = await self._store.put(rollouts)

@@ -24,6 +24,11 @@ class Outbox(Generic[Item]):
         self._bytes = 0
         self._wake = asyncio.Event()
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all items."""
+        return self._bytes
+
     def put(self, item: Item) -> None:
         """Append an item."""
         self._items.append(item)

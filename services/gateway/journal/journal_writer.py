@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,9 +91,11 @@ class JournalWriter:
         self._lanes: dict[BatchKey, _Lane] = {}
         self._refused: dict[BatchKey, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
+        # Set while the next round trip is not to wait for others to share it.
+        self._hurry = asyncio.Event()
 
     def touch(self, batch: RolloutBatch) -> None:
-        """Have the batch's new tokens and endings written."""
+        """Have the batch's new tokens and endings written, the last at once if no other batch is to be written."""
         lane = self._lanes.get(batch.key)
         if lane is None or lane.batch is not batch:
             self._remove(batch.key)
@@ -101,6 +104,9 @@ class JournalWriter:
         self._weigh(lane)
         if batch.key not in self._refused:
             self._make_due(batch.key)
+            # Its trainer waits for nothing else. Many batches that end would each have a round trip of their own.
+            if batch.is_done() and len(self._lanes) == 1:
+                self._hurry.set()
 
     async def run(self, reader: JournalReader) -> None:
         """Write until cancelled. Raises Fenced when another gateway leads."""
@@ -109,9 +115,10 @@ class JournalWriter:
             rested_at = 0.0
             while True:
                 await self._wake.wait()
-                await asyncio.sleep(rested_at - loop.time())
+                await self._rest(rested_at - loop.time())
                 begun_at = loop.time()
                 self._wake.clear()
+                self._hurry.clear()
                 pieces = await self._collect()
                 if not pieces:
                     continue
@@ -125,6 +132,15 @@ class JournalWriter:
         finally:
             for timer in self._refused.values():
                 timer.cancel()
+
+    async def _rest(self, seconds: float) -> None:
+        """Let changes gather for so long, unless there is a hurry. Even without time left others get a turn."""
+        if seconds <= 0.0:
+            await asyncio.sleep(0)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
 
     async def _collect(self) -> list[tuple[_Lane, JournalWrite, BatchRecord]]:
         pieces, nbytes, in_turn = [], 0, 0

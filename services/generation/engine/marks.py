@@ -50,9 +50,8 @@ def unpack(marks: npt.NDArray[Any]) -> tuple[int, int, int]:
 
     The last two count among the tokens that are left: behind a stop token there may have been more.
     """
-    if not len(marks):
+    if not marks.size or not (first := marks.item(0)):
         return 0, 0, 0
-    first = int(marks[0])
     accepted = int((marks & ACCEPTED).sum()) // ACCEPTED if first & ACCEPTED else 0
     return first >> 2, accepted, int((marks & 1).sum()) if first & 1 else 0
 
@@ -60,7 +59,7 @@ def unpack(marks: npt.NDArray[Any]) -> tuple[int, int, int]:
 def likeliest(logprobs: Any) -> tuple[list[int], list[float]]:
     """Return the likeliest tokens of each position of one sample, and their log-probabilities, in order."""
     tokens = logprobs.logprob_token_ids
-    if not len(tokens) or tokens.shape[1] == 1:
+    if tokens.shape[1] == 1 or not len(tokens):
         return [], []
     wanted = slice(1, 1 + int((tokens[0, 1:] != NO_TOKEN).sum()))
     return tokens[:, wanted].ravel().tolist(), logprobs.logprobs[:, wanted].ravel().tolist()

@@ -6,7 +6,7 @@ Imported by `core` only, which sets the environment that vLLM reads first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from math import isnan
 from typing import Any
 
@@ -28,6 +28,7 @@ from services.generation.engine.sampling.recorded import RecordedDrafts
 from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
 
+_NOISE_FIELDS = tuple(each.name for each in fields(SampleNoise))
 _FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 
 
@@ -116,7 +117,8 @@ class VllmRequests:
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
         )
-        extra: dict[str, Any] = {NOISE_KEY: asdict(noise)}
+        # `asdict` copies all values, which takes longer than building the request.
+        extra: dict[str, Any] = {NOISE_KEY: {name: getattr(noise, name) for name in _NOISE_FIELDS}}
         if request.follows:
             extra[CACHED_KEY] = CachedRollout.of(request, self._limits.vocab_size)
         if request.recorded is not None:

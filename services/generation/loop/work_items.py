@@ -6,8 +6,9 @@ vLLM does not check token ids itself when it has no tokenizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from google.rpc import code_pb2
 
@@ -34,6 +35,9 @@ _VERIFIERS = {
     sample_pb2.EXACTNESS_LEVEL_REJECTION: Verifier.REJECTION,
     sample_pb2.EXACTNESS_LEVEL_LENIENT: Verifier.LENIENT,
 }
+
+# Sets of sampling parameters that are remembered: the samples of a step mostly share one.
+_REMEMBERED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +89,8 @@ def check_item(
     if verifier is None:
         name = _level_name(item.exactness.level)
         raise Unimplemented(name, f"exactness level {name} is not served by this instance")
-    sampling = resolve(item.sampling)
-    if violations := _violations(item, sampling, verifier, terms.limits, taken):
+    sampling, faults = _resolved(item.sampling.SerializeToString(), terms.limits)
+    if violations := _violations(item, sampling, faults, verifier, terms.limits, taken):
         raise InvalidArgument(violations)
     request = EngineRequest(
         next_id(),
@@ -105,15 +109,27 @@ def check_item(
     return _by_drafts(request, item, cache) if terms.lenient_drafts else _lenient(request, item, cache)
 
 
+@lru_cache(_REMEMBERED)
+def _resolved(parameters: bytes, limits: ModelLimits) -> tuple[Sampling, Sequence[Violation]]:
+    """Return serialised sampling parameters with their defaults, and what is wrong with them."""
+    sampling = resolve(sample_pb2.SamplingParams.FromString(parameters))
+    return sampling, tuple(check_sampling(sampling, limits, "sampling"))
+
+
 def _violations(
-    item: pb.WorkItem, sampling: Sampling, verifier: Verifier, limits: ModelLimits, taken: Container[int]
+    item: pb.WorkItem,
+    sampling: Sampling,
+    faults: Sequence[Violation],
+    verifier: Verifier,
+    limits: ModelLimits,
+    taken: Container[int],
 ) -> list[Violation]:
     prompt, prefix = item.prompt_token_ids, item.prefix_token_ids
     violations = [
         *check_tokens(prompt, limits, "prompt_token_ids"),
         *check_tokens(prefix, limits, "prefix_token_ids", allow_empty=True),
         *check_tokens(item.reference_token_ids, limits, "reference_token_ids", allow_empty=True),
-        *check_sampling(sampling, limits, "sampling"),
+        *faults,
         *_check_lengths(len(prompt), len(prefix), sampling, limits),
         *(_check_lenience(item.exactness) if verifier is Verifier.LENIENT else ()),
     ]

@@ -150,6 +150,7 @@ async def test_samples_for_a_busy_instance_go_out_together_and_others_at_once() 
         Pace(60.0),
         backlog,
         lambda: interval[0],
+        lambda: 0.7,
     )
     task = asyncio.create_task(link.run())
     attempt: Any = None
@@ -157,7 +158,7 @@ async def test_samples_for_a_busy_instance_go_out_together_and_others_at_once() 
         link.give(attempt, pb.WorkItem(handle=1))
         first = await sent.get()
         assert [item.handle for item in first.start] == [1]
-        assert seconds_of(first.report_interval) == 0.5
+        assert seconds_of(first.report_interval) == 0.7
         for handle in (2, 3):
             link.give(attempt, pb.WorkItem(handle=handle))
         second = await sent.get()

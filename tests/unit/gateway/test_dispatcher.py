@@ -7,8 +7,10 @@ from google.rpc import code_pb2
 
 from paceline.v1 import sample_pb2
 from services.contracts.errors import ResourceExhausted
+from services.gateway.batches.calls import CallRules
 from services.gateway.batches.sample import SamplePhase
 from services.gateway.dispatch.estimator import DraftCoverage
+from services.gateway.dispatch.work_link import report_interval
 from tests.unit.gateway.dispatch_parts import (
     DispatchParts,
     a_batch,
@@ -73,6 +75,36 @@ async def test_the_bound_on_unfinished_samples_covers_those_being_recorded() -> 
         with pytest.raises(ResourceExhausted), parts.batches.reserve(1):
             pass
     assert parts.batches.unfinished == 2
+
+
+async def test_ends_are_waited_for_by_samples_without_a_place_and_by_environments() -> None:
+    parts = DispatchParts()
+    link = parts.link("a", room=1)
+    assert parts.placer.is_patient
+    plain = parts.dispatcher.add(a_batch(2, batch_id="plain"))
+    await turn()
+    assert not parts.placer.is_patient
+    parts.events.responded(link, tokens(1, 5))
+    parts.events.responded(link, finished(1))
+    await turn()
+    assert parts.placer.is_patient
+    calling = parts.dispatcher.add(
+        a_batch(0, batch_id="calling", tools=CallRules(frozenset([9]), frozenset(), 4, 60.0))
+    )
+    assert not parts.placer.is_patient
+    parts.dispatcher.drop(calling)
+    assert parts.placer.is_patient
+    parts.dispatcher.drop(plain)
+
+
+@pytest.mark.parametrize(
+    ("instances", "patient", "seconds"),
+    [(2, False, 0.002), (2, True, 0.1), (400, True, 0.4), (2000, False, 1.0)],
+)
+def test_reports_follow_each_other_faster_where_somebody_waits(
+    instances: int, patient: bool, seconds: float
+) -> None:
+    assert report_interval(instances, patient=patient) == seconds
 
 
 # Lost instances ----------------------------------------------------------------------------------------

@@ -55,15 +55,22 @@ class Feed:
         self.history = HistoryWriter(cast(Any, self.store), GatewayMetrics(self.registry), most_waiting)
 
     def finish(self, slot: int, tokens: int = 10) -> None:
-        state = GatewaySample(0, 0, slot, slot)
-        group = BatchGroup("p", [1], sample_pb2.SamplingParams())
-        batch = RolloutBatch(("run", "b"), 0, [group], sample_pb2.Exactness(), [state], 0.0, 1.0, 1)
+        """End a sample that is a batch of its own."""
+        self.end(self.begin(slot), 0, tokens)
+
+    def begin(self, *slots: int) -> RolloutBatch:
+        states = [GatewaySample(index, 0, slot, slot) for index, slot in enumerate(slots)]
+        group = BatchGroup("p", [1], sample_pb2.SamplingParams(), count=len(slots))
+        batch = RolloutBatch(("run", "b"), 0, [group], sample_pb2.Exactness(), states, 0.0, 1.0, 1)
         batch.cached_run = "run"
-        attempt = batch.assign(0, "i0", 0.0)
-        batch.extend(0, attempt, [1] * tokens, [-1.0] * tokens, 0.0)
+        return batch
+
+    def end(self, batch: RolloutBatch, index: int, tokens: int = 10) -> None:
+        attempt = batch.assign(index, "i0", 0.0)
+        batch.extend(index, attempt, [1] * tokens, [-1.0] * tokens, 0.0)
         report = generation_pb2.Finished(finish_reason=sample_pb2.FINISH_REASON_STOP)
-        batch.finish(0, attempt, report, 0.0)
-        self.history.offer(batch, batch.endings[0])
+        batch.finish(index, attempt, report, 0.0)
+        self.history.offer(batch, batch.endings[-1])
 
     def count(self, outcome: str) -> float:
         name = "paceline_gateway_history_rollouts_total"
@@ -78,6 +85,7 @@ class Feed:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE", 0.001)
+    monkeypatch.setattr(module, "SOON", 0.001)
 
 
 async def test_samples_are_put_in_order_and_what_gathers_meanwhile_goes_together() -> None:
@@ -93,6 +101,34 @@ async def test_samples_are_put_in_order_and_what_gathers_meanwhile_goes_together
     assert feed.store.puts == [[0], [1, 2, 3, 4, 5]]
     await end([running])
     assert feed.count("stored") == 6
+
+
+async def test_samples_of_a_batch_wait_for_its_last_one_to_share_their_put(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LINGER", 3600.0)
+    feed = Feed()
+    running = asyncio.create_task(feed.history.run())
+    batch = feed.begin(0, 1, 2)
+    for index in range(3):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert feed.store.puts == []
+        feed.end(batch, index)
+    await feed.stored(3)
+    await end([running])
+    assert feed.store.puts == [[0, 1, 2]]
+
+
+async def test_samples_do_not_wait_long_for_the_last_one_of_their_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LINGER", 0.001)
+    feed = Feed()
+    running = asyncio.create_task(feed.history.run())
+    feed.end(feed.begin(0, 1), 0)
+    await feed.stored(1)
+    await end([running])
 
 
 async def test_a_put_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,15 @@ def test_a_good_item_becomes_the_engines_request() -> None:
     assert (request.sampling.max_tokens, request.sampling.top_k, request.sampling.temperature) == (7, 5, 1.0)
 
 
+def test_parameters_that_items_share_are_checked_once_for_each_model() -> None:
+    first, other = check(top_k=17), check(handle=2, top_k=17)
+    assert first.sampling is other.sampling
+    # What one model can serve another cannot: what was found is not that of the first.
+    with pytest.raises(InvalidArgument, match=r"allowed_token_ids"):
+        check(AdmissionTerms(3, ModelLimits(vocab_size=10, max_model_len=32)), allowed_token_ids=[50])
+    assert check(allowed_token_ids=[50]).sampling.allowed_token_ids == (50,)
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
