@@ -110,7 +110,7 @@ class SampleIntake:
         lenient = item.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
         if self._fetcher is None or not (lenient or self._loop.drafts.speculation is not None):
             return None
-        fetch = self._fetcher.want(Origin.of(item))
+        fetch = self._fetcher.want(Origin.of(item), whole=lenient)
         # A sample that is gone on with takes nothing over any more.
         return fetch if lenient and not item.prefix_token_ids else None
 
