@@ -57,7 +57,7 @@ class ShardFetcher:
         self._calls: set[asyncio.Task[None]] = set()
 
     def want(self, origin: Origin, *, whole: bool = False) -> asyncio.Future[None] | None:
-        """Fetch the rollouts for a sample; `whole` with all history, which only LENIENT samples need.
+        """Fetch the rollouts for a sample; `whole` with the history of slots that are generated ahead.
 
         The future resolves when they are cached, or when they cannot be had. None: there is nothing to wait for,
         because they are cached already, the sample belongs to no run, or no store is available.

@@ -379,14 +379,14 @@ async def test_a_guess_of_the_callers_goes_before_a_cached_rollout_which_is_coun
     assert [source.drafter for source in ends[1].draft_sources] == ["reference"]
 
 
-async def test_only_lenient_samples_ask_for_covered_history(rig: Rig) -> None:
+async def test_levels_that_live_on_history_ask_for_all_of_it(rig: Rig) -> None:
     stream = await rig.open()
     rig.store.open.set()
-    rig.intake.take(stream, starts(named(1, "p"), lenient(2, "q")))
+    coupled = {"level": sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY}
+    rig.intake.take(stream, starts(named(1, "p"), lenient(2, "q"), named(3, "r", exactness=coupled)))
     await rig.started(stream, 2)
-    await rig.until(lambda: len(rig.store.calls) == 2)
-    asked = {prompts[0]: whole for (_, prompts), whole in zip(rig.store.calls, rig.store.whole, strict=True)}
-    assert asked == {"p": False, "q": True}
+    asked = [(prompts, whole) for (_, prompts), whole in zip(rig.store.calls, rig.store.whole, strict=True)]
+    assert asked == [(["p"], False), (["q", "r"], True)]
 
 
 async def test_with_speculation_off_only_lenient_samples_have_rollouts_fetched(rig: Rig) -> None:
