@@ -35,6 +35,8 @@ _COLUMNS = (
 _IDEAS = {
     "saved_by_index_beside_reference": ("reference only", "reference"),
     "saved_by_indexed_references": ("reference, not indexed", "reference"),
+    "saved_by_history_without_reference": ("siblings", "history"),
+    "saved_by_history_beside_reference": ("reference, no history", "reference"),
     "saved_by_siblings_without_reference": ("history, no siblings", "history"),
     "saved_by_siblings_with_reference": ("reference, no siblings", "reference"),
     "saved_by_second_reference": ("reference", "two references"),

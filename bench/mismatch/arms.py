@@ -224,6 +224,7 @@ ARMS = (
     Arm(
         "reference, no siblings", "the same without texts of other samples of this step", back=1, group=False
     ),
+    Arm("reference, no history", "the same without earlier samples of its prompt", back=1, history=False),
     Arm("reference, not indexed", "the references themselves are not in the index", back=1, ahead=False),
     Arm("older reference", "of the policy two updates before: COUPLED_HISTORY", back=2),
     Arm("reference, whole drafts", "drafts are not cut where they are unlikely", back=1, floors=(0.0, 0.0)),

@@ -123,12 +123,14 @@ class Replica:
                 stored = (await self._stub.PutRollouts(requests, timeout=seconds)).stored
         return stored
 
-    async def fetch(self, run_id: str, prompt_ids: Sequence[str], seconds: float) -> Fetched:
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str], seconds: float, *, whole: bool) -> Fetched:
         """Return the rollouts that arrived within `seconds`; all prompts are missed unless all arrived."""
         found: list[Rollout] = []
         missed, began = frozenset(prompt_ids), self._loop.time()
         if self._breaker.admit(began):
-            request = pb.FetchRolloutsRequest(run_id=run_id, prompt_ids=prompt_ids)
+            request = pb.FetchRolloutsRequest(
+                run_id=run_id, prompt_ids=prompt_ids, omit_covered_history=not whole
+            )
             with self._reported("fetch", began):
                 async for answer in self._stub.FetchRollouts(request, timeout=seconds):
                     found += [from_proto(each) for each in answer.rollouts]
@@ -211,9 +213,10 @@ class DraftStores:
         calls = [self._replicas[name].put(share, self._timeout) for name, share in shares.items()]
         return sum(await asyncio.gather(*calls))
 
-    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> Fetched:
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str], *, whole: bool = True) -> Fetched:
         """Return the rollouts of a run's prompts that arrived within `timeout`.
 
+        Unless `whole`, slots with a finished pre-generated rollout come without their history.
         Prompts whose replica did not answer are missed, and so are all while there is none.
         """
         if not self._replicas:
@@ -223,7 +226,10 @@ class DraftStores:
             replica_id = owner(run_id, prompt_id, self._replicas)
             assert replica_id is not None, "there are replicas"
             shares[replica_id].append(prompt_id)
-        calls = [self._replicas[name].fetch(run_id, ids, self._timeout) for name, ids in shares.items()]
+        calls = [
+            self._replicas[name].fetch(run_id, ids, self._timeout, whole=whole)
+            for name, ids in shares.items()
+        ]
         parts = await asyncio.gather(*calls)
         rollouts = [rollout for part in parts for rollout in part.rollouts]
         return Fetched(rollouts, frozenset().union(*(part.missed for part in parts)))

@@ -57,7 +57,8 @@ class DraftService(rpc.DraftServiceServicer):
         if violations := violations + _empty_ids(request.prompt_ids):
             raise InvalidArgument(violations)
         self._metrics.fetches.inc()
-        for batch in batches(self._found(request.run_id, request.prompt_ids)):
+        whole = not request.omit_covered_history
+        for batch in batches(self._found(request.run_id, request.prompt_ids, whole)):
             yield pb.FetchRolloutsResponse(rollouts=batch)
 
     async def EvictRollouts(
@@ -97,9 +98,9 @@ class DraftService(rpc.DraftServiceServicer):
             snapshot_at=timestamp(self._archive.taken_at) if self._archive.taken_at else None,
         )
 
-    def _found(self, run_id: str, prompt_ids: Sequence[str]) -> Iterator[Rollout]:
+    def _found(self, run_id: str, prompt_ids: Sequence[str], whole: bool) -> Iterator[Rollout]:
         for prompt_id in dict.fromkeys(prompt_ids):
-            rollouts = self._store.fetch(run_id, prompt_id)
+            rollouts = self._store.fetch(run_id, prompt_id, whole=whole)
             self._metrics.prompts_fetched.labels("hit" if rollouts else "miss").inc()
             self._metrics.tokens_fetched.inc(sum(len(rollout.tokens) for rollout in rollouts))
             yield from rollouts

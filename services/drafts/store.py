@@ -61,6 +61,11 @@ class _Slot:
         if self.pregenerated is not None:
             yield self.pregenerated
 
+    def drafts(self) -> Iterator[Rollout]:
+        """Yield what a sample drafts from: history says nothing that a finished pre-generated rollout does not."""
+        ahead = self.pregenerated
+        return iter((ahead,)) if ahead is not None and ahead.finished else self.rollouts()
+
 
 @dataclass(slots=True)
 class _Run:
@@ -128,13 +133,17 @@ class DraftStore:
             self._put_pregenerated(slot, rollout)
         return self._shrink(rollout)
 
-    def fetch(self, run_id: str, prompt_id: str) -> list[Rollout]:
-        """Return all rollouts of a prompt by slot; in a slot the history comes first, oldest version first."""
+    def fetch(self, run_id: str, prompt_id: str, *, whole: bool = True) -> list[Rollout]:
+        """Return all rollouts of a prompt by slot; in a slot the history comes first, oldest version first.
+
+        Unless `whole`, slots with a finished pre-generated rollout are without their history.
+        """
         slots = self._prompts.get((run_id, prompt_id))
         if slots is None:
             return []
         self._prompts.move_to_end((run_id, prompt_id))
-        return [rollout for number in sorted(slots) for rollout in slots[number].rollouts()]
+        found = (slots[number] for number in sorted(slots))
+        return [rollout for slot in found for rollout in (slot.rollouts() if whole else slot.drafts())]
 
     def evict(
         self,

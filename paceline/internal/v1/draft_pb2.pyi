@@ -58,12 +58,14 @@ class PutRolloutsResponse(_message.Message):
     def __init__(self, stored: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class FetchRolloutsRequest(_message.Message):
-    __slots__ = ("run_id", "prompt_ids")
+    __slots__ = ("run_id", "prompt_ids", "omit_covered_history")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    OMIT_COVERED_HISTORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    omit_covered_history: bool
+    def __init__(self, run_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[str]] = ..., omit_covered_history: bool = ...) -> None: ...
 
 class FetchRolloutsResponse(_message.Message):
     __slots__ = ("rollouts",)

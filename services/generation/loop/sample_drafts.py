@@ -66,7 +66,7 @@ class SampleDrafts:
     def follow(self, sample: RunningSample) -> Rollout | None:
         """Let a sample follow the cached rollout of its own seed and return it.
 
-        None when there is none, or when the sample follows one as long.
+        None when there is none, or when the sample follows one as good.
         """
         rollout = self.cache.same_seed(sample.origin, sample.request.seed)
         return rollout if rollout is not None and sample.follow(rollout) else None

@@ -15,7 +15,7 @@ from paceline.times import duration
 from paceline.v1 import fleet_pb2, sample_pb2
 from services.contracts.rollout import Rollout
 from services.generation.engine.types import EngineRequest, Finish, SampleStep, Verifier
-from services.generation.rollouts.cache import agreement
+from services.generation.rollouts.cache import agreement, is_better
 from services.generation.rollouts.origin import NOWHERE, Origin
 from services.platform.observability import tracing
 from services.platform.observability.span import NO_SPAN, TraceSpan
@@ -116,11 +116,11 @@ class RunningSample:
         self.response = list(self.request.prefix)
 
     def follow(self, rollout: Rollout) -> bool:
-        """Compare the sample with a rollout of its own seed; False when the one that it has is as long.
+        """Compare the sample with a rollout of its own seed; False when the one that it has is as good.
 
         Of a LENIENT sample only the cached rollout that it takes over is counted.
         """
-        if self.rollout is not None and len(self.rollout.tokens) >= len(rollout.tokens):
+        if self.rollout is not None and not is_better(rollout, self.rollout):
             return False
         self.rollout = rollout
         if self.request.verifier is not Verifier.LENIENT:

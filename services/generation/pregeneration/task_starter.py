@@ -67,8 +67,8 @@ class TaskStarter:
         """Start a task, behind what the same policy generated of it before; False when it is refused."""
         loop, item = self._loop, work_item(lease)
         origin = Origin.of(item)
-        known = loop.drafts.cache.same_seed(origin, item.seed)
-        if known is not None and known.version == lease.version and len(known.logprobs):
+        known = loop.drafts.cache.same_seed(origin, item.seed, lease.version)
+        if known is not None and len(known.logprobs):
             lease.resume(known)
             item.prefix_token_ids.extend(lease.tokens)
         try:

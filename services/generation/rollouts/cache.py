@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,9 +19,17 @@ ROLLOUT_OVERHEAD = 512
 PROMPT_OVERHEAD = 512
 """Bytes charged for a prompt, rollouts or not."""
 
-Shards = Mapping[PromptKey, tuple[int | None, Sequence[Rollout]]]
-"""Rollouts of some prompts from the store: for each prompt, the step that they were fetched for, and all rollouts.
-None instead of the step: there may be more, which did not arrive."""
+
+class ShardQuery(NamedTuple):
+    """A question to the store: a prompt's rollouts for a step, `whole` or without history that is covered."""
+
+    step: int
+    whole: bool = True
+
+
+Shards = Mapping[PromptKey, tuple[ShardQuery | None, Sequence[Rollout]]]
+"""Rollouts of some prompts from the store: for each prompt, the query that they answer, and all rollouts.
+None instead of the query: there may be more, which did not arrive."""
 
 _Name = tuple[int, RolloutKind, int | None]
 
@@ -30,8 +39,8 @@ class _Prompt:
     """Rollouts of a prompt by slot, kind and, for HISTORY, version."""
 
     rollouts: dict[_Name, Rollout] = field(default_factory=dict)
-    # The step for which the store was asked last; None: never.
-    fetched_for: int | None = None
+    # What the store was asked last; None: nothing.
+    fetched_for: ShardQuery | None = None
     # Of the pre-generated rollouts, until they change.
     recorded: RecordedTokens | None = None
 
@@ -53,8 +62,8 @@ class DraftCache:
         """Return the number of prompts."""
         return len(self._prompts)
 
-    def fetched_for(self, prompt: PromptKey) -> int | None:
-        """Return the step for which the rollouts of a prompt were last fetched; None when they are not here."""
+    def fetched_for(self, prompt: PromptKey) -> ShardQuery | None:
+        """Return the query that last fetched the rollouts of a prompt; None when they are not here."""
         known = self._prompts.get(prompt)
         return None if known is None else known.fetched_for
 
@@ -74,10 +83,11 @@ class DraftCache:
         Where they are complete, other history, and rollouts pre-generated for an earlier step, are forgotten.
         """
         sound: list[Rollout] = []
-        for key, (step, rollouts) in shards.items():
+        for key, (query, rollouts) in shards.items():
             prompt = self._prompt(key)
-            if step is not None:
-                self._forget_others(prompt, {_name(rollout) for rollout in rollouts}, step)
+            if query is not None:
+                self._forget_others(prompt, {_name(rollout) for rollout in rollouts}, query.step)
+                prompt.fetched_for = query
             taken = [rollout for rollout in rollouts if self._is_sound(rollout)]
             for rollout in taken:
                 self._add(rollout)
@@ -85,10 +95,18 @@ class DraftCache:
         self._shrink()
         return sound
 
-    def same_seed(self, origin: Origin, seed: int) -> Rollout | None:
-        """Return the longest rollout that was made with a sample's own noise; of equal ones the newest."""
-        found = [each for each in self.all(origin.prompt) if each.seed == seed and each.slot == origin.slot]
-        return max(found, key=lambda rollout: (len(rollout.tokens), rollout.version), default=None)
+    def same_seed(self, origin: Origin, seed: int, version: int | None = None) -> Rollout | None:
+        """Return the best of the rollouts made with a sample's own noise, by this policy version or by any."""
+        found = [
+            rollout
+            for rollout in self.all(origin.prompt)
+            if (rollout.seed, rollout.slot) == (seed, origin.slot) and version in (None, rollout.version)
+        ]
+        best: Rollout | None = None
+        for rollout in sorted(found, key=_age):
+            if best is None or is_better(rollout, best):
+                best = rollout
+        return best
 
     def of_slot(self, origin: Origin, delay: int = 0) -> Rollout | None:
         """Return the newest history of a sample's slot, or the `delay`-th version before it, if there is one."""
@@ -134,7 +152,6 @@ class DraftCache:
         for name, rollout in list(prompt.rollouts.items()):
             if name not in names and (rollout.kind is RolloutKind.HISTORY or rollout.step < step):
                 self._drop(prompt, name)
-        prompt.fetched_for = step
 
     def _add(self, rollout: Rollout) -> bool:
         prompt = self._prompt((rollout.run_id, rollout.prompt_id))
@@ -215,6 +232,15 @@ def has_logprobs(rollout: Rollout) -> bool:
     """Return True if the rollout has a log-probability for each of its tokens."""
     logprobs = rollout.logprobs
     return len(logprobs) == len(rollout.tokens) and bool(np.all(np.isfinite(logprobs) & (logprobs <= 0)))
+
+
+def is_better(new: Rollout, old: Rollout) -> bool:
+    """Return True if a sample of the seed of both follows `new` rather: it is newer, and not a mere beginning."""
+    return _age(new) > _age(old) and (new.finished or len(new.tokens) >= len(old.tokens))
+
+
+def _age(rollout: Rollout) -> tuple[int, int]:
+    return rollout.version, len(rollout.tokens)
 
 
 def agreement(rollout: Rollout, response: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ import structlog
 from services.contracts.errors import ServiceError
 from services.contracts.rollout import Rollout
 from services.drafts.client import DraftStores
-from services.generation.rollouts.cache import Shards
+from services.generation.rollouts.cache import ShardQuery, Shards
 from services.generation.rollouts.metrics import RolloutMetrics
 from services.generation.rollouts.origin import Origin, PromptKey
 
@@ -22,7 +22,7 @@ _PROMPTS_PER_CALL = 16
 # Calls under way at once.
 _CALLS = 4
 
-_Want = tuple[PromptKey, int]
+_Want = tuple[PromptKey, ShardQuery]
 
 
 class ShardFetcher:
@@ -35,7 +35,7 @@ class ShardFetcher:
     def __init__(
         self,
         stores: DraftStores,
-        fetched_for: Callable[[PromptKey], int | None],
+        fetched_for: Callable[[PromptKey], ShardQuery | None],
         deliver: Callable[[Shards], Awaitable[None]],
         metrics: RolloutMetrics,
     ) -> None:
@@ -43,7 +43,7 @@ class ShardFetcher:
 
         Args:
             stores: replicas of the draft store.
-            fetched_for: returns the step for which a prompt's rollouts were fetched last, if they are still cached.
+            fetched_for: returns the query that fetched a prompt's rollouts last, if they are still cached.
             deliver: takes the rollouts; a ServiceError from it means that nobody needs them any more.
             metrics: where fetches are counted.
         """
@@ -56,16 +56,18 @@ class ShardFetcher:
         self._queue: dict[_Want, None] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
-    def want(self, origin: Origin) -> asyncio.Future[None] | None:
-        """Fetch the rollouts for a sample.
+    def want(self, origin: Origin, *, whole: bool = False) -> asyncio.Future[None] | None:
+        """Fetch the rollouts for a sample; `whole` with the history of slots that are generated ahead.
 
         The future resolves when they are cached, or when they cannot be had. None: there is nothing to wait for,
         because they are cached already, the sample belongs to no run, or no store is available.
         """
         prompt = origin.prompt
-        if prompt is None or not self._stores.available or self._fetched_for(prompt) == origin.step:
+        if prompt is None or not self._stores.available:
             return None
-        want = (prompt, origin.step)
+        if self._fetched_for(prompt) in (ShardQuery(origin.step), ShardQuery(origin.step, whole)):
+            return None
+        want = (prompt, ShardQuery(origin.step, whole))
         if want not in self._wanted:
             self._wanted[want] = asyncio.get_running_loop().create_future()
             self._queue[want] = None
@@ -99,11 +101,11 @@ class ShardFetcher:
         self._calls.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _take(self) -> list[_Want]:
-        """Return the next prompts for one call, all of the same run and step."""
+        """Return the next prompts for one call, all of the same run and query."""
         batch: list[_Want] = []
         for want in self._queue:
-            (run_id, _), step = want
-            if batch and (run_id, step) != (batch[0][0][0], batch[0][1]):
+            (run_id, _), query = want
+            if batch and (run_id, query) != (batch[0][0][0], batch[0][1]):
                 continue
             batch.append(want)
             if len(batch) == _PROMPTS_PER_CALL:
@@ -113,9 +115,9 @@ class ShardFetcher:
         return batch
 
     async def _fetch(self, batch: Sequence[_Want]) -> None:
-        run_id, step = batch[0][0][0], batch[0][1]
-        began = time.monotonic()
-        fetched = await self._stores.fetch(run_id, [prompt_id for (_, prompt_id), _ in batch])
+        run_id, query = batch[0][0][0], batch[0][1]
+        began, prompts = time.monotonic(), [prompt_id for (_, prompt_id), _ in batch]
+        fetched = await self._stores.fetch(run_id, prompts, whole=query.whole)
         if fetched.missed:
             self._metrics.fetch_failures.inc()
         found: dict[PromptKey, list[Rollout]] = {prompt: [] for prompt, _ in batch}
@@ -124,7 +126,7 @@ class ShardFetcher:
                 found[rollout.run_id, rollout.prompt_id].append(rollout)
         whole = {prompt for prompt in found if prompt[1] not in fetched.missed}
         shards = {
-            prompt: (step if prompt in whole else None, rollouts)
+            prompt: (query if prompt in whole else None, rollouts)
             for prompt, rollouts in found.items()
             if prompt in whole or rollouts
         }

@@ -31,6 +31,9 @@ _log = structlog.get_logger(__name__)
 
 Fetch = asyncio.Future[None]
 
+# Levels to which a prompt's history is more than drafts: it is taken over, or has the sample's own noise.
+_NEED_HISTORY = (sample_pb2.EXACTNESS_LEVEL_LENIENT, sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY)
+
 
 class SampleIntake:
     """Takes requests of work streams in the event loop and carries them out in the engine thread."""
@@ -110,7 +113,7 @@ class SampleIntake:
         lenient = item.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
         if self._fetcher is None or not (lenient or self._loop.drafts.speculation is not None):
             return None
-        fetch = self._fetcher.want(Origin.of(item))
+        fetch = self._fetcher.want(Origin.of(item), whole=item.exactness.level in _NEED_HISTORY)
         # A sample that is gone on with takes nothing over any more.
         return fetch if lenient and not item.prefix_token_ids else None
 

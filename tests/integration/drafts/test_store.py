@@ -31,6 +31,12 @@ async def test_what_is_put_is_fetched_counted_and_evicted(deployment: Deployment
     found = fetched.rollouts
     assert fetched.missed == frozenset(), "the store was asked, and has nothing"
     assert sorted(map(describe, found)) == sorted(map(describe, put[:4]))
+    ended = ahead("b", step=2, finished=True)
+    assert await stores.put([ended]) == 1
+    (needed,) = (await stores.fetch("run", ["b"], whole=False)).rollouts
+    assert_same(needed, ended)
+    evicted = pb.EvictRolloutsRequest(run_id="run", prompt_ids=["b"], kind=pb.ROLLOUT_KIND_PREGENERATED)
+    assert (await replica.stub.EvictRollouts(evicted, timeout=CALL)).removed == 1
     stats = await replica.stats()
     assert (stats.prompts, stats.rollouts, stats.tokens) == (3, 5, 540)
     assert 540 * 8 < stats.bytes < stats.budget_bytes

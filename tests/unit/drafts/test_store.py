@@ -39,6 +39,19 @@ def test_a_prompt_comes_slot_by_slot_with_its_history_first_and_oldest_first() -
     assert store.fetch("run", "p") == [early, late, coming, other]
 
 
+def test_history_is_left_out_where_the_whole_sample_was_generated_ahead() -> None:
+    store = DraftStore(PLENTY)
+    covered, begun, bare = make(slot=0, step=1), make(slot=1, step=1), make(slot=2, step=1)
+    ended, beginning = ahead(slot=0, step=2, finished=True), ahead(slot=1, step=2)
+    for each in (covered, begun, bare, ended, beginning):
+        assert store.put(each)
+    assert store.fetch("run", "p", whole=False) == [ended, begun, beginning, bare]
+    assert store.fetch("run", "p") == [covered, ended, begun, beginning, bare]
+    served = make(slot=0, step=2)
+    assert store.put(served)
+    assert store.fetch("run", "p", whole=False)[:2] == [covered, served]
+
+
 def test_the_newest_versions_of_a_slot_are_kept() -> None:
     store = DraftStore(PLENTY, history_versions=2)
     first, second, third = (make(step=step) for step in (1, 2, 3))

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.rollout import Rollout, RolloutKind
-from services.generation.rollouts.cache import PROMPT_OVERHEAD, ROLLOUT_OVERHEAD, DraftCache
+from services.generation.rollouts.cache import (
+    PROMPT_OVERHEAD,
+    ROLLOUT_OVERHEAD,
+    DraftCache,
+    ShardQuery,
+    is_better,
+)
 from services.generation.rollouts.origin import NOWHERE, Origin
 from tests.unit.generation.rollouts import rollout
 
@@ -34,7 +41,7 @@ def tokens_of(found: Rollout | None) -> list[int] | None:
 # -- what is found --------------------------------------------------------------------------------------------
 
 
-def test_a_sample_follows_the_longest_rollout_of_its_own_seed_and_slot() -> None:
+def test_a_sample_follows_a_rollout_of_its_own_seed_and_slot() -> None:
     cache = cache_of(
         ahead([1, 2], seed=7),
         rollout([1, 2, 3], seed=7, version=2),
@@ -46,6 +53,21 @@ def test_a_sample_follows_the_longest_rollout_of_its_own_seed_and_slot() -> None
     assert tokens_of(cache.same_seed(HERE, 7)) == [1, 2, 3]
     assert cache.same_seed(HERE, 9) is None
     assert cache.same_seed(NOWHERE, 7) is None
+
+
+@pytest.mark.parametrize(
+    ("finished", "size", "followed"), [(True, 2, True), (True, 4, True), (False, 2, False), (False, 3, True)]
+)
+def test_a_newer_rollout_is_followed_unless_it_is_a_shorter_beginning(
+    finished: bool, size: int, followed: bool
+) -> None:
+    old, new = rollout([1, 2, 3], seed=7, version=2), ahead([4] * size, seed=7, version=5, finished=finished)
+    assert cache_of(old, new).same_seed(HERE, 7) is (new if followed else old)
+    assert cache_of(old, new).same_seed(HERE, 7, version=5) is new
+    assert cache_of(old, new).same_seed(HERE, 7, version=4) is None
+    assert is_better(new, old) is followed
+    assert not is_better(old, new)
+    assert not is_better(new, new)
 
 
 def test_the_history_of_a_slot_is_counted_from_its_newest_version() -> None:
@@ -87,7 +109,7 @@ def test_the_record_of_a_prompt_is_of_its_pregenerated_rollouts_as_they_are_now(
     assert again is not None
     assert again.find([9], [5, 6, 7]).tolist() == [-1, -1, -1]
     counted = cache.nbytes
-    cache.add_shards({("r", "p"): (9, [])})
+    cache.add_shards({("r", "p"): (ShardQuery(9), [])})
     assert cache.recorded(HERE, [9]) is None
     assert cache.nbytes < without < counted
 
@@ -125,7 +147,7 @@ def test_what_is_not_sound_is_left_out() -> None:
     ]
     cache = DraftCache(VOCAB, PLENTY)
     assert cache.add(unsound) == []
-    assert cache.add_shards({("r", "p"): (1, unsound)}) == []
+    assert cache.add_shards({("r", "p"): (ShardQuery(1), unsound)}) == []
     assert cache.all(HERE.prompt) == []
 
 
@@ -135,8 +157,8 @@ def test_what_is_not_sound_is_left_out() -> None:
 def test_a_shard_says_for_which_step_a_prompt_was_fetched_even_without_rollouts() -> None:
     cache = DraftCache(VOCAB, PLENTY)
     assert cache.fetched_for(("r", "p")) is None
-    cache.add_shards({("r", "p"): (5, [rollout([1])]), ("r", "q"): (6, [])})
-    assert (cache.fetched_for(("r", "p")), cache.fetched_for(("r", "q"))) == (5, 6)
+    cache.add_shards({("r", "p"): (ShardQuery(5), [rollout([1])]), ("r", "q"): (ShardQuery(6), [])})
+    assert (cache.fetched_for(("r", "p")), cache.fetched_for(("r", "q"))) == (ShardQuery(5), ShardQuery(6))
     cache.add([rollout([1], prompt_id="own")])
     assert cache.fetched_for(("r", "own")) is None
 
@@ -148,7 +170,7 @@ def test_a_shard_is_all_the_history_there_is_and_leaves_what_is_pregenerated_her
     newer = rollout([3], version=3)
     shorter = ahead([1, 2], step=6, slot=1)
     shard = [rollout([2], version=2), newer, shorter]
-    assert cache.add_shards({("r", "p"): (6, shard)}) == shard
+    assert cache.add_shards({("r", "p"): (ShardQuery(6), shard)}) == shard
     found = {(each.kind, each.slot, each.version) for each in cache.all(("r", "p"))}
     assert found == {
         (RolloutKind.HISTORY, 0, 2),
@@ -160,11 +182,11 @@ def test_a_shard_is_all_the_history_there_is_and_leaves_what_is_pregenerated_her
 
 def test_a_shard_that_did_not_arrive_whole_only_adds_to_what_is_here() -> None:
     cache = cache_of(rollout([1], version=1))
-    cache.add_shards({("r", "p"): (5, [rollout([1], version=1)])})
+    cache.add_shards({("r", "p"): (ShardQuery(5), [rollout([1], version=1)])})
     newer = rollout([2], version=2)
     assert cache.add_shards({("r", "p"): (None, [newer])}) == [newer]
     assert [each.version for each in cache.all(("r", "p"))] == [1, 2]
-    assert cache.fetched_for(("r", "p")) == 5
+    assert cache.fetched_for(("r", "p")) == ShardQuery(5)
 
 
 # -- memory ---------------------------------------------------------------------------------------------------
@@ -174,7 +196,7 @@ def test_the_prompt_that_was_used_least_recently_goes_first() -> None:
     one = rollout([1] * 100).nbytes + ROLLOUT_OVERHEAD + PROMPT_OVERHEAD
     cache = DraftCache(VOCAB, 3 * one)
     for prompt in "abc":
-        cache.add_shards({("r", prompt): (1, [rollout([1] * 100, prompt_id=prompt)])})
+        cache.add_shards({("r", prompt): (ShardQuery(1), [rollout([1] * 100, prompt_id=prompt)])})
     assert cache.same_seed(Origin("r", "a"), 1) is not None
     cache.add([rollout([1] * 100, prompt_id="d")])
     assert [prompt for prompt in "abcd" if cache.all(("r", prompt))] == ["a", "c", "d"]
@@ -211,7 +233,7 @@ def test_bytes_are_those_of_what_is_held_and_within_the_budget(arrivals: list[An
         else:
             step, shard = arrival
             own = [each for each in shard if each.prompt_id == "a"]
-            cache.add_shards({("r", "a"): (step, own)})
+            cache.add_shards({("r", "a"): (ShardQuery(step), own)})
         held = [each for prompt in "ab" for each in cache.all(("r", prompt))]
         assert cache.nbytes <= budget
         assert cache.nbytes == PROMPT_OVERHEAD * len(cache) + sum(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from services.contracts.errors import Unavailable
 from services.contracts.rollout import Rollout
 from services.drafts.client import Fetched
-from services.generation.rollouts.cache import DraftCache, Shards
+from services.generation.rollouts.cache import DraftCache, ShardQuery, Shards
 from services.generation.rollouts.fetcher import ShardFetcher
 from services.generation.rollouts.metrics import RolloutMetrics
 from services.generation.rollouts.origin import Origin
@@ -29,13 +29,15 @@ class Store:
     def __init__(self) -> None:
         self.available = True
         self.calls: list[tuple[str, list[str]]] = []
+        self.whole: list[bool] = []
         self.rollouts: list[Rollout] = []
         self.open = asyncio.Event()
         self.fault: Exception | None = None
         self.missed: set[str] = set()
 
-    async def fetch(self, run_id: str, prompt_ids: Sequence[str]) -> Fetched:
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str], *, whole: bool) -> Fetched:
         self.calls.append((run_id, list(prompt_ids)))
+        self.whole.append(whole)
         await self.open.wait()
         if self.fault is not None:
             raise self.fault
@@ -65,8 +67,10 @@ class Rig:
         self.deliveries.append(shards)
         self.cache.add_shards(shards)
 
-    def want(self, prompt: str = "p", step: int = 1, run: str = "r") -> asyncio.Future[None] | None:
-        return self.fetcher.want(Origin(run, prompt, 0, step))
+    def want(
+        self, prompt: str = "p", step: int = 1, run: str = "r", whole: bool = False
+    ) -> asyncio.Future[None] | None:
+        return self.fetcher.want(Origin(run, prompt, 0, step), whole=whole)
 
     async def until(self, holds: Callable[[], Any]) -> None:
         async with asyncio.timeout(WAIT):
@@ -117,6 +121,17 @@ async def test_a_prompt_is_fetched_once_for_a_step_and_again_for_the_next(rig: R
     assert rig.store.calls == [("r", ["p"])] * 2
 
 
+async def test_covered_history_is_fetched_for_those_alone_who_need_it(rig: Rig) -> None:
+    rig.store.open.set()
+    await arrived(rig.want())
+    await arrived(rig.want(whole=True))
+    assert rig.want() is None, "there is more than it asks for"
+    assert rig.want(whole=True) is None
+    await arrived(rig.want("a", whole=True), rig.want("b"), rig.want("c", whole=True))
+    assert [prompts for _, prompts in rig.store.calls] == [["p"], ["p"], ["a", "c"], ["b"]]
+    assert rig.store.whole == [False, True, True, False]
+
+
 async def test_a_prompt_that_the_cache_has_dropped_is_fetched_again(rig: Rig) -> None:
     rig.store.open.set()
     await arrived(rig.want())
@@ -140,7 +155,7 @@ async def test_a_call_is_for_one_run_and_one_step(rig: Rig) -> None:
     rig.store.open.set()
     await arrived(rig.want("a", run="r"), rig.want("b", run="s"), rig.want("c", run="r"), rig.want("a", 2))
     assert sorted(rig.store.calls) == [("r", ["a"]), ("r", ["a", "c"]), ("s", ["b"])]
-    assert rig.cache.fetched_for(("s", "b")) == 1
+    assert rig.cache.fetched_for(("s", "b")) == ShardQuery(1, whole=False)
 
 
 async def test_only_a_few_calls_are_under_way_and_the_rest_follows(rig: Rig) -> None:

@@ -315,7 +315,7 @@ async def test_each_prompt_is_waited_for_by_itself(rig: Rig) -> None:
     stream = await rig.open()
     gates = {"p": asyncio.Event(), "q": asyncio.Event()}
 
-    async def fetch(run_id: str, prompt_ids: Sequence[str]) -> Fetched:
+    async def fetch(run_id: str, prompt_ids: Sequence[str], *, whole: bool) -> Fetched:
         await gates[prompt_ids[0]].wait()
         return Fetched([])
 
@@ -377,6 +377,16 @@ async def test_a_guess_of_the_callers_goes_before_a_cached_rollout_which_is_coun
     assert isinstance(ends[1], pb.Finished)
     assert (ends[1].cached_tokens, ends[1].reused_prefix) == (3, 2)
     assert [source.drafter for source in ends[1].draft_sources] == ["reference"]
+
+
+async def test_levels_that_live_on_history_ask_for_all_of_it(rig: Rig) -> None:
+    stream = await rig.open()
+    rig.store.open.set()
+    coupled = {"level": sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY}
+    rig.intake.take(stream, starts(named(1, "p"), lenient(2, "q"), named(3, "r", exactness=coupled)))
+    await rig.started(stream, 2)
+    asked = [(prompts, whole) for (_, prompts), whole in zip(rig.store.calls, rig.store.whole, strict=True)]
+    assert asked == [(["p"], False), (["q", "r"], True)]
 
 
 async def test_with_speculation_off_only_lenient_samples_have_rollouts_fetched(rig: Rig) -> None:
