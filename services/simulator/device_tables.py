@@ -120,6 +120,9 @@ QWEN25_14B = ModelSizes(14.0e9, 48, 5120, 40, 8)
 LLAMA_8B = ModelSizes(7.5e9, 32, 4096, 32, 8)
 LLAMA_70B = ModelSizes(69.5e9, 80, 8192, 64, 8)
 QWEN3_30B_A3B = ModelSizes(1.2e9, 48, 2048, 32, 4, experts=29.0e9)
+EAGLE3_8B = ModelSizes(0.40e9, 1, 4096, 32, 8)
+"""One layer of the model, the projection of its features, and an output of 32,000 tokens."""
+EAGLE3_70B = ModelSizes(1.33e9, 1, 8192, 64, 8)
 _ROUTED, _EXPERTS = 8, 128
 _GROUPED_BANDWIDTH, _GROUPED_COMPUTE = 0.75, 0.55
 _KERNELS, _LAUNCH, _GRAPH_BASE = 12, 7e-6, 9e-4
