@@ -22,8 +22,7 @@ DEVICES = ("8B H100", "70B 8xH100")
 # Of plain decoding on as many instances as run all samples at once, these are shares.
 DEADLINES = (1.25, 2.0, 4.0)
 _SAMPLES = 16
-# At 1,000 instances a decision of the reallocator looks at 100,000 samples.
-_DECISION_STEPS = 512
+_DECISION_STEPS = 64
 
 
 def simulated(samples: int) -> dict[str, Any]:

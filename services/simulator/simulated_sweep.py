@@ -17,7 +17,7 @@ def swept(
 ) -> list[MeasuredStep]:
     """Return the steps that a sweep of the device measures, with such noise, before its time is over."""
     random, found, left = Random(seed), list[MeasuredStep](), SWEEP_SECONDS
-    for batch in swept_batches(max_samples, 16384, 1 << 16, device.graphs):
+    for batch in swept_batches(max_samples, device.most_rows, 1 << 16, device.graphs):
         for rows in batch.rows:
             if left <= 0:
                 return found
