@@ -37,6 +37,8 @@ class System:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Set for the whole fleet once it serves; needs the policy service."""
     exactness: Exactness = field(default_factory=Exactness)
+    plans_for: str = ""
+    """Device by whose modelled step times instances plan (bench/rollout/modelled.py); empty: by measured ones."""
 
     def per_prompt(self, samples: int) -> System:
         """Return the same with a number of samples pre-generated for each prompt."""

@@ -49,20 +49,18 @@ def main() -> None:
     columns = ("device", "cells", *GOALS)
     by_device = [(name, [row for row in rows if row["device"] == name]) for name in tables]
     modes = len(arguments.modes)
-    show_rows(
-        "deciding: the worst cell of each device",
-        columns,
-        [
-            [name, str(len(some) // modes), *(format_value(figures_of(some).get(goal)) for goal in GOALS)]
-            for name, some in by_device
-        ],
-    )
+    worst = [
+        [name, str(len(some) // modes), *(format_value(figures_of(some).get(goal)) for goal in GOALS)]
+        for name, some in by_device
+    ]
+    show_rows("deciding: the worst cell of each device", columns, worst)
     goals = [
         (name, format_value(value), f">= {GOALS[name]}" if name in GOALS else "")
         for name, value in figures.items()
     ]
     show_rows("deciding", ("figure", "value", "goal"), goals)
-    write("deciding", {**figures, "cells": rows, "steps": [FIRST, LATER]})
+    shown = {"worst": {"columns": columns, "rows": worst}}
+    write("deciding", {**figures, "cells": rows, "steps": [FIRST, LATER], "tables": shown})
 
 
 def cells(

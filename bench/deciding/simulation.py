@@ -76,7 +76,8 @@ class Rates:
 
 
 def fixed_rates(cell: Cell, length: int) -> Rates:
-    """Return the rates with drafts of the same length in every step; 0 is plain decoding."""
+    """Return the rates with drafts of the same length in every step, as far as fit in it; 0 is plain decoding."""
+    length = min(length, cell.device.most_rows // cell.samples - 1)
     tokens = cell.tokens(np.full(cell.samples, length))
     rows = cell.samples * (1 + length)
     return Rates(tokens / cell.seconds(rows), tokens / cell.seconds(rows, step=FIRST))
@@ -120,7 +121,7 @@ class SimulatedBatch:
         for step in range(steps):
             buckets = _RAMP[np.minimum(streak[:, None] + np.arange(WINDOW), 63)]
             proposals = {"reference": Proposals(_TOKENS[:n], table.probabilities[buckets])}
-            drafts = self.planner.choose(states, proposals)
+            drafts = self.planner.choose(states, proposals, self.cell.device.most_rows)
             lengths = np.array([len(drafts.tokens.get(each, ())) for each in ids])
             rows = n + int(lengths.sum())
             seconds = cell.seconds(rows, step)

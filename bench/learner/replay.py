@@ -23,7 +23,7 @@ from statistics import fmean
 from bench.learner.following import FROZEN, SYNC, FollowerRecord
 from services.contracts.knobs import Knobs
 from services.simulator.cluster_simulation import ClusterSimulation
-from services.simulator.device_tables import H100, QWEN3_8B, ModelSizes, decoding_table
+from services.simulator.device_tables import EAGLE3_8B, H100, QWEN3_8B, decoding_table
 from services.simulator.simulated_source import SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
 from services.simulator.workload import LogNormalLengths, SimulatedWorkload
@@ -33,9 +33,7 @@ NONE = "none"
 BLOCK = 4
 """Recorded steps whose acceptance is averaged and simulated as one training step."""
 _POLICY = decoding_table("8B H100", QWEN3_8B, H100)
-# One layer, its features' projection, and an output of 32,000 tokens.
-_HEAD_SIZES = ModelSizes(0.40e9, 1, 4096, 32, 8)
-_HEAD = decoding_table("EAGLE-3 8B", _HEAD_SIZES, H100)
+_HEAD = decoding_table("EAGLE-3 8B", EAGLE3_8B, H100)
 _INSTANCES, _SAMPLES_OF_A_PROMPT, _MEAN, _SPREAD, _LIMIT = 8, 8, 4000, 0.6, 8192
 UPDATE_TOKENS = 262_144
 """Most tokens of an update, as the learner's default has it."""
@@ -127,7 +125,7 @@ def efficiency(run: FollowerRecord, policy: float, head: float, depth: int, rate
 
 def h100_update_seconds(share: float, depth: int, tokens: float = UPDATE_TOKENS) -> float:
     """Return the time of an update with Qwen3-8B on one H100 that reaches such a share of its products' rate."""
-    work = operations(QWEN3_8B.weights, _HEAD_SIZES.weights, depth, tokens, tokens)
+    work = operations(QWEN3_8B.weights, EAGLE3_8B.weights, depth, tokens, tokens)
     return work / (share * H100.compute)
 
 

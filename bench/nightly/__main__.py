@@ -28,7 +28,12 @@ from bench.nightly.published import EARLIER, RESULTS, publish, published
 from bench.report import console
 from bench.rollout.registry import ARCTIC
 
-DOCUMENTS = (Path("README.md"), Path("docs/performance.md"), Path("docs/learner.md"))
+DOCUMENTS = (
+    Path("README.md"),
+    Path("docs/performance.md"),
+    Path("docs/learner.md"),
+    Path("docs/simulator.md"),
+)
 _NAMES = [job.name for job in JOBS]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.lenience_table import level_table
 from bench.report import format_value
-from bench.rollout.markdown import goal_table, overview, regime_table
+from bench.rollout.markdown import goal_table, modelled_table, overview, regime_table
 
 Published = Mapping[str, Any]
 _BLOCK = re.compile(
@@ -126,6 +126,14 @@ def _overview(result: Mapping[str, Any]) -> list[str]:
     return [*table, *_listed(result, subject), "", *goals, "", f"`{result['command']}`, {_when(result)}"]
 
 
+def _modelled(result: Mapping[str, Any]) -> list[str]:
+    subject = _first_subject(result)
+    if not any("modelled" in row for systems in subject["rows"].values() for row in systems.values()):
+        return ["The kept results are from before devices were modelled; `make bench` has them."]
+    table = modelled_table(subject["rows"], _marks(result, subject))
+    return [*table, *_listed(result, subject), "", f"`{result['command']}`, {_when(result)}"]
+
+
 def _regimes(result: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for name, subject in result["subjects"].items():
@@ -144,6 +152,7 @@ def _levels(result: Mapping[str, Any]) -> list[str]:
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {
     "figures": _figures,
     "levels": _levels,
+    "modelled": _modelled,
     "overview": _overview,
     "regimes": _regimes,
 }

@@ -10,6 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from bench.rollout.modelled import ModelledStep
+
 
 class CellName(NamedTuple):
     """System, regime and round."""
@@ -64,6 +66,8 @@ class StepFigures:
     """Decode steps of the sample that ended last: the critical path."""
     last_seconds: float
     """Its time, from its submission to its end."""
+    modelled: Mapping[str, ModelledStep]
+    """Times that its engine steps would take on other devices, by device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,15 @@ class TableCell:
             key=data["key"],
             update_seconds=data["update_seconds"],
             seconds=data["seconds"],
-            steps=tuple(StepFigures(**each) for each in data["steps"]),
+            steps=tuple(_step_of(each) for each in data["steps"]),
             absent=None if absent is None else AbsentReason(absent),
             why=data["why"],
         )
+
+
+def _step_of(data: Mapping[str, Any]) -> StepFigures:
+    times = {device: ModelledStep(**each) for device, each in data["modelled"].items()}
+    return StepFigures(**{**data, "modelled": times})
 
 
 class CellFolder:

@@ -32,6 +32,12 @@ COLUMNS = (
     ("seconds", "last_sample_seconds"),
 )
 """Heads and the columns under them; "of plain" is how many times as fast as plain vLLM."""
+MODELLED = (
+    ("modelled rollout", "rollout_seconds"),
+    ("of plain", "speedup_vs_plain"),
+    ("ahead, of its time", "ahead_share"),
+)
+"""The same of each modelled device, by whose name they begin."""
 
 
 def shown(value: Any) -> str:
@@ -47,12 +53,14 @@ def shown(value: Any) -> str:
 
 def regime_table(systems: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str]) -> list[str]:
     """Return the lines of a regime's table: a row for each system."""
+    devices = _devices({"": systems})
     heads = ["", *(head for head, _ in COLUMNS)]
-    lines = [_line(heads), _line(["---", *["---:"] * len(COLUMNS)])]
-    lines += [
-        _line([f"{name}{marks.get(name, '')}", *(shown(figures.get(key)) for _, key in COLUMNS)])
-        for name, figures in systems.items()
-    ]
+    heads += [f"{device}, {head}" for device in devices for head, _ in MODELLED]
+    lines = [_line(heads), _line(["---", *["---:"] * (len(heads) - 1)])]
+    for name, figures in systems.items():
+        cells = [figures.get(key) for _, key in COLUMNS]
+        cells += [_modelled(figures, device).get(key) for device in devices for _, key in MODELLED]
+        lines.append(_line([f"{name}{marks.get(name, '')}", *map(shown, cells)]))
     return lines
 
 
@@ -70,6 +78,38 @@ def overview(rows: Rows, marks: Mapping[str, str]) -> list[str]:
     return lines
 
 
+def modelled_table(rows: Rows, marks: Mapping[str, str]) -> list[str]:
+    """Return the lines of the overview's modelled sibling: speed against plain vLLM, by device and regime."""
+    places = [(device, regime) for device in _devices(rows) for regime in rows]
+    names = list(dict.fromkeys(name for systems in rows.values() for name in systems))
+    heads = [
+        "modelled rollouts, times as fast as plain vLLM",
+        *(f"{device}, {regime}" for device, regime in places),
+    ]
+    lines = [_line(heads), _line(["---", *["---:"] * len(places)])]
+    for name in names:
+        found = [_modelled(rows[regime].get(name, {}), device) for device, regime in places]
+        speeds = [shown(each.get("speedup_vs_plain")) for each in found]
+        lines.append(_line([f"{name}{marks.get(name, '')}", *speeds]))
+    return lines
+
+
+def _devices(rows: Rows) -> list[str]:
+    """Return the devices that any row was modelled on; results from before devices were have none."""
+    found = (
+        device
+        for systems in rows.values()
+        for each in systems.values()
+        for device in each.get("modelled", ())
+    )
+    return list(dict.fromkeys(found))
+
+
+def _modelled(figures: Mapping[str, Any], device: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = figures.get("modelled", {}).get(device, {})
+    return found
+
+
 def goal_table(figures: Mapping[str, Any], verdicts: Mapping[str, str]) -> list[str]:
     """Return the lines of the table of goals."""
     lines = [_line(["figure", "value", "goal", ""]), _line(["---", "---:", "---:", "---"])]
@@ -84,7 +124,11 @@ def document(
 ) -> str:
     """Return the whole table: overview, goals, every regime, and the notes that marks stand for."""
     marks = {name: f" [{place}]" for place, name in enumerate(notes, 1)}
-    parts: list[Sequence[str]] = [overview(rows, marks), goal_table(figures, verdicts)]
+    parts: list[Sequence[str]] = [
+        overview(rows, marks),
+        modelled_table(rows, marks),
+        goal_table(figures, verdicts),
+    ]
     for regime, systems in rows.items():
         parts += [[f"**{regime}**"], regime_table(systems, marks)]
     parts.append([f"- [{place}] {name}: {text}" for place, (name, text) in enumerate(notes.items(), 1)])

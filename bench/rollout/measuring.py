@@ -16,15 +16,26 @@ from bench.coverage import Coverage
 from bench.replay import Covering, ReplayedStep, ReplaySetup, nothing_covered, replay
 from bench.report import cores
 from bench.rollout.cells import StepFigures
+from bench.rollout.modelled import (
+    InstanceWork,
+    ModelledStep,
+    StepReader,
+    assumed_sweep,
+    divided,
+    modelled,
+    passes_of,
+)
 from bench.rollout.registry import StockSystem
 from bench.rollout.stock_engine import StockEngine, StockMeasurement, StockSample, StockSetup, StockStep
+from bench.scrape import Metrics
 from bench.systems import KV_BYTES, System, platform_of
 from bench.training import TrainedStep
 from bench.trajectory import Trajectory
-from examples.tinymath.spans import bubble_seconds, step_spans
+from examples.tinymath.spans import bubble_seconds, by_instance, step_begin, step_spans
 from examples.tinymath.tasks import Problem, load_problem
 from examples.tinymath.tokenizer import decode
 from paceline import KnobSetting, Sample, SampleKey
+from services.generation.engine.step_log import LoggedStep
 from services.local import Platform, PlatformConfig
 
 Watch = Callable[[StepFigures], None]
@@ -55,8 +66,13 @@ def measure(
     """
     if isinstance(setup, StockSystem):
         return _on_stock_engines(setup, trajectory, model, instances, folder, watch)
+    steps = folder / "steps"
     config = replace(platform_of(setup, model, instances, folder), drafter=drafter)
-    return _on_platform(setup, config, trajectory, update_seconds, watch)
+    options = [*config.instance_options, f"--step-log={steps.absolute()}"]
+    if setup.plans_for:
+        options.append(f"--assumed-step-times={assumed_sweep(setup.plans_for, folder).absolute()}")
+    config = replace(config, instance_options=tuple(options))
+    return _on_platform(setup, config, trajectory, update_seconds, watch, steps)
 
 
 # Stock engines ------------------------------------------------------------------------------------------
@@ -66,9 +82,13 @@ def _on_stock_engines(
     system: StockSystem, trajectory: Trajectory, model: Path, instances: int, folder: Path, watch: Watch
 ) -> tuple[StepFigures, ...]:
     machine, found = cores(), list[StepFigures]()
+    logs = [folder / "steps" / f"vllm-{i}.jsonl" for i in range(instances)]
+    readers = [StepReader(log) for log in logs]
     with ExitStack() as stack:
         setups = [
-            StockSetup(model, machine[i % len(machine)], KV_BYTES, system, folder / "logs" / f"vllm-{i}.log")
+            StockSetup(
+                model, machine[i % len(machine)], KV_BYTES, system, folder / "logs" / f"vllm-{i}.log", logs[i]
+            )
             for i in range(instances)
         ]
         engines = [stack.enter_context(closing(StockEngine(setup))) for setup in setups]
@@ -78,7 +98,8 @@ def _on_stock_engines(
         for place, recorded in enumerate(trajectory.steps):
             parts = _roll_out(engines, recorded, trajectory)
             push_seconds = _push(engines, trajectory.weights_after(place))
-            found.append(stock_figures(recorded, parts, push_seconds, system.name))
+            times = modelled([InstanceWork(reader.since()) for reader in readers])
+            found.append(stock_figures(recorded, parts, push_seconds, system.name, times))
             watch(found[-1])
     return tuple(found)
 
@@ -115,7 +136,11 @@ def _roll_out(
 
 
 def stock_figures(
-    recorded: TrainedStep, parts: Sequence[StockMeasurement], push_seconds: float, system: str
+    recorded: TrainedStep,
+    parts: Sequence[StockMeasurement],
+    push_seconds: float,
+    system: str,
+    times: Mapping[str, ModelledStep],
 ) -> StepFigures:
     """Return the figures of a step from those of its engines."""
     began = min(part.began for part in parts)
@@ -147,6 +172,7 @@ def stock_figures(
         planned={},
         last_steps=last.decode_steps[last_name],
         last_seconds=last.ended[last_name] - last.began,
+        modelled=times,
     )
 
 
@@ -159,13 +185,22 @@ def _key(name: str) -> SampleKey:
 
 
 def _on_platform(
-    system: System, config: PlatformConfig, trajectory: Trajectory, update_seconds: float, watch: Watch
+    system: System,
+    config: PlatformConfig,
+    trajectory: Trajectory,
+    update_seconds: float,
+    watch: Watch,
+    logs: Path,
 ) -> tuple[StepFigures, ...]:
     steps = tuple(replace(step, update_seconds=update_seconds) for step in trajectory.steps)
     by_step, found = {step.step: step for step in steps}, list[StepFigures]()
+    readers = dict[str, StepReader]()
 
     def take(step: ReplayedStep) -> None:
-        found.append(platform_figures(by_step[step.step], step, system.name))
+        for name in step.fleet:
+            readers.setdefault(name, StepReader(logs / f"{name}.jsonl"))
+        logged = {name: readers[name].since() for name in step.fleet}
+        found.append(platform_figures(by_step[step.step], step, system.name, logged))
         watch(found[-1])
 
     with Platform(config) as platform, ExitStack() as stack:
@@ -180,11 +215,20 @@ def _on_platform(
     return tuple(found)
 
 
-def platform_figures(recorded: TrainedStep, step: ReplayedStep, system: str) -> StepFigures:
-    """Return the figures of a step from its samples' provenance and the services' counters."""
+def platform_figures(
+    recorded: TrainedStep, step: ReplayedStep, system: str, logged: Mapping[str, Sequence[LoggedStep]]
+) -> StepFigures:
+    """Return the figures of a step from its samples' provenance, the services' counters, and logged steps."""
     samples = list(step.samples.values())
     provenances = [sample.provenance for sample in samples]
     idle = bubble_seconds(step_spans(samples), step.fleet).values()
+    spans, begin = by_instance(step_spans(samples)), step_begin(samples)
+    work = [
+        replace(
+            divided(steps, spans.get(name, ()), begin), passes=passes_of(step.metrics.get(name, Metrics()))
+        )
+        for name, steps in logged.items()
+    ]
     last = max(samples, key=_ended)
     compared, differing = _compare(system, recorded, step.responses)
     counted = step.metrics.get("reallocator")
@@ -209,6 +253,7 @@ def platform_figures(recorded: TrainedStep, step: ReplayedStep, system: str) -> 
         planned=step.fleet_metrics.labelled(_PLANNED),
         last_steps=last.provenance.decode_steps,
         last_seconds=last.provenance.queue_seconds + last.provenance.generation_seconds,
+        modelled=modelled(work),
     )
 
 

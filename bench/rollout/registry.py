@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rollout.leave_one_out import each_left_out
+from bench.rollout.modelled import H100_8B
 from bench.systems import BUBBLESPEC, BUBBLESPEC_RULE, SPEC_RL, System
 from examples.tinymath.train import MODEL, Options
 from paceline import Exactness, ExactnessLevel
@@ -68,6 +69,7 @@ class Subject:
 
 ARCTIC = Path(".tools/arctic")
 PLAIN, EVERYTHING, OFF = "plain", "paceline", "paceline off"
+FOR_H100 = "paceline for an h100"
 LONG_TAIL = "long tail"
 REGIMES: Mapping[str, Regime] = {
     each.name: each
@@ -165,6 +167,15 @@ SYSTEMS: Mapping[str, ComparedSystem] = {
             vllm=True,
         ),
         ComparedSystem(PACELINE, quick=True),
+        ComparedSystem(
+            replace(
+                PACELINE,
+                name=FOR_H100,
+                about="Paceline that plans its drafts by the step times of an 8B model on an H100",
+                plans_for=H100_8B,
+            ),
+            note="plans for a device that is not there: its seconds here say nothing, its modelled ones do",
+        ),
         ComparedSystem(
             System(
                 OFF,

@@ -25,13 +25,11 @@ from bench.rollout.measuring import measure
 from bench.rollout.plan import planned, seconds_left
 from bench.rollout.record import RecordedRun, load_or_record
 from bench.rollout.registry import PLAIN, REGIMES, SYSTEMS, ComparedSystem, StockSystem, Subject
-from bench.rollout.table import rollout_seconds
+from bench.rollout.table import rollout_seconds, update_of
 from bench.systems import System, plain_platform
 from bench.training import TrainedStep
 
 FOLDER = Path("runs/bench/rollout")
-UPDATE_SHARE = 0.25
-"""The trainer's update, as a share of plain decoding's step."""
 _LOCK = Path("requirements/cpu.lock")
 """Pins vLLM and all else that is imported."""
 _BENCH = [
@@ -40,9 +38,15 @@ _BENCH = [
 ]
 _ROLLOUT = [
     Path(f"bench/rollout/{name}.py")
-    for name in ("cells", "first_head", "measuring", "record", "stock_engine", "told_tokens")
+    for name in ("cells", "first_head", "measuring", "modelled", "record", "stock_engine", "told_tokens")
 ]
-_STOCK_CODE = [*_BENCH, *_ROLLOUT, Path("services/generation/engine"), Path("services/contracts")]
+_STOCK_CODE = [
+    *_BENCH,
+    *_ROLLOUT,
+    Path("services/generation/engine"),
+    Path("services/contracts"),
+    Path("services/simulator/device_tables.py"),
+]
 _PLATFORM_CODE = [*_BENCH, *_ROLLOUT, Path("services"), Path("paceline"), Path("kernels")]
 
 
@@ -177,11 +181,6 @@ def _say_step(step: StepFigures) -> None:
 def _code(stock: bool) -> str:
     """Return the hash of the code that stock engines, or a platform, run, as it was when it was first asked for."""
     return code_hash(_STOCK_CODE if stock else _PLATFORM_CODE)
-
-
-def update_of(rollout: float) -> float:
-    """Return the trainer's seconds that are their share of a step with a rollout of so many seconds."""
-    return rollout * UPDATE_SHARE / (1 - UPDATE_SHARE)
 
 
 def last_line(error: BaseException) -> str:

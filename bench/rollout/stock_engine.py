@@ -37,6 +37,8 @@ class StockSetup:
     kv_bytes: int
     system: StockSystem
     log: Path
+    steps: Path
+    """File for the shapes of its engine steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ def _start(setup: StockSetup) -> tuple[Engine, ToldTokens]:
         kv_cache_memory_bytes=setup.kv_bytes,
         coupled=False,
         vllm_speculation=setup.system.speculation,
+        step_log=setup.steps,
     )
     return Engine(options), tokens
 

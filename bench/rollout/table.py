@@ -7,7 +7,7 @@ counted: nothing could be known before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 from bench.intervals import MedianInterval, median_interval
 from bench.policy.figures import verdict
 from bench.rollout.cells import StepFigures, TableCell
-from bench.rollout.registry import EVERYTHING, LONG_TAIL, PLAIN
+from bench.rollout.modelled import H100_8B
+from bench.rollout.registry import EVERYTHING, FOR_H100, LONG_TAIL, PLAIN
 
+UPDATE_SHARE = 0.25
+"""The trainer's update, as a share of plain decoding's step."""
 WARM_UP = 1
 """Steps at the beginning that are not counted."""
 _INTERVAL_ROUNDS = 6
@@ -47,6 +50,11 @@ class PairedRatio:
         return self.rounds >= _INTERVAL_ROUNDS
 
 
+def update_of(rollout: float) -> float:
+    """Return the trainer's seconds that are their share of a step with a rollout of so many seconds."""
+    return rollout * UPDATE_SHARE / (1 - UPDATE_SHARE)
+
+
 def table_of(cells: Iterable[TableCell]) -> dict[str, dict[str, dict[int, TableCell]]]:
     """Return the cells that have figures, by regime, system and round."""
     found: dict[str, dict[str, dict[int, TableCell]]] = {}
@@ -66,6 +74,11 @@ def rollout_seconds(cell: TableCell) -> float:
     return fmean(step.rollout_seconds for step in counted(cell))
 
 
+def modelled_seconds(device: str) -> Callable[[TableCell], float]:
+    """Return the figure that is the mean rollout time of a step by a device's table."""
+    return lambda cell: fmean(step.modelled[device].rollout for step in counted(cell))
+
+
 def step_seconds(cell: TableCell) -> float:
     """Return the mean time of a step: rollout and the trainer's update."""
     return rollout_seconds(cell) + cell.update_seconds
@@ -82,7 +95,10 @@ def paired(base: Rounds, other: Rounds, figure: Callable[[TableCell], float]) ->
 
 
 def row(rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
-    """Return the columns of a system in a regime: means over its rounds, ratios of paired ones."""
+    """Return the columns of a system in a regime: means over its rounds, ratios of paired ones.
+
+    `modelled` has those of each modelled device.
+    """
     cells = [rounds[place] for place in sorted(rounds)]
     steps = [step for cell in cells for step in counted(cell)]
     drafted, accepted, verified = (
@@ -111,6 +127,25 @@ def row(rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
         "tokens_compared": sum(step.compared for cell in cells for step in cell.steps),
         "last_sample_steps": fmean(step.last_steps for step in steps),
         "last_sample_seconds": fmean(step.last_seconds for step in steps),
+        "modelled": {device: modelled_row(device, rounds, plain) for device in steps[0].modelled},
+    }
+
+
+def modelled_row(device: str, rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
+    """Return the columns of a system in a regime on a modelled device.
+
+    `ahead_share` is the time of generating ahead, as a share of the time that there is for it there: what an
+    instance is idle in a step, and the trainer's update. Above 1 the device would have generated less ahead.
+    """
+    seconds = modelled_seconds(device)
+    steps = [step.modelled[device] for cell in rounds.values() for step in counted(cell)]
+    free = fmean(step.idle for step in steps)
+    if plain:
+        free += update_of(fmean(map(seconds, plain.values())))
+    return {
+        "rollout_seconds": fmean(map(seconds, rounds.values())),
+        "speedup_vs_plain": None if plain is None else paired(plain, rounds, seconds),
+        "ahead_share": fmean(step.ahead for step in steps) / free if free else None,
     }
 
 
@@ -122,7 +157,7 @@ def rows(table: Table) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
-def headline(table: Table, vllm: Iterable[str], recorded: Iterable[str]) -> dict[str, float | int | None]:
+def headline(table: Table, vllm: Collection[str], recorded: Iterable[str]) -> dict[str, float | int | None]:
     """Return the figures that have goals; None for those whose cells are not there.
 
     Args:
@@ -132,7 +167,7 @@ def headline(table: Table, vllm: Iterable[str], recorded: Iterable[str]) -> dict
     """
     systems = table.get(LONG_TAIL, {})
     plain, ours = systems.get(PLAIN, {}), systems.get(EVERYTHING, {})
-    best = best_of({name: systems[name] for name in vllm if name in systems})
+    best = best_of({name: systems[name] for name in vllm if name in systems}, rollout_seconds)
     faster = paired(plain, ours, rollout_seconds)
     best_faster = paired(best, ours, rollout_seconds)
     whole = paired(plain, ours, step_seconds)
@@ -157,9 +192,27 @@ def headline(table: Table, vllm: Iterable[str], recorded: Iterable[str]) -> dict
             for cell in rounds.values()
             for step in cell.steps
         ),
+        **modelled_figures(table, vllm),
         "worst_regime_vs_plain_upper": min((each.high for each in regimes if each is not None), default=None),
         "paired_rounds": min((each.rounds for each in regimes if each is not None), default=0),
     }
+
+
+def modelled_figures(table: Table, vllm: Collection[str]) -> dict[str, float | None]:
+    """Return how many times as fast rollouts are by the step times of an 8B model on an H100, by regime.
+
+    `modelled_` figures are of Paceline as it planned here, `modelled_planned_` ones as it plans for that device.
+    """
+    seconds, found = modelled_seconds(H100_8B), dict[str, float | None]()
+    for regime, systems in table.items():
+        place = regime.replace(" ", "_").replace("-", "_")
+        best = best_of({name: systems[name] for name in vllm if name in systems}, seconds)
+        for kind, system in (("modelled", EVERYTHING), ("modelled_planned", FOR_H100)):
+            ours = systems.get(system, {})
+            plain = _ends(paired(systems.get(PLAIN, {}), ours, seconds))
+            found[f"{kind}_speedup_vs_plain_{place}"] = plain.median
+            found[f"{kind}_speedup_vs_best_vllm_{place}"] = _ends(paired(best, ours, seconds)).median
+    return found
 
 
 class _Ends(NamedTuple):
@@ -177,11 +230,11 @@ def _saved(speedup: float | None) -> float | None:
     return None if speedup is None else 1 - 1 / speedup
 
 
-def best_of(systems: Mapping[str, Rounds]) -> Rounds:
-    """Return the rounds of the system with the least median rollout time; none where there is no system."""
+def best_of(systems: Mapping[str, Rounds], figure: Callable[[TableCell], float]) -> Rounds:
+    """Return the rounds of the system with the least median figure; none where there is no system."""
     if not systems:
         return {}
-    return min(systems.values(), key=lambda rounds: median(map(rollout_seconds, rounds.values())))
+    return min(systems.values(), key=lambda rounds: median(map(figure, rounds.values())))
 
 
 def verdicts(figures: Mapping[str, float | int | None]) -> dict[str, str]:

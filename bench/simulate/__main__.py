@@ -48,7 +48,9 @@ def main() -> None:
             figures[name] = _replayed(REPLAYS[name]())
         figures[name]["took_seconds"] = time.monotonic() - began
         left.pop(0)
-    write("simulate", {key: value for key, value in figures.items() if key in _TAKES})
+    kept = {key: value for key, value in figures.items() if key in _TAKES}
+    made = {"tables": capacities.tables(kept["capacity"])} if "capacity" in kept else {}
+    write("simulate", kept | made)
 
 
 def _replayed(cells: Sequence[ReplayedCell]) -> dict[str, Any]:

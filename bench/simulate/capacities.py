@@ -22,8 +22,7 @@ DEVICES = ("8B H100", "70B 8xH100")
 # Of plain decoding on as many instances as run all samples at once, these are shares.
 DEADLINES = (1.25, 2.0, 4.0)
 _SAMPLES = 16
-# At 1,000 instances a decision of the reallocator looks at 100,000 samples.
-_DECISION_STEPS = 512
+_DECISION_STEPS = 64
 
 
 def simulated(samples: int) -> dict[str, Any]:
@@ -89,8 +88,8 @@ def _deadline(setup: SimulationSetup, steps: list[dict[str, Any]], share: float)
     }
 
 
-def show(found: Mapping[str, Any]) -> None:
-    """Print the tables."""
+def tables(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables, of steps and of deadlines."""
     columns = (
         "device",
         "method",
@@ -110,24 +109,27 @@ def show(found: Mapping[str, Any]) -> None:
         "tokens_per_second",
         "simulated_in_seconds",
     )
-    show_rows(
-        f"a step of {found['samples']:,} samples",
-        columns,
-        [
-            (
-                each["device"],
-                each["method"],
-                str(each["instances"]),
-                *(format_value(each[key]) for key in keys),
-            )
-            for each in found["steps"]
-        ],
-    )
-    show_rows(
-        f"instances for a deadline: {DEVICES[0]}, plain",
-        ("deadline s", "instances", "step s"),
-        [
-            (format_value(each["deadline"]), str(each["instances"]), format_value(each["seconds"]))
-            for each in found["deadlines"]
-        ],
-    )
+    steps = [
+        (each["device"], each["method"], f"{each['instances']:,}", *(_figure(each[key]) for key in keys))
+        for each in found["steps"]
+    ]
+    deadlines = [
+        (format_value(each["deadline"]), str(each["instances"]), format_value(each["seconds"]))
+        for each in found["deadlines"]
+    ]
+    return {
+        "capacity": {"columns": columns, "rows": steps},
+        "deadlines": {"columns": ("deadline s", "instances", "step s"), "rows": deadlines},
+    }
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else format_value(value)
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print the tables."""
+    made = tables(found)
+    titles = (f"a step of {found['samples']:,} samples", f"instances for a deadline: {DEVICES[0]}, plain")
+    for title, table in zip(titles, made.values(), strict=True):
+        show_rows(title, table["columns"], table["rows"])

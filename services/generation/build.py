@@ -219,9 +219,16 @@ def _speculation(
     warm_up_estimator()
     knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
     fixed = FixedLengthPlanner(config.draft_window, config.draft_floor, config.survival_floor)
-    step_time = StepTimeEstimator(_swept(config, engine))
+    assumed = config.assumed_step_times
+    swept = _swept(config, engine) if assumed is None else SavedSweep.read(assumed).steps
     planner = KnobDrivenPlanner(
-        knobs, step_time, origin_of, fixed=fixed, metrics=metrics.planner, graphs=engine.graph_sizes
+        knobs,
+        StepTimeEstimator(swept),
+        origin_of,
+        fixed=fixed,
+        metrics=metrics.planner,
+        graphs=engine.graph_sizes,
+        learns=assumed is None,
     )
     drafters: list[TokenDrafter] = [makers[name]() for name in config.drafters]
     drafters += [

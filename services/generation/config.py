@@ -115,6 +115,11 @@ class GenerationConfig(ServiceConfig):
     calibration: Path | None = None
     """Sweep saved by `paceline calibrate`, or a folder of them, which takes the place of that measurement where it
     is of the same device, tensor parallelism, model and dtype."""
+    assumed_step_times: Path | None = None
+    """Sweep of any device, by which the instance plans as if it were that one, whatever its own steps take: to see
+    what would be planned there. Unset: it plans by what it measures."""
+    step_log: Path | None = None
+    """Folder in which the instance writes the shape of each engine step, to predict its time on other devices."""
     draft_margin: float = Field(default=0.02, ge=0, allow_inf_nan=False)
     """Least gain over plain decoding, as a share, for which the planner verifies drafts."""
     drafters: tuple[Literal["reference", "suffix"], ...] = ("reference", "suffix")
@@ -217,10 +222,12 @@ class GenerationConfig(ServiceConfig):
 
     def engine_options(self) -> EngineOptions:
         """Return the part that the engine is built from."""
-        passed = {each.name for each in fields(EngineOptions)} - {"quantized", "eagle3", "draft_window"}
+        own = {"quantized", "eagle3", "draft_window", "step_log"}
+        passed = {each.name for each in fields(EngineOptions)} - own
         return EngineOptions(
             **self.model_dump(include=passed),
             draft_window=0 if self.speculation == "off" else self.draft_window,
+            step_log=None if self.step_log is None else self.step_log / f"{self.instance_id}.jsonl",
             quantized=W4Options(self.quantized_group, self.quantized_tokens)
             if self.quantized and self.speculation != "off"
             else None,

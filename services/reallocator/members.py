@@ -58,7 +58,7 @@ class PolledInstance:
     reports: deque[InstanceReport] = field(default_factory=lambda: deque(maxlen=_REPORTS))
     # Time up to which its reports have been learned from.
     learned_at: float = float("-inf")
-    # Mean length of its samples, prompts included, when they were last listed.
+    # Mean length of its samples, prompts included, when they were last listed, or else of its like.
     context: float = 1.0
     generation: Any = field(init=False)
     migration: Any = field(init=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from statistics import fmean
 
 import structlog
 
@@ -21,11 +23,11 @@ from services.reallocator.moves import MoveOutcome, Mover
 from services.reallocator.planning.cooldown import Cooldown
 from services.reallocator.planning.instance_view import instance_view, mean_length
 from services.reallocator.planning.learned_costs import LearnedCosts
+from services.reallocator.planning.listing import ListingChoice
 from services.reallocator.planning.measured_speed import steady
 from services.reallocator.planning.plan import plan
 from services.reallocator.planning.price import MoveBy
 from services.reallocator.planning.records import InstanceView, LoadView, ReallocationRules, Transfer
-from services.reallocator.planning.screening import worth_listing
 from services.reallocator.planning.throughput import Roofline
 from services.reallocator.planning.trigger import Name, Trigger
 from services.reallocator.review import Review
@@ -38,8 +40,6 @@ KIND, OUTCOME = "migration", "migration_outcome"
 _LEARN_STEPS = 16
 # The registry is read after this many polls, or seconds, whichever is sooner.
 _REGISTRY_POLLS, _REGISTRY_SECONDS = 5, 1.0
-# At least one of so many decisions lists all samples, because lengths are learned from the listings.
-_LIST_ALL = 8
 # Longest interval between polls, in multiples of the configured one.
 _MAX_POLL_INTERVALS = 2.0
 
@@ -67,8 +67,7 @@ class Reallocator:
         )
         self._trigger = Trigger(config.decision_steps)
         self._cooldown = Cooldown(config.cooldown_decisions)
-        # Decisions since all samples were listed.
-        self._since_all = _LIST_ALL
+        self._listing = ListingChoice()
         # Instances that take part in a transfer now.
         self._busy: set[str] = set()
         # Samples that have been moved off an instance since it was last listed.
@@ -140,7 +139,20 @@ class Reallocator:
                 )
             )
             self._metrics.threshold.labels(member.instance_id).set(found[-1].threshold)
+        self._spread_context(
+            [each for each, answer in zip(members, listed, strict=True) if answer is not None]
+        )
         return found
+
+    def _spread_context(self, listed: Sequence[PolledInstance]) -> None:
+        """Take the samples of the instances that were not listed to be as long as those of the others."""
+        contexts: defaultdict[str, list[float]] = defaultdict(list)
+        for member in listed:
+            contexts[member.record.model].append(member.context)
+        names = {member.instance_id for member in listed}
+        for name, member in self.members.known.items():
+            if name not in names and (own := contexts.get(member.record.model)):
+                member.context = fmean(own)
 
     def _rules(self) -> ReallocationRules:
         return self._config.rules(self._learned)
@@ -162,6 +174,7 @@ class Reallocator:
             self._metrics.decisions.labels("late").inc()
             return
         self._trigger.decided(steps)
+        self._listing.decided(transfers)
         self._cooldown.decided(transfers)
         self._learned.fade()
         self._metrics.show_learned(self._learned)
@@ -174,11 +187,7 @@ class Reallocator:
 
     def _promising(self, members: Sequence[PolledInstance]) -> Sequence[PolledInstance]:
         """Return the instances whose samples are listed for this decision."""
-        self._since_all += 1
-        if self._since_all >= _LIST_ALL:
-            self._since_all = 0
-            return members
-        wanted = worth_listing([_load_of(each) for each in members], self._rules())
+        wanted = self._listing.choose([_load_of(each) for each in members], self._rules())
         return [each for each in members if each.instance_id in wanted]
 
     async def _carry_out(self, transfer: Transfer, until: float) -> None:

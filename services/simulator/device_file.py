@@ -28,6 +28,7 @@ class DeviceFile(BaseModel):
     attended: Milliseconds = 0.0
     attending: Milliseconds = 0.0
     graphs: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    most_rows: Annotated[int, Field(ge=1)] = 16384
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
@@ -50,5 +51,5 @@ def read_device(path: Path) -> DeviceTable:
     """
     found = DeviceFile.model_validate_json(path.read_bytes())
     rows, milliseconds = np.array(found.rows, np.float64), np.array(found.milliseconds, np.float64)
-    added = found.model_dump(include={"per_sample", "per_context", "attended", "attending"})
+    added = found.model_dump(include={"per_sample", "per_context", "attended", "attending", "most_rows"})
     return DeviceTable(found.name, found.kv_tokens, rows, milliseconds, graphs=tuple(found.graphs), **added)

@@ -13,9 +13,9 @@ Tables are made from data sheets by rooflines, and checked against published dec
 - 8B: Qwen3-8B, 70B: Llama-3.1-70B, MoE: Qwen3-30B-A3B, each by the sizes in its config.json, in bfloat16.
 - TP=8: two all-reduces a layer, each 12 us and 225 GB/s over NVLink (nccl-tests all_reduce_perf, 8 x H100).
 - Mixture of experts: a step reads the experts that its rows are routed to, 128 (1 - (1 - 8/128)^rows) of 128 in
-  each
-  layer for routing without preference; the grouped kernels reach 0.6 of the bandwidth and 0.35 of the compute.
-- Without a graph, above 512 rows, a step takes at least as long as its launches: 7 us a kernel (vLLM, eager).
+  each layer for routing without preference; the grouped kernels reach 0.6 of the bandwidth and 0.35 of the compute.
+- Graphs are those that an instance with 256 samples and drafts of 16 tokens captures, by the engine's own function.
+  Beyond the largest a step takes at least as long as its launches: 7 us a kernel (vLLM, eager).
 - CPU: the tinymath model in float32, from the sweep of the machine of docs/performance.md; verification costs there
   by row and by the context that rows attend to.
 
@@ -30,9 +30,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from services.generation.engine.graph_sizes import graph_sizes
+from services.generation.engine.step_memory import row_capacity
+
 Floats = NDArray[np.float64]
-_GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-_LARGEST = 16384
+# Sizes that vLLM itself captures on an H100 for 256 samples or more; an instance adds those of verifying steps.
+_VLLM_GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+# Samples and draft window of the instances, and most tokens of a step, as they come.
+_SAMPLES, _WINDOW, _LARGEST = 256, 16, 16384
 # Sharpness of the knee between two limits of a roofline.
 _KNEE = 3.0
 
@@ -57,6 +62,8 @@ class DeviceTable:
     """Milliseconds for a draft token and a token before it, of which nothing is hidden."""
     graphs: tuple[int, ...] = ()
     """Numbers of rows for which graphs are captured. Without any, times between two numbers lie between theirs."""
+    most_rows: int = _LARGEST
+    """Most verified tokens of a step."""
     slowed: DeviceTable | None = None
     """What it becomes in mid-run."""
 
@@ -106,6 +113,7 @@ class ModelSizes:
     experts: float = 0.0
     """Parameters of the routed experts of all layers."""
     head_dim: int = 128
+    vocabulary: int = 151_936
 
     @property
     def kv_bytes(self) -> float:
@@ -115,11 +123,14 @@ class ModelSizes:
 QWEN3_8B = ModelSizes(7.57e9, 36, 4096, 32, 8)
 QWEN3_1_7B = ModelSizes(1.72e9, 28, 2048, 16, 8)
 QWEN3_4B = ModelSizes(4.02e9, 36, 2560, 32, 8)
-QWEN25_7B = ModelSizes(7.07e9, 28, 3584, 28, 4)
-QWEN25_14B = ModelSizes(14.0e9, 48, 5120, 40, 8)
-LLAMA_8B = ModelSizes(7.5e9, 32, 4096, 32, 8)
-LLAMA_70B = ModelSizes(69.5e9, 80, 8192, 64, 8)
+QWEN25_7B = ModelSizes(7.07e9, 28, 3584, 28, 4, vocabulary=152_064)
+QWEN25_14B = ModelSizes(14.0e9, 48, 5120, 40, 8, vocabulary=152_064)
+LLAMA_8B = ModelSizes(7.5e9, 32, 4096, 32, 8, vocabulary=128_256)
+LLAMA_70B = ModelSizes(69.5e9, 80, 8192, 64, 8, vocabulary=128_256)
 QWEN3_30B_A3B = ModelSizes(1.2e9, 48, 2048, 32, 4, experts=29.0e9)
+EAGLE3_8B = ModelSizes(0.40e9, 1, 4096, 32, 8)
+"""One layer of the model, the projection of its features, and an output of 32,000 tokens."""
+EAGLE3_70B = ModelSizes(1.33e9, 1, 8192, 64, 8)
 _ROUTED, _EXPERTS = 8, 128
 _GROUPED_BANDWIDTH, _GROUPED_COMPUTE = 0.75, 0.55
 _KERNELS, _LAUNCH, _GRAPH_BASE = 12, 7e-6, 9e-4
@@ -130,9 +141,10 @@ def decoding_table(
     name: str, model: ModelSizes, chip: Chip, devices: int = 1, weight_bytes: float = 2.0
 ) -> DeviceTable:
     """Return the table of a model on a chip, or on several that share it; `weight_bytes` of a dense parameter."""
-    rows = np.array(
-        [*_GRAPHS, *np.unique(np.geomspace(576, _LARGEST, 160).astype(int) // 64 * 64)], np.float64
-    )
+    most_rows = row_capacity(_LARGEST, model.vocabulary)
+    graphs = graph_sizes(_VLLM_GRAPHS, _SAMPLES, _WINDOW, most_rows)
+    beyond = np.unique(np.geomspace(graphs[-1] + 64, _LARGEST, 160).astype(int) // 64 * 64)
+    rows = np.array([*graphs, *beyond[beyond > graphs[-1]]], np.float64)
     compute, slow = chip.compute * devices * chip.clock, 1 / chip.clock
     dense = (
         (weight_bytes * model.weights / (chip.bandwidth * devices)) ** _KNEE
@@ -147,7 +159,7 @@ def decoding_table(
         links = 2 * model.layers * (_ALL_REDUCE * slow + 2 * model.hidden * rows / _LINK)
     seconds = dense + experts + links + _GRAPH_BASE * slow
     eager = model.layers * _KERNELS * _LAUNCH * slow
-    seconds = np.where(rows > _GRAPHS[-1], np.maximum(seconds, eager), seconds)
+    seconds = np.where(rows > graphs[-1], np.maximum(seconds, eager), seconds)
     held = 2 * (model.weights + model.experts)
     return DeviceTable(
         name,
@@ -156,7 +168,8 @@ def decoding_table(
         np.maximum.accumulate(1e3 * seconds),
         per_sample=0.004 * slow,
         per_context=1e3 * model.kv_bytes / (chip.bandwidth * devices),
-        graphs=_GRAPHS,
+        graphs=graphs,
+        most_rows=most_rows,
         attended=1e3 * 4 * model.layers * model.heads * model.head_dim / (0.5 * compute),
     )
 

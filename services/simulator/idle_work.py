@@ -76,11 +76,15 @@ class IdleWork:
         for lease in gone:
             del held[lease]
         room = instance.max_running - instance.samples
+        prompts = {sample.prompt for _, sample in held.values()}
         for given in self._answered(instance, progress, room, now):
             sample = self._sample(given)
             held[given.number] = given, sample
             instance.waiting.append(sample)
-            instance.prefill(round(sample.context))
+            # Samples of a prompt share its prefix.
+            shared = sample.prompt_tokens if sample.prompt in prompts else 0
+            instance.prefill(round(sample.context) - shared)
+            prompts.add(sample.prompt)
 
     def stop(self, instance: ModelledInstance, now: float) -> None:
         """Let an instance return its tasks, unfinished, with the tokens that there are."""

@@ -11,9 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.planning.cooldown import Cooldown
 from services.reallocator.planning.learned_costs import LearnedCosts
+from services.reallocator.planning.listing import ListingChoice
 from services.reallocator.planning.plan import plan
 from services.reallocator.planning.price import MovePrice, price
-from services.reallocator.planning.records import Candidate, InstanceView, Move, Transfer
+from services.reallocator.planning.records import Candidate, InstanceView, LoadView, Move, Transfer
 from services.reallocator.planning.throughput import Roofline, ThroughputCurve
 from services.reallocator.planning.trigger import Name, Trigger
 from services.simulator.device_tables import DeviceTable
@@ -61,6 +62,7 @@ class SampleMoves:
         self._roofline = Roofline(TableStepTime(device), max_running, config.flatness)
         self._curve: ThroughputCurve | None = None
         self._trigger = Trigger(config.decision_steps)
+        self._listing = ListingChoice()
         self._cooldown = Cooldown(config.cooldown_decisions)
         self._left: dict[str, set[Hashable]] = {}
         self._remaining: dict[int, float] = {}
@@ -80,11 +82,13 @@ class SampleMoves:
         self._learn(instances, now)
         self._curve, self._remaining = self._roofline.curve(), {}
         threshold = self._roofline.threshold(self._curve)
-        transfers = plan(
-            [self._view(each, self._curve, threshold, now) for each in instances],
-            self._config.rules(self._learned),
-        )
+        rules = self._config.rules(self._learned)
+        loads = [LoadView(each.name, _of_step(each), self._curve, threshold) for each in instances]
+        listed = self._listing.choose(loads, rules)
+        views = [self._view(each, self._curve, threshold, now) for each in instances if each.name in listed]
+        transfers = plan(views, rules)
         self._trigger.decided(steps)
+        self._listing.decided(transfers)
         self._cooldown.decided(transfers)
         self._learned.fade()
         return transfers
@@ -115,7 +119,7 @@ class SampleMoves:
         grown: dict[Hashable, int] = {one.number: int(each.generated(one, now)) for one in samples}
         self._lengths.saw(each.name, grown, self._left.pop(each.name, ()))
         free = each.device.kv_tokens - (0 if each.background else each.batch.context)
-        count = 0 if each.background else each.samples
+        count = _of_step(each)
         return InstanceView(
             each.name,
             count,
@@ -135,6 +139,11 @@ class SampleMoves:
         tokens = sample.prompt_tokens + response
         accepted = each.span.decision.tokens[each.batch.kind(sample)] - 1 if each.span is not None else 0.0
         return Candidate(str(sample.number), tokens, accepted, remaining, tokens // _BLOCK + 1)
+
+
+def _of_step(instance: ModelledInstance) -> int:
+    """Return the samples of the step that an instance has."""
+    return 0 if instance.background else instance.samples
 
 
 def _steps(instances: Sequence[ModelledInstance], now: float) -> dict[Name, int]:

@@ -12,16 +12,18 @@ NOISE = 0.03
 """Standard deviation of measured step times, as a share."""
 
 
-def swept(device: DeviceTable, max_samples: int, seed: int = 0) -> list[MeasuredStep]:
-    """Return the steps that a sweep of the device measures before its time is over."""
+def swept(
+    device: DeviceTable, max_samples: int, seed: int = 0, *, noise: float = NOISE
+) -> list[MeasuredStep]:
+    """Return the steps that a sweep of the device measures, with such noise, before its time is over."""
     random, found, left = Random(seed), list[MeasuredStep](), SWEEP_SECONDS
-    for batch in swept_batches(max_samples, 16384, 1 << 16, device.graphs):
+    for batch in swept_batches(max_samples, device.most_rows, 1 << 16, device.graphs):
         for rows in batch.rows:
             if left <= 0:
                 return found
             context = batch.samples * batch.prompt
             seconds = device.seconds(batch.samples, rows, context)
             left -= 2 * seconds
-            measured = seconds * random.lognormvariate(0, NOISE)
+            measured = seconds * random.lognormvariate(0, noise)
             found.append(MeasuredStep(samples=batch.samples, rows=rows, context=context, seconds=measured))
     return found

@@ -113,7 +113,7 @@ class StepDecider:
 
     def decide(self, counts: Mapping[str, int], context: float) -> StepDecision:
         """Return the decision about a batch of so many samples by cohort, at least one, of this mean context."""
-        if not self.speculates or counts.keys() == {"background"}:
+        if not self.speculates:
             return StepDecision(dict.fromkeys(counts, 1.0), dict.fromkeys(counts, 0.0))
         alike = {kind: _alike(count) for kind, count in counts.items()}
         tokens = ceil(_ALIKE_CONTEXT ** ceil(log(max(context, 1.0), _ALIKE_CONTEXT)))
@@ -130,7 +130,7 @@ class StepDecider:
         true = self._acceptance(kinds, room)
         for _ in range(_SETTLED):
             proposals, passes, drafted_for = self._proposals(states, true)
-            drafts = self._planner.choose(states, proposals) if proposals else None
+            drafts = self._planner.choose(states, proposals, self.device.most_rows) if proposals else None
             lengths = np.zeros(len(kinds), np.int64)
             chosen = [""] * len(kinds)
             for name, made in drafts.tokens.items() if drafts is not None else ():
@@ -155,9 +155,8 @@ class StepDecider:
         """Return the acceptance of each source by sample and position, 0 where it has nothing."""
         found = {}
         for source in self._covered:
-            has = np.array(
-                [kind != "background" and (source in self._open or kind == "covered") for kind in kinds]
-            )
+            # What is generated ahead is drafted like the step's own samples.
+            has = np.array([source in self._open or kind == "covered" for kind in kinds])
             found[source.name] = has[:, None] * source.by_position(width)
         return found
 
@@ -178,8 +177,7 @@ class StepDecider:
         self._pass_time.observe(n, n, context, model.passes.seconds(n, n, context))
         batch = DraftableBatch.of(states, list(found.values()), most, most, self._planner.step_time)
         made = self._planner.mode_of(states).passes(batch, model.by_position(most), self._pass_time)
-        # Nothing is drafted for samples of another step.
-        lengths = np.where(true[model.name].any(1), made.tokens, 0)
+        lengths = made.tokens
         if not lengths.any():
             return found, 0, 0.0
         found[model.name] = Proposals(tokens, true[model.name] * (np.arange(most) < lengths[:, None]))

@@ -70,8 +70,13 @@ class SavedSweep(BaseModel):
             path = path / subject.file_name
             if not path.exists():
                 return None
+        found = cls.read(path)
+        return found if found.subject == subject else None
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the sweep in a file, whatever its subject. UnusableSweep if it cannot be read."""
         try:
-            found = cls.model_validate_json(path.read_text())
+            return cls.model_validate_json(path.read_text())
         except (OSError, UnicodeDecodeError, ValidationError) as error:
             raise UnusableSweep(f"{path} is no saved sweep: {error}") from error
-        return found if found.subject == subject else None

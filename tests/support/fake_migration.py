@@ -37,6 +37,7 @@ class FakeMigration(rpc.MigrationServiceServicer):
         # What happened ----------------------------------------------------------------------------------
         self.moves: list[tuple[str, str, pb.MoveOutcome]] = []
         self.at_once = self.most_at_once = 0
+        self.listings = 0
         peers[fake.instance_id] = fake
 
     def _samples(self) -> dict[str, Any]:
@@ -46,6 +47,7 @@ class FakeMigration(rpc.MigrationServiceServicer):
     async def ListSamples(
         self, request: pb.ListSamplesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListSamplesResponse:
+        self.listings += 1
         movable = self._samples()
         return pb.ListSamplesResponse(
             samples=[

@@ -35,6 +35,7 @@ from services.generation.engine.draft_models.drafting import ModelDrafts
 from services.generation.engine.migration import EngineMigration
 from services.generation.engine.prefix_hits import PrefixHits
 from services.generation.engine.runner_choice import V2, check_runner, runner_of
+from services.generation.engine.step_log import StepLog
 from services.generation.engine.step_memory import row_capacity
 from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.token_text import token_bytes
@@ -79,6 +80,8 @@ class Engine:
                 interpret_ranks()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
+        if options.step_log is not None:
+            StepLog(self._scheduler, options.step_log)
         self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled)
         vocab_size = config.model_config.get_vocab_size()
         self._stops = StopStrings(token_bytes(Path(options.model), vocab_size))

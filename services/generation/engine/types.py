@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from services.contracts.sampling import Sampling
@@ -86,6 +87,7 @@ class EngineOptions:
     `quantized`: draft with a quantized copy of the weights; `eagle3`: with a trained head; None: without.
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
     `vllm_speculation`, only with that, is a `speculative_config` of vLLM's.
+    `step_log`: file for the shapes of its steps (step_log.py); None: none is written.
     """
 
     model: str
@@ -112,6 +114,7 @@ class EngineOptions:
     quantized: W4Options | None = None
     eagle3: Eagle3Options | None = None
     vllm_speculation: dict[str, Any] | None = None
+    step_log: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

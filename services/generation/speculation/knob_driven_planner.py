@@ -56,10 +56,12 @@ class KnobDrivenPlanner(DraftPlanner):
         clock: Callable[[], float] = time.time,
         exploration: Exploration | None = None,
         graphs: Sequence[int] = (),
+        learns: bool = True,
     ) -> None:
         """Begin with the instance's own configuration, `base`; `fixed` has the floors of drafts of fixed length.
 
-        The planner prefers steps of as many verified tokens as the engine has `graphs` for, rising.
+        The planner prefers steps of as many verified tokens as the engine has `graphs` for, rising. Unless it
+        `learns`, what steps really take changes nothing: `step_time` is another device's.
         """
         self.account = SpeculationAccount()
         self.active = ActiveKnobs(base, origin_of)
@@ -69,6 +71,7 @@ class KnobDrivenPlanner(DraftPlanner):
         self._origin_of = origin_of
         self._fixed = fixed or FixedLengthPlanner(1)
         self._graphs = tuple(graphs)
+        self._learns = learns
         self._metrics = metrics
         self._clock = clock
         self._modes: dict[int, Mode] = {}
@@ -106,6 +109,8 @@ class KnobDrivenPlanner(DraftPlanner):
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Learn the measured time of a step."""
+        if not self._learns:
+            return
         predicted = self.step_time.observe(shape.requests, shape.rows, shape.context, seconds)
         self.account.timed(predicted, seconds)
         if self._metrics is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from bench.rollout.cells import StepFigures
 from bench.rollout.measuring import measure
+from bench.rollout.modelled import DEVICES, StepReader
 from bench.rollout.registry import SYSTEMS
 from bench.training import TrainedStep
 from bench.trajectory import Trajectory
@@ -54,3 +55,9 @@ def test_a_stock_engine_gives_the_recorded_tokens_and_drafts_save_steps(
         assert step.decode_steps_max < 32
         assert step.last_steps == step.decode_steps_max
         assert step.push_seconds > 0
+    logged = StepReader(tmp_path / "steps" / "vllm-0.jsonl").since()
+    assert sum(each.drafted for each in logged) == sum(step.drafted for step in found)
+    for device, table in DEVICES.items():
+        seconds = sum(table.steps.seconds(each.samples, each.rows, each.context) for each in logged)
+        assert sum(step.modelled[device].rollout for step in found) == pytest.approx(seconds)
+        assert all(step.modelled[device].ahead == 0 for step in found)

@@ -49,9 +49,17 @@ def start(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.fixture(scope="package")
-def instance(models: tuple[Path, Path], start: Callable[..., InstanceProcess]) -> Iterator[InstanceProcess]:
+def step_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the shared instance logs its steps."""
+    return tmp_path_factory.mktemp("steps")
+
+
+@pytest.fixture(scope="package")
+def instance(
+    models: tuple[Path, Path], start: Callable[..., InstanceProcess], step_logs: Path
+) -> Iterator[InstanceProcess]:
     """The shared instance. Its policy version grows with the tests; its weights are the first model's."""
-    with start(models[0], "shared") as process:
+    with start(models[0], "shared", step_log=step_logs) as process:
         yield process
 
 

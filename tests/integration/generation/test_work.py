@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from bench.rollout.modelled import StepReader
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2, sample_pb2
@@ -43,6 +45,29 @@ async def test_every_sample_gets_its_tokens_exactly_once(policy: Policy) -> None
         assert seconds_of(outcome.finished.generation_time) > 0
     assert {outcome.reason for outcome in outcomes.values()} == {"STOP", "LENGTH"}
     assert len({tuple(outcome.tokens[:8]) for outcome in outcomes.values()}) > 40
+
+
+async def test_every_step_is_logged_with_its_samples_drafts_and_context(
+    policy: Policy, step_logs: Path
+) -> None:
+    log = StepReader(step_logs / "shared.jsonl")
+    log.since()
+    fields: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "run_id": "logged"}
+    await draft_always(policy.address, "logged")
+    # The suffix index drafts the second one from the first.
+    for seed in (1, 1):
+        outcome = (await policy.ask(policy.item(7, seed=seed, **fields)))[7]
+        assert outcome.finished is not None
+        steps = log.since()
+        drafted = sum(source.drafted for source in outcome.finished.draft_sources)
+        assert len(steps) == outcome.finished.decode_steps
+        assert sum(step.drafted for step in steps) == drafted
+        assert {step.samples for step in steps} == {1}
+        assert steps[0].context == PROMPT
+        # A step's tokens are its drafts and the newest one; the first has as much of the prompt as was not cached.
+        assert all(step.rows == step.drafted + 1 for step in steps[1:])
+        assert PROMPT < steps[-1].context < PROMPT + 60
+    assert drafted > 0
 
 
 async def test_the_same_seed_gives_the_same_tokens_in_any_company(policy: Policy) -> None:

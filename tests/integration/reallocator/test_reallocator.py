@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+import pytest
+
 from paceline.internal.v1 import migration_pb2
 from paceline.v1 import fleet_pb2, rollout_pb2
 from services.reallocator.moves import FIRST_DELAY
@@ -55,6 +57,24 @@ async def test_an_instance_that_joins_in_mid_step_is_filled_at_once(fleet: Fleet
     assert decision.details["samples"] == 11
     assert "threshold" in decision.reason
     assert reallocator.metric("saturation_point_samples", instance_id="i1") == 11
+
+
+async def test_samples_of_instances_that_can_gain_nothing_are_not_listed(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.reallocator.planning.listing.WITNESSES", 1)
+    gateway, request = await crowded(fleet)
+    for name in ("i1", "i2", "i3"):
+        await fleet.join(name, hold_at=HELD)
+    await fleet.cluster.serving(gateway, 4)
+    reallocator = fleet.reallocator(decision_steps=10**9)
+    await until(
+        lambda: reallocator.metric("moves_total", rule="threshold", by="kv") == 11, "samples have moved"
+    )
+    listings = {name: mover.listings for name, mover in fleet.movers.items()}
+    assert listings == {"i0": 1, "i1": 1, "i2": 0, "i3": 0}
+    fleet.release()
+    check_samples(request, await gateway.trainer.collect(request))
 
 
 async def test_what_was_achieved_is_measured_and_told(fleet: Fleet) -> None:

@@ -14,11 +14,13 @@ import torch
 
 from bench.rollout.cells import AbsentReason, CellFolder, CellName, TableCell, cell_key, code_hash
 from bench.rollout.measuring import stock_figures
+from bench.rollout.modelled import ModelledStep
 from bench.rollout.plan import planned, seconds_left
 from bench.rollout.record import RecordedRun
 from bench.rollout.registry import ARCTIC, PACELINE, PLAIN, REGIMES, SUBJECTS, SYSTEMS, Regime, StockSystem
-from bench.rollout.session import last_line, update_of
+from bench.rollout.session import last_line
 from bench.rollout.stock_engine import StockMeasurement
+from bench.rollout.table import update_of
 from bench.rollout.told_tokens import ToldTokens, padded, told
 from bench.systems import System
 from bench.training import TrainedStep
@@ -180,7 +182,9 @@ def test_the_figures_of_stock_engines_are_of_the_slower_one(monkeypatch: pytest.
         ended={"0/q/0": 14.0, "0/q/1": 16.0},
         began=10.5,
     )
-    found = stock_figures(_step(), [fast, slow], 0.5, "vllm ngram")
+    times = {"device": ModelledStep(1.0, 0.5, 0.0)}
+    found = stock_figures(_step(), [fast, slow], 0.5, "vllm ngram", times)
+    assert found.modelled == times
     assert (found.rollout_seconds, found.push_seconds) == (6.0, 0.5)
     assert (found.bubble_seconds_mean, found.bubble_seconds_max) == (2.0, 4.0)
     assert (found.last_steps, found.last_seconds) == (9, 5.5)

@@ -15,6 +15,7 @@ from bench.rollout import record as recording
 from bench.rollout.__main__ import chosen, result_of
 from bench.rollout.cells import AbsentReason, CellName, StepFigures
 from bench.rollout.measuring import platform_figures
+from bench.rollout.modelled import DEVICES, H100_8B, ModelledStep
 from bench.rollout.record import RecordedRun, load_or_record
 from bench.rollout.registry import LONG_TAIL, PLAIN, SUBJECTS, SYSTEMS, StockSystem
 from bench.rollout.session import BenchmarkError, CellSession
@@ -24,6 +25,7 @@ from bench.training import TrainedStep
 from bench.trajectory import Trajectory
 from examples.tinymath.train import Options
 from paceline import Group
+from services.generation.engine.step_log import LoggedStep
 from tests.unit.bench import steps
 from tests.unit.bench.steps import named, sample, span
 
@@ -71,6 +73,7 @@ class _Measured:
         values: dict[str, Any] = dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {
             "tokens": 1,
             "planned": {},
+            "modelled": {H100_8B: ModelledStep(1.0, 0.0, 0.0)},
         }
         return (StepFigures(**(values | {"rollout_seconds": self.seconds[setup.name]})),) * 2
 
@@ -214,7 +217,17 @@ def test_the_figures_of_a_platforms_step_are_of_its_samples_and_services(
             "b": Metrics({'paceline_planner_steps_total{reason="drafts"}': 3.0}),
         },
     )
-    found = platform_figures(_trained(Path("w")), went, "paceline")
+    logged = {
+        "a": [LoggedStep(10.0 + i, 1, 1, 0, 3) for i in range(4)],
+        "b": [LoggedStep(10.0 + i, 1, 3, 2, 3) for i in range(4)],
+    }
+    found = platform_figures(_trained(Path("w")), went, "paceline", logged)
+    # Instance a has no sample any more in its last step.
+    plain, verifying = (DEVICES[H100_8B].steps.seconds(1, rows, 3) for rows in (1, 3))
+    times = found.modelled[H100_8B]
+    assert times.rollout == pytest.approx(4 * verifying)
+    assert times.idle == pytest.approx((4 * verifying - 3 * plain) / 2)
+    assert times.ahead == pytest.approx(plain / 2)
     assert (found.last_steps, found.last_seconds) == (1, 4.0)
     assert (found.covered, found.moved_bytes, found.reward) == (2, 7.0, 0.25)
     assert (found.drafted, found.accepted, found.verified) == (4, 1, 1)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from bench.rollout.cells import AbsentReason, CellName, StepFigures, TableCell
-from bench.rollout.markdown import document, overview
-from bench.rollout.registry import EVERYTHING, LONG_TAIL, PLAIN
+from bench.rollout.markdown import document, modelled_table, overview, regime_table
+from bench.rollout.modelled import H100_8B, ModelledStep
+from bench.rollout.registry import EVERYTHING, FOR_H100, LONG_TAIL, PLAIN
 from bench.rollout.table import (
     GOALS,
     PairedRatio,
@@ -44,6 +45,7 @@ _STEP = StepFigures(
     planned={},
     last_steps=60,
     last_seconds=0.9,
+    modelled={H100_8B: ModelledStep(0.5, 0.1, 0.2)},
 )
 
 
@@ -146,3 +148,33 @@ def test_markdown_has_a_row_for_each_system_and_says_why_one_is_missing() -> Non
     assert "| `speedup_vs_plain_long_tail` | 3 | 3.0 at least | met |" in text
     assert "- [1] c: no figures: package missing, no compiler" in text
     assert all(line.count("|") == lines[0].count("|") for line in lines)
+
+
+def _modelled(system: str, seconds: float, number: int = 0) -> TableCell:
+    return _cell(system, 9.0, number, modelled={H100_8B: ModelledStep(seconds, 0.5, 0.75)})
+
+
+def test_modelled_speeds_are_compared_like_measured_ones_and_the_best_of_vllm_is_the_best_there() -> None:
+    cells = [
+        _modelled(PLAIN, 3.0),
+        _modelled("a", 2.0),
+        _modelled("b", 2.5),
+        _modelled(EVERYTHING, 1.0),
+        _modelled(FOR_H100, 0.5),
+    ]
+    found = headline(table_of(cells), ["a", "b"], [])
+    assert found["modelled_speedup_vs_plain_long_tail"] == 3.0
+    assert found["modelled_speedup_vs_best_vllm_long_tail"] == 2.0
+    assert found["modelled_planned_speedup_vs_plain_long_tail"] == 6.0
+    assert found["speedup_vs_plain_long_tail"] == 1.0
+    made = rows(table_of(cells))
+    ours = made[LONG_TAIL][EVERYTHING]["modelled"][H100_8B]
+    # 0.75 s of generating ahead in 0.5 s of idle time and the trainer's second, a third of plain's rollout.
+    assert (ours["rollout_seconds"], ours["ahead_share"]) == (1.0, 0.5)
+    assert f"| {EVERYTHING} | 3.00 |" in modelled_table(made, {})
+    heads = regime_table(made[LONG_TAIL], {})[0]
+    assert f"| {H100_8B}, modelled rollout | {H100_8B}, of plain |" in heads
+    # Results from before devices were modelled have no such columns.
+    for each in made[LONG_TAIL].values():
+        del each["modelled"]
+    assert "modelled" not in regime_table(made[LONG_TAIL], {})[0]

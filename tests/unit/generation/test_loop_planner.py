@@ -171,6 +171,23 @@ async def test_an_instance_takes_the_saved_sweep_of_its_own_kind_only(
         assert plan.step_time.known is known
 
 
+async def test_an_instance_plans_by_the_sweep_of_another_device_that_it_is_to_assume(
+    rigs: Callable[..., Rig], tmp_path: Path
+) -> None:
+    model, rig = tiny_model(tmp_path / "model", num_hidden_layers=1), rigs()
+    subject = SweepSubject.of(model, "another device", 8, "bfloat16")
+    path = SavedSweep(subject=subject, steps=tuple(KnownStepTime().sweep())).save(tmp_path / "saved")
+    _build_drafts(rig, model, assumed_step_times=path)
+    assert rig.drafts.speculation is not None
+    plan = rig.drafts.speculation.plan
+    assert isinstance(plan, KnobDrivenPlanner)
+    before = plan.step_time.seconds(2, 4, 40)
+    await _tokens(rig)
+    assert plan.step_time.seconds(2, 4, 40) == before
+    with pytest.raises(UnusableSweep):
+        _build_drafts(rigs(), model, assumed_step_times=tmp_path / "missing.json")
+
+
 async def test_a_mixture_of_experts_is_planned_like_any_model(
     rigs: Callable[..., Rig], tmp_path: Path
 ) -> None:

@@ -41,11 +41,15 @@ def plan(window: int = WINDOW, margin: float = 0.0, **fields: Any) -> PlannerMod
     return planner_mode(window, margin, KnownStepTime(**fields))
 
 
-def knob_driven(metrics: PlannerMetrics | None = None, **fields: Any) -> KnobDrivenPlanner:
+def knob_driven(
+    metrics: PlannerMetrics | None = None, *, learns: bool = True, **fields: Any
+) -> KnobDrivenPlanner:
     """Return an instance's planner in this mode, which also learns step times."""
     knobs = Knobs(mode="planner", draft_cap=WINDOW, margin=0.0)
     step_time = KnownStepTime(**fields).estimator()
-    return KnobDrivenPlanner(knobs, step_time, lambda _: None, metrics=metrics, exploration=settled())
+    return KnobDrivenPlanner(
+        knobs, step_time, lambda _: None, metrics=metrics, exploration=settled(), learns=learns
+    )
 
 
 def promised(
@@ -338,6 +342,16 @@ def test_a_slower_machine_than_was_thought_makes_predictions_longer() -> None:
     planner = planner_mode(WINDOW, step_time=planner.step_time)
     planner.choose([sample(0)], batched({"a": [proposal(0.9)]}))
     assert planner.last.seconds == pytest.approx(3e-3, rel=0.05)
+
+
+def test_a_planner_for_another_device_learns_nothing_of_this_one() -> None:
+    registry = CollectorRegistry()
+    planner = knob_driven(PlannerMetrics(registry), learns=False)
+    before = planner.step_time.seconds(1, 3, 10)
+    for _ in range(30):
+        planner.stepped(StepShape(1, 3, 10), 1.0)
+    assert planner.step_time.seconds(1, 3, 10) == before
+    assert registry.get_sample_value("paceline_planner_step_time_error_ratio_count") == 0
 
 
 def test_a_decision_without_drafts_promises_plain_decoding() -> None:

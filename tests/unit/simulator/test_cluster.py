@@ -223,3 +223,48 @@ def test_where_kv_is_short_samples_wait_their_turn() -> None:
     assert tight.preempted
     assert not roomy.preempted
     assert tight.seconds > 2 * roomy.seconds
+
+
+def test_what_is_generated_ahead_is_drafted_as_on_an_instance() -> None:
+    def covered(*sources: SimulatedSource) -> float:
+        setup = SimulationSetup(
+            DEVICE,
+            2,
+            SimulatedWorkload(LogNormalLengths(300, 0.9, 4000), 12, 8),
+            steps=3,
+            sources=sources,
+            bubbles=BubblesConfig.model_construct(),
+            update_seconds=1.0,
+        )
+        return list(ClusterSimulation(setup).run())[1].covered
+
+    # Drafts make the bubble of the first step shorter, and all the same more is generated ahead.
+    assert covered(SimulatedSource("suffix", 0.8)) > 1.3 * covered()
+
+
+def test_graphs_are_those_of_an_instance_up_to_its_most_verified_tokens() -> None:
+    # As many as have logits in float32 in a gigabyte.
+    assert DEVICE.most_rows == (1 << 30) // (4 * 151_936)
+    assert DEVICE.graphs[-1] == DEVICE.most_rows
+    assert DEVICE.graphs == tuple(sorted(set(DEVICE.graphs)))
+    assert {1, 256, 512} < set(DEVICE.graphs)
+    assert all(rows in DEVICE.rows for rows in DEVICE.graphs)
+    between = DEVICE.graphs[-3] + 1
+    assert DEVICE.seconds(64, between, 0.0) == DEVICE.seconds(64, DEVICE.graphs[-2], 0.0)
+
+
+def test_samples_of_a_prompt_that_are_generated_ahead_share_its_prefill() -> None:
+    def covered(prompt_tokens: int, groups: int, samples: int) -> float:
+        setup = SimulationSetup(
+            DEVICE,
+            1,
+            SimulatedWorkload(LogNormalLengths(900, 0.1, 2000), groups, samples, prompt_tokens),
+            steps=2,
+            bubbles=BubblesConfig.model_construct(),
+            update_seconds=1.0,
+        )
+        return list(ClusterSimulation(setup).run())[1].covered
+
+    # Reading a long prompt costs much of the trainer's second, once for each prompt and not for each sample.
+    assert covered(4000, 1, 8) > 0.6 * covered(20, 1, 8)
+    assert covered(4000, 8, 1) < 0.5 * covered(20, 8, 1)
