@@ -186,7 +186,7 @@ class _Run:
             if self._served is not None:
                 self._served.put(engine)
             elif scenario.drafts.policy != "none" or self._reuse:
-                engine.put_drafts(self._drafts())
+                engine.put_drafts(self._drafts(), self._parents())
             self._step()
         found.preemptions = sum(self._preempted.values())
         assert not self._reuse, "a sample is followed after its end"
@@ -220,6 +220,9 @@ class _Run:
         drafts = {self._prefix + sample_id: tokens for sample_id, tokens in self._drafting(states).items()}
         room = self._scenario.budget - len(decoding) - sum(map(len, drafts.values()))
         return drafts | self._reuse.drafts(decoding, room)
+
+    def _parents(self) -> dict[str, list[int]]:
+        return {self._prefix + sample_id: own for sample_id, own in self._drafting.parents.items()}
 
     def _step(self) -> None:
         found, requests = self._found, self._engine._scheduler.requests

@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from services.generation.engine.attention.backend import use_attention
+from services.generation.engine.attention.cpu_trees import use_trees
 from services.generation.engine.attention.kernel_choice import KernelReport, failed, use_kernels
 from services.generation.engine.draft_models.eagle3 import Eagle3
 from services.generation.engine.draft_models.interface import ModelDrafter
@@ -21,12 +22,14 @@ from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
 from services.generation.engine.kv_worker import KvWorkerMixin
 from services.generation.engine.runner import coupled
 from services.generation.engine.step_memory import row_capacity, step_memory
+from services.generation.engine.tree_steps import TreeSteps
 from services.generation.engine.types import (
     EAGLE3,
     EAGLE3_KEY,
     KERNELS_KEY,
     QUANTIZED,
     QUANTIZED_KEY,
+    TREES_KEY,
     Ask,
     Drafted,
     Eagle3Options,
@@ -58,6 +61,8 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         else:
             runner.__class__ = coupled(type(runner))
         runner.init_coupled()
+        if TREES_KEY in self.vllm_config.additional_config:
+            runner.trees = TreeSteps()
         return runner
 
     def use_kernels(self) -> None:
@@ -65,6 +70,7 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         config = self.vllm_config
         use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
         self.attention = use_attention(config, self.device)
+        use_trees(TREES_KEY in config.additional_config)
 
     def kernel_report(self) -> KernelReport:
         """Return the attention of this worker, the kinds of kernels that failed their check, and its graphs."""
@@ -76,6 +82,10 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     def adopt_sample(self, *args: Any) -> None:
         """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""
         self.model_runner.adopt_sample(*args)
+
+    def tell_trees(self, parents: Mapping[str, Sequence[int]]) -> None:
+        """Take the parents of the next step's drafts, of the samples that have branches."""
+        self.model_runner.trees.told = parents
 
     def release_sample(self, sample_id: str) -> None:
         """Take a sample that does not run out of the runner (V2)."""
