@@ -9,8 +9,11 @@ from random import Random
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.drafter import Proposal, Proposals
 from services.generation.speculation.modes.planner import PlannerMode
+from tests.support.draft_trees import random_tree
 from tests.support.step_times import planner_mode
 
+TREES = ("trees", MIXED := "mixed", FORKED := "forked")
+# Random trees for all samples; trees, chains and nothing; wrong chains beside right branches.
 PLANNED = "planned"
 # The planner's choice of `POLICIES`, by a machine on which a row costs a hundredth of a step.
 
@@ -34,6 +37,8 @@ class Drafting:
     random: Random = field(init=False)
     steps: int = 0
     planner: PlannerMode = field(init=False)
+    parents: dict[str, list[int]] = field(init=False, default_factory=dict)
+    """Of the drafts of the last step, where they have branches."""
 
     def __post_init__(self) -> None:
         self.random = Random(self.drafts.seed)
@@ -44,6 +49,9 @@ class Drafting:
         self.steps += 1
         if self.drafts.policy == PLANNED:
             return self._planned(samples) if samples else {}
+        self.parents = {}
+        if self.drafts.policy in TREES:
+            return self._trees(samples)
         policy = POLICIES[self.drafts.policy]
         made = {sample.sample_id: policy(self, sample)[: max(sample.room, 0)] for sample in samples}
         return {sample_id: tokens for sample_id, tokens in made.items() if tokens}
@@ -55,6 +63,27 @@ class Drafting:
             for name in ("varying", "stale")
         }
         return self.planner.choose(samples, proposals).tokens
+
+    def _trees(self, samples: Sequence[EngineSampleState]) -> dict[str, list[int]]:
+        """Return trees for all samples, or for some and chains or nothing for the others."""
+        made: dict[str, list[int]] = {}
+        for sample in samples:
+            if self.drafts.policy == FORKED:
+                if right := _unforked(self, sample):
+                    made[sample.sample_id] = [self.other(right[0]), right[0], *right]
+                    self.parents[sample.sample_id] = [-1, 0, -1, *range(2, len(right) + 1)]
+                continue
+            if self.drafts.policy == MIXED and self.random.random() < 0.6:
+                tokens = (_varying if self.random.random() < 0.7 else _none)(self, sample)[: sample.room]
+                made |= {sample.sample_id: tokens} if tokens else {}
+                continue
+            tree = random_tree(
+                self.random, self.true(sample, self.drafts.window), sample.room, self.vocab_size
+            )
+            if tree.tokens:
+                made[sample.sample_id] = list(tree.tokens)
+                self.parents[sample.sample_id] = list(tree.parents)
+        return made
 
     def true(self, sample: EngineSampleState, count: int) -> list[int]:
         """Return the next tokens that the sample will have."""
@@ -109,6 +138,11 @@ def _stale(drafting: Drafting, sample: EngineSampleState) -> list[int]:
     return drafting.true(sample, drafting.drafts.window + 1)[1:]
 
 
+def _unforked(drafting: Drafting, sample: EngineSampleState) -> list[int]:
+    """As the branches of `forked`, and as long."""
+    return drafting.true(sample, min(drafting.drafts.window, max(sample.room - 2, 0)))
+
+
 POLICIES: dict[str, Callable[[Drafting, EngineSampleState], list[int]]] = {
     "none": _none,
     "true": _true,
@@ -117,4 +151,5 @@ POLICIES: dict[str, Callable[[Drafting, EngineSampleState], list[int]]] = {
     "varying": _varying,
     "flipping": _flipping,
     "stale": _stale,
+    "unforked": _unforked,
 }

@@ -5,6 +5,7 @@ Imported by `core` only, which sets the environment that vLLM reads first.
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -17,10 +18,12 @@ from vllm.usage.usage_lib import UsageContext
 from services.generation.engine.batch_invariance import invariance_refusal
 from services.generation.engine.graph_sizes import graph_sizes
 from services.generation.engine.model_classes import import_model_classes
-from services.generation.engine.runner_choice import refusal
+from services.generation.engine.runner_choice import V2, refusal, runner_of
 from services.generation.engine.step_memory import row_capacity
-from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, QUANTIZED_KEY, EngineOptions
+from services.generation.engine.tree_rules import TreeTraits, engine_refusal
+from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, QUANTIZED_KEY, TREES_KEY, EngineOptions
 
+_log = logging.getLogger(__name__)
 _WORKERS = {
     "cpu": "services.generation.engine.worker.CoupledCPUWorker",
     "cuda": "services.generation.engine.worker.CoupledGPUWorker",
@@ -35,7 +38,34 @@ def engine_config(options: EngineOptions) -> VllmConfig:
     """
     config = engine_args(options).create_engine_config(UsageContext.LLM_CLASS)
     capture_drafts(config, options.draft_window)
+    if options.trees:
+        reason = engine_refusal(tree_traits(options, config))
+        if reason is None:
+            config.additional_config[TREES_KEY] = True
+        else:
+            _log.warning("trees are refused, drafts are chains: %s", reason)
     return config
+
+
+def tree_traits(options: EngineOptions, config: VllmConfig) -> TreeTraits:
+    """Return what decides whether an engine verifies draft trees."""
+    model, parallel = config.model_config, config.parallel_config
+    text = model.hf_text_config
+    layers = set(getattr(text, "layer_types", None) or ())
+    return TreeTraits(
+        "cpu" if current_platform.is_cpu() else "cuda",
+        v2=runner_of(options.engine) == V2,
+        coupled=options.coupled,
+        features=options.eagle3 is not None,
+        latent=model.use_mla,
+        window=model.get_sliding_window() is not None or bool(layers - {"full_attention"}),
+        recurrent=model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        encoder=model.is_encoder_decoder,
+        positions=model.uses_mrope,
+        kv_dtype=str(config.cache_config.cache_dtype),
+        pipeline=parallel.pipeline_parallel_size,
+        context_parallel=parallel.decode_context_parallel_size,
+    )
 
 
 def capture_drafts(config: VllmConfig, draft_window: int) -> None:

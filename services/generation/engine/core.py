@@ -30,7 +30,7 @@ from vllm.v1.executor import Executor
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba
 from services.generation.engine.capacity import prompt_rows
-from services.generation.engine.core_steps import CoreSteps
+from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps
 from services.generation.engine.draft_models.drafting import ModelDrafts
 from services.generation.engine.migration import EngineMigration
 from services.generation.engine.prefix_hits import PrefixHits
@@ -42,6 +42,7 @@ from services.generation.engine.token_text import token_bytes
 from services.generation.engine.types import (
     EAGLE3,
     QUANTIZED,
+    TREES_KEY,
     Ending,
     EngineLoad,
     EngineOptions,
@@ -107,6 +108,8 @@ class Engine:
         # The name of the device itself, such as NVIDIA H100 80GB HBM3.
         self.hardware = machine_name() if current_platform.is_cpu() else current_platform.get_device_name()
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        # Whether drafts may be trees; the log says why not.
+        self.trees: bool = TREES_KEY in config.additional_config
         reports = self._core.collective_rpc("kernel_report") if options.coupled else []
         # Attention of the workers, and the kinds of kernels that failed their check on any of them.
         self.attention: str = reports[0].attention if reports else "vllm"
@@ -202,9 +205,16 @@ class Engine:
                 states.append(EngineSampleState(request.request_id, prompt, response, room, length))
         return states
 
-    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
-        """Set draft tokens of the vocabulary for the next step; returns those that it will verify."""
-        return self._steps.put(drafts)
+    def put_drafts(
+        self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]] = NO_BRANCHES
+    ) -> Mapping[str, Sequence[int]]:
+        """Set draft tokens of the vocabulary for the next step; returns those that it will verify.
+
+        Args:
+            drafts: by sample.
+            parents: of those that are trees (draft_tree.py); where there can be none, their primary chains are set.
+        """
+        return self._steps.put(drafts, parents)
 
     def swap_drafter(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights of a draft model by checked ones, while samples run.

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
+
+from services.generation.engine.draft_tree import chain_length
+from services.generation.engine.tree_rules import sample_refusal
+from services.generation.engine.types import TREES_KEY
+
+NO_BRANCHES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class CoreSteps:
@@ -19,6 +26,7 @@ class CoreSteps:
         self._core = core
         self._scheduler: Any = core.scheduler
         self._coupled = coupled
+        self._trees = TREES_KEY in core.vllm_config.additional_config
         self._drafted: list[str] = []
 
     @property
@@ -26,13 +34,36 @@ class CoreSteps:
         """True if a step would do anything."""
         return bool(self._scheduler.has_requests())
 
-    def put(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
-        """Set the draft tokens that the next step verifies; returns those that are not in flight already."""
+    def put(
+        self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]] = NO_BRANCHES
+    ) -> Mapping[str, Sequence[int]]:
+        """Set the draft tokens that the next step verifies; returns those that are not in flight already.
+
+        Args:
+            drafts: by sample.
+            parents: of the drafts with branches.
+        """
         requests = self._scheduler.requests
+        if parents:
+            drafts = self._put_trees(drafts, parents)
         for sample_id, tokens in drafts.items():
             requests[sample_id].spec_token_ids = list(tokens)
             self._drafted.append(sample_id)
         return drafts
+
+    def _put_trees(
+        self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]]
+    ) -> Mapping[str, Sequence[int]]:
+        """Tell the workers of branches; returns the drafts, without the branches of samples that can have none."""
+        requests, told, cut = self._scheduler.requests, dict[str, Sequence[int]](), dict(drafts)
+        for sample_id, own in parents.items():
+            if self._trees and sample_refusal(requests[sample_id].sampling_params.extra_args) is None:
+                told[sample_id] = own
+            else:
+                cut[sample_id] = drafts[sample_id][: chain_length(own)]
+        if told:
+            self._core.collective_rpc("tell_trees", args=(told,))
+        return cut
 
     def step(self) -> list[EngineCoreOutput]:
         """Run one step."""

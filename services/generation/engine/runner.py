@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,7 +35,11 @@ from services.generation.engine.sampling.penalties import Histories, History, To
 from services.generation.engine.sampling.recorded import CONTEXT, DraftsOfRow, RecordedDrafts
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified, sample
+from services.generation.engine.sampling.tree_sampler import sample_trees
 from services.generation.engine.symbols import FILLER
+
+if TYPE_CHECKING:
+    from services.generation.engine.tree_steps import TreeSteps
 
 
 class CoupledRunnerMixin:
@@ -46,6 +50,7 @@ class CoupledRunnerMixin:
     speculative_config: Any
     discard_request_mask: Any
     query_start_loc: Any
+    positions: torch.Tensor
     get_model: Any
     model_config: Any
     device: torch.device
@@ -61,6 +66,8 @@ class CoupledRunnerMixin:
         self._followed: dict[str, CachedRollout] = {}
         self._recorded: dict[str, RecordedDrafts] = {}
         self.features = None
+        # None where no sample drafts in branches.
+        self.trees: TreeSteps | None = None
         # Of the samples that ask for scores of their prompts; preemption leaves them here.
         self._prompts: dict[str, PromptReading] = {}
         self._grammars: dict[str, GrammarState] = {}
@@ -93,6 +100,8 @@ class CoupledRunnerMixin:
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        if self.trees is not None:
+            self.trees.computed()
         if self.features is not None:
             self.features.keep(output[1], self._scheduled)
         return output
@@ -103,12 +112,19 @@ class CoupledRunnerMixin:
         # vLLM lays out several rows of logits for a request only under a speculative config. Being there is
         # all that is asked of it in this method.
         if not self._drafts:
+            if self.trees is not None:
+                self.trees.told = {}
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         self.speculative_config = object()
         try:
-            return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+            prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         finally:
             self.speculative_config = None
+        if self.trees is not None and self.trees.told:
+            batch = self.input_batch
+            starts = self.query_start_loc.np[: batch.num_reqs].astype(np.int64)
+            self.trees.lay_out(batch, self._rows(batch), starts, self.positions)
+        return prepared
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
@@ -120,7 +136,12 @@ class CoupledRunnerMixin:
         histories = self.histories_of(np.arange(len(noise)), noise)
         recorded = self._recorded_in(batch, rows) if self._recorded else None
         settings = DrawSettings.of(batch, slice(0, batch.num_reqs))
-        verified = sample(logits, rows, settings, noise, followed, masks, histories, recorded)
+        given = (settings, noise, followed, masks, histories, recorded)
+        if self.trees is None or self.trees.segments is None:
+            verified = sample(logits, rows, *given)
+        else:
+            verified = sample_trees(logits, self.trees.segments, *given)
+            self.trees.keep(verified)
         for i, rollout in followed.items():
             end = rows.positions[i] + verified.reused[i]
             if verified.reused[i] < verified.counts[i] or end >= len(rollout.tokens):
@@ -253,7 +274,7 @@ def _sampler_output(rows: Rows, verified: Verified) -> SamplerOutput:
     """
     n, width = len(verified.counts), int(np.diff(rows.cu).max())
     keep = np.arange(width) < verified.counts[:, None]
-    source = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
+    source = verified.sources(rows, width)
     # A row that could not be sampled is shown as token 0 with a NaN log-probability; the engine ends it.
     tokens = np.where(keep, np.maximum(verified.tokens[source], 0), FILLER).astype(np.int32)
     logprobs = np.where(keep, verified.logprobs[source], 0).astype(np.float32)

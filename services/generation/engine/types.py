@@ -50,6 +50,7 @@ KERNELS_KEY = "paceline_kernels"
 QUANTIZED, EAGLE3 = "quantized", "eagle3"
 """Names of the drafters that have a model of their own."""
 QUANTIZED_KEY, EAGLE3_KEY = "paceline_quantized", "paceline_eagle3"
+TREES_KEY = "paceline_trees"
 """Where vLLM's additional_config has the fields of `W4Options` and `Eagle3Options`, if the engine has them."""
 
 
@@ -84,6 +85,7 @@ class EngineOptions:
     `draft_window`: most draft tokens of a sample in a step, for which there are CUDA graphs; 0: vLLM's own graphs.
     `enable_expert_parallel`: whole experts for each rank. `batch_invariant`: vLLM's mode (batch_invariance.py).
     `kernels`: auto, triton or reference (kernels/backend.py), for this process and its workers.
+    `trees`: verify draft trees, where the engine can (tree_rules.py); else their primary chains.
     `quantized`: draft with a quantized copy of the weights; `eagle3`: with a trained head; None: without.
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
     `vllm_speculation`, only with that, is a `speculative_config` of vLLM's.
@@ -111,6 +113,7 @@ class EngineOptions:
     draft_window: int = 0
     batch_invariant: bool = False
     kernels: str = "auto"
+    trees: bool = False
     quantized: W4Options | None = None
     eagle3: Eagle3Options | None = None
     vllm_speculation: dict[str, Any] | None = None

@@ -27,6 +27,7 @@ from services.generation.engine.types import (
     KERNELS_KEY,
     QUANTIZED,
     QUANTIZED_KEY,
+    TREES_KEY,
     Ask,
     Drafted,
     Eagle3Options,
@@ -58,6 +59,11 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         else:
             runner.__class__ = coupled(type(runner))
         runner.init_coupled()
+        if TREES_KEY in self.vllm_config.additional_config:
+            # Others are spared the import of what is there on CPU only.
+            from services.generation.engine.tree_steps import TreeSteps
+
+            runner.trees = TreeSteps()
         return runner
 
     def use_kernels(self) -> None:
@@ -65,6 +71,10 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         config = self.vllm_config
         use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
         self.attention = use_attention(config, self.device)
+        if TREES_KEY in config.additional_config:
+            from services.generation.engine.attention.cpu_trees import use_trees
+
+            use_trees()
 
     def kernel_report(self) -> KernelReport:
         """Return the attention of this worker, the kinds of kernels that failed their check, and its graphs."""
@@ -76,6 +86,10 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     def adopt_sample(self, *args: Any) -> None:
         """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""
         self.model_runner.adopt_sample(*args)
+
+    def tell_trees(self, parents: Mapping[str, Sequence[int]]) -> None:
+        """Take the parents of the next step's drafts, of the samples that have branches."""
+        self.model_runner.trees.told = parents
 
     def release_sample(self, sample_id: str) -> None:
         """Take a sample that does not run out of the runner (V2)."""

@@ -59,13 +59,18 @@ def add(engine: Any, *requests: EngineRequest) -> None:
         engine.add(request)
 
 
-def steps(engine: Any, count: int, drafts: dict[str, list[int]] | None = None) -> dict[str, tuple[Any, ...]]:
+def steps(
+    engine: Any,
+    count: int,
+    drafts: dict[str, list[int]] | None = None,
+    parents: dict[str, list[int]] | None = None,
+) -> dict[str, tuple[Any, ...]]:
     """(tokens, log-probabilities) by sample of so many steps, the first of which verifies drafts; 0: to the end."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     if drafts:
         states = {state.sample_id for state in engine.decoding()}
         assert states >= drafts.keys()
-        engine.put_drafts(drafts)
+        engine.put_drafts(drafts, parents or {})
     while engine.has_work:
         for step in engine.step():
             tokens, logprobs = found.setdefault(step.sample_id, ([], []))
@@ -122,6 +127,7 @@ def engines(model: Path) -> Iterator[tuple[EngineActor, EngineActor, str]]:
         max_model_len=512,
         kv_cache_memory_bytes=4 << 20,
         block_size=BLOCK,
+        trees=True,
     )
     with EngineActor(options, 0) as donor, EngineActor(options, 1) as receiver:
         donor.call(listen)
@@ -224,6 +230,38 @@ def test_nothing_is_computed_again_and_nothing_changes(
     assert [*logprobs, *more_logprobs, *first_logprobs, *rest_logprobs] == pytest.approx(
         stayed_logprobs, abs=1e-5
     )
+
+
+def test_the_kv_of_an_accepted_branch_moves(engines: tuple[EngineActor, EngineActor, str], name: str) -> None:
+    """In the whole blocks that are sent first, and in those that follow."""
+    donor, receiver, _ = engines
+    receiver.call(add, request(f"{name}-stayed"))
+    stayed, stayed_logprobs = receiver.call(steps, 0)[f"{name}-stayed"]
+    receiver.call(withdrawn_by_reset)
+    donor.call(add, request(name))
+    tokens, logprobs = donor.call(steps, 20)[name]
+
+    def branch() -> None:
+        """Accept eight tokens of a branch that stands behind two wrong ones."""
+        right = stayed[len(tokens) : len(tokens) + 8]
+        wrong = (right[0] + 1) % VOCAB_SIZE
+        found = donor.call(steps, 1, {name: [wrong, wrong, *right]}, {name: [-1, 0, -1, *range(2, 9)]})[name]
+        assert len(found[0]) == 9
+        tokens.extend(found[0])
+        logprobs.extend(found[1])
+
+    branch()
+    branch()
+    exported, _ = stage_one(engines, name, list(tokens))
+    before = len(tokens)
+    branch()
+    receiver.call(scheduled)
+    stage_two(engines, name, exported, tokens[before:])
+    rest, rest_logprobs = receiver.call(steps, 0)[f"{name}'"]
+    # The first step there computes one token alone: the rest came.
+    assert receiver.call(scheduled)[0] == {f"{name}'": 1}
+    assert [*tokens, *rest] == stayed
+    assert [*logprobs, *rest_logprobs] == pytest.approx(stayed_logprobs, abs=1e-5)
 
 
 def test_a_stop_string_begins_before_a_move_and_ends_behind_it(

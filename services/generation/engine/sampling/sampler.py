@@ -31,6 +31,7 @@ from services.generation.engine.sampling.rows import IntArray, Rows
 class Verified:
     """Tokens of a step: sample i emits `counts[i]` tokens, `tokens[cu[i] : cu[i] + counts[i]]`.
 
+    Where the step has draft trees, `rows` are those that the samples emit, one after another.
     `logprobs` [R] is filled for emitted rows. NaN marks a row from which nothing could be sampled. The first
     `reused[i]` tokens are taken over from a cached rollout. `top_tokens` and `top_logprobs` [R, K] have the
     likeliest tokens of emitted rows, as many as the sample asks for, then NO_TOKEN.
@@ -42,6 +43,15 @@ class Verified:
     logprobs: npt.NDArray[np.float32]
     top_tokens: IntArray
     top_logprobs: npt.NDArray[np.float32]
+    rows: IntArray | None = None
+
+    def sources(self, rows: Rows, width: int) -> IntArray:
+        """Return the rows that each sample emits, [n, width]; behind its last one there is any row."""
+        if self.rows is None:
+            found: IntArray = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
+            return found
+        first = np.cumsum(self.counts) - self.counts
+        return self.rows[np.minimum(first[:, None] + np.arange(width), len(self.rows) - 1)]
 
 
 def sample(

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
 
-from services.generation.engine.core_steps import CoreSteps, outputs_of
+from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps, outputs_of
 from services.generation.engine.v2.references import DraftSegment
 from services.generation.engine.v2.scheduler import DRAFT_PLACE, AheadScheduler, SegmentScheduler
 
@@ -29,9 +29,13 @@ class SegmentSteps(CoreSteps):
         """True if a step would do anything."""
         return bool(self.in_flight) or super().has_work
 
-    def put(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
+    def put(
+        self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]] = NO_BRANCHES
+    ) -> Mapping[str, Sequence[int]]:
         """Post drafts behind the tokens that are known; the next step verifies what is not in flight of them."""
         requests, verified = self._scheduler.requests, dict[str, Sequence[int]]()
+        if parents:
+            drafts = self._put_trees(drafts, parents)
         for sample_id, tokens in drafts.items():
             request = requests[sample_id]
             if left := tokens[request.num_output_placeholders :]:

@@ -1,0 +1,231 @@
+"""vLLM's attention on CPU with draft trees in it.
+
+vLLM's kernel computes every step as ever, and writes the KV of all its tokens. What it computes for the tokens of
+branches is wrong, because they see their elder siblings: these are computed again by the same kernel, laid out as
+samples of their own (branch_plan.py) in a copy of the blocks that they see. How the kernel keeps KV within a block
+depends on the processor, so blocks are only ever copied whole, and single tokens written by vLLM's own function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from services.generation.engine.attention.branch_plan import BranchPlan, BranchRun, plan_of
+from services.generation.engine.sampling.rows import IntArray
+
+
+class _LayerKv(NamedTuple):
+    """KV of the path tokens of a step in one layer, and how to write it to the layer's cache."""
+
+    impl: TreeCPUImpl
+    layer: Any
+    cache: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Plan of a step as tensors, the same for all its layers, and vLLM's schedule of it."""
+
+    plan: BranchPlan
+    sources: torch.Tensor
+    path: torch.Tensor
+    slots: torch.Tensor
+    own: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    schedule: torch.Tensor
+    block_size: int
+    blocks: torch.Tensor
+    """The blocks of each sample, vLLM's."""
+
+
+class BranchStep:
+    """Branches of the step that this process computes: one, because there is one engine a process."""
+
+    def __init__(self) -> None:
+        self.runs: Sequence[BranchRun] = ()
+        self._prepared: _Prepared | None = None
+        self._kept: list[_LayerKv] = []
+
+    def begin(self, runs: Sequence[BranchRun]) -> None:
+        """Let the next forward pass compute these, none for a step without branches."""
+        self.runs = runs
+        self._prepared = None
+        self._kept.clear()
+
+    def computed(self) -> None:
+        """Let other forward passes than that of the step be plain; what is kept of it stays."""
+        self.runs = ()
+
+    def attend(
+        self,
+        impl: TreeCPUImpl,
+        layer: Any,
+        step: tuple[torch.Tensor, ...],
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Compute the attention of branches, and keep their KV.
+
+        Args:
+            impl: of the layer.
+            layer: vLLM's.
+            step: query, key and value of all tokens, and the layer's cache, with the KV of the step in it.
+            metadata: of the step.
+            output: of all tokens; written for those of branches.
+        """
+        query, key, value, cache = step
+        if self._prepared is None:
+            self._prepared = _prepare(self.runs, impl, layer, query, cache, metadata)
+        made = self._prepared
+        copy = cache.index_select(0, made.sources)
+        key, value = key[made.path], value[made.path]
+        impl.write(layer, key, value, copy, made.slots)
+        part = torch.empty_like(output[: len(made.own)])
+        keys, values = _halves(copy)
+        ops.cpu_attention_with_kv_cache(
+            query=query[made.own],
+            key_cache=keys,
+            value_cache=values,
+            output=part,
+            query_start_loc=made.starts,
+            seq_lens=made.lengths,
+            scale=impl.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=made.table,
+            softcap=impl.logits_soft_cap,
+            scheduler_metadata=made.schedule,
+            s_aux=impl.sinks,
+        )
+        output[made.own] = part
+        self._kept.append(_LayerKv(impl, layer, cache, key, value))
+
+    def move(self, tokens: IntArray, places: IntArray, positions: IntArray) -> None:
+        """Write KV of accepted branch tokens to where their positions are, in all layers.
+
+        Args:
+            tokens: of the step, [m].
+            places: of their samples in the batch, [m].
+            positions: in their samples, [m].
+        """
+        if len(tokens):
+            made = self._prepared
+            assert made is not None
+            size, blocks = made.block_size, made.blocks.numpy()
+            slots = torch.from_numpy(
+                blocks[places, positions // size].astype("int64") * size + positions % size
+            )
+            where = {token: row for row, token in enumerate(made.plan.path.tolist())}
+            rows = torch.tensor([where[token] for token in tokens.tolist()])
+            for kept in self._kept:
+                kept.impl.write(kept.layer, kept.key[rows], kept.value[rows], kept.cache, slots)
+        self.begin(())
+
+
+STEP = BranchStep()
+
+
+class TreeCPUImpl(CPUAttentionBackendImpl):
+    """vLLM's attention on CPU; branches are computed again."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As vLLM's: `output` is written for the query tokens of requests, and returned."""
+        scales = (output_scale, output_block_scale)
+        found = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        if STEP.runs and attn_metadata is not None:
+            STEP.attend(self, layer, (query, key, value, kv_cache), attn_metadata, output)
+        return found
+
+    def write(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Write the KV of some tokens [m, heads, size] to slots [m] of a cache."""
+        ops.cpu_attn_reshape_and_cache(
+            key, value, *_halves(cache), slots, layer.isa, kv_cache_dtype=self.kv_cache_dtype
+        )
+
+
+class TreeCPUBackend(CPUAttentionBackend):
+    """As vLLM's CPU_ATTN, whose name it keeps."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """Return the implementation."""
+        return TreeCPUImpl
+
+
+def use_trees() -> None:
+    """Put this attention in the place of vLLM's. To be called before the model is built."""
+    path = f"{TreeCPUBackend.__module__}.{TreeCPUBackend.__qualname__}"
+    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+
+
+def _halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of a cache [blocks, heads, block, 2 * size] as vLLM's functions take them."""
+    blocks, heads, size, _ = cache.shape
+    keys, values = cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
+    return keys, values
+
+
+def _prepare(
+    runs: Sequence[BranchRun],
+    impl: TreeCPUImpl,
+    layer: Any,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: Any,
+) -> _Prepared:
+    size = cache.shape[2]
+    plan = plan_of(runs, metadata.block_table.numpy(), size)
+    starts, lengths = (torch.from_numpy(each).to(torch.int32) for each in (plan.starts, plan.lengths))
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(runs),
+        num_heads=impl.num_heads,
+        num_kv_heads=impl.num_kv_heads,
+        head_dim=impl.head_size,
+        seq_lens=lengths,
+        dtype=query.dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=layer.isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        kv_cache_dtype=impl.kv_cache_dtype,
+    )
+    return _Prepared(
+        plan,
+        torch.from_numpy(plan.sources),
+        torch.from_numpy(plan.path),
+        torch.from_numpy(plan.slots),
+        torch.from_numpy(plan.own),
+        starts,
+        lengths,
+        torch.from_numpy(plan.table).to(torch.int32),
+        schedule,
+        size,
+        metadata.block_table,
+    )
