@@ -106,6 +106,9 @@ class DrafterConfig(LeaderConfig):
     """Approximate response tokens of an optimizer step."""
     micro_tokens: int = Field(default=4096, ge=1)
     """Most tokens, padding included, of one forward pass of the policy."""
+    acceptance_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the loss that is the probability that a draft token is rejected; the rest is the divergence from the
+    policy (0: plain distillation)."""
     targets: Targets = Targets.POLICY
     """Targets of distillation: policy (its whole distribution) or topk (its most likely tokens)."""
     top_k: int = Field(default=20, ge=1)
