@@ -3,11 +3,11 @@
 A real GRPO run is recorded on a plain platform, and samples of its first policy beside. A head is warmed up on
 these, and then follows the run in several ways (bench/learner/following.py): frozen, synchronously, at intervals of
 1, 3 and 5 steps, by plain distillation, from top-k targets, with samples weighted by reward, and with as much more
-training on samples of the first policy: a head that was warmed up for a short time is far from what it can be, and then part of what
-following gains over the frozen one is mere training. Measured acceptance and training seconds are replayed through
-the table of step times of Qwen3-8B on an H100 (bench/learner/replay.py), and the heads draft on this machine
-(bench/learner/on_cpu.py). With several seeds all of this is done with a run of each, for means and spreads;
-what is done on this machine and live is done with the first.
+training on samples of the first policy: a head that was warmed up for a short time is far from what it can be, and
+then part of what following gains over the frozen one is mere training. Measured acceptance and training seconds
+are replayed through the table of step times of Qwen3-8B on an H100 (bench/learner/replay.py), and heads draft on
+this machine (bench/learner/on_cpu.py). With several seeds all of this is done with a run of each, for means and
+spreads; what is done on this machine and live is done with the first.
 
 With --live-steps the run is done once more on a platform that drafts with the warmed-up head and trains it
 meanwhile: with coupled sampling in float32 its reward curve is that of plain decoding up to the first

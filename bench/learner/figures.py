@@ -37,7 +37,9 @@ def over_seeds(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, d
     found = {}
     for name in tables[0]:
         rows = [table[name] for table in tables]
-        row = {key: _mean([each[key] for each in rows]) for key in rows[0] if key != "by_place"}
+        row: dict[str, Any] = {
+            key: _mean([each[key] for each in rows]) for key in rows[0] if key != "by_place"
+        }
         row["by_place"] = [fmean(each) for each in zip(*(row["by_place"] for row in rows), strict=True)]
         gains = [each["gain_vs_frozen"] for each in rows]
         row["gain_spread"] = stdev(gains) if len(gains) > 1 and None not in gains else None
