@@ -36,7 +36,7 @@ class DrafterConfig(LeaderConfig):
     when: Literal["always", "idle"] = "always"
     """always: an update begins when it is due, beside generation. idle: only while no instance has samples, for a
     learner that shares its device with an instance; an update that has begun runs to its end."""
-    weighting: Weighting = Weighting.REWARD
+    weighting: Weighting = Weighting.NONE
     """Weights of samples by their reward: none (rewards are not waited for), reward, or group (relative to the same
     prompt)."""
     frozen: bool = False
@@ -106,7 +106,7 @@ class DrafterConfig(LeaderConfig):
     """Approximate response tokens of an optimizer step."""
     micro_tokens: int = Field(default=4096, ge=1)
     """Most tokens, padding included, of one forward pass of the policy."""
-    acceptance_share: float = Field(default=0.0, ge=0, le=1)
+    acceptance_share: float = Field(default=0.8, ge=0, le=1)
     """Share of the loss that is the probability that a draft token is rejected; the rest is the divergence from the
     policy (0: plain distillation)."""
     targets: Targets = Targets.POLICY

@@ -44,7 +44,7 @@ class LearningSettings:
     """Most tokens, padding included, of one forward pass."""
     place_decay: float = 0.8
     """Weight of each draft position relative to the one before it, on whose acceptance it depends."""
-    acceptance_share: float = 0.0
+    acceptance_share: float = 0.8
     """Share of the probability of rejection in the loss; the rest is divergence."""
     targets: Targets = Targets.POLICY
     top_k: int = 20
