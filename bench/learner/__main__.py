@@ -2,11 +2,12 @@
 
 A real GRPO run is recorded on a plain platform, and samples of its first policy beside. A head is warmed up on
 these, and then follows the run in several ways (bench/learner/following.py): frozen, synchronously, at intervals of
-1, 3 and 5 steps, from top-k targets, with samples weighted by reward, and with as much more training on samples of
-the first policy: a head that was warmed up for a short time is far from what it can be, and then part of what
-following gains over the frozen one is mere training. Measured acceptance and training seconds are replayed through
-the table of step times of Qwen3-8B on an H100 (bench/learner/replay.py), and the heads draft on this machine
-(bench/learner/on_cpu.py). With several seeds, reward weighting is compared with none in a run of each.
+1, 3 and 5 steps, by plain distillation, from top-k targets, with samples weighted by reward, and with as much more
+training on samples of the first policy: a head that was warmed up for a short time is far from what it can be, and
+then part of what following gains over the frozen one is mere training. Measured acceptance and training seconds
+are replayed through the table of step times of Qwen3-8B on an H100 (bench/learner/replay.py), and heads draft on
+this machine (bench/learner/on_cpu.py). With several seeds all of this is done with a run of each, for means and
+spreads; what is done on this machine and live is done with the first.
 
 With --live-steps the run is done once more on a platform that drafts with the warmed-up head and trains it
 meanwhile: with coupled sampling in float32 its reward curve is that of plain decoding up to the first
@@ -29,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.learner.costs import computed
-from bench.learner.figures import figures, gain, weighting_verdict
+from bench.learner.figures import figures, gain, over_seeds, weighting_verdict
 from bench.learner.following import ASYNC_1, ASYNC_3, ASYNC_5, FOLLOWERS, FROZEN, REWARD, FollowerRecord
 from bench.learner.live import compare_live
 from bench.learner.on_cpu import measure
 from bench.learner.options import name_of, read
 from bench.learner.picture import draw
-from bench.learner.recording import LearnerSubject, followed_head, recorded_steps
+from bench.learner.recording import LearnerSubject, recorded_steps
 from bench.learner.replay import (
     against,
     efficiency,
@@ -47,6 +48,7 @@ from bench.learner.replay import (
 from bench.learner.session import FOLDER, LearnerSession, OutOfTimeError
 from bench.learner.tables import tables
 from bench.report import console, format_value, show_rows, write
+from services.contracts.drafter.checkpoint import folder_of
 
 _BATCHES = (16, 128)
 """Samples of a simulated instance: ReSpec's, and many."""
@@ -81,39 +83,32 @@ def _measured(session: LearnerSession) -> dict[str, Any]:
     """Return all figures of the model. OutOfTimeError: a later call must go on."""
     given = session.given
     followers = [each for each in FOLLOWERS if each.name in given.followers]
-    subject = session.subject(given.seed)
-    left = len(followers) + 2 * (given.seeds - 1)
-    runs = {}
-    for place, each in enumerate(followers):
-        runs[each.name] = session.follow(subject, each, given.seed, left - place)
-    gains = [gain(runs[REWARD.name], runs[ASYNC_1.name])] if REWARD.name in runs else []
-    for seed in range(given.seed + 1, given.seed + given.seeds):
-        other = session.subject(seed)
-        pair = [
-            session.follow(other, each, seed, 2 * (given.seed + given.seeds - seed))
-            for each in (ASYNC_1, REWARD)
-        ]
-        gains.append(gain(pair[1], pair[0]))
-    steps = recorded_steps(subject.trajectory)
-    table = figures(runs, steps)
+    subjects: list[LearnerSubject] = []
+    runs: list[dict[str, FollowerRecord]] = []
+    for place in range(given.seeds):
+        seed, left = given.seed + place, len(followers) * (given.seeds - place)
+        subject = session.subject(seed)
+        subjects.append(subject)
+        runs.append(
+            {each.name: session.follow(subject, each, seed, left - i) for i, each in enumerate(followers)}
+        )
+    rate = product_rate()
+    seeds = [_of_seed(session, subject, run, rate) for subject, run in zip(subjects, runs, strict=True)]
     found: dict[str, Any] = {
-        "figures": table,
-        "followers": {name: asdict(run) for name, run in runs.items()},
+        "figures": over_seeds([each["figures"] for each in seeds]),
+        "seeds": {str(given.seed + place): each for place, each in enumerate(seeds)},
         "about": {each.name: each.about for each in followers},
-        "warm_up": subject.warmed,
-        "parameters": _parameters(subject.model),
-        "reward_gains": gains,
-        "replays": _replays(session, subject, runs),
-        "rewards": [step.reward for step in subject.trajectory.steps],
-        "kl_per_step": [step.moved_kl for step in subject.trajectory.steps],
-        "tokens_of_trajectory": subject.trajectory.tokens,
+        "parameters": _parameters(subjects[0].model),
+        "product_rate": rate,
+        "reward_gains": [gain(run[REWARD.name], run[ASYNC_1.name]) for run in runs if REWARD.name in run],
         "options": {
             name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()
         },
     }
+    subject, run = subjects[0], runs[0]
     if given.cpu_rounds:
         heads = {
-            name: followed_head(subject.head, name) for name in (FROZEN.name, ASYNC_1.name) if name in runs
+            name: folder_of(subject.followed / name, 1) for name in (FROZEN.name, ASYNC_1.name) if name in run
         }
         found["on_cpu"] = measure(subject, heads, given.cpu_rounds)
     live_rewards: list[float] = []
@@ -121,18 +116,32 @@ def _measured(session: LearnerSession) -> dict[str, Any]:
         live = compare_live(subject, given.live_steps, given.instances, session.following, session.say)
         found["live"], live_rewards = asdict(live), live.rewards
     picture = FOLDER.parent / f"learner-{name_of(given.model)}.svg"
-    if not draw(runs, found["rewards"], live_rewards, picture):
+    if not draw(run, seeds[0]["rewards"], live_rewards, picture):
         console().print("no picture: matplotlib is not installed")
     return found
 
 
+def _of_seed(
+    session: LearnerSession, subject: LearnerSubject, runs: dict[str, FollowerRecord], rate: float
+) -> dict[str, Any]:
+    """Return the figures of one recorded run; `rate` is that of the machine's products."""
+    steps = subject.trajectory.steps
+    return {
+        "figures": figures(runs, recorded_steps(subject.trajectory)),
+        "followers": {name: asdict(run) for name, run in runs.items()},
+        "warm_up": subject.warmed,
+        "rewards": [step.reward for step in steps],
+        "kl_per_step": [step.moved_kl for step in steps],
+        "tokens_of_trajectory": subject.trajectory.tokens,
+        **(_replays(session, subject, runs, rate) if FROZEN.name in runs else {}),
+    }
+
+
 def _replays(
-    session: LearnerSession, subject: LearnerSubject, runs: dict[str, FollowerRecord]
+    session: LearnerSession, subject: LearnerSubject, runs: dict[str, FollowerRecord], rate: float
 ) -> dict[str, Any]:
     """Return simulated rollouts by samples an instance, and the share of the products' rate that updates reach."""
-    if FROZEN.name not in runs:
-        return {}
-    depth, rate = session.given.depth, product_rate()
+    depth = session.given.depth
     policy, head = _parameters(subject.model), _parameters(subject.drafter)
     shares = {
         name: efficiency(run, policy, head, depth, rate)
@@ -140,7 +149,7 @@ def _replays(
         if any(run.update_seconds)
     }
     intervals = {each.name: each.interval for each in FOLLOWERS}
-    found: dict[str, Any] = {"efficiency": shares, "product_rate": rate}
+    replays = {}
     for samples in _BATCHES:
         console().print(
             f"learner: rollouts of 8 instances of {samples} samples are simulated", highlight=False
@@ -151,24 +160,26 @@ def _replays(
             else 0.0
             for name in runs
         }
-        found[str(samples)] = {
+        replays[str(samples)] = {
             name: {**asdict(each), "seconds": each.seconds}
             for name, each in replayed(runs, samples, depth, training).items()
         }
-    return found
+    return {"efficiency": shares, "replays": replays}
 
 
 def _result(models: dict[str, Any]) -> dict[str, Any]:
     """Return what is written: of all models, with the figures of the largest in front."""
     largest = max(models.values(), key=lambda each: each["parameters"])
-    replay = largest["replays"].get(str(_BATCHES[0]), {})
-    seconds = {name: each["seconds"] for name, each in replay.items()}
+    replays = [each["replays"][str(_BATCHES[0])] for each in largest["seeds"].values() if "replays" in each]
+    followed = bool(replays) and ASYNC_1.name in replays[0]
     most = max(models.values(), key=lambda each: len(each["reward_gains"]))
     live: dict[str, Any] = next((each["live"] for each in models.values() if "live" in each), {})
     own = largest["figures"].get(ASYNC_1.name, {})
     return {
-        **(against(seconds, ASYNC_1.name) if ASYNC_1.name in seconds else {}),
+        "subject_seeds": len(largest["seeds"]),
+        **(against(replays, ASYNC_1.name) if followed else {}),
         "final_gain_vs_frozen": own.get("gain_vs_frozen"),
+        "final_gain_spread": own.get("gain_spread"),
         **(weighting_verdict(most["reward_gains"]) if most["reward_gains"] else {}),
         "hidden_share": live.get("hidden_share"),
         "reward_curve_first_difference_step": live.get("first_difference_step"),

@@ -32,6 +32,27 @@ def figures(
     }
 
 
+def over_seeds(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the mean of each figure of each follower over several seeds, and the spread of its gain."""
+    found = {}
+    for name in tables[0]:
+        rows = [table[name] for table in tables]
+        row: dict[str, Any] = {
+            key: _mean([each[key] for each in rows]) for key in rows[0] if key != "by_place"
+        }
+        row["by_place"] = [fmean(each) for each in zip(*(row["by_place"] for row in rows), strict=True)]
+        gains = [each["gain_vs_frozen"] for each in rows]
+        row["gain_spread"] = stdev(gains) if len(gains) > 1 and None not in gains else None
+        found[name] = row
+    return found
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None where a value is missing."""
+    known = [each for each in values if each is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
 def _last(run: FollowerRecord) -> int:
     return max(1, min(LAST, len(run.acceptance_length) // 2))
 

@@ -16,13 +16,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from services.contracts.drafter.checkpoint import folder_of
 from services.drafter.learning.data import TrainingSample
 from services.drafter.learning.settings import LearningSettings, Targets
 from services.drafter.learning.weighting import Weighting, weights_of
-
-FOLLOWED = "followed"
-"""Folder of the heads that the followers lead to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +31,8 @@ class Follower:
     """None: the drafter stays as it is."""
     interval: int = 1
     targets: Targets = Targets.POLICY
+    acceptance_share: float | None = None
+    """None: as the settings have it."""
     delay: int = 2
     """Steps from the one that is learned from to the first that is drafted for with what was learned."""
     first_policy: bool = False
@@ -55,9 +53,12 @@ ASYNC_5 = Follower("Async-5", "every fifth step, from a fifth of the samples", W
 TOP_K = Follower(
     "top-k targets", "Async-1, taught the most likely tokens alone", Weighting.NONE, targets=Targets.TOP_K
 )
+DIVERGENCE = Follower(
+    "divergence alone", "Async-1, by plain distillation", Weighting.NONE, acceptance_share=0.0
+)
 REWARD = Follower("reward-weighted", "Async-1 with w(r) = r, normalised and clipped", Weighting.REWARD)
 GROUP = Follower("group-weighted", "Async-1, weighed against the samples of the same prompt", Weighting.GROUP)
-FOLLOWERS = (FROZEN, ASYNC_1, SYNC, MORE, REWARD, TOP_K, ASYNC_3, ASYNC_5, GROUP)
+FOLLOWERS = (FROZEN, ASYNC_1, SYNC, ASYNC_3, ASYNC_5, MORE, DIVERGENCE, REWARD, TOP_K, GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ def follow(
     steps: Sequence[RecordedRollouts],
     first: Sequence[TrainingSample],
     head: Path,
+    into: Path,
     settings: LearningSettings,
     amounts: Amounts,
     seed: int = 0,
@@ -113,7 +115,8 @@ def follow(
         follower: the way.
         steps: of the run.
         first: other samples of the first policy.
-        head: folder of the head that all begin with, which gets what this one leads to.
+        head: checkpoint that all begin with.
+        into: folder that gets what this one leads to.
         settings: of the updates.
         amounts: of samples.
         seed: of what it draws to learn from.
@@ -126,7 +129,9 @@ def follow(
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     own = replace(settings, targets=follower.targets, seed=seed)
-    learner = Learner(steps[0].weights, own, folder_of(head, 1))
+    if follower.acceptance_share is not None:
+        own = replace(own, acceptance_share=follower.acceptance_share)
+    learner = Learner(steps[0].weights, own, head)
     # Every follower is measured on the same samples, whatever it draws to learn from.
     found, rng, measuring = FollowerRecord(), Random(seed), Random(1)
     for place, step in enumerate(steps):
@@ -138,7 +143,7 @@ def follow(
         found.acceptance_length.append(measured.acceptance_length)
         found.by_place.append(list(measured.by_place))
         found.divergence.append(measured.kd_loss)
-    learner.save(head / FOLLOWED / follower.name, 1)
+    learner.save(into / follower.name, 1)
     return found
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from bench.learner.following import FOLLOWERS
 from bench.report import cores
 from examples.tinymath.train import MODEL
+from services.drafter.learning.settings import LearningSettings
 
 RUN = ("model", "steps", "prompts", "samples", "pool", "max_tokens", "lr", "instances")
-HEAD = ("warm_up_prompts", "warm_up_seconds", "depth", "layers", "batch_tokens")
+FIRST = ("model", "samples", "max_tokens", "warm_up_prompts")
+HEAD = ("warm_up_seconds", "depth", "layers", "batch_tokens", "acceptance_share")
 FOLLOWING = ("drafter_lr", "evaluated", "learned", "top_k")
 
 
@@ -31,7 +33,7 @@ def read(about: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a model of tinymath")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=1, help="runs in which reward weighting is compared")
+    parser.add_argument("--seeds", type=int, default=1, help="recorded runs, each of a seed of its own")
     parser.add_argument("--minutes", type=float, default=1e6, help="after which no follower is begun")
     parser.add_argument("--cpu-rounds", type=int, default=1, help="of decoding on this machine; 0: without")
     parser.add_argument("--live-steps", type=int, default=20, help="of the run on drafts; 0: without it")
@@ -56,6 +58,7 @@ def read(about: str) -> argparse.Namespace:
     parser.add_argument(
         "--drafter-lr", type=float, default=1.5e-3, help="of following; the warm-up has the learner's own"
     )
-    parser.add_argument("--batch-tokens", type=int, default=1024)
+    parser.add_argument("--batch-tokens", type=int, default=256)
+    parser.add_argument("--acceptance-share", type=float, default=LearningSettings().acceptance_share)
     parser.add_argument("--top-k", type=int, default=5)
     return parser.parse_args()

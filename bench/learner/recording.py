@@ -1,6 +1,7 @@
 """A subject of the benchmark on disk: a run, samples of its first policy, and a head that was warmed up on them.
 
-Each part is made once; a call that was ended goes on with the part that is missing.
+Each part is made once; a call that was ended goes on with the part that is missing. The first policy is the same
+for the runs of all seeds, and so are its samples and the head.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.learner.following import FOLLOWED, RecordedRollouts
+from bench.learner.following import RecordedRollouts
 from bench.report import console
 from bench.rollout.record import load_or_record
 from bench.systems import plain_platform
@@ -42,7 +43,9 @@ class LearnerSubject:
     trajectory: Trajectory
     first: tuple[TrainingSample, ...]
     head: Path
-    """Folder of the head that all followers begin with, and of those that they lead to."""
+    """Folder of the head that all followers begin with."""
+    followed: Path
+    """Folder of what followers of this run with that head lead to."""
     warmed: dict[str, Any]
 
     @property
@@ -54,6 +57,7 @@ class LearnerSubject:
 def prepare(
     model: Path,
     folder: Path,
+    first_folder: Path,
     head: Path,
     options: Options,
     instances: int,
@@ -62,24 +66,38 @@ def prepare(
     settings: LearningSettings,
     say: Callable[[str, TrainedStep], None],
 ) -> LearnerSubject:
-    """Return the subject under `folder`; parts that are missing are made now."""
+    """Return the subject of a run; parts that are missing are made now.
+
+    Args:
+        model: the first policy.
+        folder: of the run.
+        first_folder: of samples of the first policy.
+        head: folder of the head.
+        options: of the run.
+        instances: of the platforms.
+        warm_up_prompts: groups of the samples of the first policy.
+        warm_up_seconds: for which the head is trained on these.
+        settings: of the head and its warm-up.
+        say: told each recorded step.
+    """
     run = load_or_record(
         plain_platform(model, instances, folder / "platform"),
         options,
         folder / "run",
         lambda step: say("recorded", step),
     )
-    first = _first_samples(model, folder, options, instances, warm_up_prompts)
+    first = _first_samples(model, first_folder, replace(options, seed=0), instances, warm_up_prompts)
     warmed = _warm_up(model, head, first, settings, warm_up_seconds, options.threads)
-    return LearnerSubject(model, folder, run.trajectory, first, head, warmed)
+    return LearnerSubject(model, folder, run.trajectory, first, head, folder / head.name, warmed)
 
 
 def _first_samples(
     model: Path, folder: Path, options: Options, instances: int, prompts: int
 ) -> tuple[TrainingSample, ...]:
     """Return samples of the first policy, of problems that the run does not have."""
-    path = folder / f"first-{prompts}.jsonl"
+    path = folder / "samples.jsonl"
     if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         console().print(f"learner: {prompts * options.samples} samples of the first policy", highlight=False)
         asked = groups(make_problems(_WARM_UP_SEED, prompts, PRACTICE), options)
         told = {group.prompt_id: [int(each) for each in group.prompt_token_ids] for group in asked}
@@ -91,17 +109,14 @@ def _first_samples(
         ):
             samples = collect(run.rollout(0, asked, sampling), lambda *_: None)
         rows = [[each.prompt_id, each.slot, each.seed, each.token_ids.tolist()] for each in samples]
-        path.write_text("".join(json.dumps([told[row[0]], *row]) + "\n" for row in sorted(rows)))
+        part = path.with_suffix(".part")
+        part.write_text("".join(json.dumps([told[row[0]], *row]) + "\n" for row in sorted(rows)))
+        part.replace(path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return tuple(
         rollout(prompt_id, slot, seed, tokens, prompt, 0, None)
         for prompt, prompt_id, slot, seed, tokens in rows
     )
-
-
-def followed_head(head: Path, follower: str) -> Path:
-    """Return the checkpoint that a follower has led to."""
-    return folder_of(head / FOLLOWED / follower, 1)
 
 
 def rollout(

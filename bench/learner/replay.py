@@ -17,8 +17,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import exp
-from statistics import fmean
+from statistics import fmean, stdev
 
 from bench.learner.following import FROZEN, SYNC, FollowerRecord
 from services.contracts.knobs import Knobs
@@ -30,8 +31,8 @@ from services.simulator.workload import LogNormalLengths, SimulatedWorkload
 
 NONE = "none"
 """Name of decoding without a drafter."""
-BLOCK = 4
-"""Recorded steps whose acceptance is averaged and simulated as one training step."""
+BLOCKS = 3
+"""Parts of the run: the acceptance of each is averaged and simulated as one training step."""
 _POLICY = decoding_table("8B H100", QWEN3_8B, H100)
 _HEAD = decoding_table("EAGLE-3 8B", EAGLE3_8B, H100)
 _INSTANCES, _SAMPLES_OF_A_PROMPT, _MEAN, _SPREAD, _LIMIT = 8, 8, 4000, 0.6, 8192
@@ -51,6 +52,8 @@ class LearnerReplay:
     """Of the update that generation waits for, mean over the training steps."""
     acceptance_length: float
     draft_length: float
+    last_rollout_seconds: float
+    """Of the last part of the run."""
 
     @property
     def seconds(self) -> float:
@@ -63,7 +66,7 @@ def replayed(
 ) -> dict[str, LearnerReplay]:
     """Return what each follower, and no drafter, gives with so many samples an instance."""
     plain = _rollout(samples, depth, None)
-    found = {NONE: LearnerReplay(plain[0], 0.0, 0.0, 1.0, 0.0)}
+    found = {NONE: LearnerReplay(plain[0], 0.0, 0.0, 1.0, 0.0, plain[0])}
     for name, run in runs.items():
         each = [_rollout(samples, depth, block) for block in blocks(run.by_place)]
         training = seconds_of_update[name]
@@ -71,14 +74,20 @@ def replayed(
         rollout = fmean(seconds for seconds, _, _ in each)
         waited = training if name == SYNC.name else max(0.0, training - rollout)
         found[name] = LearnerReplay(
-            rollout, training, waited, fmean(length for _, length, _ in each), fmean(n for _, _, n in each)
+            rollout,
+            training,
+            waited,
+            fmean(length for _, length, _ in each),
+            fmean(n for _, _, n in each),
+            each[-1][0],
         )
     return found
 
 
 def blocks(by_place: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-    """Return the mean acceptance by position of each block of steps; a last block that is not full counts too."""
-    cut = [by_place[begin : begin + BLOCK] for begin in range(0, len(by_place), BLOCK)]
+    """Return the mean acceptance by position of each part of the run."""
+    ends = [len(by_place) * part // BLOCKS for part in range(BLOCKS + 1)]
+    cut = [by_place[begin:end] for begin, end in pairwise(ends) if begin < end]
     return [tuple(fmean(places) for places in zip(*block, strict=True)) for block in cut]
 
 
@@ -148,9 +157,18 @@ def product_rate() -> float:
     return best
 
 
-def against(seconds: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return how a follower's time compares with a frozen head's and with no drafter's; below 1 it is less."""
+def against(replays: Sequence[Mapping[str, Mapping[str, float]]], name: str) -> dict[str, float | None]:
+    """Return how a follower's time compares with a frozen head's and with no drafter's, mean over seeds.
+
+    Below 1 it is less. `replays` are those of `replayed` as plain data, by seed.
+    """
+    ratios = [each[name]["seconds"] / each[FROZEN.name]["seconds"] for each in replays]
+    last = [
+        each[name]["last_rollout_seconds"] / each[FROZEN.name]["last_rollout_seconds"] for each in replays
+    ]
     return {
-        "rollout_time_vs_frozen": seconds[name] / seconds[FROZEN.name],
-        "rollout_time_vs_none": seconds[name] / seconds[NONE],
+        "rollout_time_vs_frozen": fmean(ratios),
+        "rollout_time_vs_frozen_spread": stdev(ratios) if len(ratios) > 1 else None,
+        "last_rollout_time_vs_frozen": fmean(last),
+        "rollout_time_vs_none": fmean(each[name]["seconds"] / each[NONE]["seconds"] for each in replays),
     }

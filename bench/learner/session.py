@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from bench.learner.following import Amounts, Follower, FollowerRecord, follow
-from bench.learner.options import FOLLOWING, HEAD, RUN, key_of, name_of
+from bench.learner.options import FIRST, FOLLOWING, HEAD, RUN, key_of, name_of
 from bench.learner.recording import LearnerSubject, prepare, recorded_steps
 from bench.report import console
 from bench.training import TrainedStep
@@ -45,11 +45,13 @@ class LearnerSession:
             lr=given.lr,
             seed=seed,
         )
-        folder = (FOLDER / f"{name_of(given.model)}-{key_of(given, RUN)}-{seed}").absolute()
+        name, head = name_of(given.model), f"head-{key_of(given, HEAD)}"
+        first = (FOLDER / f"{name}-first-{key_of(given, FIRST)}").absolute()
         return prepare(
             given.model.absolute(),
-            folder,
-            folder / f"head-{key_of(given, HEAD)}",
+            (FOLDER / f"{name}-{key_of(given, RUN)}-{seed}").absolute(),
+            first,
+            first / head,
             options,
             given.instances,
             given.warm_up_prompts,
@@ -63,7 +65,11 @@ class LearnerSession:
         """Settings of the warm-up."""
         given = self.given
         return LearningSettings(
-            depth=given.depth, layers=tuple(given.layers), batch_tokens=given.batch_tokens, top_k=given.top_k
+            depth=given.depth,
+            layers=tuple(given.layers),
+            batch_tokens=given.batch_tokens,
+            acceptance_share=given.acceptance_share,
+            top_k=given.top_k,
         )
 
     @property
@@ -73,7 +79,7 @@ class LearnerSession:
 
     def follow(self, subject: LearnerSubject, follower: Follower, seed: int, left: int) -> FollowerRecord:
         """Return a follower's record, measured now where none is kept. OutOfTimeError: it is too late for that."""
-        path = subject.head / "cells" / f"{follower.name}-{key_of(self.given, FOLLOWING)}.json"
+        path = subject.followed / "cells" / f"{follower.name}-{key_of(self.given, FOLLOWING)}.json"
         if path.exists():
             return FollowerRecord(**json.loads(path.read_text()))
         gone = time.monotonic() - self.began
@@ -86,7 +92,9 @@ class LearnerSession:
         )
         amounts = Amounts(self.given.evaluated, self.given.learned)
         steps = recorded_steps(subject.trajectory)
-        found = follow(follower, steps, subject.first, subject.head, self.following, amounts, seed)
+        found = follow(
+            follower, steps, subject.first, subject.drafter, subject.followed, self.following, amounts, seed
+        )
         self.done += 1
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from bench.learner.following import FROZEN
@@ -27,23 +28,28 @@ def _arms(models: Mapping[str, Mapping[str, Any]]) -> Table:
     for model, found in models.items():
         for name, each in found["figures"].items():
             places = ", ".join(f"{rate:.2f}" for rate in each["by_place"])
-            gain = each["gain_vs_frozen"]
+            gain, spread = each["gain_vs_frozen"], each["gain_spread"]
+            of_frozen = gain is None or name == FROZEN.name
             rows.append(
                 [
                     f"{model}, {name}",
+                    str(len(found["seeds"])),
                     f"{each['first']:.2f}",
                     f"{each['last']:.2f}",
-                    "" if gain is None or name == FROZEN.name else f"{gain:+.1%}",
+                    "" if of_frozen else f"{gain:+.1%}",
+                    "" if of_frozen or spread is None else f"{spread:.1%}",
                     places,
-                    f"{each['tokens']:,}",
+                    f"{each['tokens']:,.0f}",
                     format_value(each["update_seconds"]),
                 ]
             )
     columns = [
         "",
+        "seeds",
         "first steps",
         "last steps",
         "against frozen",
+        "spread",
         "last steps, by position",
         "tokens learned",
         "training, s",
@@ -54,21 +60,11 @@ def _arms(models: Mapping[str, Mapping[str, Any]]) -> Table:
 def _replay(models: Mapping[str, Mapping[str, Any]]) -> Table:
     rows = []
     for model, found in models.items():
-        for samples, runs in found["replays"].items():
-            if not samples.isdigit():
-                continue
-            for name, each in runs.items():
+        seeds = [each["replays"] for each in found["seeds"].values() if "replays" in each]
+        for samples in seeds[0] if seeds else ():
+            for name in seeds[0][samples]:
                 rows.append(
-                    [
-                        f"{model}, {samples} samples an instance, {name}",
-                        f"{each['rollout_seconds']:.1f}",
-                        f"{each['training_seconds']:.1f}" if each["training_seconds"] else "",
-                        f"{each['seconds']:.1f}",
-                        f"{each['seconds'] / runs[FROZEN.name]['seconds']:.3f}",
-                        f"{each['seconds'] / runs[NONE]['seconds']:.3f}",
-                        f"{each['acceptance_length']:.2f}",
-                        f"{each['draft_length']:.2f}",
-                    ]
+                    [f"{model}, {samples} samples an instance, {name}", *_rollout(seeds, samples, name)]
                 )
     columns = [
         "",
@@ -76,11 +72,35 @@ def _replay(models: Mapping[str, Mapping[str, Any]]) -> Table:
         "update, s",
         "rollout and what waits, s",
         "of frozen",
+        "last third, of frozen",
         "of none",
         "acceptance length",
         "draft length",
     ]
     return {"columns": columns, "rows": rows}
+
+
+def _rollout(seeds: Sequence[Mapping[str, Any]], samples: str, name: str) -> list[str]:
+    """Return the figures of a follower's simulated rollouts, means over seeds."""
+    runs = [each[samples] for each in seeds]
+
+    def mean(key: str) -> float:
+        return fmean(run[name][key] for run in runs)
+
+    def ratio(key: str, other: str) -> float:
+        return fmean(run[name][key] / run[other][key] for run in runs)
+
+    training = mean("training_seconds")
+    return [
+        f"{mean('rollout_seconds'):.1f}",
+        f"{training:.1f}" if training else "",
+        f"{mean('seconds'):.1f}",
+        f"{ratio('seconds', FROZEN.name):.3f}",
+        f"{ratio('last_rollout_seconds', FROZEN.name):.3f}",
+        f"{ratio('seconds', NONE):.3f}",
+        f"{mean('acceptance_length'):.2f}",
+        f"{mean('draft_length'):.2f}",
+    ]
 
 
 def _here(models: Mapping[str, Mapping[str, Any]]) -> Table:

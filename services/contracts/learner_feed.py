@@ -1,4 +1,4 @@
-"""Entries of the stream from the gateway to the learner: finished samples, and their rewards.
+"""Entries of the stream from the gateway to the learner: finished samples, their rewards, and ends of batches.
 
 Pure: entries in and out. Tokens are packed uint32, so that an entry costs little more than they do.
 """
@@ -48,11 +48,20 @@ class FedRewards:
     rewards: Mapping[tuple[str, int], float]
 
 
-Fed = FedSample | FedRewards
+@dataclass(frozen=True, slots=True)
+class FedBatchEnd:
+    """End of all samples of a batch, after the entries of those that are fed."""
+
+    batch: BatchKey
+
+
+Fed = FedSample | FedRewards | FedBatchEnd
 
 
 def encode(fed: Fed) -> dict[str, bytes]:
     """Return the fields of its entry."""
+    if isinstance(fed, FedBatchEnd):
+        return {"ended": json.dumps(fed.batch, separators=(",", ":")).encode()}
     if isinstance(fed, FedRewards):
         rewards = [[prompt_id, slot, reward] for (prompt_id, slot), reward in fed.rewards.items()]
         return {"rewards": json.dumps([*fed.batch, rewards], separators=(",", ":")).encode()}
@@ -67,6 +76,9 @@ def encode(fed: Fed) -> dict[str, bytes]:
 def decode(fields: Mapping[bytes, bytes]) -> Fed:
     """Parse the result of `encode`. ValueError if it is not an entry of the feed."""
     try:
+        if b"ended" in fields:
+            run_id, batch_id = json.loads(fields[b"ended"])
+            return FedBatchEnd((str(run_id), str(batch_id)))
         if b"rewards" in fields:
             run_id, batch_id, rewards = json.loads(fields[b"rewards"])
             found = {(str(prompt_id), int(slot)): float(reward) for prompt_id, slot, reward in rewards}
@@ -84,7 +96,9 @@ def decode(fields: Mapping[bytes, bytes]) -> Fed:
 
 def size_of(fed: Fed) -> int:
     """Return the approximate bytes of an entry in memory."""
-    return 64 * (1 + len(fed.rewards)) if isinstance(fed, FedRewards) else 256 + 4 * fed.tokens
+    if isinstance(fed, FedSample):
+        return 256 + 4 * fed.tokens
+    return 64 * (1 + len(fed.rewards)) if isinstance(fed, FedRewards) else 64
 
 
 def _tokens(packed: bytes) -> tuple[int, ...]:

@@ -36,14 +36,17 @@ class DrafterConfig(LeaderConfig):
     when: Literal["always", "idle"] = "always"
     """always: an update begins when it is due, beside generation. idle: only while no instance has samples, for a
     learner that shares its device with an instance; an update that has begun runs to its end."""
-    weighting: Weighting = Weighting.REWARD
-    """Weights of samples by their reward: reward, group (relative to the same prompt), or none."""
+    weighting: Weighting = Weighting.NONE
+    """Weights of samples by their reward: none (rewards are not waited for), reward, or group (relative to the same
+    prompt)."""
     frozen: bool = False
     """Do not train, only watch the published drafter. For comparison."""
     reward_wait_seconds: float = Field(default=120.0, ge=0, allow_inf_nan=False)
-    """Time after which a sample without its reward is learned from, with weight 1."""
+    """Time after which a sample without its reward is learned from, with weight 1. Without weighting: time without
+    news after which a batch is over whose end was not reported."""
     settle_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Time without news after which a step is over, if all its samples have their rewards."""
+    """Time without news after which a step is over, if all its samples have their rewards. Not used without
+    weighting."""
     buffer_tokens: int = Field(default=4_000_000, ge=1)
     """Tokens of the replay buffer, prompts included. If samples arrive faster than they are learned from, the
     oldest are dropped."""
@@ -103,6 +106,9 @@ class DrafterConfig(LeaderConfig):
     """Approximate response tokens of an optimizer step."""
     micro_tokens: int = Field(default=4096, ge=1)
     """Most tokens, padding included, of one forward pass of the policy."""
+    acceptance_share: float = Field(default=0.8, ge=0, le=1)
+    """Share of the loss that is the probability that a draft token is rejected; the rest is the divergence from the
+    policy (0: plain distillation)."""
     targets: Targets = Targets.POLICY
     """Targets of distillation: policy (its whole distribution) or topk (its most likely tokens)."""
     top_k: int = Field(default=20, ge=1)

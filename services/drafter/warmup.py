@@ -135,6 +135,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft-vocabulary", type=int, default=defaults.draft_vocabulary)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--batch-tokens", type=int, default=defaults.batch_tokens)
+    parser.add_argument(
+        "--acceptance-share", type=float, default=defaults.acceptance_share, help="of the loss, 0 to 1"
+    )
     parser.add_argument("--device", default=defaults.device)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

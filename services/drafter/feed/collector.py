@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from services.contracts.learner_feed import Fed
 from services.drafter.config import DrafterConfig
@@ -55,7 +56,9 @@ class SampleCollector:
         self.schedule = UpdateSchedule(config.interval)
         self.buffer = ReplayBuffer(config.buffer_tokens, config.held_out_tokens, config.held_out_share)
         self.used: set[str] = set()
-        self._join = RewardJoin(config.reward_wait_seconds, config.settle_seconds)
+        self._join = RewardJoin(
+            config.reward_wait_seconds, config.settle_seconds, needs_rewards=config.weighting.needs_rewards
+        )
         self.entries = self._join.entries
         self._config = config
         self._metrics = metrics
@@ -102,6 +105,12 @@ class SampleCollector:
         chosen, passed_over = self.buffer.draw(self._config.interval, self._config.update_tokens, seed)
         self.schedule.begin_update()
         self.finish(passed_over, cause="passed_over")
+        ends = self._join.take_ends()
+        if chosen:
+            # Released with the sample: before that, the next leader needs them as much as the samples.
+            chosen[-1] = replace(chosen[-1], entries=(*chosen[-1].entries, *ends))
+        else:
+            self.entries.release(ends)
         return chosen
 
     def finish(self, samples: Sequence[TrainingSample], *, cause: str = "") -> None:

@@ -4,6 +4,10 @@ Rewards usually arrive after their samples; late or never if the trainer is slow
 for its reward for a bounded time and is used with reward None after it. A reward that arrives later is dropped.
 
 A batch is a training step. It is over when none of its samples waits and nothing of it has arrived for a moment.
+
+Where rewards are not needed no sample waits for one. Then a batch is over when all its samples have ended, when a
+reward of it comes (the trainer would not judge a batch that goes on), or when nothing of it has arrived for as
+long as a reward would be waited for.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from services.contracts.learner_feed import BatchKey, Fed, FedRewards, FedSample
+from services.contracts.learner_feed import BatchKey, Fed, FedBatchEnd, FedRewards, FedSample
 from services.drafter.learning.data import TrainingSample
 
 _MAX_KNOWN = 1 << 17
@@ -77,6 +81,7 @@ class _Arrived(Generic[T]):
 class _BatchProgress:
     waiting: int = 0
     last: float = 0.0
+    ended: bool = False
 
 
 class RewardJoin:
@@ -86,17 +91,21 @@ class RewardJoin:
     unmatched.
     """
 
-    def __init__(self, wait: float, settle: float) -> None:
+    def __init__(self, wait: float, settle: float, *, needs_rewards: bool = True) -> None:
         """Start empty.
 
         Args:
             wait: longest time that a sample waits for its reward, and a reward for its sample.
             settle: time without news of a batch after which the batch is over.
+            needs_rewards: False: samples come out at once, without their reward.
         """
         self.entries = HeldEntries()
         self.tally: Counter[str] = Counter()
         self._wait = wait
         self._settle = settle
+        self._needs_rewards = needs_rewards
+        # Entries that said of a batch in use that it is over.
+        self._ends: list[str] = []
         self._waiting: dict[SampleKey, _Arrived[FedSample]] = {}
         self._early: dict[SampleKey, _Arrived[float]] = {}
         self._known: OrderedDict[SampleKey, None] = OrderedDict()
@@ -109,10 +118,16 @@ class RewardJoin:
         return len(self._waiting)
 
     def add(self, entry: str, fed: Fed, now: float) -> list[TrainingSample]:
-        """Take in an entry and return the samples that now have their reward."""
+        """Take in an entry and return the samples that now have their reward, or need none."""
         if isinstance(fed, FedSample):
             self.entries.hold(entry)
             return self._add_sample(entry, fed, now)
+        if not self._needs_rewards:
+            self._end(entry, fed.batch)
+            return []
+        if isinstance(fed, FedBatchEnd):
+            self.entries.hold(entry, 0)
+            return []
         self.entries.hold(entry, len(fed.rewards))
         return self._add_rewards(entry, fed, now)
 
@@ -127,13 +142,31 @@ class RewardJoin:
     def ended_batches(self, now: float) -> list[BatchKey]:
         """Return the batches that are over, each once in all."""
         ended = []
+        quiet = self._settle if self._needs_rewards else self._wait
         for key, batch in list(self._batches.items()):
-            if batch.waiting == 0 and now - batch.last >= self._settle:
+            if batch.ended or (batch.waiting == 0 and now - batch.last >= quiet):
                 del self._batches[key]
                 if key not in self._stepped:
                     _remember(self._stepped, key)
                     ended.append(key)
         return ended
+
+    def take_ends(self) -> tuple[str, ...]:
+        """Return the entries that ended batches since the last call, for one who releases them later.
+
+        As long as they are held, whoever reads the samples of the batch again also learns that it is over.
+        """
+        ends, self._ends = tuple(self._ends), []
+        return ends
+
+    def _end(self, entry: str, key: BatchKey) -> None:
+        batch = self._batches.get(key)
+        if batch is None or batch.ended:
+            self.entries.hold(entry, 0)
+            return
+        batch.ended = True
+        self.entries.hold(entry)
+        self._ends.append(entry)
 
     def _add_sample(self, entry: str, sample: FedSample, now: float) -> list[TrainingSample]:
         key = sample.key
@@ -144,6 +177,8 @@ class RewardJoin:
         self._waiting[key] = _Arrived(entry, sample, now)
         batch = self._batches.setdefault(sample.batch, _BatchProgress())
         batch.waiting, batch.last = batch.waiting + 1, now
+        if not self._needs_rewards:
+            return [self._joined(key, None, now)]
         early = self._early.pop(key, None)
         return [] if early is None else [self._joined(key, early, now)]
 

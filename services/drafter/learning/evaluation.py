@@ -106,8 +106,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `head` on samples of `policy`, each of two or more response tokens."""
     unroll = Unroll(head, settings.chunk_entries)
-    # Whatever the targets of training, the reference is the whole distribution of the policy.
-    settings = replace(settings, targets=Targets.POLICY)
+    # Whatever training is about, the reference is the divergence from the whole distribution of the policy.
+    settings = replace(settings, targets=Targets.POLICY, acceptance_share=0.0)
     found = nothing(settings.depth)
     divergence, mass = torch.zeros(2, device=policy.device)
     for places in passes(rollouts, settings.micro_tokens):

@@ -44,6 +44,8 @@ class LearningSettings:
     """Most tokens, padding included, of one forward pass."""
     place_decay: float = 0.8
     """Weight of each draft position relative to the one before it, on whose acceptance it depends."""
+    acceptance_share: float = 0.8
+    """Share of the probability of rejection in the loss; the rest is divergence."""
     targets: Targets = Targets.POLICY
     top_k: int = 20
     """Number of tokens with `targets` topk."""
@@ -58,6 +60,8 @@ class LearningSettings:
         for name in ("depth", "draft_vocabulary", "epochs", "batch_tokens", "micro_tokens", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.acceptance_share <= 1:
+            raise ValueError(f"acceptance_share must be in [0, 1], got {self.acceptance_share}")
         if not 0 < self.place_decay <= 1:
             raise ValueError(f"place_decay must be in (0, 1], got {self.place_decay}")
         if self.lr is not None and not self.lr > 0:

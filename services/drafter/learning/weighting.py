@@ -37,6 +37,11 @@ class Weighting(enum.StrEnum):
     GROUP = "group"
     NONE = "none"
 
+    @property
+    def needs_rewards(self) -> bool:
+        """Return True if the weight of a sample depends on its reward."""
+        return self is not Weighting.NONE
+
 
 def weights_of(rollouts: Sequence[TrainingSample], weighting: Weighting) -> list[float]:
     """Return w(r) of each sample, in order."""

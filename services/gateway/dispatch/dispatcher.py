@@ -102,6 +102,7 @@ class Dispatcher:
     def close(self, running: RunningBatch) -> None:
         """Let a batch end with its last sample."""
         self.batches.close(running)
+        self.settlement.end_feeding(running.batch)
         self.journaled(running.batch.key, running.events)
 
     def drop(self, running: RunningBatch) -> None:

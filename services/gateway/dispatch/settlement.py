@@ -76,6 +76,11 @@ class Settlement:
         self.batches.unfinished += 1
         self._steps.begin(batch.key[0], batch.step, 1, time.time())
 
+    def end_feeding(self, batch: RolloutBatch) -> None:
+        """Tell the learner that a batch is over, if it is. Single samples are those of a step that has no end."""
+        if self.feed is not None and batch.is_done() and not batch.open and not batch.rewarded_as:
+            self.feed.end(batch)
+
     def drop(self, batch: RolloutBatch) -> None:
         """Give up what remains of a batch."""
         self._steps.drop(batch.key[0], batch.step, batch.unfinished)
@@ -132,6 +137,7 @@ class Settlement:
                 for sibling in siblings:
                     if self.placer.is_waiting(running, sibling):
                         self.placer.enqueue(running, sibling)
+        self.end_feeding(batch)
         if not running.private:
             self._end_in_step(batch, ending)
 

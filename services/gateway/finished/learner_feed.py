@@ -1,4 +1,4 @@
-"""Feed of finished samples and their rewards to the learner, through a stream in Redis.
+"""Feed of finished samples, their rewards, and ends of batches to the learner, through a stream in Redis.
 
 In the background: an entry that is lost costs the drafter something to learn from, and nothing else. Neither
 the event loop nor the delivery of a sample ever waits for it. While no learner is registered, and none was
@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.drafter.keys import DrafterKeys
 from services.contracts.gateway_keys import BatchKey
-from services.contracts.learner_feed import Fed, FedRewards, FedSample, encode, size_of
+from services.contracts.learner_feed import Fed, FedBatchEnd, FedRewards, FedSample, encode, size_of
 from services.contracts.sampling import resolve
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import SampleEnding
@@ -96,6 +96,11 @@ class LearnerFeed:
         """Queue a sample that has just ended, tokens still in place, if it is one to learn from."""
         if self.active and (sample := sample_of(batch, ending)) is not None:
             self._waiting.put(sample)
+
+    def end(self, batch: RolloutBatch) -> None:
+        """Queue the end of a batch, all samples of which have ended."""
+        if self.active and batch.exactness.level == sample_pb2.EXACTNESS_LEVEL_EXACT:
+            self._waiting.put(FedBatchEnd(batch.key))
 
     def reward(self, batch: BatchKey, rewards: Iterable[rollout_pb2.Reward]) -> None:
         """Queue rewards of finished samples."""

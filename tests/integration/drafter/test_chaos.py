@@ -141,7 +141,7 @@ async def test_a_broken_state_is_passed_over_for_the_one_before(world: World) ->
         await world.publishes(number)
 
     async def only_held_out() -> bool:
-        return await world.unacknowledged() == 10
+        return await world.unacknowledged() == 8
 
     await until(only_held_out, "both steps are part of the state, and acknowledged")
     await learner.kill()

@@ -6,14 +6,14 @@ import grpc
 import pytest
 
 from services.contracts.drafter.checkpoint import verify
-from services.contracts.learner_feed import FedRewards
+from services.contracts.learner_feed import FedBatchEnd, FedRewards
 from tests.integration.drafter.conftest import World, prompts, step, until
 from tests.support.fake_learner import write_drafter
 
 
 async def test_what_was_learned_is_published_and_loaded(world: World) -> None:
     first, second = await world.instance("i0"), await world.instance("i1")
-    learner = await world.learner()
+    learner = await world.learner(weighting="reward")
     await world.feed(step(1))
     await world.publishes(1)
     await until(lambda: first.version == second.version == 1, "both instances have it")
@@ -37,14 +37,22 @@ async def test_what_was_learned_is_published_and_loaded(world: World) -> None:
 
 
 async def test_what_was_used_is_acknowledged_and_gone_and_the_held_out_stay(world: World) -> None:
-    await world.learner()
-    await world.feed(step(1))
+    learner = await world.learner(weighting="none")
+    *samples, rewards = step(1)
+    await world.feed(samples)
+    await until(lambda: learner.metric("samples_total", reward="neutral") == 10, "all samples are taken in")
+    assert not world.did("updated"), "the step may have more samples"
+    await world.feed([FedBatchEnd(rewards.batch)])
 
     async def only_held_out() -> bool:
-        # Two prompts of two samples, and the rewards that are also theirs.
-        return await world.entries() == await world.unacknowledged() == 5
+        # Two prompts of two samples.
+        return await world.entries() == await world.unacknowledged() == 4
 
-    await until(only_held_out, "all but the held-out samples is acknowledged")
+    await until(only_held_out, "all but the held-out samples is acknowledged, without a reward")
+    await world.feed([rewards])
+    await until(only_held_out, "rewards that nobody needs are acknowledged")
+    assert sorted(world.learned()) == sorted(set(world.learned()))
+    assert len(world.learned()) == 6
 
 
 async def test_no_better_candidate_is_rejected_and_the_old_one_stays(world: World) -> None:
@@ -84,7 +92,7 @@ async def test_an_instance_that_joins_later_is_brought_to_what_is_published(worl
 
 
 async def test_samples_without_rewards_are_learned_from_after_the_wait(world: World) -> None:
-    learner = await world.learner(reward_wait_seconds=0.2)
+    learner = await world.learner(reward_wait_seconds=0.2, weighting="reward")
     await world.feed([each for each in step(1) if not isinstance(each, FedRewards)])
     await until(lambda: len(world.learned()) == 6, "all were learned from")
     assert {reward for each in world.did("updated") for reward in each["rewards"]} == {None}
@@ -92,7 +100,7 @@ async def test_samples_without_rewards_are_learned_from_after_the_wait(world: Wo
 
 
 async def test_an_interval_of_three_takes_a_third_of_the_buffer(world: World) -> None:
-    learner = await world.learner(interval=3)
+    learner = await world.learner(interval=3, weighting="reward")
     for number in (1, 2):
         await world.feed(step(number))
     await until(lambda: learner.metric("samples_total", reward="rewarded") == 20, "two steps came")
@@ -103,7 +111,7 @@ async def test_an_interval_of_three_takes_a_third_of_the_buffer(world: World) ->
 
 
 async def test_samples_that_come_faster_push_out_the_oldest(world: World) -> None:
-    learner = await world.learner(buffer_tokens=55)
+    learner = await world.learner(buffer_tokens=55, weighting="reward")
     world.tell("hold")
     await world.feed(step(1))
     await until(lambda: world.did("updating"), "the first update is under way")

@@ -12,7 +12,7 @@ from paceline import AsyncClient, InvalidArgumentError, Reward, SampleRequest, S
 from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
 from services.contracts.drafter.keys import DrafterKeys
 from services.contracts.drafter.record import DrafterHistory, PublishedDrafter
-from services.contracts.learner_feed import Fed, FedRewards, FedSample, decode
+from services.contracts.learner_feed import Fed, FedBatchEnd, FedRewards, FedSample, decode
 from services.gateway.config import GatewayConfig
 from services.gateway.finished.learner_feed import LearnerFeed
 from services.platform.config.settings import ServiceConfig
@@ -106,8 +106,9 @@ async def test_samples_and_rewards_are_fed_as_they_were_delivered(
     samples = [event.sample for event in await gateway.trainer.collect(request)]
     rewards = {(sample.prompt_id, sample.slot): float(place) for place, sample in enumerate(samples)}
     assert await report(gateway, request, rewards | {("unknown", 0): 1.0}) == 6
-    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 7, "all is fed")
-    *fed, last = await entries(cluster, redis)
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 8, "all is fed")
+    *fed, ended, last = await entries(cluster, redis)
+    assert ended == FedBatchEnd((request.run_id, request.batch_id)), "before there are rewards"
     assert last == FedRewards((request.run_id, request.batch_id), rewards)
     prompts = {group.prompt_id: tuple(group.prompt_token_ids) for group in request.groups}
     assert {each.key: each for each in fed} == {  # type: ignore[union-attr]
@@ -141,8 +142,11 @@ async def test_only_exact_samples_are_fed_and_seeds_only_where_the_noise_decides
     for request in (first, cooler):
         await gateway.trainer.submit(request)
         await gateway.trainer.collect(request)
-    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 2, "two are fed")
-    for each in await entries(cluster, redis):
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 3, "two are fed")
+    *samples, ended = await entries(cluster, redis)
+    assert ended == FedBatchEnd((cooler.run_id, "cooler"))
+    assert len(samples) == 2
+    for each in samples:
         assert isinstance(each, FedSample)
         assert each.batch == (cooler.run_id, "cooler")
         assert each.seed is None
@@ -163,8 +167,8 @@ async def test_without_a_learner_nothing_is_fed_or_kept(cluster: Cluster, redis:
     later.batch_id = "later"
     await gateway.trainer.submit(later)
     await gateway.trainer.collect(later)
-    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 1, "it is fed")
-    assert [each.batch[1] for each in await entries(cluster, redis)] == ["later"]
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 2, "it is fed")
+    assert [each.batch[1] for each in await entries(cluster, redis)] == ["later", "later"]
 
 
 async def test_a_learner_that_is_gone_for_a_moment_finds_what_came_meanwhile(
@@ -179,7 +183,7 @@ async def test_a_learner_that_is_gone_for_a_moment_finds_what_came_meanwhile(
     request = make_batch(groups=1, samples=2)
     await gateway.trainer.submit(request)
     await gateway.trainer.collect(request)
-    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 2, "they are fed")
+    await until(lambda: gateway.metric("learner_feed_entries_total", outcome="fed") == 3, "they are fed")
 
 
 async def test_what_waits_is_bounded_and_the_oldest_go(cluster: Cluster, redis: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.learner import replay
-from bench.learner.figures import gain, hidden_share, weighting_verdict
+from bench.learner.figures import gain, hidden_share, over_seeds, weighting_verdict
 from bench.learner.following import (
     ASYNC_1,
     ASYNC_3,
@@ -24,7 +25,7 @@ from bench.learner.following import (
     learn,
 )
 from bench.learner.picture import smooth
-from bench.learner.replay import BLOCK, NONE, blocks, replayed
+from bench.learner.replay import BLOCKS, NONE, blocks, replayed
 from services.drafter.learning.data import TrainingSample
 
 
@@ -116,6 +117,16 @@ def test_the_gain_is_that_of_the_last_steps() -> None:
     assert gain(FollowerRecord([9.0, 3.0]), FollowerRecord([1.0, 2.0])) == pytest.approx(0.5)
 
 
+def test_figures_are_means_over_seeds_with_the_spread_of_the_gain() -> None:
+    row = {"last": 2.0, "gain_vs_frozen": 0.1, "by_place": [0.5, 0.3], "hidden_share": None}
+    other = {"last": 3.0, "gain_vs_frozen": 0.3, "by_place": [0.7, 0.3], "hidden_share": 1.0}
+    found = over_seeds([{"Async-1": row}, {"Async-1": other}])["Async-1"]
+    assert (found["last"], found["by_place"], found["hidden_share"]) == (2.5, [0.6, 0.3], None)
+    assert found["gain_vs_frozen"] == pytest.approx(0.2)
+    assert found["gain_spread"] == pytest.approx(0.2 / 2**0.5)
+    assert over_seeds([{"Async-1": row}])["Async-1"]["gain_spread"] is None
+
+
 def test_weighting_is_shown_by_twice_its_spread() -> None:
     assert weighting_verdict([0.02, 0.03, 0.025])["reward_weighting_shown"] == 1
     assert weighting_verdict([0.02, -0.03, 0.025])["reward_weighting_shown"] == 0
@@ -123,8 +134,9 @@ def test_weighting_is_shown_by_twice_its_spread() -> None:
 
 
 def test_better_drafts_take_less_time_and_waiting_for_an_update_more() -> None:
-    poor, good = [[0.4, 0.4]] * (BLOCK + 1), [[0.8, 0.8]] * (BLOCK + 1)
-    assert blocks(good) == [pytest.approx((0.8, 0.8))] * 2
+    poor, good = [[0.4, 0.4]] * 4, [[0.8, 0.8]] * 4
+    assert blocks([[0.5], [0.7], [0.9], [0.1]]) == [(0.5,), (0.7,), (pytest.approx(0.5),)]
+    assert blocks(good) == [pytest.approx((0.8, 0.8))] * BLOCKS
     runs = {
         name: FollowerRecord(by_place=places)
         for name, places in ((FROZEN.name, poor), (SYNC.name, good), (ASYNC_1.name, good))
@@ -132,8 +144,11 @@ def test_better_drafts_take_less_time_and_waiting_for_an_update_more() -> None:
     found = replayed(runs, 2, 2, {FROZEN.name: 0.0, SYNC.name: 5.0, ASYNC_1.name: 5.0})
     assert found[ASYNC_1.name].seconds < found[FROZEN.name].seconds < found[NONE].seconds
     assert found[SYNC.name].seconds == pytest.approx(found[ASYNC_1.name].seconds + 5.0)
-    ratios = replay.against({name: each.seconds for name, each in found.items()}, ASYNC_1.name)
-    assert 0 < ratios["rollout_time_vs_none"] < ratios["rollout_time_vs_frozen"] < 1
+    plain = {name: {**asdict(each), "seconds": each.seconds} for name, each in found.items()}
+    ratios = replay.against([plain, plain], ASYNC_1.name)
+    assert ratios["rollout_time_vs_frozen"] == found[ASYNC_1.name].seconds / found[FROZEN.name].seconds
+    assert ratios["rollout_time_vs_none"] == found[ASYNC_1.name].seconds / found[NONE].seconds
+    assert ratios["rollout_time_vs_frozen_spread"] == 0
 
 
 def test_an_update_that_reaches_as_much_of_a_faster_device_is_as_much_faster() -> None:

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contracts.learner_feed import FedRewards, FedSample, decode, encode
+from services.contracts.learner_feed import FedBatchEnd, FedRewards, FedSample, decode, encode
 from services.drafter.feed.join import HeldEntries, RewardJoin
 
 
@@ -24,6 +24,7 @@ def test_entries_are_read_as_they_were_written() -> None:
         FedSample(("r", "b:1"), 'p"é', 3, 2**64 - 1, 7, (0, 2**32 - 1), (1,)),
         FedSample(("r", "b"), "p", 0, None, 0, (), (9,)),
         FedRewards(("r", "b"), {("p", 0): -1.5, ("q", 2): 0.1}),
+        FedBatchEnd(("r", "b")),
     ):
         fields = {name.encode(): value for name, value in encode(fed).items()}
         assert decode(fields) == fed
@@ -35,6 +36,7 @@ def test_what_is_no_entry_is_said_to_be_none() -> None:
         {},
         {b"sample": b"[]"},
         {b"rewards": b"3"},
+        {b"ended": b'["r"]'},
         good | {b"response": b""},
         good | {b"prompt": b"123"},
         good | {b"sample": b"no json"},
@@ -93,6 +95,40 @@ def test_a_step_is_over_once_when_nothing_of_it_waits_or_comes() -> None:
     join.add("5", sample(2), 60)
     join.add("6", rewards(2), 60)
     assert list(join.ended_batches(70)) == [], "a batch is one step"
+
+
+def test_where_rewards_are_not_needed_nothing_waits_for_them() -> None:
+    join = RewardJoin(wait=100, settle=1, needs_rewards=False)
+    (first,) = join.add("1", sample(0), 0)
+    assert (first.reward, first.entries, join.waiting) == (None, ("1",), 0)
+    assert join.add("2", sample(0), 1) == [], "a repetition"
+    join.add("3", sample(1), 2)
+    assert join.ended_batches(50) == [], "the longest sample may take long"
+    assert join.add("4", FedBatchEnd(("run", "b")), 50) == []
+    assert join.ended_batches(50) == [("run", "b")], "at once"
+    join.add("5", rewards(0, 1), 60)
+    assert join.ended_batches(200) == [], "once"
+    assert join.entries.take_done() == ["2", "5"]
+    assert join.take_ends() == ("4",), "until its samples are used, whoever reads them again needs it"
+    assert join.take_ends() == ()
+
+
+def test_a_batch_whose_end_nobody_reports_is_over_with_its_rewards_or_in_time() -> None:
+    join = RewardJoin(wait=100, settle=1, needs_rewards=False)
+    join.add("1", sample(0), 0)
+    join.add("2", sample(0, batch="c"), 0)
+    join.add("3", rewards(0), 5)
+    assert join.ended_batches(6) == [("run", "b")]
+    assert join.ended_batches(99) == []
+    assert join.ended_batches(100) == [("run", "c")]
+
+
+def test_where_rewards_are_needed_the_end_of_a_batch_is_not_that_of_a_step() -> None:
+    join = RewardJoin(wait=100, settle=1)
+    join.add("1", sample(0), 0)
+    join.add("2", FedBatchEnd(("run", "b")), 0)
+    assert join.ended_batches(50) == []
+    assert join.entries.take_done() == ["2"]
 
 
 @given(st.integers(1, 8), st.randoms(use_true_random=False), st.data())

@@ -50,7 +50,7 @@ def test_an_update_reports_what_it_did(learner: Learner) -> None:
     assert len(report.by_place) == 3
     assert 0 < min(report.by_place) <= report.kd_loss <= max(report.by_place)
     again = [learn(learner).kd_loss for _ in range(5)]
-    assert again[-1] < 0.7 * report.kd_loss
+    assert again[-1] < 0.8 * report.kd_loss, "a fifth of the loss"
 
 
 def test_the_policy_is_not_learned(learner: Learner) -> None:

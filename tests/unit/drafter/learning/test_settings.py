@@ -33,7 +33,9 @@ def test_a_single_layer_is_not_enough() -> None:
         default_layers(1)
 
 
-@pytest.mark.parametrize("wrong", [{"depth": 0}, {"top_k": 0}, {"place_decay": 0.0}, {"lr": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"depth": 0}, {"top_k": 0}, {"place_decay": 0.0}, {"lr": -1.0}, {"acceptance_share": 1.5}]
+)
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LearningSettings(**wrong)
