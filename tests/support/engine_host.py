@@ -9,30 +9,38 @@ Starting one takes seconds, so many scenarios share it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
+from services.contracts.knobs import Knobs
+from services.contracts.rollout import Rollout, RolloutKind
 from services.generation.drafters.reference.lenient_reuse import Reuse
 from services.generation.engine.prompt_scores import PromptScores
 from services.generation.engine.runner_choice import V2
 from services.generation.engine.types import EngineOptions, EngineRequest, Finish
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
-from services.generation.speculation.drafter import DraftContext
+from services.generation.rollouts.origin import NOWHERE
+from services.generation.speculation.drafter import DraftContext, NewRollouts
+from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import Speculation
 from tests.support.census import Census, Sequences, take_census
 from tests.support.draft_policies import Drafting, Drafts
 from tests.support.engine_process import EngineProcess
+from tests.support.step_times import KnownStepTime, settled
 
 # Generous: machines that run tests are shared.
 _START_SECONDS = 300
 _RUN_SECONDS = 300
 _serials = count(1)
+_NO_LOGPROBS = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,9 @@ class Scenario:
 
     `cold` drops all KV beforehand, so that nothing is found in the prefix cache. Samples that follow a cached
     rollout verify `chunk` tokens of it a step, if `budget` rows a step allow that; 0: one token a step, undrafted.
-    `served`: drafts as in an instance's loop, whose drafter is given the truth, under a plan of fixed length.
+    `served`: drafts as in an instance's loop, whose drafter is given the truth, under a plan of fixed length. With
+    `branches` it is the suffix drafter, with so many of them, in mode planner: of each response it knows the truth
+    twice, and three times with every fifth token wrong.
     """
 
     requests: tuple[EngineRequest, ...]
@@ -51,6 +61,7 @@ class Scenario:
     chunk: int = 0
     budget: int = 1 << 20
     served: bool = False
+    branches: int | None = None
 
 
 @dataclass(slots=True)
@@ -127,9 +138,38 @@ def _served(engine: Any, scenario: Scenario) -> SampleDrafts:
     from services.generation.drafters.reference.drafter import ReferenceDrafter
 
     metrics = EngineMetrics(CollectorRegistry())
+    if scenario.branches is not None:
+        return SampleDrafts(metrics, speculation=_branching(scenario, engine.limits.vocab_size, metrics))
     plan = FixedLengthPlanner(scenario.drafts.window)
     speculation = Speculation([ReferenceDrafter()], plan, engine.limits.vocab_size, metrics)
     return SampleDrafts(metrics, speculation=speculation)
+
+
+def _branching(scenario: Scenario, vocab_size: int, metrics: EngineMetrics) -> Speculation:
+    """Return the suffix drafter with branches, in mode planner."""
+    # Import numba, which vLLM must come before.
+    from kernels.suffix_index import SuffixIndex
+    from services.generation.drafters.suffix.drafter import SuffixDrafter
+
+    drafter = SuffixDrafter(SuffixIndex(max_tokens=1_000_000, floor=0.02), branches=scenario.branches or 0)
+    planner = KnobDrivenPlanner(
+        Knobs(mode="planner", draft_cap=scenario.drafts.window, margin=0.0),
+        KnownStepTime(per_row=1e-5),  # type: ignore[arg-type]
+        lambda _: NOWHERE,
+        exploration=settled(),
+    )
+    return Speculation([drafter], planner, vocab_size, metrics)
+
+
+def _texts(prompt_id: str, truth: Sequence[int], vocab_size: int) -> list[Rollout]:
+    """Return the truth twice, and three times with every fifth token wrong."""
+    wrong = [(token + (i % 5 == 4)) % vocab_size for i, token in enumerate(truth)]
+    return [
+        Rollout(
+            "r", prompt_id, n, 0, RolloutKind.HISTORY, 0, n, np.array(text, np.uint32), _NO_LOGPROBS, True
+        )
+        for n, text in enumerate((truth, truth, wrong, wrong, wrong))
+    ]
 
 
 def _followed_samples(worker: Any) -> int:
@@ -205,8 +245,15 @@ class _Run:
         known = EngineRequest(**own | {"sample_id": self._prefix + request.sample_id})
         self._engine.add(known)
         if self._served is not None and self._served.speculation is not None:
-            truth = self._scenario.drafts.truth[request.sample_id]
-            self._served.speculation.begin(DraftContext(known.sample_id, known.prompt, truth))
+            truth, name = self._scenario.drafts.truth[request.sample_id], request.sample_id
+            speculation = self._served.speculation
+            if self._scenario.branches is None:
+                speculation.begin(DraftContext(known.sample_id, known.prompt, truth))
+            else:
+                speculation.begin(
+                    DraftContext(known.sample_id, known.prompt, prompt_id=name, run_id="r", seed=99)
+                )
+                speculation.add_rollouts(NewRollouts(_texts(name, truth, self._engine.limits.vocab_size)))
         if self._scenario.chunk:
             self._reuse.begin(known)
 
@@ -238,6 +285,8 @@ class _Run:
             found.verified[sample_id] += step.verified_logprobs
             found.outputs += 1
             self._reuse.learn(step)
+            if self._served is not None and self._scenario.branches is not None:
+                self._served.learn(step)
             found.began.setdefault(sample_id, found.steps)
             if step.cached_context is not None:
                 found.cached.setdefault(sample_id, step.cached_context)

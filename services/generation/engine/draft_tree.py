@@ -36,16 +36,6 @@ class DraftTree:
                 raise ValueError(f"tokens: two children of draft token {parent} are {token}")
             seen.add((parent, token))
 
-    @property
-    def chain(self) -> int:
-        """Length of the primary chain."""
-        return chain_length(self.parents)
-
-    @property
-    def depths(self) -> list[int]:
-        """Depth of each token, 1 for the children of the last token."""
-        return depths_of(self.parents)
-
 
 def chain_length(parents: Sequence[int]) -> int:
     """Return how many of the first tokens are each the child of the one before."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,7 +37,9 @@ from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified, sample
 from services.generation.engine.sampling.tree_sampler import sample_trees
 from services.generation.engine.symbols import FILLER
-from services.generation.engine.tree_steps import TreeSteps
+
+if TYPE_CHECKING:
+    from services.generation.engine.tree_steps import TreeSteps
 
 
 class CoupledRunnerMixin:
@@ -272,11 +274,7 @@ def _sampler_output(rows: Rows, verified: Verified) -> SamplerOutput:
     """
     n, width = len(verified.counts), int(np.diff(rows.cu).max())
     keep = np.arange(width) < verified.counts[:, None]
-    if verified.rows is None:
-        source = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
-    else:
-        first = np.cumsum(verified.counts) - verified.counts
-        source = verified.rows[np.minimum(first[:, None] + np.arange(width), len(verified.rows) - 1)]
+    source = verified.sources(rows, width)
     # A row that could not be sampled is shown as token 0 with a NaN log-probability; the engine ends it.
     tokens = np.where(keep, np.maximum(verified.tokens[source], 0), FILLER).astype(np.int32)
     logprobs = np.where(keep, verified.logprobs[source], 0).astype(np.float32)

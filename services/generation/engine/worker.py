@@ -14,7 +14,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from services.generation.engine.attention.backend import use_attention
-from services.generation.engine.attention.cpu_trees import use_trees
 from services.generation.engine.attention.kernel_choice import KernelReport, failed, use_kernels
 from services.generation.engine.draft_models.eagle3 import Eagle3
 from services.generation.engine.draft_models.interface import ModelDrafter
@@ -22,7 +21,6 @@ from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
 from services.generation.engine.kv_worker import KvWorkerMixin
 from services.generation.engine.runner import coupled
 from services.generation.engine.step_memory import row_capacity, step_memory
-from services.generation.engine.tree_steps import TreeSteps
 from services.generation.engine.types import (
     EAGLE3,
     EAGLE3_KEY,
@@ -62,6 +60,9 @@ class _CoupledWorkerMixin(KvWorkerMixin):
             runner.__class__ = coupled(type(runner))
         runner.init_coupled()
         if TREES_KEY in self.vllm_config.additional_config:
+            # Others are spared the import of what is there on CPU only.
+            from services.generation.engine.tree_steps import TreeSteps
+
             runner.trees = TreeSteps()
         return runner
 
@@ -70,7 +71,10 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         config = self.vllm_config
         use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
         self.attention = use_attention(config, self.device)
-        use_trees(TREES_KEY in config.additional_config)
+        if TREES_KEY in config.additional_config:
+            from services.generation.engine.attention.cpu_trees import use_trees
+
+            use_trees()
 
     def kernel_report(self) -> KernelReport:
         """Return the attention of this worker, the kinds of kernels that failed their check, and its graphs."""

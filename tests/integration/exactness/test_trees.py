@@ -108,3 +108,15 @@ def test_samples_that_depend_on_more_than_their_path_get_the_chain(trees: Bench)
     chains = run(trees, odd, drafts=Drafts("forked", 4, truth=plain.tokens))
     assert chains.tokens == {each.sample_id: plain.tokens[each.sample_id] for each in odd}
     assert not chains.accepted, "a branch was verified"
+
+
+def test_an_instance_drafts_branches_where_its_texts_differ(
+    trees: Bench, truth: tuple[tuple[EngineRequest, ...], Outcome]
+) -> None:
+    """Suffix index, planner, loop and engine together: where most texts are wrong the branch is right."""
+    requests, plain = truth
+    asked = Drafts(window=12, truth=plain.tokens)
+    chains = run(trees, requests, drafts=asked, served=True, branches=0)
+    forked = run(trees, requests, drafts=asked, served=True, branches=3)
+    assert chains.tokens == forked.tokens == plain.tokens
+    assert forked.outputs < 0.8 * chains.outputs < 0.8 * plain.outputs

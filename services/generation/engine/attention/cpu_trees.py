@@ -178,13 +178,10 @@ class TreeCPUBackend(CPUAttentionBackend):
         return TreeCPUImpl
 
 
-def use_trees(wanted: bool) -> None:
-    """Put this attention in the place of vLLM's, or vLLM's back. To be called before the model is built."""
-    place = AttentionBackendEnum.CPU_ATTN
-    if wanted:
-        register_backend(place, f"{TreeCPUBackend.__module__}.{TreeCPUBackend.__qualname__}")
-    else:
-        place.clear_override()
+def use_trees() -> None:
+    """Put this attention in the place of vLLM's. To be called before the model is built."""
+    path = f"{TreeCPUBackend.__module__}.{TreeCPUBackend.__qualname__}"
+    register_backend(AttentionBackendEnum.CPU_ATTN, path)
 
 
 def _halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,6 +45,14 @@ class Verified:
     top_logprobs: npt.NDArray[np.float32]
     rows: IntArray | None = None
 
+    def sources(self, rows: Rows, width: int) -> IntArray:
+        """Return the rows that each sample emits, [n, width]; behind its last one there is any row."""
+        if self.rows is None:
+            found: IntArray = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1)
+            return found
+        first = np.cumsum(self.counts) - self.counts
+        return self.rows[np.minimum(first[:, None] + np.arange(width), len(self.rows) - 1)]
+
 
 def sample(
     logits: torch.Tensor,
