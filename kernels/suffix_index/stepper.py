@@ -5,15 +5,16 @@ Importing this module imports numba.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kernels.suffix_index.archive import IndexSettings
 from kernels.suffix_index.arena import Arena, Full
-from kernels.suffix_index.compiled.entry_points import DONE, NO_ROOM, step
-from kernels.suffix_index.continuations import Continuations
+from kernels.suffix_index.compiled.entry_points import DONE, NO_ROOM, branch, step
+from kernels.suffix_index.compiled.layout import RIVALS
+from kernels.suffix_index.continuations import Branches, Continuations
 from kernels.suffix_index.names import Name
 from kernels.suffix_index.prompts import Prompts
 
@@ -32,8 +33,11 @@ class Stepper:
         tokens: npt.NDArray[np.int32],
         cu: npt.NDArray[np.int64],
         window: int,
+        branches: int,
     ) -> Continuations:
         """Append tokens and predict continuations; see SuffixIndex.step. Shapes and ids are valid."""
+        if branches:
+            self.arena.arrays.scalars[RIVALS] = 1
         over_bound = self.prompts.used + len(tokens) > self.settings.max_tokens
         if over_bound or self.prompts.unbuilt:
             names = self._prompts_of(handles)
@@ -56,7 +60,7 @@ class Stepper:
             )  # fmt: skip
             if status == DONE:
                 self.arena.relieve()
-                return found
+                return replace(found, branches=self._branch(handles, found, branches)) if branches else found
             if status != NO_ROOM:
                 raise KeyError(int(handles[status]))
             try:
@@ -69,6 +73,15 @@ class Stepper:
                     self.prompts.clear(names)
                     self.prompts.build(names)
                     cleared = True
+
+    def _branch(self, handles: npt.NDArray[np.int64], found: Continuations, most: int) -> Branches:
+        shape = (len(handles), most * found.tokens.shape[1])
+        made = Branches(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.full(shape, -1))
+        branch(
+            self.arena.arrays, handles, self.settings.min_match, np.float32(self.settings.floor),
+            found.tokens, found.shares, found.counts, most, made.tokens, made.parents, made.shares,
+        )  # fmt: skip
+        return made
 
     def _make_room(self, handles: npt.NDArray[np.int64], cu: npt.NDArray[np.int64]) -> None:
         """Make room for the new tokens, by halting rollouts from the last on if need be."""

@@ -30,13 +30,13 @@ MOST_TOKENS = 1 << 26
 """Largest max_tokens, some 6 GB."""
 
 
-def warm_up() -> None:
+def warm_up(branches: int = 0) -> None:
     """Compile the kernels or load them from the cache, so that the first step does not pay for it."""
     index = SuffixIndex(max_tokens=10_000)
     index.put_prompt("", [1, 2, 3])
     index.insert("", 0, 0, np.random.default_rng(0).integers(0, 1000, 2000))
     handle = index.open("", 1, 0)
-    index.step(np.array([handle]), np.array([1, 2], np.int32), np.array([0, 2]), 1)
+    index.step(np.array([handle]), np.array([1, 2], np.int32), np.array([0, 2]), 1, branches)
     index.close(handle, keep=False)
     index.drop("")
 
@@ -182,10 +182,12 @@ class SuffixIndex:
         tokens: npt.NDArray[np.int32],
         cu: npt.NDArray[np.int64],
         window: int,
+        branches: int = 0,
     ) -> Continuations:
         """Append tokens[cu[i] : cu[i + 1]] to growing rollout handles[i], then predict how each goes on.
 
-        handles [n]; tokens [cu[n]]; cu [n + 1], ascending from 0; window >= 1: most tokens of a continuation. A
+        handles [n]; tokens [cu[n]]; cu [n + 1], ascending from 0; window >= 1: most tokens of a continuation, and
+        of each of up to `branches` branches from it. A
         growing rollout for which there is no room even after all else was evicted is halted: nothing more is
         appended to it or predicted for it. KeyError for a handle that is not open, ValueError for anything
         else; nothing is appended then.
@@ -193,11 +195,13 @@ class SuffixIndex:
         handles, cu = np.array(handles, np.int64), np.array(cu, np.int64)
         tokens = token_array(tokens)
         n = len(handles)
+        if branches < 0:
+            raise ValueError(f"branches must be 0 or more, got {branches}")
         if window < 1:
             raise ValueError(f"window must be at least 1 token, got {window}")
         if cu.shape != (n + 1,) or cu[0] != 0 or cu[-1] != len(tokens) or (cu[1:] < cu[:-1]).any():
             raise ValueError(f"{n} handles and {len(tokens)} tokens do not go with cu {cu.tolist()}")
-        return self._stepper.step(handles, tokens, cu, window)
+        return self._stepper.step(handles, tokens, cu, window, branches)
 
     def dump(self) -> bytes:
         """Return all prompts and rollouts as bytes, with settings; growing rollouts are saved as finished."""

@@ -208,13 +208,14 @@ def _speculation(
 ) -> Speculation | None:
     if config.speculation == "off":
         return None
+    branches = config.max_branches if engine.trees else 0
     makers: dict[str, Callable[[], TokenDrafter]] = {
         "reference": _reference_drafter,
-        "suffix": lambda: _suffix_drafter(config, metrics),
+        "suffix": lambda: _suffix_drafter(config, metrics, branches),
     }
     # These import numba, which vLLM must come before.
     acceptance.warm_up()
-    selection.warm_up()
+    selection.warm_up(branches > 0)
     warm_up_estimator()
     knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
     fixed = FixedLengthPlanner(config.draft_window, config.draft_floor, config.survival_floor)
@@ -258,15 +259,16 @@ def _reference_drafter() -> TokenDrafter:
     return ReferenceDrafter()
 
 
-def _suffix_drafter(config: GenerationConfig, metrics: EngineMetrics) -> TokenDrafter:
+def _suffix_drafter(config: GenerationConfig, metrics: EngineMetrics, branches: int) -> TokenDrafter:
     # Imports numba, which vLLM must come before.
     from kernels.suffix_index import SuffixIndex, warm_up
 
-    warm_up()
+    warm_up(branches)
     index = SuffixIndex(max_tokens=config.draft_index_tokens, floor=config.survival_floor)
     return SuffixDrafter(
         index,
         capacity=config.draft_index_tokens,
+        branches=branches,
         tokens_per_step=config.draft_index_step_tokens,
         metrics=metrics.rollouts,
     )

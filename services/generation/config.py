@@ -143,6 +143,9 @@ class GenerationConfig(ServiceConfig):
     """Keep the weights in host memory while the trainer has the device. CUDA only: on CPU just KV is dropped."""
     draft_window: int = Field(default=16, ge=1, le=128)
     """Most draft tokens of a sample in one step."""
+    max_branches: int = Field(default=0, ge=0, le=8)
+    """Most alternatives that the suffix drafter proposes beside a sample's draft, each with what follows it; those
+    that pay are verified with it as a tree, within draft_window. In mode planner, on CPU. 0: drafts are chains."""
     draft_floor: float = Field(default=0.3, ge=0, le=1)
     """Proposals whose first token is less likely to be accepted than this are left out."""
     survival_floor: float = Field(default=0.1, ge=0, le=1)
@@ -217,10 +220,16 @@ class GenerationConfig(ServiceConfig):
 
     def engine_options(self) -> EngineOptions:
         """Return the part that the engine is built from."""
-        passed = {each.name for each in fields(EngineOptions)} - {"quantized", "eagle3", "draft_window"}
+        passed = {each.name for each in fields(EngineOptions)} - {
+            "quantized",
+            "eagle3",
+            "draft_window",
+            "trees",
+        }
         return EngineOptions(
             **self.model_dump(include=passed),
             draft_window=0 if self.speculation == "off" else self.draft_window,
+            trees=self.max_branches > 0 and self.speculation != "off",
             quantized=W4Options(self.quantized_group, self.quantized_tokens)
             if self.quantized and self.speculation != "off"
             else None,

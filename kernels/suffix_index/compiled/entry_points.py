@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kernels import jit
-from kernels.suffix_index.compiled import automaton, recent, shared, texts
+from kernels.suffix_index.compiled import automaton, branching, recent, shared, texts
 from kernels.suffix_index.compiled.hashing import push
 from kernels.suffix_index.compiled.layout import HISTORY, NOWHERE
 from kernels.suffix_index.compiled.prediction import advance, choose, learn_from
@@ -131,6 +131,34 @@ def step(arrays, handles, tokens, cu, progress, reach, min_match, floor, propose
                 arrays, cursor, min_match, floor, hashes, salt, found, proposed[i], shares[i]
             )
     return DONE
+
+
+@_entry
+def branch(arrays, handles, min_match, floor, chains, shares, counts, most, tokens, parents, odds):
+    """Fill up to `most` branches for each continuation that `step` has predicted; see Branches.
+
+    Handles are valid. tokens, parents and odds [n, most * window]; odds are 0 where there is no token.
+    """
+    buffers = (
+        np.empty(HISTORY, dtype=np.uint64),
+        np.empty(len(recent.ORDERS), dtype=np.int64),
+        np.empty(branching.ALTERNATIVES, dtype=np.int64),
+        np.empty(branching.ALTERNATIVES, dtype=np.float32),
+        np.empty(most, dtype=np.float32),
+        np.empty(most, dtype=np.float32),
+    )
+    forks = np.empty((most, 2), dtype=np.int64)
+    for i in range(len(handles)):
+        cursor = arrays.cursors[handles[i] & _ROW]
+        chain, share = chains[i, : counts[i]], shares[i, : counts[i]]
+        salt, made = recent.salt_of(handles[i]), 0
+        found = branching.find_forks(arrays, cursor, min_match, floor, salt, buffers, chain, share, forks)
+        for number in range(found):
+            fork = (number, forks[number, 0], forks[number, 1])
+            made = branching.grow(
+                arrays, cursor, min_match, floor, salt, buffers, chain, share, fork, chains.shape[1],
+                made, tokens[i], parents[i], odds[i],
+            )  # fmt: skip
 
 
 @_entry

@@ -65,8 +65,9 @@ CURSOR = np.dtype(
 
 # Scalars: the first free state, chunk, and block of each size (NOWHERE: none); states and chunks in use; rows
 # of edges ever used (those behind are untouched) and in use now; rows of edges that were lacking when there was
-# no room; entries of the shared table in use.
-FREE_STATE, STATES, FREE_CHUNK, CHUNKS, EDGES_END, EDGES, LACKING, ENTRIES, FREE_BLOCKS = range(9)
+# no room; entries of the shared table in use; 1 once rivals of
+# the likeliest continuations are asked for, and learned about.
+FREE_STATE, STATES, FREE_CHUNK, CHUNKS, EDGES_END, EDGES, LACKING, ENTRIES, RIVALS, FREE_BLOCKS = range(10)
 SCALARS = FREE_BLOCKS + SIZES
 
 

@@ -2,7 +2,8 @@
 
 The kind of a prediction is its evidence: for the prompt's automaton, the length of the match, the number of
 occurrences and the token's share of them; for the shared table, the length of the context and its firmness; for
-both, also the opinion of the other one. The kind of the token that is proposed in the end is how the rollout's own
+both, also the opinion of the other one. A rival, which the automaton has seen less often than another token, has
+its share and rank. The kind of the token that is proposed in the end is how the rollout's own
 latest occurrences vote on it, and what the other texts predict with what probability. Kinds are numbered; odds
 [KINDS, 2] hold how many predictions of each came true, and how many were made.
 """
@@ -34,7 +35,11 @@ _VOTED = _SHARED + len(ORDERS) * (len(_FIRMNESS) + 1) * _OPINIONS
 _CHANCES = (0.3, 0.5, 0.7, 0.85, 0.95)
 # Predictions of the other texts for a token: none; this token; another one.
 _SAID = 1 + 2 * (len(_CHANCES) + 1)
-KINDS = _VOTED + recent.VOTES * _SAID
+_RIVALS = _VOTED + recent.VOTES * _SAID
+# Shares of a rival, and its rank among them.
+_RIVAL_SHARES = (0.1, 0.2, 0.35)
+RANKS = 2
+KINDS = _RIVALS + (len(_LENGTHS) + 1) * (len(_OCCURRENCES) + 1) * (len(_RIVAL_SHARES) + 1) * RANKS
 
 # The priors count as so many predictions; when a kind has MEMORY, older ones start to count less.
 _PRIOR, _PRIOR_OF_VOTES = 8.0, 3.0
@@ -75,6 +80,13 @@ def kind_of_votes(votes, token, elsewhere, confidence):
 
 
 @kernel
+def kind_of_rival(length, occurrences, share, rank):
+    """Return the kind of a continuation in the prompt's automaton that is not the most frequent one."""
+    kind = _class_of(length, _LENGTHS) * (len(_OCCURRENCES) + 1) + _class_of(occurrences, _OCCURRENCES)
+    return _RIVALS + (kind * (len(_RIVAL_SHARES) + 1) + _class_of(share, _RIVAL_SHARES)) * RANKS + rank
+
+
+@kernel
 def chance(odds, kind):
     """Return the probability that a prediction of a kind comes true, in (0, 1)."""
     return odds[kind, 0] / odds[kind, 1]
@@ -99,7 +111,11 @@ def prior_odds() -> NDArray[np.float32]:
     firmness = np.array([0.5, 0.6, 0.7, 0.8, 0.9])
     alone = np.concatenate([(length * occurrences * share).ravel(), (order * firmness).ravel()])
     sources = np.stack([alone, 1 - (1 - alone) / 2, alone * 0.6], axis=-1).ravel()
-    chances = np.concatenate([sources, [each for vote in range(recent.VOTES) for each in _of_votes(vote)]])
+    votes = [each for vote in range(recent.VOTES) for each in _of_votes(vote)]
+    rivals = np.tile(
+        np.repeat((0.04, 0.12, 0.22, 0.33), RANKS), (len(_LENGTHS) + 1) * (len(_OCCURRENCES) + 1)
+    )
+    chances = np.concatenate([sources, votes, rivals])
     weight = np.where(np.arange(KINDS) < _VOTED, _PRIOR, _PRIOR_OF_VOTES)
     return np.stack([chances * weight, weight], axis=-1).astype(np.float32)
 

@@ -19,7 +19,7 @@ import numpy as np
 from kernels.jit import kernel
 from kernels.suffix_index.compiled import recent
 from kernels.suffix_index.compiled.edges import find, target_of, token_of, weight_of
-from kernels.suffix_index.compiled.layout import NONE, NOWHERE
+from kernels.suffix_index.compiled.layout import NONE, NOWHERE, RIVALS
 from kernels.suffix_index.compiled.odds import (
     AGREED,
     ALONE,
@@ -30,24 +30,13 @@ from kernels.suffix_index.compiled.odds import (
     kind_of_shared,
     kind_of_votes,
 )
+from kernels.suffix_index.compiled.rivals import judge_rivals, longest_match
 from kernels.suffix_index.compiled.shared import ORDERS, look_up
 
 # Longer matches need no look-up: the shared table has no longer context.
 _LONGEST = ORDERS[-1]
 _NO_TOKEN = np.int64(-1)
 _NO_KIND = np.int64(-1)
-
-
-@kernel
-def longest_match(states, state, match):
-    """Return (state, length) of the longest suffix of a text that has a continuation; a root if none has.
-
-    The text ends at `state`, which stands for its last `match` tokens.
-    """
-    while states[state].target == NOWHERE and states[state].link != NOWHERE:
-        state = np.int64(states[state].link)
-        match = np.int64(states[state].length)
-    return state, match
 
 
 @kernel
@@ -81,7 +70,7 @@ def predict(arrays, state, match, hashes, hashed, weight, min_match):
 
 
 @kernel
-def _elsewhere(odds, matched, matched_kind, shared, shared_kind, match, length):
+def elsewhere(odds, matched, matched_kind, shared, shared_kind, match, length):
     """Return (token or -1, probability) predicted by the other texts, by the longer context."""
     if matched >= 0 and match >= length:
         return matched, chance(odds, matched_kind)
@@ -99,7 +88,7 @@ def choose(arrays, state, match, hashes, hashed, weight, min_match, salt, found)
     matched, matched_kind, shared, shared_kind, match, length = predict(
         arrays, state, match, hashes, hashed, weight, min_match
     )
-    token, confidence = _elsewhere(arrays.odds, matched, matched_kind, shared, shared_kind, match, length)
+    token, confidence = elsewhere(arrays.odds, matched, matched_kind, shared, shared_kind, match, length)
     recent.look_up(arrays.recent, hashes, hashed, salt, found)
     best_token, best = token, np.float32(0)
     if token >= 0:
@@ -116,18 +105,20 @@ def choose(arrays, state, match, hashes, hashed, weight, min_match, salt, found)
 @kernel
 def learn_from(arrays, state, match, hashes, hashed, weight, min_match, token, salt, found):
     """Judge the predictions that would have been made where `token` came; `found` is a buffer."""
-    matched, matched_kind, shared, shared_kind, match, length = predict(
+    matched, matched_kind, shared, shared_kind, own, length = predict(
         arrays, state, match, hashes, hashed, weight, min_match
     )
-    elsewhere, confidence = _elsewhere(arrays.odds, matched, matched_kind, shared, shared_kind, match, length)
+    token_there, confidence = elsewhere(arrays.odds, matched, matched_kind, shared, shared_kind, own, length)
     recent.look_up(arrays.recent, hashes, hashed, salt, found)
-    if elsewhere >= 0:
-        kind = kind_of_votes(recent.votes(found, elsewhere), elsewhere, elsewhere, confidence)
-        judge(arrays.odds, kind, elsewhere == token)
+    if token_there >= 0:
+        kind = kind_of_votes(recent.votes(found, token_there), token_there, token_there, confidence)
+        judge(arrays.odds, kind, token_there == token)
     for i in range(len(found)):
-        if found[i] >= 0 and found[i] != elsewhere and _first_place(found, found[i]) == i:
-            kind = kind_of_votes(recent.votes(found, found[i]), found[i], elsewhere, confidence)
+        if found[i] >= 0 and found[i] != token_there and _first_place(found, found[i]) == i:
+            kind = kind_of_votes(recent.votes(found, found[i]), found[i], token_there, confidence)
             judge(arrays.odds, kind, found[i] == token)
+    if arrays.scalars[RIVALS]:
+        judge_rivals(arrays, state, match, weight, min_match, token)
     if matched >= 0:
         judge(arrays.odds, matched_kind, matched == token)
     if shared >= 0:

@@ -116,7 +116,8 @@ class SampleDrafts:
         states, load = engine.decoding(), engine.load
         decodes = load.running == len(states) and not load.waiting
         drafts = self._drafts(states, engine.row_capacity - (0 if decodes else engine.prompt_rows))
-        verified = engine.put_drafts(drafts)
+        trees = None if speculation is None else speculation.parents
+        verified = engine.put_drafts(drafts, trees) if trees else engine.put_drafts(drafts)
         return speculation.shape(states, verified) if decodes and speculation is not None else None
 
     def _drafts(self, samples: Sequence[EngineSampleState], rows: int) -> dict[str, list[int]]:

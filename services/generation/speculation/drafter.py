@@ -8,7 +8,7 @@ are accepted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -61,17 +61,51 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ProposedBranches:
+    """Branches of the n proposals of a step, of which each has up to w tokens.
+
+    tokens [n, m] are integers; acceptance [n, m] float64 is the probability that a token is accepted if all before
+    it in its path are, 0 where there is no token. parents [n, m] say what a token follows: -1 the sample's last
+    token, below w a token of the proposal, and from w on one of these, counted from there, before its own place.
+    """
+
+    tokens: NDArray[np.int32]
+    acceptance: NDArray[np.float64]
+    parents: NDArray[np.int64]
+
+    def check(self, samples: int, window: int, vocab_size: int) -> None:
+        """Raise ValueError unless these go with proposals for so many samples, of up to `window` tokens."""
+        shape, place = self.tokens.shape, np.arange(self.tokens.shape[-1])
+        if len(shape) != 2 or shape[0] != samples or not shape == self.acceptance.shape == self.parents.shape:
+            raise ValueError(f"branches of shape {shape} for {samples} samples")
+        if self.tokens.dtype.kind not in "iu" or not 0 <= self.tokens.min() <= self.tokens.max() < vocab_size:
+            raise ValueError(f"a branch token outside the vocabulary of {vocab_size}")
+        if (
+            self.acceptance.dtype.kind != "f"
+            or not 0.0 <= self.acceptance.min() <= self.acceptance.max() <= 1
+        ):
+            raise ValueError("a prediction of a branch token that is no probability")
+        if (
+            self.parents.dtype != np.int64
+            or not ((self.parents >= -1) & (self.parents < window + place)).all()
+        ):
+            raise ValueError("a branch token without a parent before it")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Proposals:
     """Proposals of one drafter for the n samples of a step, of at most w tokens each.
 
     tokens [n, w] are integers; acceptance [n, w] float64 is the probability that a token is accepted if all before
     it are. The first 0 ends a proposal: tokens there and behind it do not count. sources [n] name the origins in
-    results and metrics; an empty one, or none at all, stands for the drafter's name.
+    results and metrics; an empty one, or none at all, stands for the drafter's name. `branches` are alternatives to
+    some of these tokens, which only some modes verify.
     """
 
     tokens: NDArray[np.int32]
     acceptance: NDArray[np.float64]
     sources: Sequence[str] = ()
+    branches: ProposedBranches | None = None
 
     @classmethod
     def of(cls, made: Sequence[Proposal | None]) -> Self:
@@ -86,7 +120,10 @@ class Proposals:
 
     def only(self, wanted: Sequence[bool]) -> Self:
         """Return the proposals for the wanted samples [n] and none for the others."""
-        return type(self)(self.tokens, self.acceptance * np.asarray(wanted)[:, None], self.sources)
+        keep, branches = np.asarray(wanted)[:, None], self.branches
+        if branches is not None:
+            branches = replace(branches, acceptance=branches.acceptance * keep)
+        return type(self)(self.tokens, self.acceptance * keep, self.sources, branches)
 
 
 Samples = Sequence[EngineSampleState]

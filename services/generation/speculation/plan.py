@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 
 from services.generation.speculation.drafter import ProposalsByName, Samples
-from services.generation.speculation.selection.selection import Floats, Ints, survivals
+from services.generation.speculation.selection.selection import Bools, Floats, Ints, survivals
 
 UNBOUNDED = 1 << 30
 """Sentinel: no limit on the verified tokens of a step."""
@@ -30,6 +30,8 @@ class Drafts:
     """Accepted tokens that the drafters predict, of all samples together."""
     saved: float = inf
     """Predicted seconds saved over decoding as many tokens plainly; infinite if there is no prediction."""
+    parents: dict[str, list[int]] = field(default_factory=dict)
+    """What each token follows in the drafts that are trees (engine/draft_tree.py)."""
 
     @property
     def count(self) -> int:
@@ -133,6 +135,22 @@ def drafts(
             tokens[sample_id] = proposed
             origins[sample_id] = (name, made.sources[i] or name) if made.sources else own
     return Drafts(tokens, origins, expected)
+
+
+def add_branches(made: Drafts, samples: Samples, name: str, proposals: ProposalsByName, taken: Bools) -> None:
+    """Put the taken branch tokens [n, m] of a drafter behind the chains of its proposals that are planned."""
+    branches, window = proposals[name].branches, proposals[name].tokens.shape[1]
+    assert branches is not None
+    for i in np.flatnonzero(taken.any(1)).tolist():
+        nodes, sample_id = np.flatnonzero(taken[i]), samples[i].sample_id
+        chain = made.tokens.get(sample_id, [])
+        places = {window + node: place for place, node in enumerate(nodes.tolist(), len(chain))}
+        made.parents[sample_id] = [
+            *range(-1, len(chain) - 1),
+            *(places.get(parent, parent) for parent in branches.parents[i, nodes].tolist()),
+        ]
+        made.tokens[sample_id] = chain + branches.tokens[i, nodes].tolist()
+        made.origins[sample_id] = (name, name)
 
 
 def context_of(samples: Samples) -> int:

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import structlog
 
+from services.generation.engine.draft_tree import DraftTree, depths_of
 from services.generation.engine.types import SampleStep
 from services.generation.speculation.backoff import DraftBackoff
 from services.generation.speculation.drafter import (
@@ -91,6 +92,8 @@ class Speculation:
     # Of the drafts whose outcomes may still come, drafter and source by sample id; the latest decision's last.
     _origins: deque[dict[str, tuple[str, str]]] = field(init=False)
     _backoff: DraftBackoff = field(init=False, default_factory=DraftBackoff)
+    parents: Mapping[str, Sequence[int]] = field(init=False, default_factory=dict)
+    """What each token follows, of the drafts of the next step that are trees."""
     # Drafting is skipped in the step being planned.
     _skipped: bool = field(init=False, default=False)
 
@@ -135,6 +138,7 @@ class Speculation:
     def drafts(self, samples: Samples, rows: int = UNBOUNDED) -> dict[str, list[int]]:
         """Return the tokens to verify in the next step, by sample id; see `DraftPlanner.choose`."""
         drafts = Drafts()
+        self.parents = drafts.parents
         self._origins.append(drafts.origins)
         if not samples:
             return {}
@@ -145,7 +149,7 @@ class Speculation:
         began = self.clock()
         made = self._proposals(samples)
         drafts = self._planner.call(drafts, self._choose, samples, made, rows)
-        self._origins[-1] = drafts.origins
+        self._origins[-1], self.parents = drafts.origins, drafts.parents
         saved = drafts.saved if drafts.tokens else 0.0
         self._backoff.record_drafted_step(len(samples), saved, self.clock() - began)
         return drafts.tokens
@@ -175,7 +179,10 @@ class Speculation:
             return ""
         name, source = origins.pop(step.sample_id)
         self.metrics.verified(source, step.drafted, step.accepted)
-        self._planner.call(None, self.plan.verified, source, step.drafted, step.accepted)
+        # Of a tree one path is accepted at most: it says of lengths what a chain of its depth does.
+        own = self.parents.get(step.sample_id)
+        deepest = step.drafted if own is None else min(step.drafted, max(depths_of(own)))
+        self._planner.call(None, self.plan.verified, source, deepest, step.accepted)
         drafter, guard = self._guarded[name]
         guard.call(None, drafter.learn, step.sample_id, step.drafted, step.accepted)
         return source
@@ -187,6 +194,8 @@ class Speculation:
         for sample_id, tokens in made.tokens.items():
             if not 0 < len(tokens) <= rooms.get(sample_id, 0) or made.origins[sample_id][0] not in proposals:
                 raise ValueError(f"{len(tokens)} draft tokens, room for {rooms.get(sample_id, 0)}")
+        for sample_id, parents in made.parents.items():
+            DraftTree(made.tokens[sample_id], parents)
         if isnan(made.saved) or (made.tokens and len(samples) + made.count > rows):
             raise ValueError(f"{made.count} draft tokens in {rows} rows, which save {made.saved} s")
         return made
@@ -223,4 +232,6 @@ class Speculation:
             raise ValueError("a prediction that is no probability")
         if len(made.sources) not in (0, n) or set(map(type, made.sources)) - {str}:
             raise ValueError("sources that are no names")
+        if made.branches is not None:
+            made.branches.check(n, tokens.shape[1], self.vocab_size)
         return made

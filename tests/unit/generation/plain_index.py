@@ -56,7 +56,7 @@ class PlainIndex:
         if not keep:
             del self.texts[text]
 
-    def step(self, handles: Any, tokens: Any, cu: Any, window: int) -> Continuations:
+    def step(self, handles: Any, tokens: Any, cu: Any, window: int, branches: int = 0) -> Continuations:
         assert handles.dtype == cu.dtype == np.int64
         assert tokens.dtype == np.int32
         assert len(set(handles.tolist())) == len(handles)

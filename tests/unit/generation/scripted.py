@@ -75,6 +75,7 @@ class ScriptedEngine:
     prompt_rows: int = 0
     dtype: str = "float32"
     model_drafts: dict[str, Any] = field(default_factory=dict)
+    trees: bool = False
     # Of an engine that schedules ahead: what the step in flight will have done.
     ahead: bool = False
     flying: list[SampleStep] | None = None

@@ -37,6 +37,7 @@ class NamedEngine(ScriptedEngine):
     max_running: int = 4
     kv_capacity: int = 1 << 20
     model_drafts: dict[str, Any] = field(default_factory=dict)
+    trees: bool = False
 
 
 @pytest.fixture

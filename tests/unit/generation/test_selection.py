@@ -78,7 +78,8 @@ def test_the_best_count_is_found_and_cut_from_the_likeliest_tokens(
     assert found.rate == pytest.approx(rates[found.tokens], rel=ALIKE)
     assert found.seconds == pytest.approx(by_count[found.tokens])
     assert found.expected == pytest.approx(tokens[: found.tokens].sum(), rel=ALIKE, abs=TINY)
-    lengths, expected = cut(survival, found)
+    lengths, expected, taken = cut(survival, found)
+    assert taken is None
     assert lengths.sum() == found.tokens
     taken = sum(picked[i, :length].sum() for i, length in enumerate(lengths))
     assert expected == pytest.approx(taken)

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from services.contracts.rollout import Rollout
 from services.generation.speculation.drafter import (
@@ -27,6 +28,7 @@ from services.generation.speculation.drafter import (
     NewRollouts,
     Proposals,
     ProposalsByName,
+    ProposedBranches,
     Samples,
     TokenDrafter,
 )
@@ -102,6 +104,7 @@ class SuffixDrafter(TokenDrafter):
         index: SuffixIndex | None = None,
         *,
         capacity: int = _CAPACITY,
+        branches: int = 0,
         tokens_per_step: int = _TOKENS_PER_STEP,
         metrics: IndexCostMetrics | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -111,11 +114,13 @@ class SuffixDrafter(TokenDrafter):
         Args:
             index: without one, an index of `capacity` tokens is made, which imports numba.
             capacity: most tokens in the queue; the oldest rollouts beyond it are dropped.
+            branches: most alternatives that are proposed beside a continuation.
             tokens_per_step: queued tokens that a step indexes.
             metrics: of the cost.
             clock: seconds.
         """
         self._index = _new_index(capacity) if index is None else index
+        self._branches = branches
         self._tokens_per_step = tokens_per_step
         self._metrics = metrics
         self._clock = clock
@@ -161,7 +166,7 @@ class SuffixDrafter(TokenDrafter):
             taking.append(sample)
             news.append(state.response[sample.taken :])
             sample.taken = len(state.response)
-        return _proposals(known, self._step(taking, news, window)) if taking else None
+        return _proposals(known, self._step(taking, news, window, self._branches)) if taking else None
 
     def end(self, sample_id: str, response: Sequence[int]) -> None:
         """Append the tokens of the last step, and keep the text for later samples."""
@@ -180,14 +185,16 @@ class SuffixDrafter(TokenDrafter):
         self._absorb(self._tokens_per_step)
         return bool(self._waiting)
 
-    def _step(self, samples: Sequence[_Sample], news: Sequence[Sequence[int]], window: int) -> Continuations:
+    def _step(
+        self, samples: Sequence[_Sample], news: Sequence[Sequence[int]], window: int, branches: int = 0
+    ) -> Continuations:
         """Append new tokens to growing texts, and return their predicted continuations."""
         began = self._clock()
         handles = np.fromiter((sample.handle for sample in samples), np.int64, len(samples))
         cu = np.zeros(len(news) + 1, np.int64)
         np.cumsum([len(each) for each in news], out=cu[1:])
         tokens = np.fromiter(chain.from_iterable(news), np.int32, int(cu[-1]))
-        found = self._index.step(handles, tokens, cu, window)
+        found = self._index.step(handles, tokens, cu, window, branches)
         self._built("step", began, len(tokens))
         return found
 
@@ -224,13 +231,23 @@ def _proposals(known: Sequence[_Sample | None], found: Continuations) -> Proposa
     """Return proposals in the order of `known`; `found` has a row for each of its samples."""
     if not found.counts.any():
         return None
-    if len(found.counts) == len(known):
-        return Proposals(found.tokens, found.shares.astype(np.float64))
     rows = [i for i, sample in enumerate(known) if sample is not None]
-    shape = (len(known), found.tokens.shape[1])
-    proposals = Proposals(np.zeros(shape, np.int32), np.zeros(shape))
-    proposals.tokens[rows], proposals.acceptance[rows] = found.tokens, found.shares
-    return proposals
+    branches = None
+    if (own := found.branches) is not None:
+        parents = _spread(own.parents, rows, len(known), np.int64)
+        tokens = _spread(own.tokens, rows, len(known), np.int32)
+        branches = ProposedBranches(tokens, _spread(own.shares, rows, len(known), np.float64), parents)
+    tokens = _spread(found.tokens, rows, len(known), np.int32)
+    return Proposals(tokens, _spread(found.shares, rows, len(known), np.float64), branches=branches)
+
+
+def _spread(found: NDArray[Any], rows: Sequence[int], count: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Return an array of `count` rows with the found ones at these places."""
+    if len(rows) == count:
+        return found.astype(dtype, copy=False)
+    spread = np.zeros((count, found.shape[1]), dtype)
+    spread[rows] = found
+    return spread
 
 
 def _prompt_name(context: DraftContext) -> Name:

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.generation.speculation.batch_sizes import draft_token_counts
-from services.generation.speculation.drafter import Proposals
+from services.generation.speculation.drafter import Proposals, ProposedBranches
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class SelectedCount(NamedTuple):
@@ -37,12 +38,24 @@ class SelectedCount(NamedTuple):
     token_seconds: float
 
 
-def warm_up() -> None:
+class BranchSurvival(NamedTuple):
+    """Survival of the branches [n, m] of one drafter's proposals, whose place among them is `drafter`."""
+
+    drafter: int
+    survival: Floats
+
+
+def warm_up(branches: bool = False) -> None:
     """Compile or load the compiled functions, so that the first step does not wait for it."""
     survival = survivals([Proposals(np.zeros((1, 1), np.int32), np.ones((1, 1)))], np.ones(1, np.int64), 1)
     # A read-only array of the grid, as in real steps.
     found = search(survival, draft_token_counts(1, 1), np.ones(2))
     cut(survival, found)
+    if branches:
+        own = ProposedBranches(np.ones((1, 1), np.int32), np.ones((1, 1)), np.full((1, 1), -1))
+        made = [Proposals(np.zeros((1, 1), np.int32), np.ones((1, 1)), branches=own)]
+        forked = branch_survival(made, np.ones(1, np.int64), survival)
+        cut(survival, search(survival, draft_token_counts(1, 1), np.ones(2), 0.0, forked), forked)
 
 
 def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
@@ -59,7 +72,30 @@ def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
     return survival
 
 
-def search(survival: Floats, counts: Ints, seconds: Floats, price: float = 0.0) -> SelectedCount:
+def branch_survival(made: Sequence[Proposals], room: Ints, survival: Floats) -> BranchSurvival | None:
+    """Return the survival of the branches of the first drafter that has any; None if none has.
+
+    Its tokens in `survival` are cut: those of a chain and its branches are as many together as a chain may have.
+    """
+    from services.generation.speculation.selection import compiled_trees
+
+    for drafter, proposals in enumerate(made):
+        if (own := proposals.branches) is not None:
+            found = np.zeros(own.tokens.shape)
+            acceptance = np.ascontiguousarray(own.acceptance, np.float64)
+            window = proposals.tokens.shape[1]
+            compiled_trees.survive(survival[drafter], acceptance, own.parents, window, room, found)
+            return BranchSurvival(drafter, found)
+    return None
+
+
+def search(
+    survival: Floats,
+    counts: Ints,
+    seconds: Floats,
+    price: float = 0.0,
+    branches: BranchSurvival | None = None,
+) -> SelectedCount:
     """Return the best of `counts` [c] above 0 of draft tokens by predicted rate, by `survivals`.
 
     Counts rise from 0; `seconds` [c] are the times of steps with them. Counts with more tokens than there are do
@@ -72,11 +108,21 @@ def search(survival: Floats, counts: Ints, seconds: Floats, price: float = 0.0) 
     if seconds.shape != counts.shape:
         raise ValueError(f"{seconds.size} step times for {counts.size} numbers of draft tokens")
     picks, buckets = np.empty(survival.shape[1], np.int64), np.empty((compiled.BUCKETS, 2))
+    if branches is not None:
+        from services.generation.speculation.selection import compiled_trees
+
+        drafter, own = branches
+        best = compiled_trees.search(survival, own, drafter, counts, seconds, price, picks, buckets)
+        return SelectedCount(picks, buckets, *best)
     return SelectedCount(picks, buckets, *compiled.search(survival, counts, seconds, price, picks, buckets))
 
 
-def cut(survival: Floats, found: SelectedCount) -> tuple[Ints, float]:
-    """Return how many of the tokens found, more than 0, each sample has [n], and the sum of their survival.
+def cut(
+    survival: Floats, found: SelectedCount, branches: BranchSurvival | None = None
+) -> tuple[Ints, float, Bools | None]:
+    """Return how many of the tokens found, more than 0, each sample has in its chain [n], and the sum of survival.
+
+    The third is which branch tokens are found [n, m], where there are branches.
 
     They are the highest-ranked of the picked drafters, and beginnings of proposals, because survival falls along a
     proposal.
@@ -84,4 +130,14 @@ def cut(survival: Floats, found: SelectedCount) -> tuple[Ints, float]:
     from services.generation.speculation.selection import compiled
 
     lengths = np.empty_like(found.picks)
-    return lengths, compiled.cut(survival, found.picks, found.buckets, found.tokens, lengths)
+    if branches is None:
+        expected = compiled.cut(survival, found.picks, found.buckets, found.tokens, lengths)
+        return lengths, expected, None
+    from services.generation.speculation.selection import compiled_trees
+
+    drafter, own = branches
+    taken = np.empty(own.shape, np.bool_)
+    expected = compiled_trees.cut(
+        survival, own, drafter, found.picks, found.buckets, found.tokens, lengths, taken
+    )
+    return lengths, expected, taken
