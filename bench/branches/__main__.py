@@ -2,8 +2,8 @@
 
 The runs are those of bench/mismatch, recorded now where they are not there. Drafters are asked at every position
 of the samples behind their real tokens. Rollout times are by the planner's model of step times, on a sweep of this
-machine with the subject, and on one of an 8B model on an H100 (services/simulator/device_tables.py). Writes
-runs/bench/branches.json.
+machine with the subject, and on one of an 8B model on an H100 (services/simulator/device_tables.py): with a
+prototype of trees, and with the services' own index, planner and trees. Writes runs/bench/branches.json.
 
     python -m bench.branches [--subjects tinymath tinymath-16m] [--rates 5e-5 1.5e-4 5e-4]
 """
@@ -22,7 +22,9 @@ from typing import Any
 from bench.branches import earlier_policy, suffixes, with_reference
 from bench.branches.choices import Branches, Choices, calibrated
 from bench.branches.eagle3 import HeadChoices
+from bench.branches.served import MOST, Device, decode_run
 from bench.branches.trees import DraftedSample, DraftShape, decode
+from bench.mismatch.arms import ARMS
 from bench.mismatch.records import FOLDER, LEARNING_RATES, CountedRun, load_or_count
 from bench.report import console, show_table, write
 from bench.rollout.first_head import first_head
@@ -48,6 +50,14 @@ _TIMES = (
     ("three branches", "rows_three"),
     ("steps, of chain", "steps_of_chain"),
 )
+_SERVED = (
+    ("one branch, of chain", "one_of_chain"),
+    ("two, of chain", "two_of_chain"),
+    (f"{MOST}, of chain", "most_of_chain"),
+    ("rows a step, chain", "rows_chain"),
+    (f"{MOST} branches", "rows_most"),
+    ("steps, of chain", "steps_of_chain"),
+)
 Drafters = Mapping[str, Sequence[Mapping[SampleKey, Choices]]]
 """By drafter: the choices along the samples of each counted step."""
 
@@ -68,8 +78,9 @@ def main() -> None:
             drafters = _drafters(counted, HeadChoices(counted.model, head))
             right = {each: _right(steps) for each, steps in drafters.items()}
             show_table(name, _RIGHT, right)
-            found[name] = {"right": right, "times": _times(counted, drafters)}
+            found[name] = {"right": right, "times": _times(counted, drafters), "served": _served(counted)}
             show_table(name, _TIMES, found[name]["times"])
+            show_table(f"{name}, by the services", _SERVED, found[name]["served"])
     write("branches", {**headline(found), "runs": found})
 
 
@@ -156,6 +167,34 @@ def _times(counted: CountedRun, drafters: Drafters) -> dict[str, dict[str, float
                     "rows_chain": rows[1] / steps_taken[1],
                     "rows_three": rows[3] / steps_taken[3],
                     "steps_of_chain": steps_taken[3] / steps_taken[1],
+                }
+    return found
+
+
+def _served(counted: CountedRun) -> dict[str, dict[str, float]]:
+    """Return rollout times by device, regime and drafter, with the services' own drafters and planner."""
+    h100 = decoding_table("8B H100", QWEN3_8B, H100)
+    devices = {
+        _CPU: Device(StepTimeEstimator(_measured_sweep(counted).steps)),
+        _H100: Device(StepTimeEstimator(swept(h100, 512)), h100.graphs),
+    }
+    arms = {SUFFIX: "history", REFERENCE: "reference"}
+    found = {}
+    for drafter, arm_name in arms.items():
+        arm = next(each for each in ARMS if each.name == arm_name)
+        for regime in REGIMES.values():
+            for name, device in devices.items():
+                chain, *trees = (
+                    decode_run(counted, arm, regime, device, branches, FIRST) for branches in (0, 1, 2, MOST)
+                )
+                best = trees[-1]
+                found[f"{name}, {regime.name}, {drafter}"] = {
+                    "one_of_chain": trees[0].seconds / chain.seconds,
+                    "two_of_chain": trees[1].seconds / chain.seconds,
+                    "most_of_chain": best.seconds / chain.seconds,
+                    "rows_chain": chain.verified / chain.steps,
+                    "rows_most": best.verified / best.steps,
+                    "steps_of_chain": best.steps / chain.steps,
                 }
     return found
 

@@ -76,12 +76,12 @@ def replay(counted: CountedRun, arm: Arm) -> Iterator[ReplayedRun]:
     second = _SecondReference()
     speculation = Speculation(_drafters(arm, second), plan, 1 << 20, StrictMetrics())
     for place in range(len(counted.trajectory.steps)):
-        samples = [_sample(counted, arm, place, key) for key in counted.trajectory.steps[place].samples]
+        samples = [sample_of(counted, arm, place, key) for key in counted.trajectory.steps[place].samples]
         responses |= {sample.context.sample_id: sample.response for sample in samples}
         for sample in samples:
             speculation.begin(sample.context)
         second.add_rollouts(NewRollouts((), _references(counted, arm.second, place, samples)))
-        speculation.add_rollouts(NewRollouts(_known(counted, arm, place)))
+        speculation.add_rollouts(NewRollouts(known_at(counted, arm, place)))
         while speculation.idle_work():
             pass
         steps = decode(speculation, samples, counted.trajectory.options.max_tokens)
@@ -115,7 +115,8 @@ def _prompt_name(arm: Arm, key: SampleKey) -> str:
     return key.prompt_id if arm.group else f"{key.prompt_id}/{key.slot}"
 
 
-def _sample(counted: CountedRun, arm: Arm, place: int, key: SampleKey) -> ReplayedSample:
+def sample_of(counted: CountedRun, arm: Arm, place: int, key: SampleKey) -> ReplayedSample:
+    """Return a sample of the step at `place` and what drafters are told of it."""
     step = counted.trajectory.steps[place]
     sample = step.samples[key]
     prompt = next(group.prompt_token_ids for group in step.groups if group.prompt_id == key.prompt_id)
@@ -149,7 +150,7 @@ def _references(
     }
 
 
-def _known(counted: CountedRun, arm: Arm, place: int) -> list[Rollout]:
+def known_at(counted: CountedRun, arm: Arm, place: int) -> list[Rollout]:
     """Return what the index knows at the beginning of a step, under the names of its samples."""
     steps, found = counted.trajectory.steps, list[Rollout]()
     for prompt_id in sorted({key.prompt_id for key in steps[place].samples}):

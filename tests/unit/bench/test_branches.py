@@ -10,12 +10,27 @@ from hypothesis import strategies as st
 from bench.branches import suffixes, with_reference
 from bench.branches.choices import CHOICES, Branches, Choices, calibrated, ranks_of
 from bench.branches.earlier_policy import with_noise
+from bench.branches.served import replayed
 from bench.branches.trees import DraftedSample, DraftShape, decode
+from bench.mismatch.decoding import ReplayedSample, StrictMetrics
 from kernels.coupled_sampler.noise import gumbel
 from paceline import SampleKey
+from services.contracts.knobs import Knobs
 from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.rollouts.origin import NOWHERE
+from services.generation.speculation.drafter import (
+    DraftContext,
+    Proposals,
+    ProposalsByName,
+    ProposedBranches,
+    Samples,
+    TokenDrafter,
+)
+from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
+from services.generation.speculation.speculation import Speculation
 from services.step_time.estimator import StepTimeEstimator
 from services.step_time.prior import MeasuredStep
+from tests.support.step_times import settled
 
 
 @given(st.integers(0, 2**63), st.integers(1, 6), st.integers(4, 9))
@@ -102,3 +117,37 @@ def test_calibrated_probabilities_are_shares_of_tokens_as_certain(seed: int) -> 
     assert found.shape == (2, 2, CHOICES)
     assert found[:, :, 0] == pytest.approx(np.array([[0.4, 0.9]] * 2), abs=0.12)
     assert (found.sum(2) <= 1.0 + 1e-9).all()
+
+
+class _Trees(TokenDrafter):
+    """Proposes a chain that is wrong from its second token on, and what comes in its place as a branch."""
+
+    name = "trees"
+
+    def __init__(self, response: list[int]) -> None:
+        self.response = response
+
+    def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals:
+        (sample,) = samples
+        first, second, third, *_ = [*self.response[len(sample.response) :], 0, 0, 0]
+        branches = ProposedBranches(
+            np.array([[second, third]], np.int32), np.full((1, 2), 0.9), np.array([[0, 2]])
+        )
+        return Proposals(np.array([[first, 99]], np.int32), np.full((1, 2), 0.9), branches=branches)
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(13, 3), (2, 1), (1, 0)])
+def test_a_replayed_sample_takes_the_path_that_is_its_own(tokens: int, steps: int) -> None:
+    """Three tokens of a tree and the one behind them a step, and the first token by prefill."""
+    response = list(range(1, tokens + 1))
+    step_time = StepTimeEstimator(
+        [MeasuredStep(samples=1, rows=rows, context=3, seconds=1.0) for rows in (1, 2, 8, 16)]
+    )
+    planner = KnobDrivenPlanner(
+        Knobs(mode="planner", draft_cap=4, margin=0.0), step_time, lambda _: NOWHERE, exploration=settled()
+    )
+    speculation = Speculation([_Trees(response)], planner, 100, StrictMetrics(), clock=lambda: 0.0)
+    sample = ReplayedSample(SampleKey("p", 0), DraftContext("s", [1, 2]), response)
+    found = replayed(speculation, [sample], 100, step_time)
+    assert found.steps == steps
+    assert found.seconds == pytest.approx(steps, rel=0.1)
