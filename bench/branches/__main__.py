@@ -22,7 +22,7 @@ from typing import Any
 from bench.branches import earlier_policy, suffixes, with_reference
 from bench.branches.choices import Branches, Choices, calibrated
 from bench.branches.eagle3 import HeadChoices
-from bench.branches.served import MOST, Device, decode_run
+from bench.branches.served import FLOORS, MOST, Device, decode_run
 from bench.branches.trees import DraftedSample, DraftShape, decode
 from bench.mismatch.arms import ARMS
 from bench.mismatch.records import FOLDER, LEARNING_RATES, CountedRun, load_or_count
@@ -174,9 +174,11 @@ def _times(counted: CountedRun, drafters: Drafters) -> dict[str, dict[str, float
 def _served(counted: CountedRun) -> dict[str, dict[str, float]]:
     """Return rollout times by device, regime and drafter, with the services' own drafters and planner."""
     h100 = decoding_table("8B H100", QWEN3_8B, H100)
+    cpu, gpu = StepTimeEstimator(_measured_sweep(counted).steps), StepTimeEstimator(swept(h100, 512))
     devices = {
-        _CPU: Device(StepTimeEstimator(_measured_sweep(counted).steps)),
-        _H100: Device(StepTimeEstimator(swept(h100, 512)), h100.graphs),
+        f"{name}, floor {floor}": Device(step_time, graphs, floor)
+        for floor in FLOORS
+        for name, step_time, graphs in ((_CPU, cpu, ()), (_H100, gpu, h100.graphs))
     }
     arms = {SUFFIX: "history", REFERENCE: "reference"}
     found = {}

@@ -29,16 +29,18 @@ from services.step_time.estimator import StepTimeEstimator
 
 MOST = 4
 """Branches of a sample that are tried."""
-_WINDOW, _FLOOR = 16, 0.1
-"""An instance's defaults."""
+FLOORS = (0.1, 0.02)
+"""Survival below which nothing is proposed: an instance's default, and a lower one."""
+_WINDOW = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Step times of a device, and the numbers of verified tokens for which it has graphs."""
+    """Step times of a device, the numbers of verified tokens for which it has graphs, and the floor of drafts."""
 
     step_time: StepTimeEstimator
     graphs: Sequence[int] = ()
+    floor: float = FLOORS[0]
 
 
 def decode_run(
@@ -59,7 +61,7 @@ def decode_step(
     """Decode a step's samples, with up to so many branches beside each chain."""
     from kernels.suffix_index import SuffixIndex
 
-    suffix = SuffixDrafter(SuffixIndex(max_tokens=1_000_000, floor=_FLOOR), branches=branches)
+    suffix = SuffixDrafter(SuffixIndex(max_tokens=1_000_000, floor=device.floor), branches=branches)
     drafters: list[TokenDrafter] = [suffix] if arm.back is None else [ReferenceDrafter(), suffix]
     planner = KnobDrivenPlanner(
         Knobs(mode="planner", draft_cap=_WINDOW), device.step_time, lambda _: NOWHERE, graphs=device.graphs

@@ -53,3 +53,11 @@ def test_an_engine_of_the_other_runner_is_not_built(monkeypatch: pytest.MonkeyPa
     check_runner("auto")
     with pytest.raises(RuntimeError, match="before vLLM is imported"):
         check_runner("v2")
+
+
+def test_an_engine_is_asked_for_trees_where_there_are_to_be_branches() -> None:
+    assert not GenerationConfig(model="m").engine_options().trees
+    assert GenerationConfig(model="m", max_branches=2).engine_options().trees
+    assert not GenerationConfig(model="m", max_branches=2, speculation="off").engine_options().trees
+    with pytest.raises(ValidationError, match="max_branches"):
+        GenerationConfig(model="m", max_branches=9)

@@ -14,7 +14,9 @@ from services.contracts.knobs import Knobs
 from services.generation.build import build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.engine.types import EngineSampleState
 from services.generation.loop.metrics import EngineMetrics
+from services.generation.speculation.drafter import DraftContext
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import DraftPlanner, Speculation
@@ -128,8 +130,7 @@ def _build_drafts(rig: Rig, model: Path, **fields: Any) -> None:
         model=str(model),
         instance_id="unit",
         speculation="planner",
-        drafters=("reference",),
-        **{"sweep_seconds": 0, **fields},
+        **{"sweep_seconds": 0, "drafters": ("reference",), **fields},
     )
     metrics = EngineMetrics(CollectorRegistry())
     rig.drafts.speculation = build_drafts(config, rig.engine, metrics, rig.loop.samples.origin_of).speculation
@@ -180,3 +181,17 @@ async def test_a_mixture_of_experts_is_planned_like_any_model(
     assert rig.drafts.speculation is not None
     assert isinstance(rig.drafts.speculation.plan, KnobDrivenPlanner)
     assert (await _tokens(rig))[1] == list(range(12))
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_branches_are_proposed_where_the_engine_verifies_them(
+    rigs: Callable[..., Rig], tmp_path: Path, trees: bool
+) -> None:
+    rig = rigs(trees=trees)
+    _build_drafts(rig, tiny_model(tmp_path, num_hidden_layers=1), drafters=("suffix",), max_branches=2)
+    assert rig.drafts.speculation is not None
+    (drafter,) = rig.drafts.speculation.drafters
+    drafter.begin(DraftContext("s", [1, 2]))
+    made = drafter.propose([EngineSampleState("s", [1, 2], [5, 6, 5, 6, 5], 99, 7)], 4, {})
+    assert made is not None
+    assert (made.branches is not None) is trees

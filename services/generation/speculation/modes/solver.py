@@ -1,7 +1,7 @@
 """Mode `solver`: a table of the best configuration by batch size, searched now and then (ReSpec, section 5.2).
 
 ReSpec's configuration is (s, t, n): s passes of the drafter, t candidates for each position, n draft tokens of a
-sample. Engines verify chains, so t is 1 (decision 0002). A draft model makes a token a pass, so s is n for it, and
+sample. The mode drafts chains, so t is 1 (decision 0010). A draft model makes a token a pass, so s is n for it, and
 its passes are part of the time; drafters that look tokens up make none. The entry of a batch size is searched when
 it is first needed.
 """
