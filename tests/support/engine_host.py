@@ -50,8 +50,8 @@ class Scenario:
     `cold` drops all KV beforehand, so that nothing is found in the prefix cache. Samples that follow a cached
     rollout verify `chunk` tokens of it a step, if `budget` rows a step allow that; 0: one token a step, undrafted.
     `served`: drafts as in an instance's loop, whose drafter is given the truth, under a plan of fixed length. With
-    `branches` it is the suffix drafter, with so many of them, in mode planner: of each response it knows the truth
-    twice, and three times with every fifth token wrong.
+    `branches` it is the suffix drafter, with so many of them, in mode planner: it knows pieces of each response, of
+    which most are wrong in every tenth token.
     """
 
     requests: tuple[EngineRequest, ...]
@@ -154,21 +154,25 @@ def _branching(scenario: Scenario, vocab_size: int, metrics: EngineMetrics) -> S
     drafter = SuffixDrafter(SuffixIndex(max_tokens=1_000_000, floor=0.02), branches=scenario.branches or 0)
     planner = KnobDrivenPlanner(
         Knobs(mode="planner", draft_cap=scenario.drafts.window, margin=0.0),
-        KnownStepTime(per_row=1e-5),  # type: ignore[arg-type]
+        KnownStepTime(),  # type: ignore[arg-type]
         lambda _: NOWHERE,
         exploration=settled(),
     )
-    return Speculation([drafter], planner, vocab_size, metrics)
+    # What drafting takes, compiling included, is not to keep it from drafting.
+    return Speculation([drafter], planner, vocab_size, metrics, clock=lambda: 0.0)
 
 
-def _texts(prompt_id: str, truth: Sequence[int], vocab_size: int) -> list[Rollout]:
-    """Return the truth twice, and three times with every fifth token wrong."""
-    wrong = [(token + (i % 5 == 4)) % vocab_size for i, token in enumerate(truth)]
+def _pieces(prompt_id: str, truth: Sequence[int], vocab_size: int) -> list[Rollout]:
+    """Return pieces of a response around every tenth token: two that are right there, and three that are not."""
+    texts = list[Sequence[int]]()
+    for place in range(10, len(truth), 10):
+        before, wrong = truth[max(place - 12, 0) : place], (truth[place] + 1) % vocab_size
+        texts += [[*before, *truth[place : place + 8]]] * 2 + [[*before, wrong]] * 3
     return [
         Rollout(
             "r", prompt_id, n, 0, RolloutKind.HISTORY, 0, n, np.array(text, np.uint32), _NO_LOGPROBS, True
         )
-        for n, text in enumerate((truth, truth, wrong, wrong, wrong))
+        for n, text in enumerate(texts)
     ]
 
 
@@ -251,9 +255,9 @@ class _Run:
                 speculation.begin(DraftContext(known.sample_id, known.prompt, truth))
             else:
                 speculation.begin(
-                    DraftContext(known.sample_id, known.prompt, prompt_id=name, run_id="r", seed=99)
+                    DraftContext(known.sample_id, known.prompt, prompt_id=name, run_id="r", seed=9999)
                 )
-                speculation.add_rollouts(NewRollouts(_texts(name, truth, self._engine.limits.vocab_size)))
+                speculation.add_rollouts(NewRollouts(_pieces(name, truth, self._engine.limits.vocab_size)))
         if self._scenario.chunk:
             self._reuse.begin(known)
 

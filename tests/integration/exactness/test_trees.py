@@ -114,9 +114,10 @@ def test_an_instance_drafts_branches_where_its_texts_differ(
     trees: Bench, truth: tuple[tuple[EngineRequest, ...], Outcome]
 ) -> None:
     """Suffix index, planner, loop and engine together: where most texts are wrong the branch is right."""
-    requests, plain = truth
-    asked = Drafts(window=12, truth=plain.tokens)
+    # Few, so that a step has rows for all that is worth it.
+    requests, plain = truth[0][:6], truth[1].tokens
+    asked = Drafts(window=24, truth=plain)
     chains = run(trees, requests, drafts=asked, served=True, branches=0)
     forked = run(trees, requests, drafts=asked, served=True, branches=3)
-    assert chains.tokens == forked.tokens == plain.tokens
-    assert forked.outputs < 0.8 * chains.outputs < 0.8 * plain.outputs
+    assert chains.tokens == forked.tokens == {each.sample_id: plain[each.sample_id] for each in requests}
+    assert forked.outputs < 0.8 * chains.outputs

@@ -231,7 +231,8 @@ def _proposals(known: Sequence[_Sample | None], found: Continuations) -> Proposa
     """Return proposals in the order of `known`; `found` has a row for each of its samples."""
     if not found.counts.any():
         return None
-    rows = [i for i, sample in enumerate(known) if sample is not None]
+    all_known = len(found.counts) == len(known)
+    rows = None if all_known else [i for i, sample in enumerate(known) if sample is not None]
     branches = None
     if (own := found.branches) is not None:
         parents = _spread(own.parents, rows, len(known), np.int64)
@@ -241,9 +242,9 @@ def _proposals(known: Sequence[_Sample | None], found: Continuations) -> Proposa
     return Proposals(tokens, _spread(found.shares, rows, len(known), np.float64), branches=branches)
 
 
-def _spread(found: NDArray[Any], rows: Sequence[int], count: int, dtype: DTypeLike) -> NDArray[Any]:
-    """Return an array of `count` rows with the found ones at these places."""
-    if len(rows) == count:
+def _spread(found: NDArray[Any], rows: Sequence[int] | None, count: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Return an array of `count` rows with the found ones at these places; None: they are all."""
+    if rows is None:
         return found.astype(dtype, copy=False)
     spread = np.zeros((count, found.shape[1]), dtype)
     spread[rows] = found
