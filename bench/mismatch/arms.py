@@ -13,7 +13,7 @@ from bench.mismatch.earlier import Tokens
 from bench.mismatch.hindsight import HindsightPlanner
 from bench.mismatch.records import CountedRun
 from paceline import SampleKey
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.drafters.suffix.drafter import SuffixDrafter
 from services.generation.speculation.drafter import DraftContext, NewRollouts, TokenDrafter
@@ -141,7 +141,7 @@ def _reference(counted: CountedRun, back: int | None, place: int, key: SampleKey
 
 def _references(
     counted: CountedRun, back: int | None, place: int, samples: Sequence[ReplayedSample]
-) -> dict[str, Rollout]:
+) -> dict[str, StoredRollout]:
     found = {sample.context.sample_id: _reference(counted, back, place, sample.key) for sample in samples}
     return {
         sample_id: _rollout("", "", place, 0, tokens, RolloutKind.HISTORY)
@@ -150,9 +150,9 @@ def _references(
     }
 
 
-def known_at(counted: CountedRun, arm: Arm, place: int) -> list[Rollout]:
+def known_at(counted: CountedRun, arm: Arm, place: int) -> list[StoredRollout]:
     """Return what the index knows at the beginning of a step, under the names of its samples."""
-    steps, found = counted.trajectory.steps, list[Rollout]()
+    steps, found = counted.trajectory.steps, list[StoredRollout]()
     for prompt_id in sorted({key.prompt_id for key in steps[place].samples}):
         keys = [key for key in steps[place].samples if key.prompt_id == prompt_id]
         for name in sorted({_prompt_name(arm, key) for key in keys}):
@@ -165,7 +165,7 @@ def known_at(counted: CountedRun, arm: Arm, place: int) -> list[Rollout]:
 
 def _ahead(
     counted: CountedRun, arm: Arm, place: int, name: str, keys: Sequence[SampleKey]
-) -> Iterator[Rollout]:
+) -> Iterator[StoredRollout]:
     """Yield the references of a prompt's samples, under a name."""
     samples = counted.trajectory.steps[place].samples
     for key in keys:
@@ -175,7 +175,7 @@ def _ahead(
             yield _rollout(f"{place}", name, version, seed, tokens, RolloutKind.PREGENERATED)
 
 
-def _history(counted: CountedRun, place: int, name: str, prompt_id: str) -> Iterator[Rollout]:
+def _history(counted: CountedRun, place: int, name: str, prompt_id: str) -> Iterator[StoredRollout]:
     """Yield a prompt's samples of earlier steps, under a name."""
     for earlier, step in enumerate(counted.trajectory.steps[:place]):
         for key, sample in step.samples.items():
@@ -209,8 +209,8 @@ def _texts(counted: CountedRun, arm: Arm, place: int, key: SampleKey) -> list[To
 
 def _rollout(
     run_id: str, prompt_id: str, version: int, seed: int, tokens: Tokens, kind: RolloutKind
-) -> Rollout:
-    return Rollout(
+) -> StoredRollout:
+    return StoredRollout(
         run_id, prompt_id, 0, version, kind, version, seed, np.array(tokens, np.uint32), _NOT_KNOWN, True
     )
 

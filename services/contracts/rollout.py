@@ -22,7 +22,7 @@ class RolloutKind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rollout:
+class StoredRollout:
     """Response tokens of one sample of a prompt, made under one policy version.
 
     Its name in the store is (run_id, prompt_id, slot, kind) and, for HISTORY, version.

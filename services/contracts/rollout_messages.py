@@ -9,7 +9,7 @@ import numpy as np
 from paceline.errors import Violation
 from paceline.internal.v1 import draft_pb2 as pb
 from services.contracts.errors import InvalidArgument
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 
 MESSAGE_BYTES = 1_000_000
 """Rollouts are sent in messages of about this size; one that is larger goes alone."""
@@ -24,7 +24,7 @@ _NUMBERS = {kind: number for number, kind in KINDS.items()}
 _SAME = ("run_id", "prompt_id", "slot", "step", "seed", "finished")
 
 
-def to_proto(rollout: Rollout) -> pb.Rollout:
+def to_proto(rollout: StoredRollout) -> pb.Rollout:
     """Return the message of a rollout."""
     return pb.Rollout(
         policy_version=rollout.version,
@@ -35,12 +35,12 @@ def to_proto(rollout: Rollout) -> pb.Rollout:
     )
 
 
-def from_proto(message: pb.Rollout, field: str = "rollout") -> Rollout:
+def from_proto(message: pb.Rollout, field: str = "rollout") -> StoredRollout:
     """Return the rollout of a message, with read-only arrays; InvalidArgument names the fields below `field`."""
     tokens, logprobs = message.token_ids, message.logprobs
     if violations := list(_violations(message, tokens, logprobs, field)):
         raise InvalidArgument(violations)
-    return Rollout(
+    return StoredRollout(
         version=message.policy_version,
         kind=KINDS[message.kind],
         tokens=np.frombuffer(tokens, _TOKEN),
@@ -49,7 +49,7 @@ def from_proto(message: pb.Rollout, field: str = "rollout") -> Rollout:
     )
 
 
-def batches(rollouts: Iterable[Rollout]) -> Iterator[list[pb.Rollout]]:
+def batches(rollouts: Iterable[StoredRollout]) -> Iterator[list[pb.Rollout]]:
     """Yield the messages of rollouts, in order, in lists of at most MESSAGE_BYTES (or one rollout)."""
     batch: list[pb.Rollout] = []
     room = MESSAGE_BYTES

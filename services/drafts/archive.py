@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from paceline.internal.v1 import draft_pb2 as pb
 from services.contracts.durable_files import sync
 from services.contracts.errors import InvalidArgument
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.contracts.rollout_messages import batches, from_proto
 from services.drafts.metrics import DraftStoreMetrics
 from services.drafts.store import DraftStore
@@ -46,7 +46,7 @@ class Snapshot:
     at: float
     """Unix time at which it was taken."""
 
-    def rollouts(self) -> Iterator[Rollout]:
+    def rollouts(self) -> Iterator[StoredRollout]:
         """Yield the rollouts in the order written, reading on demand. BadSnapshot if one is invalid."""
         with self.path.open("rb") as file:
             file.seek(_HEADER.size)
@@ -59,7 +59,7 @@ class Snapshot:
                 yield from found
 
 
-def write_snapshot(path: Path, rollouts: Iterable[Rollout], at: float) -> None:
+def write_snapshot(path: Path, rollouts: Iterable[StoredRollout], at: float) -> None:
     """Replace the file at `path`. If that raises OSError, the old one is still there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
@@ -94,7 +94,7 @@ def open_snapshot(path: Path) -> Snapshot:
     return Snapshot(path, at)
 
 
-def _write(file: BinaryIO, rollouts: Iterable[Rollout], at: float) -> None:
+def _write(file: BinaryIO, rollouts: Iterable[StoredRollout], at: float) -> None:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def write(part: bytes) -> None:

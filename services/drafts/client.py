@@ -15,7 +15,7 @@ import structlog
 from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.contracts.errors import InvalidArgument
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.contracts.rollout_messages import batches, from_proto
 from services.platform.backoff import ExponentialBackoff
 from services.platform.config.settings import ServiceConfig
@@ -90,7 +90,7 @@ class Fetched:
     There may be more rollouts of a `missed` prompt; of every other prompt all are here.
     """
 
-    rollouts: list[Rollout]
+    rollouts: list[StoredRollout]
     missed: frozenset[str] = frozenset()
 
 
@@ -114,7 +114,7 @@ class Replica:
         """True if a call would be made: the circuit is closed, or a probe is due."""
         return self._breaker.ready(self._loop.time())
 
-    async def put(self, rollouts: Sequence[Rollout], seconds: float) -> int:
+    async def put(self, rollouts: Sequence[StoredRollout], seconds: float) -> int:
         """Store rollouts and return how many were taken; 0 after a failure. Takes at most `seconds`."""
         stored, began = 0, self._loop.time()
         if self._breaker.admit(began):
@@ -125,7 +125,7 @@ class Replica:
 
     async def fetch(self, run_id: str, prompt_ids: Sequence[str], seconds: float, *, whole: bool) -> Fetched:
         """Return the rollouts that arrived within `seconds`; all prompts are missed unless all arrived."""
-        found: list[Rollout] = []
+        found: list[StoredRollout] = []
         missed, began = frozenset(prompt_ids), self._loop.time()
         if self._breaker.admit(began):
             request = pb.FetchRolloutsRequest(
@@ -200,12 +200,12 @@ class DraftStores:
         """Follow the registry until cancelled; outlasts outages of Redis."""
         await self._registry.watch(SERVICE, POLL_SECONDS, self._look)
 
-    async def put(self, rollouts: Sequence[Rollout]) -> int:
+    async def put(self, rollouts: Sequence[StoredRollout]) -> int:
         """Store rollouts, each on the replica of its prompt, and return how many were taken.
 
         Rollouts without tokens are left out, and those whose replica cannot be reached are lost.
         """
-        shares: dict[str, list[Rollout]] = defaultdict(list)
+        shares: dict[str, list[StoredRollout]] = defaultdict(list)
         for rollout in rollouts:
             replica_id = owner(rollout.run_id, rollout.prompt_id, self._replicas)
             if replica_id is not None and len(rollout.tokens):

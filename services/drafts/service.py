@@ -12,7 +12,7 @@ from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from paceline.times import timestamp
 from services.contracts.errors import InvalidArgument
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.contracts.rollout_messages import KINDS, batches, from_proto
 from services.drafts.archive import Archive
 from services.drafts.metrics import DraftStoreMetrics
@@ -98,7 +98,7 @@ class DraftService(rpc.DraftServiceServicer):
             snapshot_at=timestamp(self._archive.taken_at) if self._archive.taken_at else None,
         )
 
-    def _found(self, run_id: str, prompt_ids: Sequence[str], whole: bool) -> Iterator[Rollout]:
+    def _found(self, run_id: str, prompt_ids: Sequence[str], whole: bool) -> Iterator[StoredRollout]:
         for prompt_id in dict.fromkeys(prompt_ids):
             rollouts = self._store.fetch(run_id, prompt_id, whole=whole)
             self._metrics.prompts_fetched.labels("hit" if rollouts else "miss").inc()

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 
 ROLLOUT_OVERHEAD = 768
 """Bytes charged for a rollout in addition to its arrays and names: objects and entries of the store's tables."""
@@ -53,15 +53,15 @@ BUDGET_CAUSES = (Cause.PASSED, Cause.SUPERSEDED, Cause.COLD)
 class _Slot:
     """Rollouts of one sample of a prompt; `history` is ordered by policy version, oldest first."""
 
-    history: list[Rollout] = field(default_factory=list)
-    pregenerated: Rollout | None = None
+    history: list[StoredRollout] = field(default_factory=list)
+    pregenerated: StoredRollout | None = None
 
-    def rollouts(self) -> Iterator[Rollout]:
+    def rollouts(self) -> Iterator[StoredRollout]:
         yield from self.history
         if self.pregenerated is not None:
             yield self.pregenerated
 
-    def drafts(self) -> Iterator[Rollout]:
+    def drafts(self) -> Iterator[StoredRollout]:
         """Yield what a sample drafts from: history says nothing that a finished pre-generated rollout does not."""
         ahead = self.pregenerated
         return iter((ahead,)) if ahead is not None and ahead.finished else self.rollouts()
@@ -107,13 +107,13 @@ class DraftStore:
         """Rollouts evicted by the budget since the start."""
         return sum(self.removed[cause] for cause in BUDGET_CAUSES)
 
-    def __iter__(self) -> Iterator[Rollout]:
+    def __iter__(self) -> Iterator[StoredRollout]:
         """Yield all rollouts; putting them into an empty store in this order restores it."""
         for slots in self._prompts.values():
             for slot in slots.values():
                 yield from slot.rollouts()
 
-    def put(self, rollout: Rollout) -> bool:
+    def put(self, rollout: StoredRollout) -> bool:
         """Store a rollout and evict others if needed; return True if it is kept.
 
         It is not if it is older or shorter than the one there, its sample has ended already, or there is no room.
@@ -133,7 +133,7 @@ class DraftStore:
             self._put_pregenerated(slot, rollout)
         return self._shrink(rollout)
 
-    def fetch(self, run_id: str, prompt_id: str, *, whole: bool = True) -> list[Rollout]:
+    def fetch(self, run_id: str, prompt_id: str, *, whole: bool = True) -> list[StoredRollout]:
         """Return all rollouts of a prompt by slot; in a slot the history comes first, oldest version first.
 
         Unless `whole`, slots with a finished pre-generated rollout are without their history.
@@ -165,7 +165,7 @@ class DraftStore:
             self._remove(rollout, Cause.REQUESTED)
         return len(chosen)
 
-    def _is_news(self, rollout: Rollout) -> bool:
+    def _is_news(self, rollout: StoredRollout) -> bool:
         slot = self._prompts.get((rollout.run_id, rollout.prompt_id), {}).get(rollout.slot)
         if slot is None:
             return True
@@ -175,7 +175,7 @@ class DraftStore:
         full = len(slot.history) >= self._history_versions
         return not full or rollout.version >= slot.history[0].version
 
-    def _put_pregenerated(self, slot: _Slot, rollout: Rollout) -> None:
+    def _put_pregenerated(self, slot: _Slot, rollout: StoredRollout) -> None:
         if slot.pregenerated is not None:
             self._forget(slot.pregenerated)
         slot.pregenerated = rollout
@@ -186,7 +186,7 @@ class DraftStore:
         else:
             run.ahead.setdefault(rollout.step, {})[key] = None
 
-    def _put_history(self, slot: _Slot, rollout: Rollout) -> None:
+    def _put_history(self, slot: _Slot, rollout: StoredRollout) -> None:
         known = next((each for each in slot.history if each.version == rollout.version), None)
         if known is not None:
             slot.history.remove(known)
@@ -209,7 +209,7 @@ class DraftStore:
         for passed in sorted(each for each in run.ahead if each < step):
             self._passed.update(run.ahead.pop(passed))
 
-    def _shrink(self, newest: Rollout) -> bool:
+    def _shrink(self, newest: StoredRollout) -> bool:
         """Evict until the budget holds; return True if `newest`, put last, is still there."""
         kept = True
         while self.bytes > self.budget_bytes:
@@ -219,7 +219,7 @@ class DraftStore:
                 kept = kept and victim is not newest
         return kept
 
-    def _victims(self, newest: Rollout) -> tuple[list[Rollout], Cause]:
+    def _victims(self, newest: StoredRollout) -> tuple[list[StoredRollout], Cause]:
         """Return the rollouts to evict next, and the cause."""
         if self._passed:
             run_id, prompt_id, number = next(iter(self._passed))
@@ -236,7 +236,7 @@ class DraftStore:
             found = [each for each in found if each is not newest][:1]
         return found, Cause.COLD
 
-    def _remove(self, rollout: Rollout, cause: Cause) -> None:
+    def _remove(self, rollout: StoredRollout, cause: Cause) -> None:
         """Remove a rollout from its slot, and the slot, prompt and run that are empty then."""
         key = (rollout.run_id, rollout.prompt_id)
         slots = self._prompts[key]
@@ -257,7 +257,7 @@ class DraftStore:
             if not run.prompts:
                 del self._runs[rollout.run_id]
 
-    def _forget(self, rollout: Rollout) -> None:
+    def _forget(self, rollout: StoredRollout) -> None:
         """Remove a rollout from tables and totals."""
         self._count(rollout, -1)
         key = _slot_key(rollout)
@@ -271,23 +271,23 @@ class DraftStore:
             if not ahead[rollout.step]:
                 del ahead[rollout.step]
 
-    def _count(self, rollout: Rollout, sign: int) -> None:
+    def _count(self, rollout: StoredRollout, sign: int) -> None:
         self.bytes += sign * cost(rollout)
         self.tokens += sign * len(rollout.tokens)
         self.rollouts[rollout.kind] += sign
         self.changes += 1
 
 
-def cost(rollout: Rollout) -> int:
+def cost(rollout: StoredRollout) -> int:
     """Return the bytes charged for a rollout."""
     return rollout.nbytes + len(rollout.run_id) + len(rollout.prompt_id) + ROLLOUT_OVERHEAD
 
 
-def _slot_key(rollout: Rollout) -> SlotKey:
+def _slot_key(rollout: StoredRollout) -> SlotKey:
     return (rollout.run_id, rollout.prompt_id, rollout.slot)
 
 
-def _better(new: Rollout, old: Rollout) -> bool:
+def _better(new: StoredRollout, old: StoredRollout) -> bool:
     """Return True if a pre-generated rollout replaces another of its slot."""
     if new.step != old.step:
         return new.step > old.step

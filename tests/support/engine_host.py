@@ -19,7 +19,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from services.contracts.knobs import Knobs
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.drafters.reference.lenient_reuse import Reuse
 from services.generation.engine.prompt_scores import PromptScores
 from services.generation.engine.runner_choice import V2
@@ -162,14 +162,14 @@ def _branching(scenario: Scenario, vocab_size: int, metrics: EngineMetrics) -> S
     return Speculation([drafter], planner, vocab_size, metrics, clock=lambda: 0.0)
 
 
-def _pieces(prompt_id: str, truth: Sequence[int], vocab_size: int) -> list[Rollout]:
+def _pieces(prompt_id: str, truth: Sequence[int], vocab_size: int) -> list[StoredRollout]:
     """Return pieces of a response around every tenth token: two that are right there, and three that are not."""
     texts = list[Sequence[int]]()
     for place in range(10, len(truth), 10):
         before, wrong = truth[max(place - 12, 0) : place], (truth[place] + 1) % vocab_size
         texts += [[*before, *truth[place : place + 8]]] * 2 + [[*before, wrong]] * 3
     return [
-        Rollout(
+        StoredRollout(
             "r", prompt_id, n, 0, RolloutKind.HISTORY, 0, n, np.array(text, np.uint32), _NO_LOGPROBS, True
         )
         for n, text in enumerate(texts)

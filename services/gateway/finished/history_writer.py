@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.drafts.client import DraftStores
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import SampleEnding
@@ -34,7 +34,7 @@ class HistoryWriter:
         self._store = store
         self._metrics = metrics
         dropped = metrics.history.labels("dropped").inc
-        self._waiting: Outbox[Rollout] = Outbox(most_waiting, lambda rollout: rollout.nbytes, dropped)
+        self._waiting: Outbox[StoredRollout] = Outbox(most_waiting, lambda rollout: rollout.nbytes, dropped)
         # Set when there is no reason to let more samples gather.
         self._due = asyncio.Event()
 
@@ -65,7 +65,7 @@ class HistoryWriter:
                 await asyncio.sleep(SOON)
         self._due.clear()
 
-    async def _put(self, rollouts: list[Rollout]) -> None:
+    async def _put(self, rollouts: list[StoredRollout]) -> None:
         stored = await self._store.put(rollouts)
         if stored == 0 and not self._store.available:
             # The store went away under the put. It may be repeated: a rollout is stored under its name.
@@ -75,7 +75,7 @@ class HistoryWriter:
         self._metrics.history.labels("not_stored").inc(len(rollouts) - stored)
 
 
-def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> Rollout | None:
+def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> StoredRollout | None:
     """Return the rollout of a sample; None if it ended early, or has a log-probability that is not a number.
 
     None, too, if it has no name, or first tokens from its caller whose log-probabilities are not known.
@@ -96,7 +96,7 @@ def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> Rollout | None:
     logprobs = np.concatenate([np.asarray(group.prefix_logprobs, np.float32), logprobs])
     if np.isnan(logprobs).any():
         return None
-    return Rollout(
+    return StoredRollout(
         run_id=batch.key[0],
         prompt_id=group.prompt_id,
         slot=state.slot,

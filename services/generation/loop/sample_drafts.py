@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.generation.drafters.reference import lenient_reuse as reuse
 from services.generation.drafters.reference.lenient_reuse import Reuse
 from services.generation.engine.types import EngineSampleState, SampleStep
@@ -63,7 +63,7 @@ class SampleDrafts:
         """Return the drafters' states of a sample beyond its tokens, for another engine."""
         return {} if self.speculation is None else self.speculation.carry(sample_id)
 
-    def follow(self, sample: RunningSample) -> Rollout | None:
+    def follow(self, sample: RunningSample) -> StoredRollout | None:
         """Let a sample follow the cached rollout of its own seed and return it.
 
         None when there is none, or when the sample follows one as good.
@@ -73,7 +73,7 @@ class SampleDrafts:
 
     # New rollouts ----------------------------------------------------------------------------------------
 
-    def add_rollouts(self, rollouts: Iterable[Rollout], samples: Mapping[str, RunningSample]) -> None:
+    def add_rollouts(self, rollouts: Iterable[StoredRollout], samples: Mapping[str, RunningSample]) -> None:
         """Cache rollouts that were generated here, and draft from new ones, for running samples too."""
         self._draft_from(self.cache.add(rollouts), samples)
 
@@ -81,9 +81,9 @@ class SampleDrafts:
         """Cache the store's rollouts of some prompts, and draft from them, for running samples too."""
         self._draft_from(self.cache.add_shards(shards), samples)
 
-    def _draft_from(self, rollouts: Sequence[Rollout], samples: Mapping[str, RunningSample]) -> None:
+    def _draft_from(self, rollouts: Sequence[StoredRollout], samples: Mapping[str, RunningSample]) -> None:
         self._metrics.rollouts.cache_bytes.set(self.cache.nbytes)
-        followed: dict[str, Rollout] = {}
+        followed: dict[str, StoredRollout] = {}
         prompts = {(rollout.run_id, rollout.prompt_id) for rollout in rollouts}
         for sample_id, sample in samples.items():
             if sample.origin.prompt not in prompts:

@@ -13,7 +13,7 @@ import grpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import duration
 from paceline.v1 import fleet_pb2, sample_pb2
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.generation.engine.types import EngineRequest, Finish, SampleStep, Verifier
 from services.generation.rollouts.cache import agreement, is_better
 from services.generation.rollouts.origin import NOWHERE, Origin
@@ -98,7 +98,7 @@ class RunningSample:
     # Tokens before the first step whose KV was there; None before it.
     cached_context: int | None = None
     origin: Origin = NOWHERE
-    rollout: Rollout | None = None
+    rollout: StoredRollout | None = None
     # From its arrival until it leaves the engine.
     trace: TraceSpan = NO_SPAN
     # Mean of draft tokens accepted in recent verify steps; 0 when nothing was verified.
@@ -115,7 +115,7 @@ class RunningSample:
     def __post_init__(self) -> None:
         self.response = list(self.request.prefix)
 
-    def follow(self, rollout: Rollout) -> bool:
+    def follow(self, rollout: StoredRollout) -> bool:
         """Compare the sample with a rollout of its own seed; False when the one that it has is as good.
 
         Of a LENIENT sample only the cached rollout that it takes over is counted.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from paceline.internal.v1 import migration_pb2 as pb
 from services.contracts import rollout_messages as convert
 from services.contracts.errors import InvalidArgument, ServiceError
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.contracts.sampling import check_tokens
 from services.generation.engine.types import EngineRequest
 from services.generation.kv_transfer.reason import NotMoved, Reason
@@ -24,7 +24,7 @@ class ArrivingSample:
 
     request: EngineRequest
     origin: Origin
-    rollout: Rollout | None
+    rollout: StoredRollout | None
     migrations: int
     trace_parent: str
     streamed: bool

@@ -10,7 +10,7 @@ from itertools import count
 import numpy as np
 
 from paceline.internal.v1 import bubble_pb2 as pb
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 
 # A beginning goes to the store again when it has grown by this many tokens and by this share: what is sent in all
 # stays in proportion to the length, and a lost instance costs about that share.
@@ -57,18 +57,18 @@ class DraftLease:
             return new >= max(_GROWTH_TOKENS, self.stored * _GROWTH_SHARE)
         return new > 0 or (self.finished and bool(self.tokens))
 
-    def resume(self, known: Rollout) -> None:
+    def resume(self, known: StoredRollout) -> None:
         """Begin with the store's tokens of the same seed and policy."""
         longest = self.task.sampling.max_tokens or len(known.tokens)
         self.tokens.frombytes(known.tokens[:longest].astype(np.uint32).tobytes())
         self.logprobs.frombytes(known.logprobs[:longest].astype(np.float32).tobytes())
         self.stored = len(self.tokens)
 
-    def store(self) -> Rollout:
+    def store(self) -> StoredRollout:
         """Return the tokens so far as a rollout for the store, and count them as stored."""
         task = self.task
         self.stored = len(self.tokens)
-        return Rollout(
+        return StoredRollout(
             run_id=task.run_id,
             prompt_id=task.prompt_id,
             slot=task.slot,

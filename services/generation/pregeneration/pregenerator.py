@@ -16,7 +16,7 @@ import structlog
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.times import seconds_of
 from services.contracts.errors import Unavailable
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.work_items import AdmissionTerms
@@ -166,7 +166,7 @@ class Pregenerator:
             loop = self._loop
             loop.call(lambda: loop.drafts.add_rollouts(rollouts, loop.samples))
 
-    def _store(self, leases: Iterable[DraftLease]) -> list[Rollout]:
+    def _store(self, leases: Iterable[DraftLease]) -> list[StoredRollout]:
         rollouts = [lease.store() for lease in leases]
         self._uploads.add(rollouts)
         return rollouts

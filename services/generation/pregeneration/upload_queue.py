@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.drafts.client import DraftStores
 from services.generation.pregeneration.metrics import PregenerationMetrics
 
@@ -32,7 +32,7 @@ class UploadQueue:
         self._store = store
         self._metrics = metrics
         self._most_tokens = most_tokens
-        self._waiting: OrderedDict[_Name, Rollout] = OrderedDict()
+        self._waiting: OrderedDict[_Name, StoredRollout] = OrderedDict()
         self.tokens = 0
         """Number of tokens that wait to be sent."""
         self._sending = False
@@ -40,7 +40,7 @@ class UploadQueue:
         self._none = asyncio.Event()
         self._none.set()
 
-    def add(self, rollouts: Iterable[Rollout]) -> None:
+    def add(self, rollouts: Iterable[StoredRollout]) -> None:
         """Queue rollouts; one of a sample replaces an earlier one that was not sent yet."""
         for rollout in rollouts:
             self._remove(_name(rollout))
@@ -82,8 +82,8 @@ class UploadQueue:
             # Behind what came since; a newer rollout of a sample stays.
             self.add([rollout for rollout in batch if _name(rollout) not in self._waiting])
 
-    def _take(self) -> list[Rollout]:
-        batch: list[Rollout] = []
+    def _take(self) -> list[StoredRollout]:
+        batch: list[StoredRollout] = []
         tokens = 0
         while self._waiting and (not batch or tokens < _BATCH_TOKENS):
             name, rollout = next(iter(self._waiting.items()))
@@ -108,5 +108,5 @@ class UploadQueue:
                 self._none.set()
 
 
-def _name(rollout: Rollout) -> _Name:
+def _name(rollout: StoredRollout) -> _Name:
     return rollout.run_id, rollout.prompt_id, rollout.slot, rollout.seed

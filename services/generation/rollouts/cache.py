@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.engine.sampling.recorded import RecordedTokens
 from services.generation.rollouts.diversity import reuse_allowed
 from services.generation.rollouts.origin import Origin, PromptKey
@@ -27,7 +27,7 @@ class ShardQuery(NamedTuple):
     whole: bool = True
 
 
-Shards = Mapping[PromptKey, tuple[ShardQuery | None, Sequence[Rollout]]]
+Shards = Mapping[PromptKey, tuple[ShardQuery | None, Sequence[StoredRollout]]]
 """Rollouts of some prompts from the store: for each prompt, the query that they answer, and all rollouts.
 None instead of the query: there may be more, which did not arrive."""
 
@@ -38,7 +38,7 @@ _Name = tuple[int, RolloutKind, int | None]
 class _Prompt:
     """Rollouts of a prompt by slot, kind and, for HISTORY, version."""
 
-    rollouts: dict[_Name, Rollout] = field(default_factory=dict)
+    rollouts: dict[_Name, StoredRollout] = field(default_factory=dict)
     # What the store was asked last; None: nothing.
     fetched_for: ShardQuery | None = None
     # Of the pre-generated rollouts, until they change.
@@ -67,7 +67,7 @@ class DraftCache:
         known = self._prompts.get(prompt)
         return None if known is None else known.fetched_for
 
-    def add(self, rollouts: Iterable[Rollout]) -> list[Rollout]:
+    def add(self, rollouts: Iterable[StoredRollout]) -> list[StoredRollout]:
         """Take rollouts in; returns those that bring new tokens.
 
         History replaces that of the same version, a pre-generated rollout one of an earlier step or a shorter one.
@@ -77,12 +77,12 @@ class DraftCache:
         self._shrink()
         return taken
 
-    def add_shards(self, shards: Shards) -> list[Rollout]:
+    def add_shards(self, shards: Shards) -> list[StoredRollout]:
         """Take in the store's rollouts of some prompts; returns the sound ones, new here or not.
 
         Where they are complete, other history, and rollouts pre-generated for an earlier step, are forgotten.
         """
-        sound: list[Rollout] = []
+        sound: list[StoredRollout] = []
         for key, (query, rollouts) in shards.items():
             prompt = self._prompt(key)
             if query is not None:
@@ -95,26 +95,26 @@ class DraftCache:
         self._shrink()
         return sound
 
-    def same_seed(self, origin: Origin, seed: int, version: int | None = None) -> Rollout | None:
+    def same_seed(self, origin: Origin, seed: int, version: int | None = None) -> StoredRollout | None:
         """Return the best of the rollouts made with a sample's own noise, by this policy version or by any."""
         found = [
             rollout
             for rollout in self.all(origin.prompt)
             if (rollout.seed, rollout.slot) == (seed, origin.slot) and version in (None, rollout.version)
         ]
-        best: Rollout | None = None
+        best: StoredRollout | None = None
         for rollout in sorted(found, key=_age):
             if best is None or is_better(rollout, best):
                 best = rollout
         return best
 
-    def of_slot(self, origin: Origin, delay: int = 0) -> Rollout | None:
+    def of_slot(self, origin: Origin, delay: int = 0) -> StoredRollout | None:
         """Return the newest history of a sample's slot, or the `delay`-th version before it, if there is one."""
         return _older([each for each in self.all(origin.prompt) if each.slot == origin.slot], delay)
 
-    def group(self, origin: Origin, delay: int = 0) -> list[Rollout]:
+    def group(self, origin: Origin, delay: int = 0) -> list[StoredRollout]:
         """Return `of_slot` for every slot of a sample's group."""
-        slots: dict[int, list[Rollout]] = {}
+        slots: dict[int, list[StoredRollout]] = {}
         for rollout in self.all(origin.prompt):
             slots.setdefault(rollout.slot, []).append(rollout)
         found = (_older(rollouts, delay) for rollouts in slots.values())
@@ -134,7 +134,7 @@ class DraftCache:
             self.nbytes += known.recorded.nbytes
         return known.recorded
 
-    def all(self, prompt: PromptKey | None) -> list[Rollout]:
+    def all(self, prompt: PromptKey | None) -> list[StoredRollout]:
         """Return every rollout of a prompt."""
         known = None if prompt is None else self._prompts.get(prompt)
         if prompt is None or known is None:
@@ -142,7 +142,7 @@ class DraftCache:
         self._prompts.move_to_end(prompt)
         return list(known.rollouts.values())
 
-    def _is_sound(self, rollout: Rollout) -> bool:
+    def _is_sound(self, rollout: StoredRollout) -> bool:
         named = rollout.run_id and rollout.prompt_id and len(rollout.tokens)
         whole = len(rollout.logprobs) in (0, len(rollout.tokens))
         return bool(named and whole and int(rollout.tokens.max()) < self._vocab_size)
@@ -153,7 +153,7 @@ class DraftCache:
             if name not in names and (rollout.kind is RolloutKind.HISTORY or rollout.step < step):
                 self._drop(prompt, name)
 
-    def _add(self, rollout: Rollout) -> bool:
+    def _add(self, rollout: StoredRollout) -> bool:
         prompt = self._prompt((rollout.run_id, rollout.prompt_id))
         name = _name(rollout)
         known = prompt.rollouts.get(name)
@@ -191,16 +191,16 @@ class DraftCache:
             self.nbytes -= PROMPT_OVERHEAD
 
 
-def _name(rollout: Rollout) -> _Name:
+def _name(rollout: StoredRollout) -> _Name:
     return (rollout.slot, rollout.kind, rollout.version if rollout.kind is RolloutKind.HISTORY else None)
 
 
-def _rank(rollout: Rollout) -> tuple[int, int, int]:
+def _rank(rollout: StoredRollout) -> tuple[int, int, int]:
     """Return the sort key of usefulness: a later step, then more tokens, then a newer policy."""
     return (rollout.step, len(rollout.tokens), rollout.version)
 
 
-def _older(rollouts: Sequence[Rollout], delay: int) -> Rollout | None:
+def _older(rollouts: Sequence[StoredRollout], delay: int) -> StoredRollout | None:
     history = [rollout for rollout in rollouts if rollout.kind is RolloutKind.HISTORY]
     history.sort(key=lambda rollout: rollout.version, reverse=True)
     return history[delay] if delay < len(history) else None
@@ -208,7 +208,7 @@ def _older(rollouts: Sequence[Rollout], delay: int) -> Rollout | None:
 
 def reusable(
     cache: DraftCache, origin: Origin, seed: int, delay: int = 0, diversity_floor: float | None = None
-) -> Rollout | None:
+) -> StoredRollout | None:
     """Return the rollout that a sample may take over, if there is one.
 
     Args:
@@ -228,22 +228,22 @@ def reusable(
     return rollout
 
 
-def has_logprobs(rollout: Rollout) -> bool:
+def has_logprobs(rollout: StoredRollout) -> bool:
     """Return True if the rollout has a log-probability for each of its tokens."""
     logprobs = rollout.logprobs
     return len(logprobs) == len(rollout.tokens) and bool(np.all(np.isfinite(logprobs) & (logprobs <= 0)))
 
 
-def is_better(new: Rollout, old: Rollout) -> bool:
+def is_better(new: StoredRollout, old: StoredRollout) -> bool:
     """Return True if a sample of the seed of both follows `new` rather: it is newer, and not a mere beginning."""
     return _age(new) > _age(old) and (new.finished or len(new.tokens) >= len(old.tokens))
 
 
-def _age(rollout: Rollout) -> tuple[int, int]:
+def _age(rollout: StoredRollout) -> tuple[int, int]:
     return rollout.version, len(rollout.tokens)
 
 
-def agreement(rollout: Rollout, response: Sequence[int]) -> int:
+def agreement(rollout: StoredRollout, response: Sequence[int]) -> int:
     """Return how many leading tokens a response shares with a rollout."""
     length = min(len(rollout.tokens), len(response))
     differs = rollout.tokens[:length] != np.asarray(response[:length], np.int64)

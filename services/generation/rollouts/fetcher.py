@@ -10,7 +10,7 @@ from typing import cast
 import structlog
 
 from services.contracts.errors import ServiceError
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.drafts.client import DraftStores
 from services.generation.rollouts.cache import ShardQuery, Shards
 from services.generation.rollouts.metrics import RolloutMetrics
@@ -120,7 +120,7 @@ class ShardFetcher:
         fetched = await self._stores.fetch(run_id, prompts, whole=query.whole)
         if fetched.missed:
             self._metrics.fetch_failures.inc()
-        found: dict[PromptKey, list[Rollout]] = {prompt: [] for prompt, _ in batch}
+        found: dict[PromptKey, list[StoredRollout]] = {prompt: [] for prompt, _ in batch}
         for rollout in fetched.rollouts:
             if (rollout.run_id, rollout.prompt_id) in found:
                 found[rollout.run_id, rollout.prompt_id].append(rollout)

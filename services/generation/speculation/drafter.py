@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.generation.engine.types import EngineSampleState
 
 
@@ -44,8 +44,8 @@ class DraftContext:
 class NewRollouts:
     """Rollouts that arrived between two steps, and references among them for running samples, by sample id."""
 
-    rollouts: Sequence[Rollout] = ()
-    references: Mapping[str, Rollout] = field(default_factory=dict)
+    rollouts: Sequence[StoredRollout] = ()
+    references: Mapping[str, StoredRollout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

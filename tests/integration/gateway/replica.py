@@ -7,7 +7,7 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import draft_pb2_grpc as rpc
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.drafts.archive import Archive
 from services.drafts.client import SERVICE
 from services.drafts.metrics import DraftStoreMetrics
@@ -54,6 +54,6 @@ class Replica:
             await self._server.stop(0)
             await self._redis.aclose()
 
-    def rollouts(self) -> dict[tuple[str, int, int], Rollout]:
+    def rollouts(self) -> dict[tuple[str, int, int], StoredRollout]:
         """What is stored, by prompt, slot and version."""
         return {(each.prompt_id, each.slot, each.version): each for each in self.store}

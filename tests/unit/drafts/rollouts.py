@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 
 
 def make(
@@ -18,10 +18,10 @@ def make(
     version: int | None = None,
     length: int = 10,
     **fields: Any,
-) -> Rollout:
+) -> StoredRollout:
     """Return a rollout whose tokens tell it from others; `version` is the step unless given."""
     first = step * 1000 + slot
-    return Rollout(
+    return StoredRollout(
         run_id=fields.get("run", "run"),
         prompt_id=prompt,
         slot=slot,
@@ -35,17 +35,17 @@ def make(
     )
 
 
-def ahead(prompt: str = "p", slot: int = 0, **fields: Any) -> Rollout:
+def ahead(prompt: str = "p", slot: int = 0, **fields: Any) -> StoredRollout:
     """Return a pre-generated one."""
     return make(prompt, slot, RolloutKind.PREGENERATED, **fields)
 
 
-def assert_same(one: Rollout, other: Rollout) -> None:
+def assert_same(one: StoredRollout, other: StoredRollout) -> None:
     """Every field is equal."""
     assert describe(one) == describe(other)
 
 
-def describe(rollout: Rollout) -> tuple[object, ...]:
+def describe(rollout: StoredRollout) -> tuple[object, ...]:
     """All of a rollout, as something that can be compared."""
     return (
         rollout.run_id,

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from paceline.internal.v1 import draft_pb2 as pb
 from services.contracts.errors import InvalidArgument
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.contracts.rollout_messages import MESSAGE_BYTES, batches, from_proto, to_proto
 from tests.unit.drafts.rollouts import ahead, assert_same, make
 
 rollouts = st.builds(
-    lambda tokens, **fields: Rollout(
+    lambda tokens, **fields: StoredRollout(
         tokens=np.array(tokens, np.uint32),
         logprobs=np.linspace(-9, 0, len(tokens), dtype=np.float32),
         **fields,
@@ -32,16 +32,16 @@ rollouts = st.builds(
 
 
 @given(rollouts)
-def test_a_rollout_comes_back_as_it_was(rollout: Rollout) -> None:
+def test_a_rollout_comes_back_as_it_was(rollout: StoredRollout) -> None:
     there = pb.Rollout.FromString(to_proto(rollout).SerializeToString())
     assert_same(from_proto(there), rollout)
 
 
 def test_numbers_are_little_endian_whatever_the_array() -> None:
     rollout = make(length=3)
-    swapped = Rollout(
+    swapped = StoredRollout(
         **{
-            **{name: getattr(rollout, name) for name in Rollout.__slots__},
+            **{name: getattr(rollout, name) for name in StoredRollout.__slots__},
             "tokens": rollout.tokens.astype(">u4"),
             "logprobs": rollout.logprobs.astype(">f4"),
         }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.drafts.store import PROMPT_OVERHEAD, Cause, DraftStore, cost
 from tests.unit.drafts.rollouts import ahead, make
 
 PLENTY = 1 << 30
 
 
-def store_for(*rollouts: Rollout, versions: int = 2) -> DraftStore:
+def store_for(*rollouts: StoredRollout, versions: int = 2) -> DraftStore:
     """Return a store with a budget for exactly these, and these in it."""
     prompts = len({each.prompt_id for each in rollouts})
     store = DraftStore(sum(map(cost, rollouts)) + prompts * PROMPT_OVERHEAD, versions)
@@ -88,7 +88,7 @@ def test_history_replaces_the_same_version() -> None:
         (ahead(step=3, length=9, version=2), False),
     ],
 )
-def test_what_replaces_a_pregenerated_rollout(new: Rollout, replaces: bool) -> None:
+def test_what_replaces_a_pregenerated_rollout(new: StoredRollout, replaces: bool) -> None:
     store = DraftStore(PLENTY)
     old = ahead(step=3, version=3, length=10)
     store.put(old)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.drafts.store import PROMPT_OVERHEAD, Cause, DraftStore, cost
 from tests.unit.drafts.rollouts import make
 
@@ -22,17 +22,17 @@ class Model:
     """A flat list of rollouts; every question is answered by looking at all of them."""
 
     budget: int
-    rollouts: list[Rollout] = field(default_factory=list)
+    rollouts: list[StoredRollout] = field(default_factory=list)
     used: list[Prompt] = field(default_factory=list)
     latest: dict[str, int] = field(default_factory=dict)
-    passed: list[Rollout] = field(default_factory=list)
-    superseded: list[Rollout] = field(default_factory=list)
+    passed: list[StoredRollout] = field(default_factory=list)
+    superseded: list[StoredRollout] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
         return sum(map(cost, self.rollouts)) + PROMPT_OVERHEAD * len({prompt(each) for each in self.rollouts})
 
-    def put(self, new: Rollout) -> bool:
+    def put(self, new: StoredRollout) -> bool:
         slot = self.slot(new)
         history = sorted(each.version for each in slot if each.kind is RolloutKind.HISTORY)
         pregenerated = [each for each in slot if each.kind is RolloutKind.PREGENERATED]
@@ -62,7 +62,7 @@ class Model:
             self.forget()
         return new in self.rollouts
 
-    def victims(self, new: Rollout) -> list[Rollout]:
+    def victims(self, new: StoredRollout) -> list[StoredRollout]:
         if self.passed:
             return self.passed[:1]
         if self.superseded:
@@ -73,14 +73,14 @@ class Model:
         # Which of them goes is not specified; the comparison below leaves this case out.
         return [each for each in coldest if each is not new][:1]
 
-    def slot(self, new: Rollout) -> list[Rollout]:
+    def slot(self, new: StoredRollout) -> list[StoredRollout]:
         return [each for each in self.rollouts if (prompt(each), each.slot) == (prompt(new), new.slot)]
 
     def touch(self, key: Prompt) -> None:
         if any(prompt(each) == key for each in self.rollouts):
             self.used = [each for each in self.used if each != key] + [key]
 
-    def drop(self, gone: list[Rollout]) -> None:
+    def drop(self, gone: list[StoredRollout]) -> None:
         self.rollouts = [each for each in self.rollouts if each not in gone]
         self.passed = [each for each in self.passed if each not in gone]
         self.superseded = [each for each in self.superseded if each not in gone]
@@ -107,11 +107,11 @@ class Model:
                 self.superseded.append(each)
 
 
-def prompt(rollout: Rollout) -> Prompt:
+def prompt(rollout: StoredRollout) -> Prompt:
     return (rollout.run_id, rollout.prompt_id)
 
 
-def replaces(new: Rollout, old: Rollout) -> bool:
+def replaces(new: StoredRollout, old: StoredRollout) -> bool:
     """As in the docs: a later step; newer weights unless shorter; more of the same sample."""
     same, n, m = new.seed == old.seed, len(new.tokens), len(old.tokens)
     if new.step != old.step:
@@ -121,13 +121,13 @@ def replaces(new: Rollout, old: Rollout) -> bool:
     return same and not old.finished and (n > m or new.finished)
 
 
-def name(rollout: Rollout) -> Name:
+def name(rollout: StoredRollout) -> Name:
     version = rollout.version if rollout.kind is RolloutKind.HISTORY else 0
     return (rollout.run_id, rollout.prompt_id, rollout.slot, rollout.kind, version)
 
 
 @st.composite
-def rollouts(draw: st.DrawFn) -> Rollout:
+def rollouts(draw: st.DrawFn) -> StoredRollout:
     step = draw(st.integers(0, 4))
     return make(
         draw(st.sampled_from("abcd")),
@@ -177,7 +177,7 @@ def test_the_store_does_what_its_model_does(sequence: list[object], budget: int)
     store, model = DraftStore(budget, VERSIONS), Model(budget)
     kept = store.removed.copy()
     for operation in sequence:
-        if isinstance(operation, Rollout):
+        if isinstance(operation, StoredRollout):
             alone = {prompt(each) for each in model.rollouts} <= {prompt(operation)}
             accepted = store.put(operation)
             check_accounts(store)
@@ -211,7 +211,7 @@ def test_putting_everything_into_a_new_store_gives_the_same_store(sequence: list
     """This is how a snapshot is restored; what would be evicted next is the same too."""
     store, twin = DraftStore(1 << 20, VERSIONS), DraftStore(1 << 20, VERSIONS)
     for operation in sequence:
-        if isinstance(operation, Rollout):
+        if isinstance(operation, StoredRollout):
             store.put(operation)
         elif isinstance(operation, tuple):
             store.fetch(*operation)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import sample_pb2
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.batches.sample import GatewaySample
@@ -32,7 +32,7 @@ class Store:
         self.gate.set()
         self.entered = asyncio.Event()
 
-    async def put(self, rollouts: Sequence[Rollout]) -> int:
+    async def put(self, rollouts: Sequence[StoredRollout]) -> int:
         self.entered.set()
         await self.gate.wait()
         if self.lost:
@@ -177,7 +177,7 @@ async def test_what_an_outage_cut_off_is_put_again_before_the_rest() -> None:
 async def test_what_a_store_refuses_is_not_put_again() -> None:
     feed = Feed()
 
-    async def refuse(rollouts: Sequence[Rollout]) -> int:
+    async def refuse(rollouts: Sequence[StoredRollout]) -> int:
         feed.store.puts.append([rollout.slot for rollout in rollouts])
         return 0
 

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.contracts.seeds import sample_seed
 from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.messages import BatchBuilder, exactness_of, final_sample, work_item
@@ -47,7 +47,7 @@ def end(batch: RolloutBatch, attempt: int, **fields: int) -> sample_pb2.Provenan
     return final_sample(batch, batch.endings[0]).provenance
 
 
-def kept(batch: RolloutBatch) -> Rollout:
+def kept(batch: RolloutBatch) -> StoredRollout:
     rollout = rollout_of(batch, batch.endings[0])
     assert rollout is not None
     return rollout

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 
 
-def rollout(tokens: Sequence[int] = (1, 2, 3), **fields: Any) -> Rollout:
+def rollout(tokens: Sequence[int] = (1, 2, 3), **fields: Any) -> StoredRollout:
     """Return a rollout of history of slot 0 of prompt "p" of run "r", but for the fields given."""
     logprobs = fields.pop("logprobs", [-1.0] * len(tokens))
     known: dict[str, Any] = {
@@ -23,6 +23,6 @@ def rollout(tokens: Sequence[int] = (1, 2, 3), **fields: Any) -> Rollout:
         "seed": 1,
         "finished": True,
     }
-    return Rollout(
+    return StoredRollout(
         tokens=np.asarray(tokens, np.uint32), logprobs=np.asarray(logprobs, np.float32), **(known | fields)
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.rollouts.cache import (
     PROMPT_OVERHEAD,
     ROLLOUT_OVERHEAD,
@@ -24,17 +24,17 @@ PLENTY = 1 << 30
 HERE = Origin("r", "p", slot=0, step=5)
 
 
-def cache_of(*rollouts: Rollout, budget: int = PLENTY) -> DraftCache:
+def cache_of(*rollouts: StoredRollout, budget: int = PLENTY) -> DraftCache:
     cache = DraftCache(VOCAB, budget)
     cache.add(rollouts)
     return cache
 
 
-def ahead(tokens: list[int], **fields: Any) -> Rollout:
+def ahead(tokens: list[int], **fields: Any) -> StoredRollout:
     return rollout(tokens, kind=RolloutKind.PREGENERATED, **fields)
 
 
-def tokens_of(found: Rollout | None) -> list[int] | None:
+def tokens_of(found: StoredRollout | None) -> list[int] | None:
     return None if found is None else found.tokens.tolist()
 
 
@@ -228,7 +228,7 @@ rollouts = st.builds(
 def test_bytes_are_those_of_what_is_held_and_within_the_budget(arrivals: list[Any], budget: int) -> None:
     cache = DraftCache(VOCAB, budget)
     for arrival in arrivals:
-        if isinstance(arrival, Rollout):
+        if isinstance(arrival, StoredRollout):
             cache.add([arrival])
         else:
             step, shard = arrival

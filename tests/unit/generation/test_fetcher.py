@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.contracts.errors import Unavailable
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.drafts.client import Fetched
 from services.generation.rollouts.cache import DraftCache, ShardQuery, Shards
 from services.generation.rollouts.fetcher import ShardFetcher
@@ -30,7 +30,7 @@ class Store:
         self.available = True
         self.calls: list[tuple[str, list[str]]] = []
         self.whole: list[bool] = []
-        self.rollouts: list[Rollout] = []
+        self.rollouts: list[StoredRollout] = []
         self.open = asyncio.Event()
         self.fault: Exception | None = None
         self.missed: set[str] = set()

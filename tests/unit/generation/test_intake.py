@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.contracts.sampling import ModelLimits
 from services.drafts.client import Fetched
 from services.generation.drafters.reference.drafter import ReferenceDrafter
@@ -75,7 +75,7 @@ class Rig:
     async def call(self, function: Any) -> Any:
         return await asyncio.wait_for(asyncio.wrap_future(self.loop.call(function)), WAIT)
 
-    def answer(self, *rollouts: Rollout) -> None:
+    def answer(self, *rollouts: StoredRollout) -> None:
         """Let the store answer."""
         self.store.rollouts = list(rollouts)
         self.store.open.set()

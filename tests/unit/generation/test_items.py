@@ -21,7 +21,7 @@ from services.contracts.errors import (
     ServiceError,
     Unimplemented,
 )
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.types import EngineRequest, Verifier
 from services.generation.loop.work_items import AdmissionTerms, check_item, refusal
@@ -179,7 +179,7 @@ def lenient(
     return check(cache=cache, exactness=level | (exactness or {}), **(names | fields))
 
 
-def history(*rollouts: Rollout) -> DraftCache:
+def history(*rollouts: StoredRollout) -> DraftCache:
     cache = DraftCache(LIMITS.vocab_size, 1 << 20)
     cache.add(rollouts)
     return cache

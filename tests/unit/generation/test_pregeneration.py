@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from paceline.v1 import sample_pb2
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.pregeneration.coordinator import SERVICE, CoordinatorConnection, CoordinatorGone
 from services.generation.pregeneration.leases import DraftLease, DraftLeases
 from services.generation.pregeneration.stream import EngineAvailability, PollSituation
@@ -246,10 +246,10 @@ def test_room_is_what_real_samples_leave(running: int, seats: int, reserved: int
 # -- puts -------------------------------------------------------------------------------------------------
 
 
-def rollout(slot: int = 0, tokens: Sequence[int] = (1,), seed: int = 0) -> Rollout:
+def rollout(slot: int = 0, tokens: Sequence[int] = (1,), seed: int = 0) -> StoredRollout:
     array = np.asarray(tokens, np.uint32)
     logprobs = np.zeros(len(array), np.float32)
-    return Rollout("run", "p", slot, 1, RolloutKind.PREGENERATED, 4, seed, array, logprobs, False)
+    return StoredRollout("run", "p", slot, 1, RolloutKind.PREGENERATED, 4, seed, array, logprobs, False)
 
 
 class Store:
@@ -263,7 +263,7 @@ class Store:
         self.under_way = asyncio.Event()
         self.failed = asyncio.Event()
 
-    async def put(self, rollouts: Sequence[Rollout]) -> int:
+    async def put(self, rollouts: Sequence[StoredRollout]) -> int:
         self.calls.append([(each.slot, len(each.tokens)) for each in rollouts])
         self.under_way.set()
         await self.permits.acquire()

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.times import timestamp
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.config import GenerationConfig
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
@@ -95,11 +95,11 @@ class Store:
 
     def __init__(self) -> None:
         self.available = True
-        self.rollouts: dict[int, Rollout] = {}
+        self.rollouts: dict[int, StoredRollout] = {}
         self.open = asyncio.Event()
         self.open.set()
 
-    async def put(self, rollouts: Sequence[Rollout]) -> int:
+    async def put(self, rollouts: Sequence[StoredRollout]) -> int:
         await self.open.wait()
         for each in rollouts:
             self.rollouts[each.slot] = each
@@ -434,7 +434,9 @@ async def test_an_item_goes_on_where_the_same_policy_stopped(rig: Rig) -> None:
 
 async def test_what_another_policy_generated_is_only_a_draft(rig: Rig) -> None:
     tokens = np.arange(6, dtype=np.uint32)
-    older = Rollout("run", "p", 1, 9, RolloutKind.PREGENERATED, 4, 1, tokens, np.zeros(6, np.float32), False)
+    older = StoredRollout(
+        "run", "p", 1, 9, RolloutKind.PREGENERATED, 4, 1, tokens, np.zeros(6, np.float32), False
+    )
     await rig.call(lambda: rig.loop.drafts.add_rollouts([older], rig.loop.samples))
     await rig.take(item(1, 20))
     assert [each.prefix for each in rig.engine.requests.values()] == [()]
@@ -442,7 +444,9 @@ async def test_what_another_policy_generated_is_only_a_draft(rig: Rig) -> None:
 
 async def test_an_item_that_is_complete_already_is_reported_finished(rig: Rig) -> None:
     tokens = np.arange(12, dtype=np.uint32)
-    whole = Rollout("run", "p", 1, 0, RolloutKind.PREGENERATED, 4, 1, tokens, np.zeros(12, np.float32), True)
+    whole = StoredRollout(
+        "run", "p", 1, 0, RolloutKind.PREGENERATED, 4, 1, tokens, np.zeros(12, np.float32), True
+    )
     await rig.call(lambda: rig.loop.drafts.add_rollouts([whole], rig.loop.samples))
     (await rig.coordinator.asked()).answer(item(1, 12))
     held = await rig.coordinator.asked(lambda each: each.told.get(1) == (12, "finished"))

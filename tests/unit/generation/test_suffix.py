@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.suffix_index import SuffixIndex
-from services.contracts.rollout import Rollout, RolloutKind
+from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.drafters.suffix.drafter import SuffixDrafter
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposal
@@ -54,7 +54,7 @@ class Rig:
         return sorted(self.index.texts.values())
 
 
-def arrival(*rollouts: Rollout) -> NewRollouts:
+def arrival(*rollouts: StoredRollout) -> NewRollouts:
     return NewRollouts(rollouts)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from services.contracts.rollout import Rollout
+from services.contracts.rollout import StoredRollout
 from services.generation.speculation.drafter import (
     DraftContext,
     NewRollouts,
@@ -65,20 +65,20 @@ class Backlog:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._prompts: OrderedDict[tuple[str, str], deque[Rollout]] = OrderedDict()
+        self._prompts: OrderedDict[tuple[str, str], deque[StoredRollout]] = OrderedDict()
         self.tokens = 0
 
     def __bool__(self) -> bool:
         return bool(self._prompts)
 
-    def push(self, rollout: Rollout) -> None:
+    def push(self, rollout: StoredRollout) -> None:
         """Add a rollout."""
         self._prompts.setdefault((rollout.run_id, rollout.prompt_id), deque()).append(rollout)
         self.tokens += len(rollout.tokens)
         while self.tokens > self._capacity:
             self.pop_prompt(next(iter(self._prompts)))
 
-    def pop(self) -> Rollout:
+    def pop(self) -> StoredRollout:
         """Remove and return the next rollout; there must be one."""
         prompt, rollouts = next(iter(self._prompts.items()))
         rollout = rollouts.popleft()
@@ -87,7 +87,7 @@ class Backlog:
             del self._prompts[prompt]
         return rollout
 
-    def pop_prompt(self, prompt: tuple[str, str]) -> list[Rollout]:
+    def pop_prompt(self, prompt: tuple[str, str]) -> list[StoredRollout]:
         """Remove and return all rollouts of a prompt."""
         rollouts = list(self._prompts.pop(prompt, ()))
         self.tokens -= sum(len(rollout.tokens) for rollout in rollouts)
@@ -207,7 +207,7 @@ class SuffixDrafter(TokenDrafter):
             tokens += self._insert(self._waiting.pop())
         self._built("insert", began, tokens)
 
-    def _insert(self, rollout: Rollout) -> int:
+    def _insert(self, rollout: StoredRollout) -> int:
         """Index a rollout unless it is there; return the number of tokens indexed."""
         prompt, name = (rollout.run_id, rollout.prompt_id), (rollout.seed, rollout.version)
         if not self._running[prompt]:
