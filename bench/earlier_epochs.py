@@ -1,4 +1,4 @@
-"""What rollouts of earlier epochs bring as drafts, and cost, with and without pre-generation.
+"""Gain and cost of drafts from rollouts of earlier epochs, with and without pre-generation.
 
 The run that `bench.rollout` records, whose prompts come back after four steps, is replayed by platforms that keep
 samples for later epochs and by such that do not. Other programs on the cores change seconds, so figures are counts:

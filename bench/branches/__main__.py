@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.branches import earlier_policy, suffixes, with_reference
-from bench.branches.choices import Branches, Choices, calibrated
+from bench.branches.choices import BranchCounts, Choices, calibrated
 from bench.branches.eagle3 import HeadChoices
 from bench.branches.served import FLOORS, MOST, Device, decode_run
 from bench.branches.trees import DraftedSample, DraftShape, decode
@@ -136,7 +136,7 @@ def _looked_up(counted: CountedRun, place: int) -> dict[SampleKey, list[suffixes
 
 def _right(steps: Iterable[Mapping[SampleKey, Choices]]) -> dict[str, float]:
     """Return how often each choice is right, at the first place of a draft."""
-    branches = Branches.of([each.ranks[0] for step in steps for each in step.values()])
+    branches = BranchCounts.of([each.ranks[0] for step in steps for each in step.values()])
     return {"first": branches.accepted, "second": branches.saved, "third": branches.saved_by_third}
 
 

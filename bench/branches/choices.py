@@ -31,7 +31,7 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
-class Branches:
+class BranchCounts:
     """Tokens by the drafter's choice that they were: `first`, `second`, `third`, and all `tokens`."""
 
     tokens: int
@@ -40,7 +40,7 @@ class Branches:
     third: int = 0
 
     @classmethod
-    def of(cls, ranks: Sequence[NDArray[np.int64]]) -> Branches:
+    def of(cls, ranks: Sequence[NDArray[np.int64]]) -> BranchCounts:
         """Count ranks of any shape."""
         counts = np.bincount(np.concatenate([each.ravel() for each in ranks]), minlength=CHOICES + 1)
         return cls(int(counts.sum()), *(int(each) for each in counts[:CHOICES]))

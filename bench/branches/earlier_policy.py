@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from bench.branches.choices import Branches, Choices, lead, ranks_of
+from bench.branches.choices import BranchCounts, Choices, lead, ranks_of
 from bench.trajectory import Trajectory
 from kernels.coupled_sampler.noise import gumbel
 from paceline import SampleKey
@@ -28,7 +28,7 @@ _OTHER = 0x5DEECE66D
 Scores = NDArray[np.float32]
 
 
-def measure(trajectory: Trajectory, temperature: float = 1.0) -> tuple[Branches, Branches]:
+def measure(trajectory: Trajectory, temperature: float = 1.0) -> tuple[BranchCounts, BranchCounts]:
     """Over all steps but the first: with the samples' noise, and with noise of the drafter's own."""
     coupled, own = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     for place in range(1, len(trajectory.steps)):
@@ -36,7 +36,7 @@ def measure(trajectory: Trajectory, temperature: float = 1.0) -> tuple[Branches,
             scores = logits / np.float32(temperature)
             coupled.append(ranks_of(with_noise(scores, seed), tokens))
             own.append(ranks_of(with_noise(scores, seed ^ _OTHER), tokens))
-    return Branches.of(coupled), Branches.of(own)
+    return BranchCounts.of(coupled), BranchCounts.of(own)
 
 
 def choices(trajectory: Trajectory, place: int, coupled: bool) -> dict[SampleKey, Choices]:

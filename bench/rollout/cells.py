@@ -142,5 +142,5 @@ def code_hash(sources: Iterable[Path], without: Iterable[Path] = ()) -> str:
 
 
 def cell_key(*parts: object) -> str:
-    """Return the hash of what a cell's figures depend on; parts are told apart by their `repr`."""
+    """Return the hash of what a cell's figures depend on; parts are distinguished by their `repr`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _COLOURS = ("#0072b2", "#e69f00", "#009e73")
-"""Of the regimes; told apart by those who do not see red and green as two (Okabe and Ito)."""
+"""Of the regimes; distinguished by those who do not see red and green as two (Okabe and Ito)."""
 
 
 def draw(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> None:

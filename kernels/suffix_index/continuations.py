@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """What else could come in the place of some predicted tokens of n growing rollouts, and how that goes on.
+    """Alternatives to some predicted tokens of n growing rollouts, and how each goes on.
 
     tokens [n, m] int32; shares [n, m] float32: the estimated probability that a token comes if all before it in its
     path have, 0 where there is none; parents [n, m] int64: what it follows, -1 for the text itself, below the

@@ -13,7 +13,7 @@ from services.generation.engine.attention.cpu_trees import STEP
 from services.generation.engine.draft_tree import chain_length
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified
-from services.generation.engine.sampling.segments import Segments, segments_of
+from services.generation.engine.sampling.segments import TreeSegments, segments_of
 
 
 class TreeSteps:
@@ -25,7 +25,7 @@ class TreeSteps:
         # First token of each sample in the step, and tokens that it had KV of before.
         self._starts = self._computed = np.empty(0, np.int64)
         self._rows: Rows | None = None
-        self.segments: Segments | None = None
+        self.segments: TreeSegments | None = None
         """Of the step that is under way; None if it has no branches."""
 
     def lay_out(self, batch: Any, rows: Rows, starts: IntArray, positions: torch.Tensor) -> None:

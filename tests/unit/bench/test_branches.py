@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.branches import suffixes, with_reference
-from bench.branches.choices import CHOICES, Branches, Choices, calibrated, ranks_of
+from bench.branches.choices import CHOICES, BranchCounts, Choices, calibrated, ranks_of
 from bench.branches.earlier_policy import with_noise
 from bench.branches.served import replayed
 from bench.branches.trees import DraftedSample, DraftShape, decode
@@ -43,9 +43,9 @@ def test_a_token_is_counted_by_its_place_among_logits_with_noise(seed: int, leng
 
 
 def test_shares_are_of_all_tokens_and_of_the_mismatches() -> None:
-    found = Branches.of([np.repeat([0, 1], [90, 6]), np.array([[2, 3, 3, 3]])])
+    found = BranchCounts.of([np.repeat([0, 1], [90, 6]), np.array([[2, 3, 3, 3]])])
     assert (found.accepted, found.saved, found.saved_by_third) == (0.9, 0.6, 0.1)
-    assert Branches(5, 5, 0).saved == 0.0
+    assert BranchCounts(5, 5, 0).saved == 0.0
 
 
 def test_a_lookup_ranks_what_followed_the_longest_context_first() -> None:

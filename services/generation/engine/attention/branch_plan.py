@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.generation.engine.sampling.rows import IntArray, Rows
-from services.generation.engine.sampling.segments import Segments
+from services.generation.engine.sampling.segments import TreeSegments
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BranchPlan:
     table: IntArray
 
 
-def runs_of(segments: Segments, rows: Rows, starts: IntArray, computed: IntArray) -> list[BranchRun]:
+def runs_of(segments: TreeSegments, rows: Rows, starts: IntArray, computed: IntArray) -> list[BranchRun]:
     """Return the runs of a step.
 
     Args:

@@ -18,7 +18,7 @@ from services.generation.engine.sampling.rows import IntArray, Rows
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class TreeSegments:
     """S segments of n samples with R rows, in their order. A sample's first segment is its primary chain.
 
     `rows` has a segment where it usually has a sample. `owners` [S] are the samples, `primary` [n] the samples'
@@ -60,7 +60,7 @@ class Segments:
         return found, samples.astype(np.int64)
 
 
-def segments_of(rows: Rows, trees: Mapping[int, Sequence[int]]) -> Segments:
+def segments_of(rows: Rows, trees: Mapping[int, Sequence[int]]) -> TreeSegments:
     """Return the segments of a step.
 
     Args:
@@ -87,4 +87,4 @@ def segments_of(rows: Rows, trees: Mapping[int, Sequence[int]]) -> Segments:
     by_segment = Rows(np.append(starts, count), rows.positions[owners] + depth[starts], tokens[~begins])
     primary = np.searchsorted(starts, rows.cu[:-1])
     assert len(primary) == n
-    return Segments(by_segment, owners, primary, before[starts], tokens[starts])
+    return TreeSegments(by_segment, owners, primary, before[starts], tokens[starts])

@@ -14,12 +14,12 @@ from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.penalties import Histories
 from services.generation.engine.sampling.recorded import DraftsOfRow
 from services.generation.engine.sampling.sampler import Verified, sample
-from services.generation.engine.sampling.segments import Segments
+from services.generation.engine.sampling.segments import TreeSegments
 
 
 def sample_trees(
     logits: torch.Tensor,
-    segments: Segments,
+    segments: TreeSegments,
     settings: DrawSettings,
     noise: list[SampleNoise],
     followed: Mapping[int, CachedRollout],
