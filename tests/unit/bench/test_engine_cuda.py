@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,25 +32,23 @@ class Worker:
     """A thread in place of a process, that answers each order as it is told."""
 
     def __init__(self, answers: Answers, started: list[EngineSetup], setup: EngineSetup) -> None:
-        self.pipe, self._theirs = Pipe()
+        self.pipe, theirs = Pipe()
         started.append(setup)
-        threading.Thread(target=self._serve, args=(self._theirs, answers), daemon=True).start()
+        threading.Thread(target=self._serve, args=(theirs, answers), daemon=True).start()
 
-    def _serve(self, pipe: Connection[Any, Any], answers: Answers) -> None:
-        pipe.send(True)
-        try:
+    def _serve(self, theirs: Connection[Any, Any], answers: Answers) -> None:
+        # Only this thread closes its end: two threads that close one connection may close its number twice.
+        with theirs, suppress(EOFError, OSError):
+            theirs.send(True)
             while True:
-                order, _ = pipe.recv()
+                order, _ = theirs.recv()
                 answer = answers[order]()
                 if answer is None:
-                    pipe.close()
                     return
-                pipe.send(answer)
-        except (EOFError, OSError):
-            return
+                theirs.send(answer)
 
     def kill(self) -> None:
-        self._theirs.close()
+        """Do nothing: the host has closed its own end, so the thread ends at its next read or write."""
 
 
 def plan() -> list[CudaStep]:
