@@ -46,7 +46,7 @@ def main() -> None:
         (RESULTS / f"{EARLIER}.json").write_text(json.dumps(tables, indent=1, ensure_ascii=False) + "\n")
     elif given.publish is not None:
         for name in given.publish:
-            publish(name, f"make bench NAME={name}")
+            publish(name)
     else:
         failed = run_all([job for job in JOBS if job.name in given.only])
     write_documents()

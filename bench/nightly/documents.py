@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.lenience_table import level_table
 from bench.report import format_value
-from bench.rollout.markdown import goal_table, modelled_table, overview, regime_table
+from bench.rollout.markdown import Rows, goal_table, modelled_table, overview, regime_table
 
 Published = Mapping[str, Any]
 _BLOCK = re.compile(
@@ -79,12 +79,7 @@ def _own(table: Mapping[str, Sequence[Any]]) -> list[str]:
 
 def _figures(result: Mapping[str, Any]) -> list[str]:
     goals = result.get("goals", {})
-    lines = [
-        f"`{result['command']}`, {_when(result)}",
-        "",
-        "| figure | value | goal |",
-        "| --- | ---: | ---: |",
-    ]
+    lines = [_origin(result), "", "| figure | value | goal |", "| --- | ---: | ---: |"]
     for figure, value in result["figures"].items():
         goal = goals.get(figure, "")
         shown = format_value(float(value) if isinstance(value, float) else value)
@@ -92,9 +87,11 @@ def _figures(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _when(result: Mapping[str, Any]) -> str:
+def _origin(result: Mapping[str, Any]) -> str:
+    """Return the command of a result, its day and its machine."""
     machine = result.get("machine", {})
-    return f"{result.get('measured_at', '')[:10]}, {machine.get('cpus')} cores of {machine.get('processor')}"
+    day = result.get("measured_at", "")[:10]
+    return f"`{result['command']}`, {day}, {machine.get('cpus')} cores of {machine.get('processor')}"
 
 
 def _first_subject(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,17 +118,40 @@ def _listed(result: Mapping[str, Any], subject: Mapping[str, Any]) -> list[str]:
 
 def _overview(result: Mapping[str, Any]) -> list[str]:
     subject = _first_subject(result)
-    goals = goal_table(subject["figures"], subject["goals"])
     table = overview(subject["rows"], _marks(result, subject))
-    return [*table, *_listed(result, subject), "", *goals, "", f"`{result['command']}`, {_when(result)}"]
+    return [*table, *_listed(result, subject), "", *_goals(result)]
+
+
+def _brief(result: Mapping[str, Any]) -> list[str]:
+    return [*overview(_of_all_rounds(_first_subject(result)["rows"]), {}), "", *_goals(result)]
+
+
+def _goals(result: Mapping[str, Any]) -> list[str]:
+    subject = _first_subject(result)
+    return [*goal_table(subject["figures"], subject["goals"]), "", _origin(result)]
 
 
 def _modelled(result: Mapping[str, Any]) -> list[str]:
-    subject = _first_subject(result)
-    if not any("modelled" in row for systems in subject["rows"].values() for row in systems.values()):
-        return ["The kept results are from before devices were modelled; `make bench` has them."]
-    table = modelled_table(subject["rows"], _marks(result, subject))
-    return [*table, *_listed(result, subject), "", f"`{result['command']}`, {_when(result)}"]
+    return [*modelled_table(_first_subject(result)["rows"], {}), "", _origin(result)]
+
+
+def _modelled_brief(result: Mapping[str, Any]) -> list[str]:
+    return [*modelled_table(_of_all_rounds(_first_subject(result)["rows"]), {}), "", _origin(result)]
+
+
+def _of_all_rounds(rows: Rows) -> Rows:
+    """Return the rows of the systems that were measured in every regime, and as often as any other."""
+    found = [
+        (name, row["speedup_vs_plain"]["rounds"])
+        for systems in rows.values()
+        for name, row in systems.items()
+    ]
+    most = max(rounds for _, rounds in found)
+    whole = {name for name, _ in found if found.count((name, most)) == len(rows)}
+    return {
+        regime: {name: row for name, row in systems.items() if name in whole}
+        for regime, systems in rows.items()
+    }
 
 
 def _regimes(result: Mapping[str, Any]) -> list[str]:
@@ -146,13 +166,15 @@ def _regimes(result: Mapping[str, Any]) -> list[str]:
 
 
 def _levels(result: Mapping[str, Any]) -> list[str]:
-    return [*level_table(result["levels"]), "", f"`{result['command']}`, {_when(result)}"]
+    return [*level_table(result["levels"]), "", _origin(result)]
 
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {
+    "brief": _brief,
     "figures": _figures,
     "levels": _levels,
     "modelled": _modelled,
+    "modelled-brief": _modelled_brief,
     "overview": _overview,
     "regimes": _regimes,
 }

@@ -35,11 +35,23 @@ def is_figure(value: Any) -> bool:
     return value is None or isinstance(value, int | float)
 
 
-def publish(name: str, command: str, results: Path = RESULTS, runs: Path = Path("runs/bench")) -> None:
-    """Commit the figures of a benchmark's last run. OSError if it has written none."""
+def publish(
+    name: str, command: str | None = None, results: Path = RESULTS, runs: Path = Path("runs/bench")
+) -> None:
+    """Commit the figures of a benchmark's last run. OSError if it has written none.
+
+    `command` is what gave them; None: `make bench` with the rounds that the run had.
+    """
     result = json.loads((runs / f"{name}.json").read_text())
     results.mkdir(parents=True, exist_ok=True)
-    (results / f"{name}.json").write_text(json.dumps(reduced(result, command), indent=1) + "\n")
+    kept = reduced(result, command_of(name, result) if command is None else command)
+    (results / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def command_of(name: str, result: Mapping[str, Any]) -> str:
+    """Return the `make bench` that gives such a result again."""
+    rounds = result.get("options", {}).get("rounds", 1)
+    return f"make bench NAME={name}" + (f' BENCH_ARGS="--rounds {rounds}"' if rounds > 1 else "")
 
 
 def published(results: Path = RESULTS) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from bench.lenience_table import LEVEL_COLUMNS, by_level
 from bench.nightly.__main__ import DOCUMENTS, run
 from bench.nightly.documents import DocumentError, rewritten, written_by_hand
 from bench.nightly.jobs import JOBS, NIGHT_MINUTES, NightlyJob
-from bench.nightly.published import EARLIER, publish, published, reduced
+from bench.nightly.published import EARLIER, command_of, publish, published, reduced
 from bench.rollout.registry import LONG_TAIL, PLAIN
 
 _ROOT = Path(__file__).parents[3]
@@ -116,6 +116,34 @@ def test_a_generated_part_has_the_figures_and_the_command_that_gave_them() -> No
     assert "| 0.015 (0.01 to 0.02) |" in shown
     shown = rewritten(_PART.format("x figures"), {"x": plain})
     assert "| `a` | 1.23 | >= 1 |\n| `b` | - |  |" in shown
+
+
+def test_a_brief_table_has_the_systems_that_were_measured_most_often_everywhere() -> None:
+    once = _ROW | {
+        "speedup_vs_plain": {"low": 3.0, "median": 3.0, "high": 3.0, "rounds": 1, "interval": False}
+    }
+    modelled = {"a device": {"speedup_vs_plain": None, "rollout_seconds": 1.0, "ahead_share": 0.0}}
+    rows = {
+        "short": {PLAIN: _ROW | {"modelled": modelled}, "once": once},
+        LONG_TAIL: {PLAIN: _ROW, "once": once, "long only": _ROW},
+    }
+    whole = _WHOLE | {"subjects": {"tinymath": {**_WHOLE["subjects"]["tinymath"], "rows": rows}}}
+    figures = {"whole": reduced(whole, "make bench")}
+    for part in ("brief", "modelled-brief"):
+        text = rewritten(_PART.format(f"whole {part}"), figures)
+        assert "\n| plain |" in text
+        assert "once" not in text
+        assert "long only" not in text
+    assert "| `tokens_differing` |" in rewritten(_PART.format("whole brief"), figures)
+    assert "\n| once | 3.00 | 3.00 | 0 |" in rewritten(_PART.format("whole overview"), figures)
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [({}, "make bench NAME=x"), ({"rounds": 3}, 'make bench NAME=x BENCH_ARGS="--rounds 3"')],
+)
+def test_the_command_of_a_result_has_its_rounds(options: dict[str, Any], command: str) -> None:
+    assert command_of("x", {"options": options}) == command
 
 
 def test_a_table_that_a_benchmark_has_made_is_shown_as_it_is() -> None:
