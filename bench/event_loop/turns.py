@@ -64,6 +64,8 @@ class TurnClock:
         self._seen = 0
         self._stepped = 0
         self._times = TurnTimes()
+        # Of the turn under way; they are added to the sums if it counts.
+        self._parts: dict[str, PartTime] = {}
         self._others: dict[str, tuple[str, float, float]] = {}
         self._collecting: dict[int, float] = {}
         self._collected_from = 0.0
@@ -97,8 +99,7 @@ class TurnClock:
             self._others = threads(self._thread)
         # Another round may begin within a turn, in which the thread waits for samples.
         found = self._times
-        parts = {name: PartTime(each.wall, each.cpu) for name, each in found.parts.items()}
-        self._stepped, self._collecting = 0, {}
+        self._stepped, self._collecting, self._parts = 0, {}, {}
         switches = self._switches()
         cpu, queued = self._scheduled()
         began = time.perf_counter()
@@ -108,13 +109,16 @@ class TurnClock:
         # Not the turn in which samples end, and is done for each of them what is done once.
         if self._stepped != self._full or len(self._loop.samples) < self._full or self._seen < _WARM_UP:
             self._seen += self._stepped == self._full
-            found.parts = parts
             return
         found.turns += 1
         found.wall += wall
         found.cpu += after - cpu
         found.queued += queued_after - queued
         found.switches += self._switches() - switches
+        for name, part in self._parts.items():
+            total = found.parts.setdefault(name, PartTime())
+            total.wall += part.wall
+            total.cpu += part.cpu
         for generation, seconds in self._collecting.items():
             found.collecting[generation] = found.collecting.get(generation, 0.0) + seconds
         if found.turns % _OTHERS_EVERY == 0:
@@ -162,7 +166,7 @@ class TurnClock:
             try:
                 return function(*args, **kwargs)
             finally:
-                part = self._times.parts.setdefault(name, PartTime())
+                part = self._parts.setdefault(name, PartTime())
                 part.wall += time.perf_counter() - began
                 part.cpu += time.thread_time() - cpu
 

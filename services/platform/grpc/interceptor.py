@@ -202,7 +202,9 @@ class _Parsed:
     """Messages of a caller's stream, parsed one by one."""
 
     def __init__(self, requests: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> None:
-        self._requests = aiter(requests)
+        # Without aiter, which begins gRPC's generator: a call that ends before it reads would leave that unused,
+        # and Python warns of a coroutine that was never awaited.
+        self._requests = requests
         self._parse = parse
 
     def __aiter__(self) -> Self:

@@ -20,6 +20,7 @@ from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from services.platform.config.settings import ServiceConfig
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import InstanceRecord, Registry
+from tests.support.clocked_coordinator import CLOCK_FILE, HOUR
 from tests.support.zygote import Forked, forked
 
 CALL = 60.0
@@ -28,9 +29,22 @@ ROLLOUT, UPDATE, APPLYING = pb.RUN_PHASE_ROLLOUT, pb.RUN_PHASE_UPDATE, pb.RUN_PH
 
 
 class Coordinator:
-    """`python -m services.bubbles`; may be killed and started again."""
+    """`python -m services.bubbles`; may be killed and started again.
 
-    def __init__(self, redis_url: str, namespace: str, folder: Path, **settings: Any) -> None:
+    A `clocked` one is that of tests.support.clocked_coordinator, with leases so long that it does nothing by itself
+    unless `lease_seconds` is given.
+    """
+
+    def __init__(
+        self, redis_url: str, namespace: str, folder: Path, *, clocked: bool = False, **settings: Any
+    ) -> None:
+        self._module = "tests.support.clocked_coordinator" if clocked else "services.bubbles"
+        self._clock = folder / "clock"
+        self.now = 1e9
+        if clocked:
+            settings = {"lease_seconds": 4 * HOUR, **settings}
+            self._clock.touch()
+            self.advance(0.0)
         self._ready_file = folder / "ready.json"
         self._log = folder / "bubbles.log"
         given = {"port": 0, "instance-id": "bubbles-0", "redis-url": redis_url, "namespace": namespace}
@@ -45,8 +59,9 @@ class Coordinator:
     async def start(self) -> None:
         self._ready_file.unlink(missing_ok=True)
         with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "services.bubbles", *self._flags]
-            self._process = await asyncio.to_thread(forked, command, os.environ, log)
+            command = [sys.executable, "-m", self._module, *self._flags]
+            environment = {**os.environ, CLOCK_FILE: str(self._clock)}
+            self._process = await asyncio.to_thread(forked, command, environment, log)
         async with asyncio.timeout(CALL):
             while not self._ready_file.exists():
                 assert self._process.poll() is None, self._log.read_text()
@@ -77,6 +92,11 @@ class Coordinator:
             lines = response.read().decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
+
+    def advance(self, seconds: float) -> None:
+        """Set the clock of a clocked coordinator forward."""
+        self.now += seconds
+        os.utime(self._clock, (self.now, self.now))
 
     # As a gateway ---------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -29,6 +28,8 @@ from tests.integration.bubbles.conftest import (
 )
 
 Coordinate = Callable[..., Awaitable[Coordinator]]
+LEASE_SECONDS = 5.0
+"""Shorter than the silence of a gateway after which nothing of its run is given out."""
 
 
 async def until(condition: Callable[[], Awaitable[Any]], what: str) -> Any:
@@ -42,13 +43,13 @@ async def until(condition: Callable[[], Awaitable[Any]], what: str) -> Any:
         pytest.fail(f"waited in vain until {what}")
 
 
-async def held(coordinator: Coordinator, count: int = 1) -> None:
-    """Return when so many polls are held back, or have been: a poll is answered after a second anyway."""
-    deadline = time.monotonic() + 0.9
-    while time.monotonic() < deadline:
-        metrics = await asyncio.to_thread(coordinator.metrics)
-        if metrics["paceline_bubbles_held_polls"] >= count:
-            return
+async def held(coordinator: Coordinator) -> None:
+    """Wait until one poll is held back. A clocked coordinator goes on to hold it until something happens."""
+
+    async def one() -> bool:
+        return (await asyncio.to_thread(coordinator.metrics))["paceline_bubbles_held_polls"] == 1
+
+    await until(one, "a poll is held back")
 
 
 async def test_it_registers_serves_items_of_the_step_and_leaves_cleanly(
@@ -89,62 +90,40 @@ async def test_uncoupled_items_have_other_seeds(coordinate: Coordinate) -> None:
 
 
 async def test_a_held_poll_wakes_when_the_gateway_says_that_there_is_work(coordinate: Coordinate) -> None:
-    coordinator = await coordinate()
-    poller = Poller(coordinator, "a")
-    for _ in range(10):
-        await coordinator.tell(waiting=1, unfinished=1, hints=[make_hint()])
-        polling = asyncio.create_task(poller.poll())
-        await held(coordinator)
-        began = time.monotonic()
-        await coordinator.tell(unfinished=1, hints=[make_hint()])
-        items = (await polling).tasks
-        took = time.monotonic() - began
-        # It may have been answered for lack of time just before that.
-        assert len(items) in (0, 4)
-        if items and took < 0.5:
-            return
-        # Either it was held until its time was over, or the machine is busy: then the next one is not.
-        await poller.poll(progress(items, returned=True), room=0)
-    pytest.fail("no poll was held when the gateway spoke, or all were until their time was over")
+    coordinator = await coordinate(clocked=True)
+    await coordinator.tell(waiting=1, unfinished=1, hints=[make_hint()])
+    polling = asyncio.create_task(Poller(coordinator, "a").poll())
+    await held(coordinator)
+    await coordinator.tell(unfinished=1, hints=[make_hint()])
+    assert len((await polling).tasks) == 4
 
 
-async def test_a_poll_with_nothing_to_say_is_held_and_then_answered(coordinate: Coordinate) -> None:
+async def test_a_poll_with_nothing_to_say_is_answered_when_its_time_is_over(coordinate: Coordinate) -> None:
     coordinator = await coordinate()
-    began = time.monotonic()
     response = await Poller(coordinator, "a").poll()
-    assert time.monotonic() - began > 0.9
     assert (list(response.tasks), response.halt, response.sleep) == ([], False, False)
 
 
 async def test_an_instance_that_runs_something_is_answered_at_once(coordinate: Coordinate) -> None:
-    coordinator = await coordinate()
+    # One that is held is not answered by this coordinator.
+    coordinator = await coordinate(clocked=True)
     await coordinator.tell(hints=[make_hint()])
     poller = Poller(coordinator, "a")
     items = (await poller.poll()).tasks
-    took = []
     for tokens in range(5):
-        began = time.monotonic()
         assert not (await poller.poll(progress(items, tokens))).tasks
-        took.append(time.monotonic() - began)
-    # One that is held takes a second; any call may take as long on a machine that is busy, but not most.
-    assert sorted(took)[2] < 0.9
 
 
 async def test_of_two_polls_of_an_instance_only_the_newer_one_gets_items(coordinate: Coordinate) -> None:
-    coordinator = await coordinate()
-    for _ in range(10):
-        await coordinator.tell(waiting=1, unfinished=1, hints=[make_hint()])
-        older = asyncio.create_task(Poller(coordinator, "a").poll())
-        await held(coordinator, 1)
-        newer = asyncio.create_task(Poller(coordinator, "a").poll())
-        await held(coordinator, 2)
-        await coordinator.tell(hints=[make_hint()])
-        answers = [len((await each).tasks) for each in (older, newer)]
-        assert answers[0] == 0
-        if answers[1]:
-            assert answers[1] == 4
-            return
-    pytest.fail("no two polls were held at a time")
+    coordinator = await coordinate(clocked=True)
+    await coordinator.tell(waiting=1, unfinished=1, hints=[make_hint()])
+    older = asyncio.create_task(Poller(coordinator, "a").poll())
+    await held(coordinator)
+    newer = asyncio.create_task(Poller(coordinator, "a").poll())
+    assert not (await older).tasks
+    await held(coordinator)
+    await coordinator.tell(hints=[make_hint()])
+    assert len((await newer).tasks) == 4
 
 
 async def test_nobody_gets_what_another_has_and_partial_items_go_on(coordinate: Coordinate) -> None:
@@ -181,28 +160,22 @@ async def test_a_step_that_begins_revokes_and_its_coverage_is_still_there(coordi
 
 
 async def test_leases_of_a_silent_instance_go_to_another(coordinate: Coordinate) -> None:
-    # Longer than the poll that is held while they last.
-    lease = 2.0
-    coordinator = await coordinate(lease_seconds=lease)
+    coordinator = await coordinate(clocked=True, lease_seconds=LEASE_SECONDS)
     await coordinator.tell(hints=[make_hint()])
-    began = time.monotonic()
     dead = (await Poller(coordinator, "dead").poll()).tasks
     assert len(dead) == 4
-    poller = Poller(coordinator, "b")
-    found: dict[tuple[str, int], pb.PregenerationTask] = {}
+    polling = asyncio.create_task(Poller(coordinator, "b").poll())
+    await held(coordinator)
 
-    async def all_found() -> bool:
-        await coordinator.tell(hints=[make_hint()])
-        running = list(found.values())
-        for item in (await poller.poll(progress(running))).tasks:
-            found[item.prompt_id, item.slot] = item
-        return len(found) == 4
+    async def looked_at() -> bool:
+        return (await asyncio.to_thread(coordinator.metrics))["paceline_bubbles_leased_tasks"] == 4
 
-    for item in (await poller.poll()).tasks:
-        found[item.prompt_id, item.slot] = item
-    assert not found or time.monotonic() - began > lease
-    await until(all_found, "the items of the dead instance are given out again")
-    assert not {item.lease for item in found.values()} & {item.lease for item in dead}
+    await until(looked_at, "the coordinator has looked at the leases, and has let them be")
+    assert not polling.done()
+    coordinator.advance(LEASE_SECONDS + 1)
+    found = (await polling).tasks
+    assert {(item.prompt_id, item.slot) for item in found} == {(item.prompt_id, item.slot) for item in dead}
+    assert not {item.lease for item in found} & {item.lease for item in dead}
 
 
 async def test_what_the_registry_says_of_instances_counts(
@@ -244,30 +217,30 @@ async def test_a_new_epoch_of_an_instance_voids_what_the_old_one_had(coordinate:
 
 @pytest.mark.parametrize("mode", ["halt", "sleep", "pregenerate"])
 async def test_the_barrier(coordinate: Coordinate, mode: str) -> None:
-    coordinator = await coordinate(during_update=mode)
+    coordinator = await coordinate(clocked=True, during_update=mode)
+    halts = mode != "pregenerate"
     await coordinator.tell(unfinished=1, hints=[make_hint()])
     busy, idle = Poller(coordinator, "a"), Poller(coordinator, "b", room=0)
     items = (await busy.poll()).tasks
     await busy.poll(progress(items, 3))
-    sleeping = asyncio.create_task(idle.poll())
+    polling = asyncio.create_task(idle.poll())
     await held(coordinator)
-    before = time.time()
+    ended_at = coordinator.now
     await coordinator.tell(UPDATE, hints=[make_hint()])
+    coordinator.advance(1)
     response = await busy.poll(progress(items, 4))
-    assert response.halt is (mode != "pregenerate")
-    assert response.sleep is (mode == "sleep")
-    if response.halt:
-        assert before <= seconds_of(response.halted_at) <= time.time()
-    else:
-        assert seconds_of(response.halted_at) == 0
-    asleep = await sleeping
-    if not (asleep.halt or mode == "pregenerate"):
-        # It was answered for lack of time just before the step ended.
-        asleep = await idle.poll()
-    assert asleep.sleep is (mode == "sleep")
+    assert (response.halt, response.sleep) == (halts, mode == "sleep")
+    assert seconds_of(response.halted_at) == (ended_at if halts else 0)
+    if halts:
+        # It was held, and is told as well.
+        asleep = await polling
+        assert (asleep.halt, asleep.sleep) == (True, mode == "sleep")
     await coordinator.tell(APPLYING, hints=[make_hint()])
     response = await busy.poll(progress(items, 4))
     assert (response.halt, response.sleep, seconds_of(response.halted_at)) == (True, False, 0.0)
+    if not halts:
+        response = await polling
+        assert (response.halt, response.sleep) == (True, False)
     await coordinator.tell(ROLLOUT, policy_version=1, unfinished=1, hints=[make_hint()])
     response = await busy.poll(progress(items, 4, returned=True), policy_version=1)
     assert not response.halt
@@ -321,21 +294,23 @@ async def test_wrong_requests_are_refused_by_field(coordinate: Coordinate) -> No
 
 
 async def test_what_happens_is_counted(coordinate: Coordinate) -> None:
-    coordinator = await coordinate(lease_seconds=2.0)
+    coordinator = await coordinate(clocked=True, lease_seconds=LEASE_SECONDS)
     await coordinator.tell(hints=[make_hint()])
     poller = Poller(coordinator, "a")
     items = (await poller.poll()).tasks
     await poller.poll([*progress(items[:1], 9, finished=True), *progress(items[1:], 5)], room=0)
 
-    async def counted() -> bool:
+    async def counts(leased: int) -> bool:
         metrics = await asyncio.to_thread(coordinator.metrics)
         return (
-            metrics.get('paceline_bubbles_leases_total{event="leased"}') == 4
-            and metrics.get('paceline_bubbles_leases_total{event="finished"}') == 1
-            # The finished one as well, where its end was told after that.
-            and metrics.get('paceline_bubbles_leases_total{event="expired"}') in (3, 4)
+            metrics["paceline_bubbles_leased_tasks"] == leased
+            and metrics['paceline_bubbles_leases_total{event="leased"}'] == 4
+            and metrics['paceline_bubbles_leases_total{event="finished"}'] == 1
+            and metrics.get('paceline_bubbles_leases_total{event="expired"}', 0) == 3 - leased
             and metrics["paceline_bubbles_pregenerated_tokens_total"] == 24
             and metrics["paceline_bubbles_open_tasks"] == 3
         )
 
-    await until(counted, "metrics show it")
+    await until(lambda: counts(3), "metrics show who has what")
+    coordinator.advance(LEASE_SECONDS + 1)
+    await until(lambda: counts(0), "metrics show what has expired")

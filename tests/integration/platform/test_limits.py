@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.v1 import fleet_pb2, weight_pb2, weight_pb2_grpc
+from services.contracts.errors import Unavailable
 from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
@@ -32,6 +36,18 @@ class Reader(weight_pb2_grpc.WeightServiceServicer):
         return weight_pb2.UpdateWeightsResponse(
             instances=[weight_pb2.InstanceUpdate(instance_id=name) for name in names]
         )
+
+
+class Refuser(weight_pb2_grpc.WeightServiceServicer):
+    """Refuses a call before it reads what the caller streams, and remembers that weakly."""
+
+    def __init__(self) -> None:
+        self.unread: weakref.ref[Any] | None = None
+
+    async def UpdateWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        """Raise Unavailable."""
+        self.unread = weakref.ref(requests)
+        raise Unavailable("not now")
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
@@ -66,6 +82,28 @@ async def test_bytes_that_are_no_message_end_a_stream_of_the_caller(serve: Any) 
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "request: is not an encoded message" in status_of(error).message
     await server.stop(0)
+
+
+async def test_a_stream_that_is_refused_unread_is_no_coroutine_that_was_never_awaited() -> None:
+    server, servicer = GrpcServer(ServiceConfig(), service="refuser"), Refuser()
+    weight_pb2_grpc.add_WeightServiceServicer_to_server(servicer, server.server)
+    await server.start()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        async with open_channel(server.address, ServiceConfig()) as channel:
+            requests = iter([weight_pb2.UpdateWeightsRequest(update_id="u")])
+            stub = weight_pb2_grpc.WeightServiceStub(channel)
+            error = await refused(stub.UpdateWeights(requests, timeout=30))
+        await server.stop(0)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert servicer.unread is not None
+        # The error that was raised keeps the stream alive through the frames of its traceback.
+        async with asyncio.timeout(30):
+            while servicer.unread() is not None:
+                await asyncio.sleep(0)
+                gc.collect()
+        gc.collect()
+    assert not [str(each.message) for each in caught if "never awaited" in str(each.message)]
 
 
 async def test_a_message_above_the_limit_leaves_other_calls_of_the_connection_alone(serve: Any) -> None:

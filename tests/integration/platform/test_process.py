@@ -116,7 +116,7 @@ def test_a_signal_ends_the_process_cleanly(start: Start, ready_file: Path, numbe
     assert told["pid"] == process.pid
     with grpc.insecure_channel(told["address"]) as channel:
         answer = fleet_pb2_grpc.FleetServiceStub(channel).ListInstances(
-            fleet_pb2.ListInstancesRequest(), timeout=5
+            fleet_pb2.ListInstancesRequest(), timeout=60
         )
     assert answer.instances[0].instance_id == "toy"
     assert told["metrics_port"] > 0

@@ -114,7 +114,7 @@ async def test_a_cancellation_that_the_client_swallows_still_ends_the_heartbeat(
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
-        done, _ = await asyncio.wait([task], timeout=5)
+        done, _ = await asyncio.wait([task], timeout=60)
         assert done, f"went on after a cancellation at turn {turns}"
         assert task.cancelled()
 

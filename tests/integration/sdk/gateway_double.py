@@ -41,8 +41,6 @@ class State:
     reports: list[rollout_pb2.ReportRewardsRequest] = field(default_factory=list)
     calls: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     """Name and metadata of every call."""
-    times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """When each method was called, in seconds, monotonic."""
     failures: dict[str, list[tuple[grpc.StatusCode, str, list[Message]] | None]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -106,7 +104,6 @@ class _Servicer:
 
     async def enter(self, name: str, context: Any) -> None:
         self.state.calls.append((name, dict(context.invocation_metadata())))
-        self.state.times[name].append(time.monotonic())
         if name in self.state.hanging:
             self.state.hung.set()
             await asyncio.Event().wait()

@@ -14,7 +14,7 @@ from paceline import channel
 from services.platform.config.settings import ServiceConfig
 from services.platform.grpc.server import server_options
 
-WAIT = 20.0
+WAIT = 60.0
 METHOD = "/toy.Toy/Watch"
 _PREFACE = len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 _HEAD = 9

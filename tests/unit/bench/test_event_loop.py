@@ -12,17 +12,31 @@ from typing import Any
 import pytest
 
 from bench.event_loop.figures import SILENT, per_turn, summary
-from bench.event_loop.turns import TurnClock
+from bench.event_loop.turns import PartTime, TurnClock
+
+
+class Clock:
+    """Clocks of a thread: how long it has computed, slept, and waited for a core."""
+
+    def __init__(self) -> None:
+        self.computed = self.slept = self.queued = 0.0
+
+    def thread_time(self) -> float:
+        return self.computed
+
+    def perf_counter(self) -> float:
+        return self.computed + self.slept + self.queued
 
 
 class Loop:
-    """Loop of a thread whose turns are given: the samples of each, and how long it computes."""
+    """Loop of a thread whose turns are given: the samples of each, and where its time goes."""
 
     def __init__(self) -> None:
         self.native_id = threading.get_native_id()
+        self.clock = Clock()
         self.samples: set[int] = set()
         self.ready: Future[Any] = Future()
-        self.engine = SimpleNamespace(step=lambda: compute(0.004))
+        self.engine = SimpleNamespace(step=self._step)
         self.ready.set_result(self.engine)
 
     def _turn(self) -> None:
@@ -30,21 +44,21 @@ class Loop:
         self._record([None] * len(self.samples), 0.0)
         self.flush()
 
+    def _step(self) -> None:
+        self.clock.computed += 0.5
+
     def _record(self, steps: list[Any], began: float) -> None:
-        compute(0.002)
+        self.clock.computed += 0.25
+        self.clock.queued += 1.0
 
     def flush(self) -> None:
-        time.sleep(0.003)
+        self.clock.slept += 0.125
 
 
-def compute(seconds: float) -> None:
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
-        pass
-
-
-def test_turns_in_which_all_samples_decode_count_but_the_first_ones() -> None:
+def test_turns_in_which_all_samples_decode_count_but_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
+    monkeypatch.setattr("bench.event_loop.turns.time", loop.clock)
+    monkeypatch.setattr(TurnClock, "_scheduled", lambda _: (loop.clock.computed, loop.clock.queued))
     clock = TurnClock(loop)
     loop.samples = {1, 2}
     loop._turn()
@@ -54,13 +68,23 @@ def test_turns_in_which_all_samples_decode_count_but_the_first_ones() -> None:
         loop._turn()
     times = clock.end()
     loop._turn()
-    assert times.turns == 2
-    for part, cpu in (("step", 0.008), ("record", 0.004)):
-        assert cpu <= times.parts[part].cpu <= times.cpu
-    assert times.parts["flush"].wall >= 0.006
-    assert times.parts["flush"].cpu < 0.006
-    # Where the time goes is known; other programs may take the core meanwhile.
-    assert times.wall - times.cpu - times.queued == pytest.approx(0.006, rel=0.5)
+    assert (times.turns, times.wall, times.cpu, times.queued) == (2, 3.75, 1.5, 2.0)
+    assert times.parts == {
+        "step": PartTime(wall=1.0, cpu=1.0),
+        "record": PartTime(wall=2.5, cpu=0.5),
+        "flush": PartTime(wall=0.25, cpu=0.0),
+    }
+
+
+def test_the_kernel_says_how_long_a_thread_ran_and_how_long_it_waited_for_a_core() -> None:
+    clock = TurnClock(Loop())
+    ran, waited = clock._scheduled()
+    until = time.thread_time() + 0.002
+    while time.thread_time() < until:
+        pass
+    ran_until_now, waited_until_now = clock._scheduled()
+    assert ran_until_now >= ran + 0.002
+    assert waited_until_now >= waited >= 0
 
 
 def test_a_round_that_begins_within_a_turn_has_nothing_of_the_one_before() -> None:

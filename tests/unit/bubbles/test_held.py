@@ -20,7 +20,7 @@ from services.bubbles.members import SharingMembers
 from services.bubbles.metrics import BubbleMetrics
 from services.bubbles.plan import PregenerationPlan, WorkAnswer
 from services.bubbles.pool import PooledTask, StepPool
-from services.bubbles.service import BubbleService
+from services.bubbles.service import HOLD_SECONDS, BubbleService
 from tests.unit.bubbles.hints import hint, named, progress_of, run_status, work_poll
 
 PHASES = (pb.RUN_PHASE_ROLLOUT, pb.RUN_PHASE_UPDATE, pb.RUN_PHASE_APPLYING)
@@ -180,3 +180,24 @@ async def test_a_returned_task_wakes_one_poll_of_many(monkeypatch: pytest.Monkey
     # What concerns all is told to all.
     await service.SetRun(named(run_status(pb.RUN_PHASE_APPLYING, 0, 0), "run", [work.hint_id]), CONTEXT)
     assert all(response.halt for response in await asyncio.gather(*held[1:]))
+
+
+async def test_a_poll_with_nothing_to_say_is_held_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    service = BubbleService(BubblesConfig(), BubbleMetrics(CollectorRegistry()), lambda _: None)
+    polling = asyncio.create_task(service.PollWork(work_poll("a", 1, 0, 2), CONTEXT))
+    await turns()
+    now += 0.99 * HOLD_SECONDS
+    await turns()
+    assert not polling.done()
+    now += 0.02 * HOLD_SECONDS
+    await turns()
+    response = polling.result()
+    assert (list(response.tasks), response.halt, response.sleep) == ([], False, False)

@@ -164,7 +164,7 @@ async def test_snapshots_are_taken_until_the_end_is_asked_for(path: Path) -> Non
     kept, stopping = Kept(path), asyncio.Event()
     kept.store.put(ROLLOUTS[0])
     task = asyncio.create_task(kept.archive.run(0.01, stopping, kept.metrics))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for rollout in ROLLOUTS[1:]:
             before = kept.archive.taken_at
             kept.store.put(rollout)

@@ -177,7 +177,7 @@ class DispatchParts:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds, looking whenever a sample has made progress."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 self.batches.progress.clear()
                 await self.batches.progress.wait()

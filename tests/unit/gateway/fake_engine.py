@@ -54,7 +54,7 @@ class FakeEngine:
 
     async def called(self, method: str) -> None:
         """Wait until this has been called."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while method not in self.calls:
                 await self._called.wait()
 

@@ -92,7 +92,7 @@ class Fleet:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds, looking whenever the roster notifies of a change."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await self.roster.changed.wait()
 

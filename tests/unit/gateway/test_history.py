@@ -77,7 +77,7 @@ class Feed:
         return self.registry.get_sample_value(name, {"outcome": outcome}) or 0.0
 
     async def stored(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.store.slots) < count:  # noqa: ASYNC110 (what is waited for sets no event)
                 await asyncio.sleep(0.001)
 
@@ -163,7 +163,7 @@ async def test_what_an_outage_cut_off_is_put_again_before_the_rest() -> None:
     running = asyncio.create_task(feed.history.run())
     for slot in range(3):
         feed.finish(slot)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while feed.store.available:  # noqa: ASYNC110 (what is waited for sets no event)
             await asyncio.sleep(0.001)
     feed.finish(3)

@@ -38,7 +38,7 @@ class TakingJournal:
         return [[] for _ in pieces]
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.trips) < count:
                 await self.changed.wait()
 

@@ -237,7 +237,7 @@ async def test_a_connection_lost_while_it_stages_ends_its_part_at_once() -> None
     await updating.engines["a"].called("StageWeights")
     lost.member.reason = "heartbeat gone"
     lost.gone.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         results = await staging
     assert [each.error for each in results] == ["UNAVAILABLE: a was lost: heartbeat gone", ""]
     (applied,) = (await updating.updater.finish(update_id)).instances
@@ -360,7 +360,7 @@ async def test_a_half_applied_update_takes_its_samples_along() -> None:
         assert link.items == [], "an instance may have either version"
         changed = updating.roster.changed.next_change()
         task = asyncio.create_task(updating.updater.run())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await changed.wait()
         await updating.serves_new(link)
         await end([task])
@@ -389,7 +389,7 @@ async def test_a_published_version_is_saved_until_redis_answers(monkeypatch: pyt
     await updating.engines["a"].called("ApplyWeights")
     updating.store.down = 2
     updating.engines["a"].gates["ApplyWeights"].set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await finishing
     assert updating.store.saved[-1] == (NEW, "")
 
@@ -403,7 +403,7 @@ async def test_applying_goes_on_when_its_trainer_goes_away() -> None:
     await end([finishing])
     changed = updating.roster.changed.next_change()
     gate.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await changed.wait()
     assert (updating.book.version, updating.versions()) == (NEW, [NEW])
 
@@ -447,7 +447,7 @@ async def test_a_half_applied_update_of_a_former_gateway_goes_forward() -> None:
     updating.book.active = WeightUpdate("u", "run", NEW, UpdatePhase.APPLYING, 0.0, "/weights/8", "sum")
     changed = updating.roster.changed.next_change()
     task = asyncio.create_task(updating.updater.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await changed.wait()
     await end([task])
     assert updating.book.published == PublishedVersion(NEW, "/weights/8", "sum", "u")

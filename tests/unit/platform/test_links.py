@@ -16,7 +16,7 @@ from services.platform.notify import Notifier
 from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.tasks import end
 
-WAIT = 20.0
+WAIT = 60.0
 Records = dict[str, InstanceRecord] | None
 
 
