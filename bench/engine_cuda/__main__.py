@@ -3,9 +3,9 @@
     python -m bench.engine_cuda [--model DIR] [--out runs/engine_cuda] [--seconds 500]
 
 For V1, V2, V2 scheduling ahead, and vLLM with its own defaults: tokens, which must be the same with drafts and
-without, on all of ours; step times by samples and context, and by drafts; how long the device idles between two
-steps; graphs captured and hit; what a step waits for, and what it copies; attention and sampling by themselves; the
-host's time for drafts; memory. docs/one-gpu.md says what each figure means.
+without, on all of ours, and on V1 with draft trees; step times by samples and context, and by drafts; how long the
+device idles between two steps; graphs captured and hit; what a step waits for, and what it copies; attention and
+sampling by themselves; the host's time for drafts; memory. docs/one-gpu.md says what each figure means.
 
 A call ends after `--seconds`, a minute later at the latest. Status 0: all is done; 1: all is done, and steps
 failed; 2: no such device, or another run's folder; 3: call again. In the folder are state.json, which has
@@ -41,7 +41,7 @@ SOURCES = tuple(
 """A change of these begins a run anew."""
 TINY = CudaSizes(
     rows=(1, 2), contexts=(12,), drafts=(2,), wrong=(0.2,), drafted_rows=(2,), steps=2, exact=3, tokens=8,
-    kv_bytes=8 << 20, kinds=(EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD),
+    kv_bytes=8 << 20, kinds=(EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD, EngineKind.TREES),
 )  # fmt: skip
 
 

@@ -19,11 +19,15 @@ FLOAT32 = "float32"
 
 
 class EngineKind(StrEnum):
-    """Engine of a step of the plan. STOCK is vLLM with its own defaults; NONE: a process with the device alone."""
+    """Engine of a step of the plan. STOCK is vLLM with its own defaults; NONE: a process with the device alone.
+
+    TREES is V1 with draft trees, for which attention is our kernel's.
+    """
 
     NONE = "no engine"
     STOCK = "stock vLLM"
     V1 = "V1"
+    TREES = "V1 with trees"
     V2 = "V2"
     AHEAD = "V2 ahead"
 
@@ -62,7 +66,7 @@ class CudaSizes:
     tokens: int = 96
     kv_bytes: int | None = None
     kinds: tuple[EngineKind, ...] = field(
-        default=(EngineKind.STOCK, EngineKind.V1, EngineKind.V2, EngineKind.AHEAD)
+        default=(EngineKind.STOCK, EngineKind.V1, EngineKind.V2, EngineKind.AHEAD, EngineKind.TREES)
     )
 
     @property
@@ -93,6 +97,7 @@ def _ours(setup: EngineSetup) -> Engine:
             block_size=32 if setup.kv_bytes else None,
             engine="v2" if setup.on_v2 else "v1",
             schedule_ahead=setup.kind is EngineKind.AHEAD,
+            trees=setup.kind is EngineKind.TREES,
         )
     )
 

@@ -37,16 +37,25 @@ class EngineOrders:
         self._watch: StepWatch = watched(engine._core)
 
     def tokens(
-        self, count: int, tokens: int, drafts: int, wrong: float, truth: dict[str, list[int]] | None
+        self,
+        count: int,
+        tokens: int,
+        drafts: int,
+        wrong: float,
+        truth: dict[str, list[int]] | None,
+        trees: bool = False,
     ) -> dict[str, Any]:
         """Generate samples of several samplings; returns tokens and log-probabilities by the sample's number.
 
-        With `drafts` they verify so many tokens a step of the truth, of which a share is wrong.
+        With `drafts` they verify so many tokens a step of the truth, of which a share is wrong; with `trees` on a
+        branch beside a wrong token. RuntimeError if the engine refuses trees.
         """
         engine, random = self._engine, Random(7)
+        if trees and not engine.trees:
+            raise RuntimeError("the engine refuses draft trees; its log says why")
         engine.forget_kv()
         found: dict[str, dict[str, list[Any]]] = {"tokens": {}, "logprobs": {}}
-        names = {f"t{drafts}-{wrong}-{bool(truth)}-{i}": str(i) for i in range(count)}
+        names = {f"t{drafts}-{wrong}-{bool(truth)}-{trees}-{i}": str(i) for i in range(count)}
         for name, number in names.items():
             vocab = engine.limits.vocab_size
             prompt = tuple(random.randrange(3, vocab) for _ in range(random.randrange(8, _LONGEST_PROMPT)))
@@ -57,7 +66,8 @@ class EngineOrders:
         accepted = steps = 0
         while engine.has_work:
             if truth:
-                engine.put_drafts(_given(engine, names, truth, drafts, wrong, random))
+                given = _given(engine, names, truth, drafts, wrong, random)
+                engine.put_drafts(*_forked(engine, given) if trees else (given,))
             steps += 1
             for step in engine.step():
                 number = names[step.sample_id]
@@ -176,6 +186,15 @@ def _given(
         if tokens:
             found[state.sample_id] = tokens
     return found
+
+
+def _forked(engine: Any, drafts: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Return trees of a wrong token and, beside it, a draft; and their parents. Drafts without room stay chains."""
+    vocab, rooms = engine.limits.vocab_size, {each.sample_id: each.room for each in engine.decoding()}
+    forked = {name: draft for name, draft in drafts.items() if len(draft) < rooms[name]}
+    trees = {name: [(draft[0] + 1) % vocab, *draft] for name, draft in forked.items()}
+    parents = {name: [-1, -1, *range(1, len(draft))] for name, draft in forked.items()}
+    return {**drafts, **trees}, parents
 
 
 def _waits(driver: BatchDriver) -> dict[str, float]:

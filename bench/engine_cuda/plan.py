@@ -52,7 +52,8 @@ def steps(model: Path, dtype: str, sizes: CudaSizes) -> list[CudaStep]:
         own = setup(kind, numbers[-1])
         if kind is not EngineKind.STOCK:
             plan += _tokens(own, sizes, ours[0])
-        plan += _measured(own, sizes)
+        if kind is not EngineKind.TREES:
+            plan += _measured(own, sizes)
     return plan
 
 
@@ -77,16 +78,23 @@ def left(state: State, plan: Sequence[CudaStep]) -> float:
 
 
 def tokens_name(kind: EngineKind, dtype: str, way: str) -> str:
-    """Return the name of the step in which an engine generates tokens, plainly or with drafts."""
+    """Return the name of the step in which an engine generates tokens: plainly, with drafts or with trees."""
     return f"tokens: {kind}, {dtype}, {way}"
 
 
 def _tokens(setup: EngineSetup, sizes: CudaSizes, first: EngineKind) -> Iterator[CudaStep]:
-    """Yield the steps that generate the same samples plainly and with drafts, of which some are wrong."""
+    """Yield the steps that generate the same samples plainly and with drafts, of which some are wrong.
+
+    An engine for trees does so with trees, too.
+    """
     truth = tokens_name(first, setup.dtype, "plain")
     common: Arguments = {"count": sizes.exact, "tokens": sizes.tokens, "wrong": max(sizes.wrong)}
-    for way, length in (("plain", 0), ("drafts", max(sizes.drafts))):
-        arguments = {**common, "drafts": length}
+    longest = max(sizes.drafts)
+    ways = [("plain", 0), ("drafts", longest)]
+    if setup.kind is EngineKind.TREES:
+        ways.append(("trees", longest))
+    for way, length in ways:
+        arguments = {**common, "drafts": length, "trees": way == "trees"}
 
         def more(state: State, length: int = length) -> Arguments:
             return {"truth": state.done[truth]["result"]["tokens"] if length else None}

@@ -8,23 +8,31 @@ import torch
 
 from kernels.backend import Backend, KernelMismatch
 from kernels.short_query_attention.attend import attend
-from kernels.short_query_attention.inputs import AttentionStep
+from kernels.short_query_attention.inputs import LONGEST_TREE, AttentionStep
 from kernels.short_query_attention.reference import attend_reference
 
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """What a result may be off by, as a share of the largest one."""
 
 
-def check_attention(device: torch.device, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+def check_attention(
+    device: torch.device, heads: int, kv_heads: int, size: int, dtype: torch.dtype, trees: bool = False
+) -> None:
     """KernelMismatch unless attention of this shape agrees with the reference in float64 on `device`.
 
     Requests that decode, verify a few drafts or as many as go into a step, or have nothing to do; contexts in one
-    piece and in more; KV as vLLM lays it out, NaN wherever nobody should read. Raises also what a kernel that does
-    not compile or run raises.
+    piece and in more; KV as vLLM lays it out, NaN wherever nobody should read. With `trees` also under a mask of
+    ancestors, with drafts as large as a mask has room for. Raises also what a kernel that does not compile or run
+    raises.
     """
     step = _attention(heads, kv_heads, size, dtype)
-    for window in (None, 40):
-        host = replace(step, window=window)
+    cases = [step, replace(step, window=40)]
+    if trees:
+        cases += [
+            _with_tree(step),
+            _with_tree(_attention(heads, kv_heads, size, dtype, longest=LONGEST_TREE)),
+        ]
+    for host in cases:
         exact = attend_reference(host, torch.float64).double()
         found = attend(_moved(host, device), backend=Backend.TRITON).cpu().double()
         if not (found - exact).abs().max() <= _ROUNDING[dtype] * exact.abs().max():
@@ -33,10 +41,12 @@ def check_attention(device: torch.device, heads: int, kv_heads: int, size: int, 
             )
 
 
-def _attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype, block: int = 16) -> AttentionStep:
+def _attention(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, longest: int = 16, block: int = 16
+) -> AttentionStep:
     """Four requests; their blocks lie in the cache in reverse."""
     generator = torch.Generator().manual_seed(0)
-    lengths, queries = torch.tensor([5, 600, 0, 47]), torch.tensor([5, 1, 0, 16])
+    lengths, queries = torch.tensor([5, 600, 0, 31 + longest]), torch.tensor([5, 1, 0, longest])
     columns = -(-int(lengths.max()) // block)
     table = torch.arange(len(lengths) * columns).flip(0).view(len(lengths), columns)
     cache = torch.randn(table.numel(), kv_heads, block, 2 * size, generator=generator)
@@ -58,6 +68,18 @@ def _attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype, block: 
     )
 
 
+def _with_tree(step: AttentionStep) -> AttentionStep:
+    """Return the step with trees in which two tokens are the children of each."""
+    bits = list[int]()
+    for queries in step.cu_queries.diff().tolist():
+        own = [1]
+        for place in range(1, queries):
+            own.append(own[(place - 1) // 2] | 1 << place)
+        bits += own[:queries]
+    # The last bit of an int64 is its sign.
+    return replace(step, tree=torch.tensor([each - (each >> 63 << 64) for each in bits]))
+
+
 def _moved(step: AttentionStep, device: torch.device) -> AttentionStep:
     """Return the step on a device; keys and values stay halves of one tensor, with its strides."""
     tensors = {
@@ -66,4 +88,5 @@ def _moved(step: AttentionStep, device: torch.device) -> AttentionStep:
     size = step.query.shape[-1]
     cache = torch.cat((step.keys, step.values), dim=-1).transpose(1, 2).contiguous().to(device)
     keys, values = cache.transpose(1, 2).split(size, dim=-1)
-    return replace(step, keys=keys, values=values, **tensors)
+    tree = None if step.tree is None else step.tree.to(device)
+    return replace(step, keys=keys, values=values, tree=tree, **tensors)

@@ -124,7 +124,7 @@ def loss(device: torch.device, sizes: cases.Sizes) -> None:
 def _attention(heads: int, kv_heads: int, size: int, *dtypes: torch.dtype) -> Check:
     def check(device: torch.device, sizes: cases.Sizes) -> None:
         for dtype in dtypes:
-            check_attention(device, heads, kv_heads, size, dtype)
+            check_attention(device, heads, kv_heads, size, dtype, trees=True)
 
     return check
 

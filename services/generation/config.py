@@ -150,7 +150,7 @@ class GenerationConfig(ServiceConfig):
     """Most draft tokens of a sample in one step."""
     max_branches: int = Field(default=0, ge=0, le=8)
     """Most alternatives that the suffix drafter proposes beside a sample's draft, each with what follows it; those
-    that pay are verified with it as a tree, within draft_window. In mode planner, on CPU. 0: drafts are chains."""
+    that pay are verified with it as a tree, within draft_window. In mode planner. 0: drafts are chains."""
     draft_floor: float = Field(default=0.3, ge=0, le=1)
     """Proposals whose first token is less likely to be accepted than this are left out."""
     survival_floor: float = Field(default=0.1, ge=0, le=1)

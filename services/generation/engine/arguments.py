@@ -53,15 +53,18 @@ def tree_traits(options: EngineOptions, config: VllmConfig) -> TreeTraits:
     text = model.hf_text_config
     layers = set(getattr(text, "layer_types", None) or ())
     return TreeTraits(
-        "cpu" if current_platform.is_cpu() else "cuda",
+        current_platform.device_type,
         v2=runner_of(options.engine) == V2,
         coupled=options.coupled,
         features=options.eagle3 is not None,
         latent=model.use_mla,
-        window=model.get_sliding_window() is not None or bool(layers - {"full_attention"}),
+        window=model.get_sliding_window() is not None
+        or model.rswa_window is not None
+        or bool(layers - {"full_attention"}),
         recurrent=model.is_hybrid or model.has_inner_state or model.is_attention_free,
         encoder=model.is_encoder_decoder,
         positions=model.uses_mrope,
+        lookahead=model.is_mm_prefix_lm,
         kv_dtype=str(config.cache_config.cache_dtype),
         pipeline=parallel.pipeline_parallel_size,
         context_parallel=parallel.decode_context_parallel_size,

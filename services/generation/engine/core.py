@@ -81,9 +81,13 @@ class Engine:
                 interpret_ranks()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
+        reports = self._core.collective_rpc("kernel_report") if options.coupled else []
+        # Whether drafts may be trees; the log says why not.
+        wanted = TREES_KEY in config.additional_config
+        self.trees: bool = wanted and not any(report.refusal for report in reports)
         if options.step_log is not None:
             StepLog(self._scheduler, options.step_log)
-        self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled)
+        self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled, trees=self.trees)
         vocab_size = config.model_config.get_vocab_size()
         self._stops = StopStrings(token_bytes(Path(options.model), vocab_size))
         ends, most = end_tokens(config.model_config), config.model_config.max_model_len
@@ -108,9 +112,6 @@ class Engine:
         # The name of the device itself, such as NVIDIA H100 80GB HBM3.
         self.hardware = machine_name() if current_platform.is_cpu() else current_platform.get_device_name()
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
-        # Whether drafts may be trees; the log says why not.
-        self.trees: bool = TREES_KEY in config.additional_config
-        reports = self._core.collective_rpc("kernel_report") if options.coupled else []
         # Attention of the workers, and the kinds of kernels that failed their check on any of them.
         self.attention: str = reports[0].attention if reports else "vllm"
         # Numbers of tokens of a step for which there are CUDA graphs, rising.

@@ -9,8 +9,7 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutput
 
 from services.generation.engine.draft_tree import chain_length
-from services.generation.engine.tree_rules import sample_refusal
-from services.generation.engine.types import TREES_KEY
+from services.generation.engine.tree_rules import MOST_DRAFTED, sample_refusal
 
 NO_BRANCHES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
@@ -21,12 +20,12 @@ class CoreSteps:
     in_flight = 0
     """Steps that are scheduled and not over."""
 
-    def __init__(self, core: Any, *, coupled: bool) -> None:
-        """Step an engine core; `coupled`: with our runner."""
+    def __init__(self, core: Any, *, coupled: bool, trees: bool) -> None:
+        """Step an engine core; `coupled`: with our runner, whose workers verify `trees`."""
         self._core = core
         self._scheduler: Any = core.scheduler
         self._coupled = coupled
-        self._trees = TREES_KEY in core.vllm_config.additional_config
+        self._trees = trees
         self._drafted: list[str] = []
 
     @property
@@ -57,7 +56,8 @@ class CoreSteps:
         """Tell the workers of branches; returns the drafts, without the branches of samples that can have none."""
         requests, told, cut = self._scheduler.requests, dict[str, Sequence[int]](), dict(drafts)
         for sample_id, own in parents.items():
-            if self._trees and sample_refusal(requests[sample_id].sampling_params.extra_args) is None:
+            extra = requests[sample_id].sampling_params.extra_args
+            if self._trees and len(own) <= MOST_DRAFTED and sample_refusal(extra) is None:
                 told[sample_id] = own
             else:
                 cut[sample_id] = drafts[sample_id][: chain_length(own)]

@@ -122,7 +122,7 @@ class CoupledRunnerMixin:
             self.speculative_config = None
         if self.trees is not None and self.trees.told:
             batch = self.input_batch
-            starts = self.query_start_loc.np[: batch.num_reqs].astype(np.int64)
+            starts = self.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
             self.trees.lay_out(batch, self._rows(batch), starts, self.positions)
         return prepared
 

@@ -13,14 +13,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from kernels.short_query_attention.choice import AttentionName
 from services.generation.engine.attention.backend import use_attention
+from services.generation.engine.attention.branches import BranchAttention
 from services.generation.engine.attention.kernel_choice import KernelReport, failed, use_kernels
+from services.generation.engine.attention.masked_branches import BRANCHES
 from services.generation.engine.draft_models.eagle3 import Eagle3
 from services.generation.engine.draft_models.interface import ModelDrafter
 from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
 from services.generation.engine.kv_worker import KvWorkerMixin
 from services.generation.engine.runner import coupled
 from services.generation.engine.step_memory import row_capacity, step_memory
+from services.generation.engine.tree_rules import worker_refusal
 from services.generation.engine.types import (
     EAGLE3,
     EAGLE3_KEY,
@@ -48,6 +52,8 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     device: Any
     drafters: dict[str, ModelDrafter]
     use_v2_model_runner: bool
+    # None where no sample drafts in branches.
+    branches: BranchAttention | None
 
     def couple(self, runner: Any) -> Any:
         """Return the runner with our sampler in it."""
@@ -59,29 +65,37 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         else:
             runner.__class__ = coupled(type(runner))
         runner.init_coupled()
-        if TREES_KEY in self.vllm_config.additional_config:
-            # Others are spared the import of what is there on CPU only.
+        if self.branches is not None:
             from services.generation.engine.tree_steps import TreeSteps
 
-            runner.trees = TreeSteps()
+            runner.trees = TreeSteps(self.branches)
         return runner
 
     def use_kernels(self) -> None:
         """Choose the kernels of this process (see `kernel_choice.use_kernels` and `attention.use_attention`)."""
         config = self.vllm_config
+        trees = TREES_KEY in config.additional_config
         use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
-        self.attention = use_attention(config, self.device)
-        if TREES_KEY in config.additional_config:
-            from services.generation.engine.attention.cpu_trees import use_trees
+        self.attention = use_attention(config, self.device, trees=trees)
+        self.branches = self.use_branches() if trees else None
 
-            use_trees()
+    def use_branches(self) -> BranchAttention:
+        """Let the attention of this worker compute draft trees; returns the interface to its steps."""
+        raise NotImplementedError
+
+    def branch_refusal(self) -> str:
+        """Return why its model, built by now, verifies chains only; "" if it verifies trees."""
+        return ""
 
     def kernel_report(self) -> KernelReport:
         """Return the attention of this worker, the kinds of kernels that failed their check, and its graphs."""
         compilation = self.vllm_config.compilation_config
         captured = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         graphs = (compilation.cudagraph_capture_sizes or ()) if captured else ()
-        return KernelReport(str(self.attention), failed(), tuple(graphs))
+        refusal = "" if self.branches is None else self.branch_refusal()
+        if refusal:
+            _log.warning("trees are refused, drafts are chains: %s", refusal)
+        return KernelReport(str(self.attention), failed(), tuple(graphs), refusal)
 
     def adopt_sample(self, *args: Any) -> None:
         """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""
@@ -150,6 +164,13 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
         self.use_kernels()
         self.couple(self.model_runner)
 
+    def use_branches(self) -> BranchAttention:
+        """Put the attention that computes branches in copies of their blocks in the place of vLLM's."""
+        # Others are spared the import of what is there on CPU only.
+        from services.generation.engine.attention.cpu_trees import use_trees
+
+        return use_trees()
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights as vLLM does, and pack the output head again.
 
@@ -170,6 +191,23 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
     def _make_model_runner(self) -> Any:
         self.use_kernels()
         return self.couple(super()._make_model_runner())
+
+    def use_branches(self) -> BranchAttention:
+        """Let our kernel take masks, if this worker has it."""
+        BRANCHES.wanted = self.attention is AttentionName.OURS
+        return BRANCHES
+
+    def branch_refusal(self) -> str:
+        """Return why its model, built by now, verifies chains only; "" if it verifies trees."""
+        config = self.vllm_config.compilation_config
+        layers = config.static_forward_context.values()
+        graphs = config.cudagraph_mode
+        return worker_refusal(
+            ours=all(getattr(layer.impl, "is_ours", False) for layer in layers if hasattr(layer, "impl")),
+            kinds=len(self.model_runner.kv_cache_config.kv_cache_groups),
+            whole_graphs=graphs is not None and graphs.mixed_mode() is CUDAGraphMode.FULL,
+            fused_output=bool(config.pass_config.fuse_attn_quant),
+        )
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the model as above; draft models count as weights when vLLM sizes the KV cache."""

@@ -47,11 +47,14 @@ def test_every_step_runs_and_a_call_goes_on_where_the_last_one_ended(
     assert not state.failed
     assert left(state, plan) == 0
     runs = {name: each["result"] for name, each in state.done.items() if name.startswith("tokens: ")}
-    assert {name.split(",")[0] for name in runs} == {"tokens: V1", "tokens: V2 ahead"}
+    assert {name.split(",")[0] for name in runs} == {
+        f"tokens: {kind}" for kind in (EngineKind.V1, EngineKind.AHEAD, EngineKind.TREES)
+    }
     truth = next(iter(runs.values()))["tokens"]
     for name, run in runs.items():
         assert differences(truth, run["tokens"]) == (TINY.exact * TINY.tokens, 0, -1), name
-        assert (run["accepted"] > 0) == name.endswith("drafts")
+        assert (run["accepted"] > 0) == name.endswith(("drafts", "trees"))
+    assert f"tokens: {EngineKind.TREES}, float32, trees" in runs
     for kind in (EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD):
         (plain, *drafted) = state.done[f"steps: {kind}, 2 x 12"]["result"]["runs"]
         assert plain["step_ms"] > 0

@@ -20,7 +20,7 @@ from tests.support.remote_engine import RemoteEngine
 FOLDER = Path(__file__).parent / "interpreted"
 ROOT = FOLDER.parents[3]
 # One prompt of them is a short query as a whole, and one comes late.
-LENGTHS, MAX_TOKENS = (40, 9, 33, 26), 8
+LENGTHS, MAX_TOKENS = (40, 9, 33, 26), 12
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="Triton is not installed (extra: kernels)"),
@@ -41,10 +41,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kv_cache_memory_bytes=8 << 20,
     )
     with RemoteEngine(options) as engine:
-        tokens = engine.run(generate, requests_of(VOCAB_SIZE, LENGTHS, MAX_TOKENS))
-    known = {"options": asdict(options), "lengths": LENGTHS, "max_tokens": MAX_TOKENS, "tokens": tokens}
-    (folder / "tokens.json").write_text(json.dumps(known))
-    return folder / "tokens.json"
+        found = engine.run(generate, requests_of(VOCAB_SIZE, LENGTHS, MAX_TOKENS))
+    known = {"options": asdict(options), "lengths": LENGTHS, "max_tokens": MAX_TOKENS, **found._asdict()}
+    (folder / "plain.json").write_text(json.dumps(known))
+    return folder / "plain.json"
 
 
 def test_in_the_interpreter(plain: Path) -> None:
@@ -63,7 +63,7 @@ def test_in_the_interpreter(plain: Path) -> None:
         env={
             **os.environ,
             "KERNEL_TESTS": "interpret",
-            "PLAIN_TOKENS": str(plain),
+            "PLAIN_RUN": str(plain),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),

@@ -107,7 +107,7 @@ def test_the_plan_builds_each_engine_once_and_has_every_number_type(tmp_path: Pa
     made = steps(tmp_path, "bfloat16", CudaSizes())
     setups = [step.setup for step in made]
     changes = [setup for before, setup in zip([None, *setups], setups, strict=False) if before != setup]
-    assert len(changes) == len(set(changes)) == 8
+    assert len(changes) == len(set(changes)) == 10
     assert len({step.name for step in made}) == len(made)
     assert {setup.dtype for setup in setups} == {"float32", "bfloat16"}
     state = State(tmp_path / "state.json", {})

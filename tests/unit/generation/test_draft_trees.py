@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from kernels.coupled_sampler.reference import coupled_argmax_reference
 from services.generation.engine.attention.branch_plan import plan_of, runs_of
+from services.generation.engine.attention.branches import BranchLayout
 from services.generation.engine.draft_tree import ROOT, DraftTree, chain_length, depths_of
 from services.generation.engine.sampling.draw_settings import DrawSettings
 from services.generation.engine.sampling.noise import NOISE_KEY, SampleNoise
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.segments import segments_of
 from services.generation.engine.sampling.tree_sampler import sample_trees
-from services.generation.engine.tree_rules import TreeTraits, engine_refusal, sample_refusal
+from services.generation.engine.tree_rules import TreeTraits, engine_refusal, sample_refusal, worker_refusal
 from services.generation.engine.types import Verifier
 from tests.support.draft_trees import random_tree, walk
 
@@ -150,7 +151,7 @@ def test_a_branch_is_laid_out_behind_the_context_that_it_sees(seed: int, count: 
     computed = [random.randrange(3 * size) for _ in trees]
     rows, branched = step_of(trees, [0] * count)
     segments = segments_of(rows, branched)
-    runs = runs_of(segments, rows, rows.cu[:-1], np.array(computed))
+    runs = runs_of(BranchLayout(rows, segments, rows.cu, np.array(computed), branched))
     own_rows = [row for run in runs for row in run.path[-run.own :]]
     assert own_rows == np.flatnonzero(segments.forks[segments.rows.samples] >= 0).tolist()
     if not runs:
@@ -183,13 +184,24 @@ def test_a_branch_is_laid_out_behind_the_context_that_it_sees(seed: int, count: 
 
 
 def test_each_reason_refuses_an_engine_alone() -> None:
-    assert engine_refusal(TreeTraits("cpu")) is None
-    for changed in (
-        {"device": "cuda"}, {"v2": True}, {"coupled": False}, {"features": True}, {"latent": True},
-        {"window": True}, {"recurrent": True}, {"encoder": True}, {"positions": True}, {"kv_dtype": "fp8"},
-        {"pipeline": 2}, {"context_parallel": 2},
+    for device in ("cpu", "cuda"):
+        assert engine_refusal(TreeTraits(device)) is None
+        for changed in (
+            {"device": "xpu"}, {"v2": True}, {"coupled": False}, {"features": True}, {"latent": True},
+            {"window": True}, {"recurrent": True}, {"encoder": True}, {"positions": True}, {"lookahead": True},
+            {"kv_dtype": "fp8"}, {"pipeline": 2}, {"context_parallel": 2},
+        ):  # fmt: skip
+            assert engine_refusal(TreeTraits(**({"device": device} | changed)))  # type: ignore[arg-type]
+
+
+def test_each_reason_refuses_a_worker_alone() -> None:
+    plain = {"ours": True, "kinds": 1, "whole_graphs": False, "fused_output": False}
+    assert worker_refusal(**plain) == ""  # type: ignore[arg-type]
+    for changed, reason in (
+        ({"ours": False}, "not our kernel's"), ({"kinds": 2}, "2 kinds"), ({"kinds": 0}, "0 kinds"),
+        ({"whole_graphs": True}, "graphs"), ({"fused_output": True}, "quantizes"),
     ):  # fmt: skip
-        assert engine_refusal(TreeTraits(**({"device": "cpu"} | changed)))  # type: ignore[arg-type]
+        assert reason in worker_refusal(**plain | changed)  # type: ignore[arg-type]
 
 
 def test_samples_whose_tokens_depend_on_more_than_their_path_are_refused() -> None:

@@ -3,9 +3,10 @@
 The backends here are vLLM's own, Triton and FlashAttention, with one thing changed: a step in which no request has
 more than 16 query tokens, decoding and verification in any mixture, goes through one launch of
 `kernels.short_query_attention`. KV layout, writes, metadata, CUDA graphs, and all steps with a prefill in them are
-vLLM's. They take the places of their originals in vLLM's registry, so vLLM chooses among backends as ever, layer by
-layer, and where it chooses another one (MLA, FlashInfer on Blackwell), nothing of ours is there. Whether they do is
-decided by what was measured (race.py), and so is whether FlashInfer takes vLLM's place.
+vLLM's, but for the samples with draft trees in these (masked_branches.py). They take the places of their originals
+in vLLM's registry, so vLLM chooses among backends as ever, layer by layer, and where it chooses another one (MLA,
+FlashInfer on Blackwell), nothing of ours is there. What was measured decides whether they do (race.py), and whether
+FlashInfer takes vLLM's place.
 
 Graphs: a launch depends on shapes and on upper bounds that the capture holds for every replay (a graph for plain
 decoding has one query token a request; one for any batch of n tokens has at most n), and waits for nothing.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,10 +31,12 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from kernels.backend import Backend, choose, in_use
 from kernels.short_query_attention import AttentionStep
 from kernels.short_query_attention.choice import AttentionName
+from kernels.short_query_attention.inputs import LONGEST_TREE
 from kernels.short_query_attention.launch import Scratch
 from kernels.short_query_attention.selfcheck import check_attention
 from kernels.tuning import tuning
 from services.generation.engine.attention.kernel_choice import ATTENTION, leave_out
+from services.generation.engine.attention.masked_branches import BRANCHES
 from services.generation.engine.attention.race import measured_choice
 from services.generation.engine.attention.rules import LONGEST_SHORT_QUERY, LayerTraits, is_short, refusal
 
@@ -61,6 +65,11 @@ class ShortQueryMixin:
         self._window = traits.window
         self._prepared = False
 
+    @property
+    def is_ours(self) -> bool:
+        """True if our kernel computes the short steps of this layer."""
+        return self._ours
+
     def forward(
         self,
         layer: Any,
@@ -75,19 +84,32 @@ class ShortQueryMixin:
     ) -> torch.Tensor:
         """As vLLM's: `output` [T, Hq, D] is written for the query tokens of requests, and returned."""
         scratch = self._scratch(query.device) if self._ours else None
+        branched = scratch is not None and attn_metadata is not None and BRANCHES.active
+        if branched:
+            BRANCHES.keep(kv_cache, attn_metadata.slot_mapping)
         scales = (output_scale, output_block_scale)
         if scratch is None or not self._takes(query, kv_cache, attn_metadata, output, scales):
             rest = (layer, query, key, value, kv_cache, attn_metadata, output, *scales)
             vllms: torch.Tensor = super().forward(*rest)  # type: ignore[misc]
+            if branched:
+                assert scratch is not None
+                tokens, apart = BRANCHES.apart(self._step(query, kv_cache, attn_metadata))
+                output.index_copy_(0, tokens, self._attend(apart, scratch))
             return vllms
+        step = self._step(query, kv_cache, attn_metadata)
+        self._attend(BRANCHES.masked(step) if branched else step, scratch, output[: len(step.query)])
+        return output
+
+    def _attend(self, step: AttentionStep, scratch: Scratch, out: torch.Tensor | None = None) -> torch.Tensor:
         from kernels.short_query_attention.triton_attend import attend_triton, prepare
 
-        step = self._step(query, kv_cache, attn_metadata)
-        if not self._prepared and not _capturing(query.device):
-            prepare(step, LONGEST_SHORT_QUERY, scratch)
+        if not self._prepared and not _capturing(step.query.device):
+            prepare(replace(step, tree=None), LONGEST_SHORT_QUERY, scratch)
+            if BRANCHES.wanted:
+                unused = torch.zeros(1, dtype=torch.int64, device=step.query.device)
+                prepare(replace(step, tree=unused), LONGEST_TREE, scratch)
             self._prepared = True
-        attend_triton(step, out=output[: len(step.query)], scratch=scratch)
-        return output
+        return attend_triton(step, out=out, scratch=scratch)
 
     def _scratch(self, device: torch.device) -> Scratch:
         group = self.num_heads // self.num_kv_heads
@@ -185,22 +207,28 @@ _REPLACED: dict[AttentionBackendEnum, type] = {
 
 
 def use_attention(
-    config: Any, device: torch.device, measured: Callable[..., AttentionName] = measured_choice
+    config: Any,
+    device: torch.device,
+    measured: Callable[..., AttentionName] = measured_choice,
+    *,
+    trees: bool = False,
 ) -> AttentionName:
     """Choose the attention of this process, and put it where vLLM looks for it; returns which it is.
 
     It is vLLM's own on CPU, where the switch of all kernels is at the reference, in vLLM's batch-invariant mode,
     and for models whose heads or options ours cannot compute. With `triton` it is ours, if that computes rightly
     here, else that is an error.
-    With `auto` it is what was measured to be the fastest (`race.py`), ours only where it computes rightly. To be
+    With `auto` it is what was measured to be the fastest (`race.py`), ours only where it computes rightly. Draft
+    trees need a mask: for them it is ours if that computes rightly, else vLLM's, and nothing is measured. To be
     called after `use_kernels`, and before the model is built.
 
     Args:
         config: vLLM's, which takes the name of another backend.
         device: of this worker.
         measured: returns the fastest backend.
+        trees: drafts may be trees.
     """
-    chosen = _chosen(config, device, measured)
+    chosen = _chosen(config, device, measured, trees)
     for place, ours in _REPLACED.items():
         if chosen is AttentionName.OURS:
             register_backend(place, f"{ours.__module__}.{ours.__qualname__}")
@@ -211,23 +239,27 @@ def use_attention(
     return chosen
 
 
-def _chosen(config: Any, device: torch.device, measured: Callable[..., AttentionName]) -> AttentionName:
+def _chosen(
+    config: Any, device: torch.device, measured: Callable[..., AttentionName], trees: bool
+) -> AttentionName:
     model = config.model_config
     if device.type != "cuda" or choose(device) is not Backend.TRITON or model.use_mla:
         return AttentionName.VLLM
     if envs.VLLM_BATCH_INVARIANT:
         # Ours divides contexts among programs by the batch, and FlashInfer's is none that vLLM allows in this mode.
         return AttentionName.VLLM
-    right = _is_right(model, config.parallel_config, device)
+    right = _is_right(model, config.parallel_config, device, trees)
     if in_use() is Backend.TRITON:
         return AttentionName.OURS if right else AttentionName.VLLM
     # A backend that somebody asked vLLM for is left alone.
     if config.attention_config.backend is not None:
         return AttentionName.VLLM
+    if trees:
+        return AttentionName.OURS if right else AttentionName.VLLM
     return measured(config, device, ours=right)
 
 
-def _is_right(model_config: Any, parallel_config: Any, device: torch.device) -> bool:
+def _is_right(model_config: Any, parallel_config: Any, device: torch.device, trees: bool) -> bool:
     heads = model_config.get_num_attention_heads(parallel_config)
     kv_heads = model_config.get_num_kv_heads(parallel_config)
     size = model_config.get_head_size()
@@ -236,7 +268,7 @@ def _is_right(model_config: Any, parallel_config: Any, device: torch.device) -> 
         _say_once(reason)
         return False
     try:
-        check_attention(device, heads, kv_heads, size, model_config.dtype)
+        check_attention(device, heads, kv_heads, size, model_config.dtype, trees)
     except Exception as error:  # A compiler's errors are of many kinds.
         if in_use() is Backend.TRITON:
             raise

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.generation.engine.sampling.rows import IntArray, Rows
-from services.generation.engine.sampling.segments import TreeSegments
+from services.generation.engine.attention.branches import BranchLayout
+from services.generation.engine.sampling.rows import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,9 @@ class BranchPlan:
     table: IntArray
 
 
-def runs_of(segments: TreeSegments, rows: Rows, starts: IntArray, computed: IntArray) -> list[BranchRun]:
-    """Return the runs of a step.
-
-    Args:
-        segments: of the step.
-        rows: the same by sample.
-        starts: place of each sample's first token in the step, [n].
-        computed: tokens of each sample whose KV was there before the step, [n].
-    """
+def runs_of(layout: BranchLayout) -> list[BranchRun]:
+    """Return the runs of a step."""
+    segments, rows = layout.segments, layout.rows
     cu, owning = segments.rows.cu, segments.rows.samples
     found = []
     for segment in np.flatnonzero(segments.forks >= 0).tolist():
@@ -70,8 +64,8 @@ def runs_of(segments: TreeSegments, rows: Rows, starts: IntArray, computed: IntA
             if segments.forks[at] < 0:
                 break
             path = [*range(int(cu[at]), fork + 1), *path]
-        tokens = [int(starts[place]) + row - root for row in path]
-        before = int(computed[place]) + 1 + fork - root
+        tokens = [int(layout.starts[place]) + row - root for row in path]
+        before = int(layout.computed[place]) + 1 + fork - root
         found.append(BranchRun(place, before, tokens, end - int(cu[segment])))
     return found
 

@@ -18,7 +18,8 @@ from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from services.generation.engine.attention.branch_plan import BranchPlan, BranchRun, plan_of
+from services.generation.engine.attention.branch_plan import BranchPlan, BranchRun, plan_of, runs_of
+from services.generation.engine.attention.branches import BranchLayout
 from services.generation.engine.sampling.rows import IntArray
 
 
@@ -45,12 +46,11 @@ class _Prepared:
     lengths: torch.Tensor
     table: torch.Tensor
     schedule: torch.Tensor
-    block_size: int
-    blocks: torch.Tensor
-    """The blocks of each sample, vLLM's."""
+    own_slots: torch.Tensor
+    """Slots of all tokens of the step, vLLM's."""
 
 
-class BranchStep:
+class CopiedBranches:
     """Branches of the step that this process computes: one, because there is one engine a process."""
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class BranchStep:
         self._prepared: _Prepared | None = None
         self._kept: list[_LayerKv] = []
 
-    def begin(self, runs: Sequence[BranchRun]) -> None:
-        """Let the next forward pass compute these, none for a step without branches."""
-        self.runs = runs
+    def begin(self, layout: BranchLayout | None) -> None:
+        """Let the next forward pass compute these branches; None for a step without any."""
+        self.runs = () if layout is None else runs_of(layout)
         self._prepared = None
         self._kept.clear()
 
@@ -113,29 +113,25 @@ class BranchStep:
         output[made.own] = part
         self._kept.append(_LayerKv(impl, layer, cache, key, value))
 
-    def move(self, tokens: IntArray, places: IntArray, positions: IntArray) -> None:
-        """Write KV of accepted branch tokens to where their positions are, in all layers.
+    def move(self, tokens: IntArray, targets: IntArray) -> None:
+        """Write KV of accepted branch tokens to the slots of others in all layers, and forget the step.
 
         Args:
-            tokens: of the step, [m].
-            places: of their samples in the batch, [m].
-            positions: in their samples, [m].
+            tokens: places in the step, [m].
+            targets: places of the tokens whose slots they take, [m].
         """
         if len(tokens):
             made = self._prepared
             assert made is not None
-            size, blocks = made.block_size, made.blocks.numpy()
-            slots = torch.from_numpy(
-                blocks[places, positions // size].astype("int64") * size + positions % size
-            )
+            slots = made.own_slots[torch.from_numpy(targets)]
             where = {token: row for row, token in enumerate(made.plan.path.tolist())}
             rows = torch.tensor([where[token] for token in tokens.tolist()])
             for kept in self._kept:
                 kept.impl.write(kept.layer, kept.key[rows], kept.value[rows], kept.cache, slots)
-        self.begin(())
+        self.begin(None)
 
 
-STEP = BranchStep()
+STEP = CopiedBranches()
 
 
 class TreeCPUImpl(CPUAttentionBackendImpl):
@@ -178,10 +174,11 @@ class TreeCPUBackend(CPUAttentionBackend):
         return TreeCPUImpl
 
 
-def use_trees() -> None:
-    """Put this attention in the place of vLLM's. To be called before the model is built."""
+def use_trees() -> CopiedBranches:
+    """Put this attention in the place of vLLM's, and return its branches. Call it before the model is built."""
     path = f"{TreeCPUBackend.__module__}.{TreeCPUBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    return STEP
 
 
 def _halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,6 +223,5 @@ def _prepare(
         lengths,
         torch.from_numpy(plan.table).to(torch.int32),
         schedule,
-        size,
-        metadata.block_table,
+        metadata.slot_mapping,
     )

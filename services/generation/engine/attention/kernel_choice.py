@@ -18,12 +18,14 @@ SAMPLER, ATTENTION = "sampler", "attention"
 class KernelReport(NamedTuple):
     """Kernels of a worker: the attention that it has, and the kinds that failed their check.
 
-    `graphs` are the numbers of tokens for which it captured CUDA graphs, rising.
+    `graphs` are the numbers of tokens for which it captured CUDA graphs, rising. `refusal` says why it verifies no
+    draft trees though they are wanted; "" otherwise.
     """
 
     attention: str
     failed: tuple[str, ...]
     graphs: tuple[int, ...]
+    refusal: str = ""
 
 
 _failed: dict[str, None] = {}

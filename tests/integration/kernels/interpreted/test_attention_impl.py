@@ -1,5 +1,6 @@
 """Our attention in vLLM's backends against vLLM's own kernel, on KV that vLLM wrote and metadata that it built."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kernels import backend
 from kernels.backend import Backend, KernelMismatch
-from kernels.short_query_attention import AttentionStep
+from kernels.short_query_attention import AttentionStep, triton_attend
 from kernels.short_query_attention.choice import AttentionName
 from kernels.short_query_attention.reference import attend_reference
 from kernels.tune.rivals import vllm_unified_attention
@@ -325,6 +326,23 @@ class TestRegistry:
             attention_config=config.attention_config,
         )
         assert not self.used(other, cuda)
+
+    def test_for_trees_it_is_ours_where_masks_are_right_and_nothing_is_measured(
+        self, config, cuda, monkeypatch, caplog
+    ):
+        def measured(*_, **__):
+            raise AssertionError("nothing is to be measured: ranks without the kernel would not take part")
+
+        def ignoring_masks(step, **options):
+            return real(replace(step, tree=None), **options)
+
+        assert use_attention(config, cuda, measured, trees=True) is AttentionName.OURS
+        real = triton_attend.attend_triton
+        monkeypatch.setattr(triton_attend, "attend_triton", ignoring_masks)
+        assert self.used(config, cuda)
+        assert use_attention(config, cuda, measured, trees=True) is AttentionName.VLLM
+        assert not any(place.is_overridden() for place, _ in self.PLACES)
+        assert "kernels_left_out: attention: KernelMismatch" in caplog.text
 
     def test_auto_leaves_attention_to_vllm_until_another_is_faster(self, config, cuda):
         assert not self.used(config, cuda, "vllm")

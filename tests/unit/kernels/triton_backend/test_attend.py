@@ -180,8 +180,13 @@ def test_preparing_launches_each_kind_of_step_and_writes_nothing(device, monkeyp
 
 
 def test_the_check_before_serving_finds_wrong_attention(device, monkeypatch):
-    check_attention(device, 4, 2, 16, torch.float16)
+    check_attention(device, 4, 2, 16, torch.float16, trees=True)
     real = triton_attend.attend_triton
+    # A kernel that ignores the mask is wrong for trees alone.
+    monkeypatch.setattr(triton_attend, "attend_triton", lambda step: real(replace(step, tree=None)))
+    check_attention(device, 4, 2, 16, torch.float16)
+    with pytest.raises(KernelMismatch, match="4 heads of 16 over 2"):
+        check_attention(device, 4, 2, 16, torch.float16, trees=True)
     monkeypatch.setattr(
         triton_attend, "attend_triton", lambda step: real(replace(step, scale=2 * step.scale))
     )
