@@ -13,6 +13,7 @@ from typing import Any, TextIO, TypeVar
 
 import services.generation.build as composition
 from services.generation.__main__ import serve
+from services.generation.build_drafts import build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.engine.types import EngineLoad
 from services.generation.kv_transfer.block_store import UnsupportedCaches
@@ -84,7 +85,7 @@ def main() -> None:
 
     def copying(config: GenerationConfig, metrics: Any, origin_of: Any) -> tuple[Any, Any]:
         engine: Any = CopyingEngine(Path(config.model))
-        return engine, composition.build_drafts(config, engine, metrics, origin_of)
+        return engine, build_drafts(config, engine, metrics, origin_of)
 
     def timed(config: GenerationConfig, metrics: Any, origin_of: Any) -> tuple[Any, Any]:
         engine, drafts = real(config, metrics, origin_of)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,15 +20,11 @@ from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
 from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
 from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.v1 import weight_stream_pb2_grpc as stream_rpc
-from services.contracts.knobs import Knobs
 from services.drafts.client import DraftStores
+from services.generation.build_drafts import build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.drafters.draft_model.drafter import DraftModelDrafter
-from services.generation.drafters.reference import alignment
-from services.generation.drafters.reference.drafter import ReferenceDrafter
-from services.generation.drafters.reference.lenient_reuse import Reuse
-from services.generation.drafters.suffix.drafter import SuffixDrafter
-from services.generation.engine.types import EAGLE3, QUANTIZED
+from services.generation.engine.types import EAGLE3
 from services.generation.loop.checkpoints import CheckpointRules
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
@@ -41,7 +36,7 @@ from services.generation.pregeneration.coordinator import CoordinatorConnection
 from services.generation.pregeneration.metrics import PregenerationMetrics
 from services.generation.pregeneration.pregenerator import Pregenerator
 from services.generation.pregeneration.upload_queue import UploadQueue
-from services.generation.rollouts.cache import DraftCache, Shards
+from services.generation.rollouts.cache import Shards
 from services.generation.rollouts.fetcher import ShardFetcher
 from services.generation.server.draft_model_service import DraftModelService
 from services.generation.server.generation_service import GenerationService
@@ -51,13 +46,8 @@ from services.generation.server.sample_intake import SampleIntake
 from services.generation.server.schema_checks import SchemaChecks
 from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.server.weight_updates import WeightUpdates
-from services.generation.speculation.acceptance import table as acceptance
 from services.generation.speculation.active_knobs import OriginOf
-from services.generation.speculation.drafter import TokenDrafter
 from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.generation.speculation.plan import FixedLengthPlanner
-from services.generation.speculation.selection import selection
-from services.generation.speculation.speculation import Speculation
 from services.generation.weights.host_room import check_host
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.cores import bind_ranks
@@ -65,10 +55,6 @@ from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.registration import Registration
 from services.platform.redis.registry import InstanceRecord, Registry
-from services.step_time.estimator import StepTimeEstimator
-from services.step_time.estimator import warm_up as warm_up_estimator
-from services.step_time.prior import MeasuredStep
-from services.step_time.saved_sweep import SavedSweep, SweepSubject
 
 _log = structlog.get_logger(__name__)
 
@@ -116,11 +102,16 @@ async def build(
     )
     pregenerator = None
     if stores is not None and config.pregenerate:
-        pregeneration_metrics = PregenerationMetrics(metrics_registry)
-        uploads = UploadQueue(stores, pregeneration_metrics)
-        coordinator = CoordinatorConnection(config, registry)
+        pregeneration = PregenerationMetrics(metrics_registry)
         pregenerator = Pregenerator(
-            config, loop, instance.terms, registration, fetcher, coordinator, uploads, pregeneration_metrics
+            config,
+            loop,
+            instance.terms,
+            registration,
+            fetcher,
+            CoordinatorConnection(config, registry),
+            UploadQueue(stores, pregeneration),
+            pregeneration,
         )
     weights = WeightUpdates(
         config,
@@ -130,16 +121,12 @@ async def build(
         metrics,
         WeightStreamMetrics(metrics_registry),
     )
-    speculation = loop.drafts.speculation
-    planner = None if speculation is None else speculation.plan
-    drafters = {} if speculation is None else {each.name: each for each in speculation.drafters}
-    knobs = KnobService(config, loop, cast("KnobDrivenPlanner | None", planner), registration)
-    eagle3 = cast("DraftModelDrafter | None", drafters.get(EAGLE3))
-    draft_models = DraftModelService(config.eagle3, loop, eagle3, metrics.eagle3)
+    knobs, draft_models = _speculation_services(config, loop, registration, metrics)
 
+    generation = GenerationService(
+        instance, intake, weights, CheckpointRules(config.checkpoint_tokens, config.checkpoint_seconds)
+    )
     server = GrpcServer(config, service="generation")
-    checkpoints = CheckpointRules(config.checkpoint_tokens, config.checkpoint_seconds)
-    generation = GenerationService(instance, intake, weights, checkpoints)
     rpc.add_GenerationServiceServicer_to_server(generation, server.server)
     policy_rpc.add_KnobServiceServicer_to_server(knobs, server.server)
     drafter_rpc.add_DraftModelServiceServicer_to_server(draft_models, server.server)
@@ -148,6 +135,20 @@ async def build(
     peer_rpc.add_WeightPeerServiceServicer_to_server(WeightPeerService(weights.streams), server.server)
     return GenerationProcess(
         loop, instance, server, registration, knobs, draft_models, migration, stores, fetcher, pregenerator
+    )
+
+
+def _speculation_services(
+    config: GenerationConfig, loop: EngineLoop, registration: Registration, metrics: EngineMetrics
+) -> tuple[KnobService, DraftModelService]:
+    """Return the services that change how an instance drafts: its knobs, and the weights of its draft model."""
+    speculation = loop.drafts.speculation
+    planner = None if speculation is None else speculation.plan
+    drafters = {} if speculation is None else {each.name: each for each in speculation.drafters}
+    eagle3 = cast("DraftModelDrafter | None", drafters.get(EAGLE3))
+    return (
+        KnobService(config, loop, cast("KnobDrivenPlanner | None", planner), registration),
+        DraftModelService(config.eagle3, loop, eagle3, metrics.eagle3),
     )
 
 
@@ -192,94 +193,6 @@ def build_engine(
     engine = Engine(config.engine_options())
     warm_up(engine)
     return engine, build_drafts(config, engine, metrics, origin_of)
-
-
-def build_drafts(
-    config: GenerationConfig, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
-) -> SampleDrafts:
-    """Build the drafts of an engine's samples: the cache, and the drafters and planner that the config names."""
-    cache = DraftCache(engine.limits.vocab_size, config.draft_cache_bytes)
-    return SampleDrafts(
-        metrics, cache, _speculation(config, engine, metrics, origin_of), Reuse(config.reuse_chunk)
-    )
-
-
-def _speculation(
-    config: GenerationConfig, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
-) -> Speculation | None:
-    if config.speculation == "off":
-        return None
-    branches = config.max_branches if engine.trees else 0
-    makers: dict[str, Callable[[], TokenDrafter]] = {
-        "reference": _reference_drafter,
-        "suffix": lambda: _suffix_drafter(config, metrics, branches),
-    }
-    # These import numba, which vLLM must come before.
-    acceptance.warm_up()
-    selection.warm_up(branches > 0)
-    warm_up_estimator()
-    knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
-    fixed = FixedLengthPlanner(config.draft_window, config.draft_floor, config.survival_floor)
-    assumed = config.assumed_step_times
-    swept = _swept(config, engine) if assumed is None else SavedSweep.read(assumed).steps
-    planner = KnobDrivenPlanner(
-        knobs,
-        StepTimeEstimator(swept),
-        origin_of,
-        fixed=fixed,
-        metrics=metrics.planner,
-        graphs=engine.graph_sizes,
-        learns=assumed is None,
-    )
-    drafters: list[TokenDrafter] = [makers[name]() for name in config.drafters]
-    drafters += [
-        DraftModelDrafter(
-            model, planner, metrics=metrics.quantized if model.name == QUANTIZED else metrics.eagle3
-        )
-        for model in engine.model_drafts.values()
-    ]
-    return Speculation(drafters, planner, engine.limits.vocab_size, metrics, late=config.steps_ahead)
-
-
-def _swept(config: GenerationConfig, engine: Any) -> Sequence[MeasuredStep]:
-    """Return the saved sweep of this engine, or measure one; nothing if step times are learned as they come."""
-    if config.calibration is not None:
-        size, dtype = config.tensor_parallel_size, engine.dtype
-        subject = SweepSubject.of(Path(config.model), engine.hardware, size, dtype)
-        if (saved := SavedSweep.load(config.calibration, subject)) is not None:
-            return saved.steps
-        _log.warning("no_saved_sweep", path=str(config.calibration), subject=subject.model_dump())
-    if not config.sweep_seconds:
-        return ()
-    from services.generation.engine.sweep import measure_steps
-
-    try:
-        return measure_steps(engine, config.sweep_seconds)
-    except Exception:
-        # An engine that cannot serve says so with its first sample; one that can learns step times as they come.
-        _log.exception("sweep_failed")
-        return ()
-
-
-def _reference_drafter() -> TokenDrafter:
-    # Imports numba, which vLLM must come before.
-    alignment.warm_up()
-    return ReferenceDrafter()
-
-
-def _suffix_drafter(config: GenerationConfig, metrics: EngineMetrics, branches: int) -> TokenDrafter:
-    # Imports numba, which vLLM must come before.
-    from kernels.suffix_index import SuffixIndex, warm_up
-
-    warm_up(branches)
-    index = SuffixIndex(max_tokens=config.draft_index_tokens, floor=config.survival_floor)
-    return SuffixDrafter(
-        index,
-        capacity=config.draft_index_tokens,
-        branches=branches,
-        tokens_per_step=config.draft_index_step_tokens,
-        metrics=metrics.rollouts,
-    )
 
 
 def _shard_fetcher(stores: DraftStores, loop: EngineLoop, metrics: EngineMetrics) -> ShardFetcher:

@@ -26,7 +26,7 @@ class TreeSteps:
 
     @property
     def segments(self) -> TreeSegments | None:
-        """Of the step that is under way; None if it has no branches."""
+        """Segments of the step that is under way; None if it has no branches."""
         return None if self._layout is None else self._layout.segments
 
     def lay_out(self, batch: Any, rows: Rows, starts: IntArray, positions: torch.Tensor) -> None:

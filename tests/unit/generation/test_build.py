@@ -11,7 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.generation import build as root
-from services.generation.build import GenerationProcess, build, build_drafts
+from services.generation.build import GenerationProcess, build
+from services.generation.build_drafts import build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.engine.types import EngineLoad
 from services.platform.redis.connection import connect

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.contracts.knobs import Knobs
-from services.generation.build import build_drafts
+from services.generation.build_drafts import build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import EngineSampleState
