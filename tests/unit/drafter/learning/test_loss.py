@@ -51,11 +51,12 @@ def test_a_token_that_cannot_be_drafted_teaches_nothing_and_one_far_off_no_nan()
 def test_its_gradient_makes_the_drafted_token_the_sampled_one() -> None:
     theirs = torch.tensor([[1.0, 0.5, 0.0, -3.0]])
     mine = torch.zeros(1, 4, requires_grad=True)
-    for _ in range(200):
+    for step in range(200):
         losses = [rejection(theirs, mine, torch.ones(1), torch.tensor([token])) for token in range(4)]
         weighed = sum(p * loss for p, loss in zip(theirs.softmax(-1)[0], losses, strict=True))
         (gradient,) = torch.autograd.grad(weighed.sum(), mine)  # type: ignore[union-attr]
-        mine = (mine - 2.0 * gradient).detach().requires_grad_()
+        # The loss has a kink where the two agree, about which steps of one length go back and forth for ever.
+        mine = (mine - 2.0 / (1 + step / 10) * gradient).detach().requires_grad_()
     assert torch.allclose(mine.softmax(-1), theirs.softmax(-1), atol=0.05), "nothing beats the policy itself"
 
 
