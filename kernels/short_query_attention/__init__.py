@@ -4,6 +4,7 @@ Decoding and verifying requests go through one launch: the query tokens of a req
 a key-value head fill one tile of the tensor cores, so a few more query tokens cost what the keys cost anyway.
 
 - inputs.py: what a step is, and what is allowed
+- ancestor_mask.py: the masks of draft trees
 - reference.py: plain PyTorch
 - attend.py: the entry function
 - launch.py: how many programs share a step, and the memory between the kernels

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from kernels.backend import Backend, KernelMismatch
+from kernels.short_query_attention.ancestor_mask import ancestor_mask
 from kernels.short_query_attention.attend import attend
 from kernels.short_query_attention.inputs import LONGEST_TREE, AttentionStep
 from kernels.short_query_attention.reference import attend_reference
@@ -70,14 +71,13 @@ def _attention(
 
 def _with_tree(step: AttentionStep) -> AttentionStep:
     """Return the step with trees in which two tokens are the children of each."""
-    bits = list[int]()
-    for queries in step.cu_queries.diff().tolist():
-        own = [1]
-        for place in range(1, queries):
-            own.append(own[(place - 1) // 2] | 1 << place)
-        bits += own[:queries]
-    # The last bit of an int64 is its sign.
-    return replace(step, tree=torch.tensor([each - (each >> 63 << 64) for each in bits]))
+    queries = step.cu_queries.diff().numpy()
+    trees = {
+        request: [(place - 1) // 2 - 1 for place in range(1, count)]
+        for request, count in enumerate(queries.tolist())
+        if count
+    }
+    return replace(step, tree=torch.from_numpy(ancestor_mask(queries, trees)))
 
 
 def _moved(step: AttentionStep, device: torch.device) -> AttentionStep:

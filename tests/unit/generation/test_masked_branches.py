@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.short_query_attention import AttentionStep
+from kernels.short_query_attention.ancestor_mask import ancestor_mask
 from kernels.short_query_attention.reference import attend_reference
-from services.generation.engine.attention.ancestor_mask import ancestor_mask
 from services.generation.engine.attention.branches import BranchLayout
 from services.generation.engine.attention.masked_branches import MaskedBranches, layers_at_once
 from services.generation.engine.draft_tree import ROOT, chain_length

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kernels.short_query_attention import AttentionStep
-from services.generation.engine.attention.ancestor_mask import ancestor_mask
+from kernels.short_query_attention.ancestor_mask import ancestor_mask
 from services.generation.engine.attention.branches import BranchLayout
 from services.generation.engine.sampling.rows import IntArray, put
 

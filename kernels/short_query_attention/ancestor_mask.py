@@ -1,7 +1,8 @@
 """Ancestor mask of a step: which query tokens of its request each query token sees, as bits. Pure.
 
 The query tokens of a request with a tree are the root (the sample's last token) and the tokens of its draft, in the
-order of their list. Bit j stands for the j-th query token; a token sees itself, its ancestors and the root.
+order of their list. A token's parent is a place in that list, -1 for the root. Bit j stands for the j-th query
+token; a token sees itself, its ancestors and the root.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kernels.short_query_attention.inputs import LONGEST_TREE
-from services.generation.engine.sampling.rows import IntArray
 
 
-def ancestor_mask(queries: IntArray, trees: Mapping[int, Sequence[int]]) -> IntArray:
+def ancestor_mask(
+    queries: npt.NDArray[np.int64], trees: Mapping[int, Sequence[int]]
+) -> npt.NDArray[np.int64]:
     """Return the bits of all query tokens, request by request.
 
     Args:
@@ -32,7 +35,7 @@ def ancestor_mask(queries: IntArray, trees: Mapping[int, Sequence[int]]) -> IntA
     for request, parents in trees.items():
         own = [1]
         for place, parent in enumerate(parents, 1):
-            # ROOT is -1, so its bits are the first ones.
+            # The root is -1, so its bits are the first ones.
             own.append(own[parent + 1] | 1 << place)
         bits[starts[request] : starts[request + 1]] = own
     return bits.view(np.int64)
