@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import structlog
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
@@ -56,8 +55,6 @@ from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.registration import Registration
 from services.platform.redis.registry import InstanceRecord, Registry
 
-_log = structlog.get_logger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class GenerationProcess:
@@ -102,30 +99,35 @@ async def build(
     )
     pregenerator = None
     if stores is not None and config.pregenerate:
-        pregeneration = PregenerationMetrics(metrics_registry)
+        pregeneration_metrics = PregenerationMetrics(metrics_registry)
+        uploads = UploadQueue(stores, pregeneration_metrics)
+        coordinator = CoordinatorConnection(config, registry)
         pregenerator = Pregenerator(
-            config,
-            loop,
-            instance.terms,
-            registration,
-            fetcher,
-            CoordinatorConnection(config, registry),
-            UploadQueue(stores, pregeneration),
-            pregeneration,
+            config, loop, instance.terms, registration, fetcher, coordinator, uploads, pregeneration_metrics
         )
+    stream_metrics = WeightStreamMetrics(metrics_registry)
     weights = WeightUpdates(
-        config,
-        loop,
-        migration.arrivals.end_unclaimed,
-        pregenerator,
-        metrics,
-        WeightStreamMetrics(metrics_registry),
+        config, loop, migration.arrivals.end_unclaimed, pregenerator, metrics, stream_metrics
     )
     knobs, draft_models = _speculation_services(config, loop, registration, metrics)
 
     generation = GenerationService(
         instance, intake, weights, CheckpointRules(config.checkpoint_tokens, config.checkpoint_seconds)
     )
+    server = _server(config, generation, knobs, draft_models, migration, weights)
+    return GenerationProcess(
+        loop, instance, server, registration, knobs, draft_models, migration, stores, fetcher, pregenerator
+    )
+
+
+def _server(
+    config: GenerationConfig,
+    generation: GenerationService,
+    knobs: KnobService,
+    draft_models: DraftModelService,
+    migration: Migration,
+    weights: WeightUpdates,
+) -> GrpcServer:
     server = GrpcServer(config, service="generation")
     rpc.add_GenerationServiceServicer_to_server(generation, server.server)
     policy_rpc.add_KnobServiceServicer_to_server(knobs, server.server)
@@ -133,9 +135,7 @@ async def build(
     migration_rpc.add_MigrationServiceServicer_to_server(migration, server.server)
     stream_rpc.add_WeightStreamServiceServicer_to_server(WeightStreamService(weights.streams), server.server)
     peer_rpc.add_WeightPeerServiceServicer_to_server(WeightPeerService(weights.streams), server.server)
-    return GenerationProcess(
-        loop, instance, server, registration, knobs, draft_models, migration, stores, fetcher, pregenerator
-    )
+    return server
 
 
 def _speculation_services(
