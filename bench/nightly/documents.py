@@ -118,40 +118,31 @@ def _listed(result: Mapping[str, Any], subject: Mapping[str, Any]) -> list[str]:
 
 def _overview(result: Mapping[str, Any]) -> list[str]:
     subject = _first_subject(result)
+    goals = goal_table(subject["figures"], subject["goals"])
     table = overview(subject["rows"], _marks(result, subject))
-    return [*table, *_listed(result, subject), "", *_goals(result)]
-
-
-def _brief(result: Mapping[str, Any]) -> list[str]:
-    return [*overview(_of_all_rounds(_first_subject(result)["rows"]), {}), "", *_goals(result)]
-
-
-def _goals(result: Mapping[str, Any]) -> list[str]:
-    subject = _first_subject(result)
-    return [*goal_table(subject["figures"], subject["goals"]), "", _origin(result)]
+    return [*table, *_listed(result, subject), "", *goals, "", _origin(result)]
 
 
 def _modelled(result: Mapping[str, Any]) -> list[str]:
     return [*modelled_table(_first_subject(result)["rows"], {}), "", _origin(result)]
 
 
-def _modelled_brief(result: Mapping[str, Any]) -> list[str]:
-    return [*modelled_table(_of_all_rounds(_first_subject(result)["rows"]), {}), "", _origin(result)]
-
-
-def _of_all_rounds(rows: Rows) -> Rows:
-    """Return the rows of the systems that were measured in every regime, and as often as any other."""
+def _of_all_rounds(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a result with the systems that were measured in every regime, and as often as any other."""
+    subject = _first_subject(result)
+    regimes: Rows = subject["rows"]
     found = [
         (name, row["speedup_vs_plain"]["rounds"])
-        for systems in rows.values()
+        for systems in regimes.values()
         for name, row in systems.items()
     ]
     most = max(rounds for _, rounds in found)
-    whole = {name for name, _ in found if found.count((name, most)) == len(rows)}
-    return {
+    whole = {name for name, _ in found if found.count((name, most)) == len(regimes)}
+    rows = {
         regime: {name: row for name, row in systems.items() if name in whole}
-        for regime, systems in rows.items()
+        for regime, systems in regimes.items()
     }
+    return {**result, "subjects": {"": {**subject, "rows": rows, "absent": {}}}}
 
 
 def _regimes(result: Mapping[str, Any]) -> list[str]:
@@ -170,11 +161,11 @@ def _levels(result: Mapping[str, Any]) -> list[str]:
 
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {
-    "brief": _brief,
+    "brief": lambda result: _overview(_of_all_rounds(result)),
     "figures": _figures,
     "levels": _levels,
     "modelled": _modelled,
-    "modelled-brief": _modelled_brief,
+    "modelled-brief": lambda result: _modelled(_of_all_rounds(result)),
     "overview": _overview,
     "regimes": _regimes,
 }
