@@ -107,7 +107,7 @@ def response_loss(model: Qwen3ForCausalLM, rows: list[Row]) -> torch.Tensor:
     place = torch.arange(1, width)
     prompt = torch.tensor([[length] for _, length in rows])
     targets = ids[:, 1:].masked_fill((place < prompt) | (ids[:, 1:] == tokenizer.PAD_ID), -100)
-    # A processor without the instructions emulates them: a step of the grown model took 60 s instead of 15.
+    # A processor without the instructions emulates them, which is slower than float32.
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
