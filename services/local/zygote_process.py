@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from services.local.zygote import PID, STATUS
@@ -29,7 +30,7 @@ def _serve(listener: socket.socket, imported: Mapping[str, str]) -> tuple[str, l
         listener: where orders come in.
         imported: what the imports have put into the environment.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda *_: _reap())
     while True:
         caller, _ = listener.accept()
         # The one that waits.
@@ -37,6 +38,13 @@ def _serve(listener: socket.socket, imported: Mapping[str, str]) -> tuple[str, l
             listener.close()
             return _attended(caller, imported)
         caller.close()
+
+
+def _reap() -> None:
+    """Wait for the children that have ended, so that their processor time counts as this process's children's."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _attended(caller: socket.socket, imported: Mapping[str, str]) -> tuple[str, list[str]]:

@@ -15,17 +15,19 @@ import psutil
 import pytest
 
 from services.local.zygote import Forked, Zygote
+from tests.support.processor_time import processor_seconds
 
 ROOT = Path(__file__).parents[3]
 WAIT = 60.0
 THING = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 print("imported", flush=True)
 if __name__ == "__main__":
     cores = sorted(os.sched_getaffinity(0))
     print(json.dumps([os.getpid(), os.getsid(0), os.environ.get("NAME"), sys.argv[1:], cores]))
     sys.stdout.flush()
     while "wait" in sys.argv: signal.pause()
+    while "work" in sys.argv and time.process_time() < 0.3: pass
     sys.exit(3)
 """
 LAUNCHER = """
@@ -96,6 +98,16 @@ def test_forks_end_by_signals_and_with_their_zygote(zygote: Zygote, tmp_path: Pa
     zygote.close()
     assert other.wait(WAIT) == -signal.SIGKILL
     until(lambda: not psutil.pid_exists(other.pid))
+
+
+def test_processor_time_of_forks_that_ended_is_their_zygotes(zygote: Zygote, tmp_path: Path) -> None:
+    forked(zygote, tmp_path / "first").wait(WAIT)
+    (process,) = [each for each in psutil.Process().children() if each.cmdline()[-1] == "thing"]
+    until(lambda: not process.children())
+    before = processor_seconds()
+    forked(zygote, tmp_path / "log", "work").wait(WAIT)
+    until(lambda: not process.children())
+    assert processor_seconds() >= before + 0.3
 
 
 def test_what_cannot_be_imported_cannot_be_forked(tmp_path: Path) -> None:
