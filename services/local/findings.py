@@ -85,9 +85,13 @@ def _processor(machine: Machine, needs: Needs) -> Iterator[Finding]:
     elif not x86:
         text = f"{machine.architecture}: only x86_64 has been tried without a GPU"
         yield Finding("instruction set", FindingState.SCARCE, text)
+    elif machine.flags and "avx512f" not in machine.flags:
+        text = "AVX2 without AVX-512: vLLM's build for it is slower, and bfloat16 is emulated; use float32"
+        yield Finding("instruction set", FindingState.SCARCE, text)
     else:
-        wide = "AVX-512" if "avx512f" in machine.flags else "AVX2"
-        yield Finding("instruction set", FindingState.FINE, wide)
+        bfloat16 = "avx512_bf16" in machine.flags or "amx_bf16" in machine.flags
+        text = "AVX-512" if bfloat16 else "AVX-512; bfloat16 is emulated, float32 is faster"
+        yield Finding("instruction set", FindingState.FINE, text)
     enough = machine.cores >= needs.instances
     text = f"{machine.cores} for {_instances(needs)}" + (
         "" if enough else ": they share cores, and are slower"

@@ -42,6 +42,7 @@ def test_a_machine_that_has_everything_lacks_nothing(needs: Needs) -> None:
         (CPU, {"python": (3, 10)}, "Python", FindingState.MISSING, "3.10: 3.11 or later"),
         (CPU, {"missing_packages": ("vllm",)}, "packages", FindingState.MISSING, "no vllm"),
         (CPU, {"flags": frozenset({"sse"})}, "instruction set", FindingState.MISSING, "no AVX2"),
+        (CPU, {"flags": frozenset({"avx2"})}, "instruction set", FindingState.SCARCE, "AVX2 without AVX-512"),
         (CPU, {"architecture": "aarch64"}, "instruction set", FindingState.SCARCE, "aarch64"),
         (CPU, {"cores": 1}, "cores", FindingState.SCARCE, "1 for 2 instances"),
         (CPU, {"memory": 9 * GB}, "memory", FindingState.SCARCE, "9.0 GB free, 10.0 GB wanted"),
