@@ -14,8 +14,8 @@ from typing import Self
 
 from paceline import Client, Decision, PacelineError
 
-STEP = "speculation"
-"""Kind of the decision that sums up a step."""
+LAST = ("speculation", "reward")
+"""Kinds of the last decisions of a step: how it was drafted, and its rewards. Either may come first."""
 _WAIT_SECONDS = 30.0
 
 
@@ -44,10 +44,11 @@ class DecisionWatch:
             return list(self._decisions)
 
     def wait_for(self, step: int, seconds: float = _WAIT_SECONDS) -> None:
-        """Return when a step has been summed up, or after so long: it may never be, without a policy service."""
+        """Return when the last decisions of a step are known, or after `seconds`: not all are always made."""
 
         def known() -> bool:
-            return any(each.kind == STEP and each.details.get("step") == step for each in self._decisions)
+            kinds = {each.kind for each in self._decisions if each.details.get("step") == step}
+            return kinds.issuperset(LAST)
 
         with self._changed:
             self._changed.wait_for(known, seconds)
