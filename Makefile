@@ -3,13 +3,15 @@ PYTHON := .venv/bin/python
 SOURCES := paceline services kernels deploy helm bench examples tests
 DEMO_ARGS ?=
 TEST_ARGS ?=
+STRESS ?=
+PROCESSOR ?=
 SOAK_ARGS ?=
 GPU_ARGS ?=
 NAME ?= rollout
 BENCH_ARGS ?=
 NIGHTLY_ARGS ?=
 
-.PHONY: demo test soak lint docs format protos lock gpu bench bench-full nightly clean setup help
+.PHONY: demo test test-fast soak lint docs format protos lock gpu bench bench-full nightly clean setup help
 
 help:           ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -20,8 +22,11 @@ setup:          ## Virtual environment from the lock (DEVICE=cuda: for NVIDIA GP
 demo: setup     ## The whole platform on this machine and a GRPO run on it (DEMO_ARGS="--steps 3 ...")
 	$(PYTHON) -m examples.tinymath.demo $(DEMO_ARGS)
 
-test: setup     ## All tests, two at a time (TEST_ARGS="-k name")
-	$(PYTHON) -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+test: setup     ## All tests, two at a time (TEST_ARGS="-k name"; STRESS=1: with stalls; PROCESSOR=avx2: an older one)
+	$(PYTHON) -m pytest -n 2 --dist loadfile $(if $(STRESS),--stress) $(if $(PROCESSOR),--processor $(PROCESSOR)) $(TEST_ARGS)
+
+test-fast: setup ## The tests that start no engine, in under three minutes (TEST_ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile --fast $(TEST_ARGS)
 
 soak: setup     ## Tests that take minutes, figures in runs/soak (SOAK_ARGS="--chaos-seed 5 ...")
 	$(PYTHON) -m pytest --soak -m soak -s $(SOAK_ARGS)
@@ -56,8 +61,8 @@ bench: setup    ## One benchmark (NAME=rollout, the whole; BENCH_ARGS), result i
 bench-full: setup ## All systems, both subjects, in calls of 25 minutes until no cell is left (BENCH_ARGS="--rounds 3")
 	$(PYTHON) -m bench.rollout --systems all --subjects tinymath tinymath-16m $(BENCH_ARGS)
 
-nightly: setup  ## The quick form of every benchmark (NIGHTLY_ARGS), figures to bench/results, tables in the docs
-	$(PYTHON) -m bench.nightly $(NIGHTLY_ARGS)
+nightly: setup  ## The tests under stress, then the quick form of every benchmark (NIGHTLY_ARGS), whose tables go to docs
+	$(MAKE) test STRESS=1; tested=$$?; $(PYTHON) -m bench.nightly $(NIGHTLY_ARGS) && exit $$tested
 
 clean:          ## Remove environment, caches and runs
 	rm -rf .venv .venv.uv .venv-router .venv-verl runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,23 @@ from hypothesis import HealthCheck, settings
 
 from services.platform.redis.embedded import EmbeddedRedis
 from tests.support.compiled import compile_once
+from tests.support.older_processor import hide_newer_than_avx2
+from tests.support.processor_time import ProcessorTime
+from tests.support.stress import Stress
+from tests.support.zygote import NO_ENGINES
 
 MARKED_FOLDERS = ("integration", "e2e", "chaos", "gpu")
 FIRST_FOLDERS = ("chaos", "e2e", "integration", "unit/kernels")
+FAST_FOLDERS = (
+    "integration/facade",
+    "integration/platform",
+    "integration/scaling",
+    "integration/sdk",
+    "unit",
+)
+"""Folders whose tests start no engine. With --fast, `tests.support.zygote` refuses to fork one."""
+SLOW_FOLDER = "unit/kernels"
+"""The one below them that Triton's interpreter and compiler make slow."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz-seconds", type=float, help="time of random messages, instead of that of each test"
     )
     group.addoption("--fuzz-seed", type=int, help="seed of the random messages")
+    group.addoption("--fast", action="store_true", help="only tests that start no engine (make test-fast)")
+    group.addoption(
+        "--stress", action="store_true", help="stall processes, threads and event loops, under load"
+    )
+    group.addoption("--stress-seed", type=int, help="seed of the stalls")
+    group.addoption("--processor", choices=["avx2"], help="hide what newer processors have; needs -n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,10 +72,15 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("paceline")
     # Files are given to the workers in the order of `pytest_collection_modifyitems`, not those of most tests first.
     config.option.loadscopereorder = False
+    if config.getoption("processor") and not hasattr(config, "workerinput"):
+        hide_newer_than_avx2()
     if getattr(config.option, "numprocesses", None):
         compile_once(config.rootpath)
     for name in MARKED_FOLDERS:
         config.addinivalue_line("markers", f"{name}: lies in a folder tests/**/{name}")
+    config.pluginmanager.register(ProcessorTime(config), "processor-time")
+    if config.getoption("stress"):
+        config.pluginmanager.register(Stress(config), "stress")
     config.addinivalue_line("markers", "soak: takes minutes; skipped without --soak (make soak)")
 
 
@@ -96,6 +121,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     quick ones end together.
     """
     items.sort(key=_folder_order)
+    if config.getoption("fast"):
+        os.environ[NO_ENGINES] = "1"
+        _select(config, items, _is_fast)
     for item in items:
         parts = item.path.relative_to(Path(__file__).parent).parts
         for name in MARKED_FOLDERS:
@@ -105,8 +133,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes minutes: make soak"))
 
 
+def _select(config: pytest.Config, items: list[pytest.Item], chosen: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
+    items[:] = [item for item in items if chosen(item)]
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    path = _in(item)
+    return path.startswith(tuple(f"{each}/" for each in FAST_FOLDERS)) and not path.startswith(SLOW_FOLDER)
+
+
+def _in(item: pytest.Item) -> str:
+    """Return the path of a test's file below this folder."""
+    return item.path.relative_to(Path(__file__).parent).as_posix()
+
+
 def _folder_order(item: pytest.Item) -> int:
-    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    path = _in(item)
     ranks = (rank for rank, folder in enumerate(FIRST_FOLDERS) if path.startswith(f"{folder}/"))
     return next(ranks, len(FIRST_FOLDERS))
 

@@ -16,13 +16,20 @@ from services.local.child import ChildSpec, Process, spawned
 from services.local.zygote import Forked, Zygote
 
 INSTANCES = frozenset(
-    {"services.generation", "tests.support.breaking_instance", "tests.support.engine_process"}
+    {"paceline.cli", "services.generation", "tests.support.breaking_instance", "tests.support.engine_process"}
 )
 """Modules that are forked from where vLLM is imported."""
+NO_ENGINES = "TESTS_WITHOUT_ENGINES"
+"""Variable that is set where no test may start an engine (`--fast`)."""
 _SERVICES = tuple(
     f"services.{name}" for name in ("bubbles", "drafter", "drafts", "gateway", "policy", "reallocator")
 )
-_TOOLS = ("services.models", "services.platform.grpc.health", "tests.support.cluster.valkey")
+_TOOLS = (
+    "services.facade",
+    "services.models",
+    "services.platform.grpc.health",
+    "tests.support.cluster.valkey",
+)
 CONTROL = frozenset({*_SERVICES, *_TOOLS, "tests.support.fake_learner_service"})
 """Modules that are forked from where nothing large is imported."""
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -55,8 +62,10 @@ def forked(
     With `v2` out of one in which vLLM was imported for its V2 runner.
     """
     # A module that enters a container names the one to run in it behind itself.
-    of_instances = _v2_instances if v2 else _instances
-    zygote = of_instances if INSTANCES.intersection(argv) else _control
+    zygote = _control
+    if INSTANCES.intersection(argv):
+        assert NO_ENGINES not in os.environ, "a test of --fast starts an engine: see FAST_FOLDERS"
+        zygote = _v2_instances if v2 else _instances
     return zygote.fork(argv, environment, cores, log, pipe)
 
 

@@ -22,7 +22,7 @@ ray = pytest.importorskip("ray")
 
 from services.ray.platform import RayPlatform  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 LONG = SamplingParams(max_tokens=700, ignore_eos=True)
 QUICK = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -70,7 +70,8 @@ def client(platform: RayPlatform) -> Iterator[Client]:
         yield client
 
 
-def until(holds: Callable[[], Any], seconds: float = 120) -> None:
+def until(holds: Callable[[], Any], seconds: float = 240) -> None:
+    """Wait for what includes the start of two instances, each of which imports vLLM."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not come about"
