@@ -165,9 +165,14 @@ class Step:
 
     def begun(self) -> Step:
         """Return when the first sample is there."""
-        self._release.cluster.wait(lambda: "begun" in self.said() or self.ended, 60, "the step begins")
+        self._release.cluster.wait(lambda: self.arrived > 0 or self.ended, 60, "the step begins")
         assert not self.ended, self.said()
         return self
+
+    @property
+    def arrived(self) -> int:
+        """Samples that have arrived."""
+        return self.said().count("arrived")
 
     @property
     def ended(self) -> bool:

@@ -1,6 +1,6 @@
 """Generate a step in the trainer's pod and print a checksum of its tokens: `python - RUN LONGEST`.
 
-It prints "begun" when the first sample is there, most of the others being far from their end.
+It prints a line for each sample that arrives. When the first does, most of the others are far from their end.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline import Client, Group, SamplingParams, Tls
 
 ADDRESS = "paceline-gateway.ml.svc.cluster.local:7400"
-PROMPTS, SAMPLES = 16, 4
+PROMPTS, SAMPLES = 8, 4
 
 
 def main(run_id: str, longest: int) -> None:
@@ -26,8 +26,7 @@ def main(run_id: str, longest: int) -> None:
         client.run(run_id, seed=7) as run,
     ):
         for sample in run.rollout(0, groups, lengths[1]):
-            if not tokens:
-                print("begun", flush=True)
+            print("arrived", sample.prompt_id, sample.slot, flush=True)
             tokens[sample.prompt_id, sample.slot] = list(map(int, sample.token_ids))
             instances.update(span.instance_id for span in sample.provenance.instance_spans)
     assert len(tokens) == PROMPTS * SAMPLES, f"{len(tokens)} samples came"

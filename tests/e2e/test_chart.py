@@ -10,31 +10,36 @@ import pytest
 from cryptography import x509
 
 from tests.e2e.chart_release import POOL, ChartRelease, Step, values
+from tests.e2e.chart_step import PROMPTS, SAMPLES
 from tests.support.cluster import kernel
 from tests.support.cluster.launcher import ROOT
 
 DOCUMENTED = (ROOT / "docs/operations.md").read_text()
 
-# Names the places that take a connection. A relay closes those that are refused; others are not answered.
-REACHED = """import socket, sys
+# Says of each place if it answers a TLS handshake, or if a relay resets the connection. An alert is an answer, too.
+TRIED = """import socket, ssl, sys
 from concurrent.futures import ThreadPoolExecutor
 
-def reached(place):
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+
+def tried(place):
     host, _, port = place.partition(":")
     try:
-        with socket.create_connection((f"{host}.ml.svc.cluster.local", int(port)), timeout=3) as to:
-            to.settimeout(1)
-            try:
-                return bool(to.recv(1))
-            except TimeoutError:
-                # It waits for the caller to begin.
-                return True
-    except OSError:
-        return False
+        with socket.create_connection((f"{host}.ml.svc.cluster.local", int(port)), timeout=45) as plain:
+            context.wrap_socket(plain).close()
+    except TimeoutError:
+        return "silent"
+    except (ConnectionError, ssl.SSLEOFError):
+        return "reset"
+    except ssl.SSLError:
+        return "answers"
+    return "answers"
 
 places = sys.argv[1:]
 with ThreadPoolExecutor(len(places)) as threads:
-    print(*[place for place, answers in zip(places, threads.map(reached, places)) if answers])
+    for place, result in zip(places, threads.map(tried, places)):
+        print(place, result, flush=True)
 """
 
 pytestmark = pytest.mark.skipif(bool(kernel.lacks()), reason=kernel.lacks())
@@ -76,17 +81,42 @@ def test_the_documented_first_step_and_helm_test(release: ChartRelease) -> None:
 
 
 def test_nothing_is_reached_that_network_policies_do_not_let_through(release: ChartRelease) -> None:
-    instance = f"{POOL}-0.paceline-generation"
-    places = ["gateway:7400", "redis:6379", "bubbles:7420", "policy:7430", "reallocator:7440"]
-    places = [f"paceline-{each}" for each in places] + ["paceline-drafts-0.paceline-drafts:7410"]
-    places += [f"{instance}:{port}" for port in (7500, 7510, 9400)]
-    (reallocator,) = release.cluster.of("Deployment", "paceline-reallocator")
-    for pod, expected in (
-        ("trainer", ["paceline-gateway:7400", f"{instance}:7500"]),
-        (reallocator.pod.name, ["paceline-redis:6379", f"{instance}:7500"]),
+    cluster, instance, drafts = release.cluster, f"{POOL}-0", "paceline-drafts-0"
+    ports = ("gateway:7400", "redis:6379", "bubbles:7420", "policy:7430", "reallocator:7440")
+    services = [f"paceline-{each}" for each in ports]
+    pods = [(drafts, f"{drafts}.paceline-drafts:7410")]
+    pods += [(instance, f"{instance}.paceline-generation:{port}") for port in (7500, 7510, 9400)]
+    served = f"{instance}.paceline-generation:7500"
+    (reallocator,) = cluster.of("Deployment", "paceline-reallocator")
+    for caller, expected in (
+        ("trainer", {"paceline-gateway:7400", served}),
+        (reallocator.pod.name, {"paceline-redis:6379", served}),
     ):
-        assert release.cluster.execute(pod, "python", "-", *places, script=REACHED).wait(60) == 0
-        assert release.cluster.log(pod, "exec").split() == expected
+        # Relays reset what they refuse. Pods do not answer, which their kernels count.
+        trying = cluster.execute(caller, "python", "-", *services, served, script=TRIED)
+        assert trying.wait(60) == 0, cluster.log(caller, "exec")
+        found = dict(line.split() for line in cluster.log(caller, "exec").splitlines())
+        assert found == {each: "answers" if each in expected else "reset" for each in [*services, served]}
+        for pod, place in pods:
+            if place not in expected:
+                refused = _connection_is_refused(release, caller, pod, place)
+                assert refused, f"{caller} reaches {place}"
+
+
+def _connection_is_refused(release: ChartRelease, caller: str, pod: str, place: str) -> bool:
+    cluster = release.cluster
+    before = cluster.network.unanswered(pod)
+    connecting = cluster.execute(caller, "python", "-", place, script=TRIED)
+    try:
+        cluster.wait(
+            lambda: cluster.network.unanswered(pod) > before or connecting.poll() is not None,
+            60,
+            f"{place} answers, or its pod refuses to",
+        )
+        return connecting.poll() is None
+    finally:
+        connecting.kill()
+        connecting.wait()
 
 
 def test_weights_are_pushed_to_volumes_of_the_instances(release: ChartRelease) -> None:
@@ -129,7 +159,7 @@ with context.wrap_socket(plain, server_hostname=sys.argv[1]) as it:
         deadline = time.monotonic() + 30
         while True:
             name = f"{host}.ml.svc.cluster.local"
-            status = cluster.execute(caller, "python", "-", name, str(port), script=shown).wait(30)
+            status = cluster.execute(caller, "python", "-", name, str(port), script=shown).wait(60)
             said = cluster.log(caller, "exec")
             assert status == 0, said
             if x509.load_pem_x509_certificate(said.encode()).serial_number == new:
@@ -144,7 +174,10 @@ def test_the_node_of_the_leading_gateway_is_lost_in_mid_step(release: ChartRelea
     step = Step(release, "lost").begun()
     cluster.lose(leader.node)
     assert not step.ended
+    # What arrives from now on comes from the other gateway.
+    assert step.arrived < PROMPTS * SAMPLES
     assert step.result()[0] == quiet
+    assert step.arrived == PROMPTS * SAMPLES
     # Deployments are back by themselves, and what belongs to StatefulSets waits for a word.
     assert leader.pod.name not in cluster.pods
     assert cluster.pod(instance.pod.name) is instance

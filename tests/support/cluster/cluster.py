@@ -90,7 +90,7 @@ class Cluster:
             each.lose()
             each.end()
         for each in kubelets:
-            each.gone.wait(30)
+            each.gone.wait(60)
         self._controllers.join()
         self.network.close()
 

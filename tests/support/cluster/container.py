@@ -1,7 +1,8 @@
 """Enter a container: `python -m tests.support.cluster.container ORDER COMMAND...`, ORDER a JSON file (`Order`).
 
-The process that it is run in has the container's environment already. A command `python -m module` goes on in this
-process, which has its modules imported if it was forked from where they were; every other one is executed.
+The process that it is run in has the container's environment already. The commands `python -m module` and
+`python -` go on in this process, which has its modules imported if it was forked from where they were; every other
+one is executed.
 """
 
 from __future__ import annotations
@@ -141,6 +142,10 @@ def _run(command: Sequence[str], tree: str) -> None:
     if command[:2] == ["python", "-m"] and not tree:
         sys.argv[1:] = command[3:]
         runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+        return
+    if command[:2] == ["python", "-"] and not tree:
+        sys.argv[:] = command[1:]
+        exec(compile(sys.stdin.read(), "<stdin>", "exec"), {"__name__": "__main__"})
         return
     if command[0] == "python":
         # With the packages of this one.

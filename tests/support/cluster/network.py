@@ -64,6 +64,13 @@ class Network:
             "restrict", {address: [astuple(each) for each in those] for address, those in openings.items()}
         )
 
+    def unanswered(self, pod: str) -> int:
+        """Return how many answers of a pod's ports the kernel has dropped because of `restrict`.
+
+        A caller repeats what is not answered, so that one refused connection may count more than once.
+        """
+        return int(self._order("unanswered", pod))
+
     def answers(self, address: str, port: int, timeout: float) -> bool:
         """Say if a connection to a port can be made."""
         return bool(self._order("dial", address, port, timeout))
@@ -156,6 +163,9 @@ class _Bridge:
                 _ip(*changes, within=pod.path)
             pod.rules = wanted
 
+    async def unanswered(self, pod: str) -> int:
+        return _unrouted(self._pods[pod].path)
+
     def _admits(self, source: str, address: str, port: int) -> bool:
         opened = self._openings.get(address)
         return opened is None or any(each.admits(source, port) for each in opened)
@@ -243,6 +253,14 @@ def _new_namespace() -> int:
     thread.start()
     thread.join()
     return found[0]
+
+
+def _unrouted(namespace: str) -> int:
+    """Return the kernel's count of packets of a network namespace that had no route."""
+    command = ["nsenter", f"--net={namespace}", "cat", "/proc/net/snmp"]
+    counters = subprocess.run(command, text=True, check=True, stdout=subprocess.PIPE).stdout.splitlines()
+    names, values = (line.split() for line in counters if line.startswith("Ip:"))
+    return int(values[names.index("OutNoRoutes")])
 
 
 def _ip(*lines: str, within: str = "") -> None:
