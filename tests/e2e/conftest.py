@@ -1,6 +1,7 @@
-"""One platform for all tests of a file: two instances of a tiny random model, a gateway, a Redis.
+"""One platform for the tests of most files: two instances of a tiny random model, a gateway, a Redis.
 
-With PACELINE_E2E_TLS=1 in the environment of pytest everything runs under mutual TLS and a token.
+It is lent to one file after another, each of which finds it as it was started. With PACELINE_E2E_TLS=1 in the
+environment of pytest everything runs under mutual TLS and a token.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 import os
 import ssl
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from paceline import Client, Tls
 from services.local import Platform, PlatformConfig
+from tests.e2e.lent_platform import LentPlatform
 from tests.support.certificates import Authority
 from tests.support.ports import free_port
-from tests.support.zygote import launch
 
 VOCAB = 64
 # Taken away, because services refuse settings that they do not know.
@@ -62,7 +63,7 @@ def scrape(platform: Platform, metrics_address: str) -> str:
         context.load_cert_chain(str(config.tls.cert_file), str(config.tls.key_file))
     headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
     request = urllib.request.Request(f"{scheme}://{metrics_address}/metrics", headers=headers)
-    with urllib.request.urlopen(request, timeout=10, context=context) as answer:
+    with urllib.request.urlopen(request, timeout=60, context=context) as answer:
         return str(answer.read().decode())
 
 
@@ -71,14 +72,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    # A step takes seconds, so that samples must report more often than they do by default.
+def plain_config(model: Path, folder: Path) -> PlatformConfig:
+    """Return that of a platform of which every part is there but the learner."""
     engine = ("--dtype=float32", "--max-num-seqs=32", "--kv-cache-memory-bytes=268435456")
-    config = PlatformConfig(
+    return PlatformConfig(
         model=model,
         instances=2,
-        folder=tmp_path_factory.mktemp("platform"),
+        folder=folder / "platform",
         pin=False,  # the kernel shares the cores out among the workers
         # Short samples are reported and journaled before they end, as long ones are by default.
         instance_options=(*engine, "--checkpoint-seconds=0.2"),
@@ -88,11 +88,48 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         http_port=0,
         # Time to hand over samples on a busy machine.
         stop_timeout=60.0,
-        tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
+        tls=certificates(folder) if UNDER_TLS else None,
         token="the token of the tests" if UNDER_TLS else None,
     )
-    with Platform(config, launch=launch) as platform:
+
+
+_LENT = LentPlatform()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that borrow the platform come last, one after the other."""
+    borrowing = {item.path for item in items if _borrows(item)}
+    items.sort(key=lambda item: item.path in borrowing)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Stop the lent platform when the next test, if there is any, does not borrow it."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or not _borrows(nextitem):
+            _LENT.stop()
+
+
+def _borrows(item: pytest.Item) -> bool:
+    return "lent_platform" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(scope="module")
+def lent_platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """Lend the platform to a file."""
+
+    def config() -> PlatformConfig:
+        return plain_config(model, tmp_path_factory.mktemp("lent"))
+
+    with _LENT.lend(config) as platform:
         yield platform
+
+
+@pytest.fixture(scope="module")
+def platform(lent_platform: Platform) -> Platform:
+    return lent_platform
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from paceline import Client, Group, Sample, SamplingParams, WeightFolder
 from services.local import Platform
 from tests.e2e.conftest import scrape
 
-SAMPLING = SamplingParams(max_tokens=150, ignore_eos=True)
+LENGTH = 100
+SAMPLING = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 PREGENERATED = "pregenerated"
 
 
@@ -52,7 +53,7 @@ def until(holds: Callable[[], Any], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def filled(platform: Platform, before: float, wanted: int = 16 * 150) -> None:
+def filled(platform: Platform, before: float, wanted: int = 16 * LENGTH) -> None:
     """Return when the whole coming step is pre-generated."""
     until(lambda: pregenerated(platform) - before >= wanted)
 
@@ -73,7 +74,7 @@ def plain(client: Client) -> Callable[[int, int], list[Sample]]:
 def weights(client: Client, model: Path, tmp_path: Path) -> Iterator[Callable[[float], None]]:
     """Pushes the model's weights times a factor; the original ones again at the end."""
     state: dict[str, Any] = load_file(model / "model.safetensors")
-    run = client.run("weights", seed=0, weights=WeightFolder(tmp_path / "weights", model))
+    run = client.run("weights-of-bubbles", seed=0, weights=WeightFolder(tmp_path / "weights", model))
 
     def push(factor: float) -> None:
         run.push_weights({name: tensor * factor for name, tensor in state.items()})
@@ -94,7 +95,7 @@ def test_a_hinted_step_is_verified_instead_of_decoded(platform: Platform, client
         samples = list(run.rollout(1, groups(1), SAMPLING))
         expected = plain(seed, 1)
         assert tokens(samples) == tokens(expected)
-        if decode_steps(samples) < 16 * 150 / 8 and all(s.provenance.cached_tokens for s in samples):
+        if decode_steps(samples) < 16 * LENGTH / 8 and all(s.provenance.cached_tokens for s in samples):
             break
     else:
         pytest.fail("no step was verified in few steps")
@@ -136,8 +137,8 @@ def test_a_wrong_hint_costs_nothing(platform: Platform, client: Client, plain: A
 def test_an_instance_killed_while_it_pregenerates_costs_only_its_drafts(
     platform: Platform, client: Client, plain: Any
 ) -> None:
-    long = SamplingParams(max_tokens=900, ignore_eos=True)
-    run = client.run("killed", seed=24)
+    long = SamplingParams(max_tokens=300, ignore_eos=True)
+    run = client.run("killed-pregenerating", seed=24)
     before = pregenerated(platform)
     run.hint(1, groups(1), long, policy_version=client.versions().policy_version)
     list(run.rollout(0, groups(0), SAMPLING))
@@ -168,9 +169,9 @@ def test_a_dead_coordinator_is_missed_by_nobody(platform: Platform, client: Clie
 
 
 def test_a_cancelled_step_leaves_the_coming_one_as_it_is(client: Client, plain: Any) -> None:
-    run = client.run("cancelled", seed=26)
+    run = client.run("cancelled-hinted", seed=26)
     run.hint(1, groups(1), SAMPLING, policy_version=client.versions().policy_version)
-    rollout = run.rollout(0, groups(0), SamplingParams(max_tokens=900, ignore_eos=True))
+    rollout = run.rollout(0, groups(0), SamplingParams(max_tokens=300, ignore_eos=True))
     rollout.cancel()
     list(rollout)
     assert tokens(list(run.rollout(1, groups(1), SAMPLING))) == tokens(plain(26, 1))

@@ -19,7 +19,7 @@ from services.local import Platform
 from tests.e2e.conftest import VOCAB, scrape
 from tests.e2e.watched_platform import until
 
-LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 QUICK = SamplingParams(max_tokens=3, ignore_eos=True)
 PATIENT = RetryPolicy(seconds=60, initial=0.1, maximum=1.0)
 
@@ -40,7 +40,7 @@ def whole_fleet(platform: Platform) -> Iterator[None]:
     platform.wait_serving(2, time.monotonic() + 120)
 
 
-def groups(count: int = 8, samples: int = 2) -> list[Group]:
+def groups(count: int = 4, samples: int = 2) -> list[Group]:
     """Long samples, and a quick one that tells by its arrival that the long ones have begun."""
     long = [Group(f"p{n}", [3 + n % (VOCAB - 4), 4, 5], samples) for n in range(count)]
     return [*long, Group("quick", [3, 4], 1, QUICK)]
@@ -204,7 +204,7 @@ def test_samples_go_on_under_new_weights_and_a_killed_instance_costs_none(
     checked = [sample for sample in samples if len(sample.version_spans) == 2][:2]
     for sample in checked:
         cut = sample.version_spans[0].end
-        assert spans_of(sample) == [(0, cut, version - 1), (cut, 900, version)]
+        assert spans_of(sample) == [(0, cut, version - 1), (cut, LONG.max_tokens, version)]
         request = paceline.SampleRequest(
             "reference",
             sample.prompt_id,

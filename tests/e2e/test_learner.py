@@ -15,7 +15,7 @@ from paceline import Client, Group, KnobSetting, Reward, Run, Sample, SampleKey,
 from services.contracts.drafter.keys import DrafterKeys
 from services.contracts.drafter.record import DrafterHistory
 from services.local import Platform, PlatformConfig
-from tests.e2e.conftest import UNDER_TLS, certificates
+from tests.e2e.conftest import UNDER_TLS, certificates, scrape
 from tests.support.zygote import launch
 
 SAMPLING = SamplingParams(max_tokens=48, ignore_eos=True)
@@ -81,14 +81,29 @@ def recorded(platform: Platform) -> int:
     return current.version
 
 
-def learned(client: Client, run: Run, version: int, first: int) -> int:
-    """Steps of a run until a version is published; how many there were by then."""
+def updates(platform: Platform) -> float:
+    """Return how often the learner has learned since it started."""
+    ready = platform.process("drafter").ready
+    assert ready is not None
+    lines = scrape(platform, f"127.0.0.1:{ready.metrics_port}").splitlines()
+    name = "paceline_drafter_updates_total{"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def learned(platform: Platform, client: Client, run: Run, version: int, first: int) -> int:
+    """Steps of a run until a version is published; how many there were by then.
+
+    Each step waits until the one before is learned from: the learner takes longer to start than to learn.
+    """
     deadline = time.monotonic() + SECONDS
     number = first
     while client.versions().drafter_version < version:
-        assert time.monotonic() < deadline, "no better drafter was published"
+        before = updates(platform)
         step(run, number)
         number += 1
+        while updates(platform) == before and client.versions().drafter_version < version:
+            assert time.monotonic() < deadline, "no better drafter was published"
+            time.sleep(0.1)
     return number
 
 
@@ -102,7 +117,7 @@ def test_it_learns_while_samples_stay_what_they_are_and_outlives_its_death(
     run = client.run("learning", seed=21)
     fresh = step(run, 0)
     assert tokens(fresh) == plain[0]
-    number = learned(client, run, 2, 1)
+    number = learned(platform, client, run, 2, 1)
     # The version is in use now, loaded while the run goes on.
     later = client.run("later", seed=21)
     assert tokens(drafted := step(later, 0)) == plain[0]
@@ -112,7 +127,7 @@ def test_it_learns_while_samples_stay_what_they_are_and_outlives_its_death(
     assert tokens(step(later, 1)) == plain[1]
     published = recorded(platform)
     platform.restart("drafter")
-    learned(client, run, published + 1, number)
+    learned(platform, client, run, published + 1, number)
     again = step(client.run("again", seed=21), 0)
     assert tokens(again) == plain[0]
     assert accepted(again) > 0

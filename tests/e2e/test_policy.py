@@ -28,7 +28,7 @@ from services.local import Platform
 from services.local.up import leave_report
 from tests.e2e.conftest import scrape
 
-SAMPLING = SamplingParams(max_tokens=100, ignore_eos=True)
+SAMPLING = SamplingParams(max_tokens=60, ignore_eos=True)
 COUPLED = Exactness(ExactnessLevel.COUPLED_HISTORY)
 DRAFTED = "paceline_speculation_drafted_tokens_total"
 

@@ -16,9 +16,10 @@ from services.local import Platform, PlatformConfig
 from tests.e2e.conftest import UNDER_TLS, VOCAB, certificates, scrape
 from tests.support.zygote import launch
 
-LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+LENGTH = 400
+LONG = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 PATIENT = RetryPolicy(seconds=60, initial=0.1, maximum=1.0)
-SEED, SAMPLES = 31, 25
+SEED, SAMPLES = 31, 17
 Key = paceline.SampleKey
 
 
@@ -92,8 +93,11 @@ def truth(platform: Platform) -> dict[Key, list[int]]:
 
 def uneven() -> list[Group]:
     """One sample that is said to be as long as all others together: they are placed on the other instance."""
-    others = [Group(f"p{n}", [3 + n % (VOCAB - 4), 4], 1, expected_tokens=36) for n in range(SAMPLES - 1)]
-    return [Group("lone", [3, 4, 5], 1, expected_tokens=900), *others]
+    others = [
+        Group(f"p{n}", [3 + n % (VOCAB - 4), 4], 1, expected_tokens=LENGTH // SAMPLES)
+        for n in range(SAMPLES - 1)
+    ]
+    return [Group("lone", [3, 4, 5], 1, expected_tokens=LENGTH), *others]
 
 
 def places(sample: Sample) -> list[str]:
@@ -118,7 +122,7 @@ def until(holds: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def first_difference(sample: Sample, expected: list[int]) -> str | None:
@@ -153,13 +157,12 @@ def test_an_uneven_step_is_evened_out(
     samples = list(client.run("uneven", seed=SEED).rollout(0, uneven(), LONG))
     finished(samples, truth)
     moved = [sample for sample in samples if len(places(sample)) > 1]
-    assert len(moved) >= 8
+    assert len(moved) >= SAMPLES // 3
     assert sum(sample.provenance.resubmissions for sample in samples) == 0, "no prefix was read again"
     # A move is counted when its donor has told of it, which may be after the sample's end.
     until(lambda: counted(platform, "moves_total") - before >= len(moved))
-    assert {sample.provenance.decode_steps for sample in moved} == {900}, (
-        "each token took one step, somewhere"
-    )
+    steps = {sample.provenance.decode_steps for sample in moved}
+    assert steps == {LENGTH}, "each token took one step, somewhere"
 
 
 @pytest.mark.parametrize("victim", ["receiver", "donor"])

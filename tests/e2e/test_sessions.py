@@ -124,7 +124,7 @@ def test_five_calls_equal_one_run_over_the_same_text_and_compute_nothing_twice(
 def test_an_instance_killed_between_two_calls_costs_a_prefill(
     platform: Platform, client: Client, oracle: Oracle
 ) -> None:
-    samples = five_calls(client, "killed", PROMPTS, lambda: platform.kill("instance-0"))
+    samples = five_calls(client, "sessions-killed", PROMPTS, lambda: platform.kill("instance-0"))
     moved = 0
     for sample in samples:
         check(oracle, sample)
@@ -142,7 +142,9 @@ def test_an_instance_killed_between_two_calls_costs_a_prefill(
 def test_a_gateway_killed_between_two_calls_costs_nothing(
     platform: Platform, client: Client, oracle: Oracle
 ) -> None:
-    for sample in five_calls(client, "failover", PROMPTS, lambda: platform.restart("gateway", kill=True)):
+    for sample in five_calls(
+        client, "sessions-failover", PROMPTS, lambda: platform.restart("gateway", kill=True)
+    ):
         check(oracle, sample)
 
 

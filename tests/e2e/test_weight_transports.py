@@ -25,7 +25,7 @@ from tests.support.zygote import launch
 
 State = dict[str, Tensor]
 
-OPTIONS = Options(prompts=4, samples=4, pool=4, max_tokens=64, seed=3)
+OPTIONS = Options(prompts=2, samples=4, pool=2, max_tokens=48, seed=3)
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"]}
 
 pytestmark = pytest.mark.skipif(
@@ -216,7 +216,7 @@ def check(outcome: Outcome, steps: int) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.soak)])
 def test_all_transports_give_one_run_digit_for_digit(
     platform: Platform, client: Client, model: Path, tmp_path: Path, steps: int
 ) -> None:
@@ -237,7 +237,7 @@ def test_all_transports_give_one_run_digit_for_digit(
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.soak)])
 def test_an_adapter_gives_the_run_of_the_merged_weights_digit_for_digit(
     client: Client, model: Path, tmp_path: Path, steps: int
 ) -> None:

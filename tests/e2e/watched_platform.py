@@ -31,13 +31,14 @@ from tests.support.promql import hastened
 from tests.support.zygote import launch
 
 RULES = (ROOT / "helm/paceline/files/rules.yaml").read_text()
-SAMPLING = SamplingParams(max_tokens=80, ignore_eos=True)
+SAMPLING = SamplingParams(max_tokens=60, ignore_eos=True)
 QUICK = SamplingParams(max_tokens=8, ignore_eos=True)
-LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+HALTED = SamplingParams(max_tokens=900, ignore_eos=True)
 
 EAGER = (
     "--decision-steps=16",
-    "--poll-seconds=0.02",
+    "--poll-seconds=0.1",
     "--least-gain=0",
     "--least-balance-gain=0",
     "--payback=0",
@@ -81,11 +82,11 @@ def work(client: Client, model: Path, folder: Path, counted: Callable[[str], flo
     state: dict[str, Any] = load_file(model / "model.safetensors")
     run = client.run("watched", seed=5, weights=WeightFolder(folder, model))
     lenient = Exactness(ExactnessLevel.LENIENT, lenience=1.5)
-    for step in range(4):
+    for step in range(3):
         version = client.versions().policy_version
         before = counted("paceline_generation_pregenerated_tokens_total")
         # The last hint is of more than there is time for, so that the update halts it.
-        ahead = (groups(step + 1), SAMPLING) if step < 3 else (groups(step + 1, samples=16), LONG)
+        ahead = (groups(step + 1), SAMPLING) if step < 2 else (groups(step + 1, samples=16), HALTED)
         run.hint(step + 1, *ahead, policy_version=version + 1)
         rollout = run.rollout(step, groups(step), SAMPLING, exactness=lenient if step >= 2 else None)
         samples = list(rollout)
@@ -99,11 +100,11 @@ def work(client: Client, model: Path, folder: Path, counted: Callable[[str], flo
     with pytest.raises(paceline.InvalidArgumentError):
         run.rollout(9, [Group("bad", [VOCAB], 1)], SAMPLING)
     # One sample is said to be as long as all others together, so the reallocator has something to even out.
-    others = [Group(f"m{n}", [3 + n, 4], 1, expected_tokens=40) for n in range(12)]
-    uneven = [Group("lone", [3, 4, 5], 1, expected_tokens=480), *others]
-    list(client.run("moving", seed=8).rollout(0, uneven, SamplingParams(max_tokens=500, ignore_eos=True)))
+    others = [Group(f"m{n}", [3 + n, 4], 1, expected_tokens=24) for n in range(12)]
+    uneven = [Group("lone", [3, 4, 5], 1, expected_tokens=288), *others]
+    list(client.run("moving", seed=8).rollout(0, uneven, SamplingParams(max_tokens=300, ignore_eos=True)))
     # How soon it does so depends on the machine. Off an instance that is drained it moves whatever runs there.
-    samples = iter(client.run("drained", seed=8).rollout(0, groups(0), LONG))
+    samples = iter(client.run("drained", seed=8).rollout(0, groups(0, samples=2), LONG))
     next(samples)
     client.drain("instance-1")
     list(samples)
@@ -138,8 +139,8 @@ def watching(model: Path, folder: Path) -> Iterator[Watched]:
                 return sum(value for _, value in prometheus.now(f"sum({name})"))
 
             work(client, model, folder / "weights", counted)
-            # Scraped once more after the last thing that happened.
-            at = time.time()
+            # Rates are of two scrapes, a second apart, and a rule looks a second back.
+            at = time.time() + 3
             until(lambda: prometheus.now("min(timestamp(paceline_build_info))")[0][1] > at, "no scrape")
             yield Watched(platform, client, prometheus, collector, began, time.time())
 
