@@ -1,21 +1,25 @@
 """Triton's interpreter, made quicker: for processes that were started with it.
 
 While a kernel runs the interpreter replaces the members of Triton's language by those that compute with NumPy. It
-does so again with every call of one jitted function by another, for nothing, which takes half of all its time.
+does so again with every call of one jitted function by another, for nothing, which takes half of all its time. It
+also computes whether each sum and product of integers overflows, which only debug mode looks at.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace as changed
 from typing import Any
 
 import triton.language as tl
 from triton.runtime import interpreter
 
 
-def replace_language_once() -> None:
-    """From now on a launch replaces each module of the language once, not with every call inside the kernel."""
+def make_quicker() -> None:
+    """Let launches replace each module of the language once, and compute overflows in debug mode only."""
+    builder = interpreter.interpreter_builder
+    builder.options = changed(builder.options, sanitize_overflow=builder.options.debug)
     replace: Callable[[Any], Any] = interpreter._patch_lang
     launch = interpreter.GridExecutor.__call__
     replaced: set[tuple[bool, bool]] = set()

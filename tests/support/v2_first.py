@@ -4,6 +4,6 @@ from services.generation.engine.runner_choice import V2, choose_runner
 
 choose_runner(V2)
 
-from tests.support.triton_interpreter import replace_language_once  # noqa: E402
+from tests.support.triton_interpreter import make_quicker  # noqa: E402
 
-replace_language_once()
+make_quicker()

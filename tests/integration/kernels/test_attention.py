@@ -20,7 +20,7 @@ from tests.support.remote_engine import RemoteEngine
 FOLDER = Path(__file__).parent / "interpreted"
 ROOT = FOLDER.parents[3]
 # One prompt of them is a short query as a whole, and one comes late.
-LENGTHS, MAX_TOKENS = (40, 9, 33, 26), 12
+LENGTHS, MAX_TOKENS = (40, 9, 33, 26), 8
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="Triton is not installed (extra: kernels)"),
@@ -33,7 +33,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an engine with vLLM's own attention generates."""
     folder = tmp_path_factory.mktemp("plain")
     options = EngineOptions(
-        model=str(tiny_model(folder / "model")),
+        model=str(tiny_model(folder / "model", num_hidden_layers=2)),
         dtype="float32",
         max_num_seqs=8,
         max_model_len=128,

@@ -1,11 +1,13 @@
-"""The Triton kernels: in Triton's interpreter, compiled for CUDA without a device, and on a device if there is one.
+"""The Triton kernels in Triton's interpreter, and on a device if there is one.
 
 Each in a process of its own: the interpreter is chosen when Triton is first imported, and other tests need it not.
+triton_backend/test_compile.py compiles them for CUDA without a device.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,10 +25,20 @@ pytestmark = [
 ]
 
 
-def run_tests(mode: str, *names: str) -> None:
+def run_tests(mode: str, *names: str, options: Sequence[str] = ()) -> None:
     paths = [str(FOLDER / f"test_{name}.py") for name in names]
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", *paths],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::RuntimeWarning",
+            *options,
+            *paths,
+        ],
         cwd=ROOT,
         env={**os.environ, "KERNEL_TESTS": mode},
         capture_output=True,
@@ -36,12 +48,12 @@ def run_tests(mode: str, *names: str) -> None:
     assert " passed" in process.stdout
 
 
-def test_kernels_give_the_references_results_in_the_interpreter() -> None:
-    run_tests("interpret", *KERNELS)
-
-
-def test_kernels_compile_for_cuda() -> None:
-    run_tests("compile", "compile")
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--soak", "-m", "soak"), marks=pytest.mark.soak)], ids=["short", "rest"]
+)
+def test_kernels_give_the_references_results_in_the_interpreter(options: Sequence[str]) -> None:
+    """Each way through the code is in the short form; the rest are its combinations with each other."""
+    run_tests("interpret", *KERNELS, options=options)
 
 
 @pytest.mark.gpu
@@ -49,4 +61,4 @@ def test_kernels_compile_for_cuda() -> None:
 def test_kernel_gives_the_references_results_on_a_device(name: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    run_tests("cuda", name)
+    run_tests("cuda", name, options=["--soak"])

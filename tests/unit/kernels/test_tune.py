@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -11,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.backend import KernelMismatch, installed
+from kernels import backend
+from kernels.backend import Backend, KernelMismatch, installed
 from kernels.coupled_sampler.sample import sample
 from kernels.draft_table import DraftTable
+from kernels.tune import __main__ as tune_main
 from kernels.tune import cases, engine_step, measure, report, sweeps
 from kernels.tune.__main__ import NO_DEVICE, main, supervise
 from kernels.tune.plan import TINY, Bench, Step, steps
 from kernels.tune.state import OtherRun, State
-from kernels.tune.worker import run
+from kernels.tune.worker import run, work
 from kernels.tuning import Tuning, read, tuning
 
 ROOT = Path(__file__).parents[3]
@@ -26,39 +27,64 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed (extra: kernels)")
 
 
-def call(folder, *arguments):
-    """Run the program, where there is neither numba nor vLLM nor pytest."""
-    (folder / "sitecustomize.py").write_text(
+REPEATED = (
+    "exact, tuned: noise",
+    "exact, tuned: masks",
+    "exact, tuned: attention",
+    "exact, tuned: the engine",
+)
+"""Steps that do what others do, with parameters that were swept: one of the kind is left, that of near ties."""
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capfd):
+    """Run the program; its workers are where there is neither numba nor vLLM nor pytest."""
+    (tmp_path / "sitecustomize.py").write_text(
         "import sys\nfor name in ('numba', 'vllm', 'pytest', 'hypothesis'): sys.modules[name] = None\n"
+        "from tests.support.triton_interpreter import make_quicker\nmake_quicker()\n"
     )
-    command = [sys.executable, "-m", "kernels.tune", "--device", "cpu", "--out", str(folder), *arguments]
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    # The program sets it for its workers; here it is to be unset again.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.chdir(ROOT)
+
+    def run(*arguments):
+        status = main(["--device", "cpu", "--out", str(tmp_path), *arguments])
+        said = capfd.readouterr()
+        return status, said.out, said.err
+
+    return run
 
 
 @pytest.mark.timeout(600)
-def test_every_step_runs_and_a_call_goes_on_where_the_last_one_ended(tmp_path):
-    first = call(tmp_path, "--seconds", "0")
-    assert first.returncode == 3, first.stdout + first.stderr
-    assert "slice over before 'exact: noise'" in first.stdout
-    # As if an earlier call had done it.
+@pytest.mark.parametrize(
+    "repeated", [REPEATED, pytest.param((), marks=pytest.mark.soak)], ids=["short", "all"]
+)
+def test_every_step_runs_and_a_call_goes_on_where_the_last_one_ended(repeated, call, tmp_path, monkeypatch):
+    def supervise_here(path, command, until, limit):
+        return work(CPU, path, tmp_path / "cpu.json", until)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "_chosen", Backend.AUTO)
+        patched.setattr(tune_main, "supervise", supervise_here)
+        status, said, errors = call("--seconds", "0")
+    assert status == 3, said + errors
+    assert "slice over before 'exact: noise'" in said
+    # As if an earlier call had done them.
+    plan = [step.name for step in steps(CPU)]
+    before = ["exact: noise", *(name for name in plan if name.startswith(repeated))]
+    assert len(before) == 1 + len(repeated)
     state = State.load(tmp_path / "state.json")
-    state.done["exact: noise"] = {"seconds": 7.0, "result": {"by": "another call"}}
+    state.done |= {name: {"seconds": 7.0, "result": {"by": "another call"}} for name in before}
     state.save()
-    second = call(tmp_path, "--seconds", "10000")
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "exact: noise" not in second.stdout.replace("exact, tuned: noise", "")
-    assert "about 0 s left" in second.stdout
+    status, said, errors = call("--seconds", "10000")
+    assert status == 0, said + errors
+    assert [name for name in plan if f"] {name} ...\n" not in said] == sorted(before, key=plan.index)
+    assert "about 0 s left" in said
     state = State.load(tmp_path / "state.json")
-    assert state.done["exact: noise"]["result"] == {"by": "another call"}
+    assert all(state.done[name]["result"] == {"by": "another call"} for name in before)
     assert not state.failed
-    assert {step.partition(":")[0] for step in state.done} >= {
-        "exact",
-        "exact, tuned",
-        "sweep",
-        "tuned",
-        "defaults",
-    }
+    assert set(state.done) == set(plan)
     best = {
         sweep.parameter: state.done[f"sweep: {sweep.parameter}"]["result"]["best"] for sweep in sweeps.SWEEPS
     }

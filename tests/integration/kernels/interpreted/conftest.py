@@ -22,9 +22,9 @@ if WANTED:
     # vLLM's kernel that writes KV asks it for the size of its tiles.
     torch.cuda.get_device_capability = lambda *_: (9, 0)
 
-    from tests.support.triton_interpreter import replace_language_once
+    from tests.support.triton_interpreter import make_quicker
 
-    replace_language_once()
+    make_quicker()
 
 
 @pytest.fixture

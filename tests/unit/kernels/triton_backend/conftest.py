@@ -1,9 +1,8 @@
-"""Tests of the Triton kernels, started by ../test_triton.py in processes of their own.
+"""Tests of the Triton kernels, in three modes.
 
-There are three modes:
-
+compile    no kernel runs: what would be launched is compiled for a CUDA device; the mode of all processes but those
+           that ../test_triton.py starts for the other two
 interpret  Triton's interpreter, on CPU; it must be switched on before Triton is first imported, here
-compile    no kernel runs: what would be launched is compiled for a CUDA device
 cuda       on a CUDA device
 """
 
@@ -12,12 +11,14 @@ import os
 import pytest
 import torch
 
-MODE = os.environ.get("KERNEL_TESTS", "")
+from kernels.backend import installed
+
+MODE = os.environ.get("KERNEL_TESTS", "compile" if installed() else "none")
 if MODE == "interpret":
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests.support.triton_interpreter import replace_language_once
+    from tests.support.triton_interpreter import make_quicker
 
-    replace_language_once()
+    make_quicker()
 collect_ignore_glob = {
     "interpret": ["test_compile.py"],
     "cuda": ["test_compile.py"],

@@ -78,18 +78,26 @@ def share_among(monkeypatch, programs, **changes):
     monkeypatch.setattr(triton_attend, "tuning", lambda device: chosen)
 
 
+OPTIONS = (
+    (torch.float32, {}),
+    (torch.bfloat16, {"heads": 6, "size": 24, "packed": True}),
+    (torch.float16, {"window": 7}),
+    (torch.float32, {"window": 1, "heads": 2}),
+    (torch.bfloat16, {"tree": True}),
+    (torch.float32, {"tree": True, "packed": True, "size": 80}),
+)
+SHORT = {(0, 1), (0, 40), (1, 5), (2, 5), (3, 40), (4, 1), (5, 40)}
+"""Numbers of options, and of programs: each number of programs with and without a window and a tree."""
+
+
 @pytest.mark.parametrize(
-    ("dtype", "options"),
+    ("dtype", "options", "programs"),
     [
-        (torch.float32, {}),
-        (torch.bfloat16, {"heads": 6, "size": 24, "packed": True}),
-        (torch.float16, {"window": 7}),
-        (torch.float32, {"window": 1, "heads": 2}),
-        (torch.bfloat16, {"tree": True}),
-        (torch.float32, {"tree": True, "packed": True, "size": 80}),
+        pytest.param(*each, programs, marks=[] if (number, programs) in SHORT else [pytest.mark.soak])
+        for number, each in enumerate(OPTIONS)
+        for programs in (1, 5, 40)
     ],
 )
-@pytest.mark.parametrize("programs", [1, 5, 40])
 def test_attention_is_within_rounding_of_float64(dtype, options, programs, device, monkeypatch):
     step = make_step(*MIXED, dtype, **options)
     step.check()
@@ -124,7 +132,14 @@ def test_extreme_scores_leave_a_distribution(device, monkeypatch):
     assert (found - exact).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("rows", [1024, 2 * 3 * 32, 2 * 32], ids=["room", "for three programs", "for one"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(1024, id="room"),
+        pytest.param(2 * 3 * 32, id="for three programs"),
+        pytest.param(2 * 32, id="for one", marks=pytest.mark.soak),
+    ],
+)
 def test_a_launch_into_given_memory_takes_none_and_leaves_padding_alone(rows, device, monkeypatch):
     share_among(monkeypatch, 12)
     step = make_step(*MIXED, torch.float32)
@@ -180,7 +195,7 @@ def test_preparing_launches_each_kind_of_step_and_writes_nothing(device, monkeyp
 
 
 def test_the_check_before_serving_finds_wrong_attention(device, monkeypatch):
-    check_attention(device, 4, 2, 16, torch.float16, trees=True)
+    """That what is right passes is shown by the tests of integration/kernels, where engines start."""
     real = triton_attend.attend_triton
     # A kernel that ignores the mask is wrong for trees alone.
     monkeypatch.setattr(triton_attend, "attend_triton", lambda step: real(replace(step, tree=None)))

@@ -137,10 +137,20 @@ def small(rows, device):
         ("zeros", 200, torch.float32, (1e30, 0.0, 0.0), None, None),
         ("bad", 200, torch.float32, (1.0, -1.0, float("nan")), None, None),
         ("bad", 200, torch.float32, (1.0, 1.0, 1.0), [3, 3, 3], [0.5, 0.5, 0.5]),
-        ("ties", 200, torch.float32, (1.0, 1.0, 1.0), [3, 20, 1], None),
-        ("ties", 200, torch.float32, (1.0, 1.0, 1.0), None, [0.3, 0.9, 0.0]),
+        pytest.param("ties", 200, torch.float32, (1.0, 1.0, 1.0), [3, 20, 1], None, marks=pytest.mark.soak),
+        pytest.param(
+            "ties", 200, torch.float32, (1.0, 1.0, 1.0), None, [0.3, 0.9, 0.0], marks=pytest.mark.soak
+        ),
         ("flat", 260, torch.bfloat16, (0.7, 1.3, 0.0), [0, 300, 5], [0.9, 1.0, 0.5]),
-        ("masked", 200, torch.float32, (0.7, 1.0, 1.0), [150, 40, 2], [0.99, 0.5, 0.95]),
+        pytest.param(
+            "masked",
+            200,
+            torch.float32,
+            (0.7, 1.0, 1.0),
+            [150, 40, 2],
+            [0.99, 0.5, 0.95],
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_tokens_are_the_cpu_samplers(kind, width, dtype, temperatures, top_k, top_p, device):
@@ -160,8 +170,8 @@ def test_tokens_are_the_cpu_samplers(kind, width, dtype, temperatures, top_k, to
     ("tied", "level", "rise"),
     [
         ("entries", 0.0, 0.0),
-        ("entries", 3e4, 0.0),
-        ("blocks", 0.0, 0.0),
+        pytest.param("entries", 3e4, 0.0, marks=pytest.mark.soak),
+        pytest.param("blocks", 0.0, 0.0, marks=pytest.mark.soak),
         ("blocks", 0.0, 1e-5),
         ("blocks", 3e4, 0.01),
     ],
@@ -185,10 +195,24 @@ def test_tokens_are_the_cpu_samplers_when_scores_nearly_tie(tied, level, rise, d
     assert found.tokens.tolist() == expected.tokens.tolist()
 
 
-@pytest.mark.parametrize("capacity", [triton_threshold.CAPACITY, 8], ids=["room", "no room"])
-@pytest.mark.parametrize("kind", ["flat", "ties", "masked", "far"])
-@pytest.mark.parametrize("min_p", [(0, 0, 0, 0, 0), (0.9, 0.02, 1.0, 0, 1e-4)], ids=["", "min-p"])
-def test_thresholds_are_the_specifications_to_the_bit(min_p, kind, capacity, device, monkeypatch):
+MIN_PS = {"no min-p": (0, 0, 0, 0, 0), "min-p": (0.9, 0.02, 1.0, 0, 1e-4)}
+CAPACITIES = {"room": triton_threshold.CAPACITY, "no room": 8}
+SHORT = {"flat, min-p, room", "ties, no min-p, no room", "masked, min-p, no room", "far, no min-p, room"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "min_p", "capacity"),
+    [
+        pytest.param(
+            kind, min_p, capacity, id=name, marks=[] if name in SHORT else [pytest.mark.soak],
+        )
+        for kind in ("flat", "ties", "masked", "far")
+        for of_min_p, min_p in MIN_PS.items()
+        for of_capacity, capacity in CAPACITIES.items()
+        for name in (f"{kind}, {of_min_p}, {of_capacity}",)
+    ],
+)  # fmt: skip
+def test_thresholds_are_the_specifications_to_the_bit(kind, min_p, capacity, device, monkeypatch):
     monkeypatch.setattr(triton_threshold, "CAPACITY", capacity)
     monkeypatch.setattr(triton_threshold, "_CAPACITY", tl.constexpr(capacity))
     rows, width = 5, 150

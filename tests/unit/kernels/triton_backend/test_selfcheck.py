@@ -19,7 +19,10 @@ def switch(monkeypatch):
     monkeypatch.setattr(backend, "_chosen", Backend.AUTO)
 
 
-def test_kernels_that_pass_their_check_are_used(device):
+@pytest.mark.parametrize("first", [2, pytest.param(0, marks=pytest.mark.soak)], ids=["harder cases", "all"])
+def test_kernels_that_pass_their_check_are_used(first, device, monkeypatch):
+    cases = selfcheck._cases()[first:]
+    monkeypatch.setattr(selfcheck, "_cases", lambda: cases)
     assert use_kernels("triton", device) is Backend.TRITON
 
 
