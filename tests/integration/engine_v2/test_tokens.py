@@ -20,7 +20,7 @@ from tests.support.models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.timeout(500)
 
-TOKENS = 20
+TOKENS = 16
 SAMPLINGS = {
     "T=1": Sampling(max_tokens=TOKENS, top_logprobs=2),
     "masks": Sampling(max_tokens=TOKENS, temperature=0.6, top_k=200, top_p=0.9, processed_logprobs=True),
@@ -32,7 +32,7 @@ SAMPLINGS = {
         prompt_logprobs=1,
     ),
     "min-p": Sampling(
-        max_tokens=TOKENS, temperature=0.9, min_p=0.05, min_tokens=15, stop_token_ids=tuple(range(2, 99))
+        max_tokens=TOKENS, temperature=0.9, min_p=0.05, min_tokens=12, stop_token_ids=tuple(range(2, 99))
     ),
 }
 # Model, whether V2 schedules ahead, and pairs of a sampling and of what happens. Models differ in their KV.
@@ -78,7 +78,7 @@ def lenient(v1: EngineHost, name: str) -> tuple[EngineRequest, ...]:
             verifier=Verifier.LENIENT,
             cached=tuple(then.tokens[each.sample_id]),
             cached_logprobs=tuple(value + random.gauss(0, 0.3) for value in then.logprobs[each.sample_id]),
-            lenience=1.5,
+            lenience=1.0,
         )
         for each in asked
     )

@@ -1,4 +1,4 @@
-"""The engines of this folder. Starting one takes seconds: each module has one, and no two live at once."""
+"""The engines of this folder, each started once for all tests that ask for it; see `Scenario.cold`."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def engine(folder: Path, architecture: str, changes: dict[str, Any], **options: 
         yield Bench(host, Oracle(model, [END_TOKEN]))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Qwen3 with vLLM's usual settings."""
     yield from engine(tmp_path_factory.mktemp("model"), "qwen3", {})
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Qwen2 under pressure: a KV cache too small for the batch, prompts in chunks, no prefix cache."""
     yield from engine(
@@ -109,7 +109,7 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """A small Llama with 11 tokens, which vLLM pads to 64."""
     changes = {"vocab_size": 11, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ def _owner_and_name(symbol: Symbol) -> tuple[Any, str]:
     return owner, name
 
 
+# To find the source of a class takes as long as to parse its module.
+_source = cache(inspect.getsource)
+
+
 def _has_attribute(owner: Any, name: str) -> bool:
     """Return whether it is there, is a field, or is set on instances by a method of the class."""
     if hasattr(owner, name) or not inspect.isclass(owner):
@@ -34,7 +39,7 @@ def _has_attribute(owner: Any, name: str) -> bool:
     for base in inspect.getmro(owner):
         if name in getattr(base, "__annotations__", {}):
             return True
-        if base.__module__.startswith("vllm") and re.search(rf"\bself\.{name}\b.*=", inspect.getsource(base)):
+        if base.__module__.startswith("vllm") and re.search(rf"\bself\.{name}\b.*=", _source(base)):
             return True
     return False
 

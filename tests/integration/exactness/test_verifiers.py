@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -97,13 +98,16 @@ DRAFTS = {"random": _draft_random, "best": _draft_best, "coupled": _draft_couple
 
 
 def _generate(
-    verify: Callable[..., tuple[Integers, Integers]], draft: Callable[..., Integers], drafts: int
+    verify: Callable[..., tuple[Integers, Integers]],
+    draft: Callable[..., Integers],
+    drafts: int,
+    count: int = COUNT,
 ) -> tuple[Integers, int]:
     """Three tokens of every seed, with up to `drafts` draft tokens a step; and how many were accepted."""
     random = np.random.default_rng(3)
     # The start token lies before the first position; a step may emit more than is kept.
-    found = np.zeros((COUNT, LENGTH + drafts + 2), np.int64)
-    filled, accepted = np.zeros(COUNT, np.int64), 0
+    found = np.zeros((count, LENGTH + drafts + 2), np.int64)
+    filled, accepted = np.zeros(count, np.int64), 0
     while (filled < LENGTH).any():
         live = np.flatnonzero(filled < LENGTH)
         context = [found[live, filled[live]]]
@@ -121,17 +125,21 @@ def _generate(
     return found[:, 1 : LENGTH + 1], accepted
 
 
+@pytest.fixture(scope="module")
+def plain() -> Integers:
+    """What coupled sampling gives without drafts."""
+    return _generate(coupled_verify, _draft_random, 0)[0]
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_coupled_tokens_are_the_policys_and_the_same_for_every_draft(draft: str) -> None:
-    plain, _ = _generate(coupled_verify, _draft_random, 0)
+def test_coupled_tokens_are_the_policys_and_the_same_for_every_draft(plain: Integers, draft: str) -> None:
     found, accepted = _generate(coupled_verify, DRAFTS[draft], 2)
     assert (found == plain).all()
     assert accepted > 0
     assert chi_square(histogram(found, VOCAB), TRUTH * COUNT) > UNLIKELY
 
 
-def test_neighbouring_seeds_and_positions_are_independent() -> None:
-    plain, _ = _generate(coupled_verify, _draft_random, 0)
+def test_neighbouring_seeds_and_positions_are_independent(plain: Integers) -> None:
     marginal = [TRUTH.sum(axis=tuple({0, 1, 2} - {i})) for i in range(LENGTH)]
     for distance in (1, 2, 1024):
         for ours in range(LENGTH):
@@ -141,8 +149,7 @@ def test_neighbouring_seeds_and_positions_are_independent() -> None:
                 assert chi_square(histogram(pairs, VOCAB), expected) > UNLIKELY, (distance, ours, theirs)
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 3])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "drafts"), [("random", 0), *product(DRAFTS, (1, 3))])
 def test_rejection_samples_the_policy_whatever_the_drafts(draft: str, drafts: int) -> None:
     found, accepted = _generate(_rejection, DRAFTS[draft], drafts)
     assert chi_square(histogram(found, VOCAB), TRUTH * COUNT) > UNLIKELY
@@ -156,8 +163,8 @@ def test_a_wrong_rule_shows() -> None:
 
 
 def test_rejection_repeats() -> None:
-    first, _ = _generate(_rejection, _draft_best, 2)
-    second, _ = _generate(_rejection, _draft_best, 2)
+    first, _ = _generate(_rejection, _draft_best, 2, 5_000)
+    second, _ = _generate(_rejection, _draft_best, 2, 5_000)
     assert (first == second).all()
 
 

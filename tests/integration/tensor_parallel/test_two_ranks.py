@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,17 @@ from tests.support.eagle3 import head_shape, random_head, save_head
 from tests.support.engine_host import Outcome, Scenario, run_scenario
 from tests.support.models import END_TOKEN, VOCAB_SIZE, tiny_model
 from tests.support.oracle import Oracle
-from tests.support.quantized_runs import Rolling, rebuild_quantized, roll
+from tests.support.quantized_runs import Rolled, Rolling, rebuild_quantized, roll
 from tests.support.remote_engine import RemoteEngine
 
 pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks"),
-    # Each rank is a process that imports vLLM by itself.
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(600),
 ]
 
 BLOCK = 32
+TOKENS = 24
+SHORT = replace(T1, max_tokens=TOKENS)
 WAIT = 60.0
 TOKEN = b"t" * 32
 
@@ -84,29 +85,37 @@ def check(model: Path, requests: tuple[EngineRequest, ...], tokens: dict[str, li
         assert max(judged.gap, default=0) < TIE, (request.sample_id, judged.expected)
 
 
-def wishes(sampling: Sampling = T1, count: int = 12) -> tuple[EngineRequest, ...]:
+def wishes(sampling: Sampling = SHORT, count: int = 12) -> tuple[EngineRequest, ...]:
     """Requests of the tiny model."""
     return requests_of(VOCAB_SIZE, sampling, count)
 
 
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks) -> Rolled:
+    """Those requests without drafts."""
+    rolled: Rolled = ranks.engine.run(roll, wishes())
+    return rolled
+
+
 # Each rank follows the grammar and scores the prompt by itself.
 JSON = Sampling(
-    max_tokens=60,
+    max_tokens=TOKENS,
     json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 12}',
     top_logprobs=2,
     prompt_logprobs=1,
 )
 
 
-@pytest.mark.parametrize("sampling", [T1, T06, JSON], ids=["t1", "t06", "json"])
-def test_tokens_are_those_of_plain_decoding(ranks: Ranks, sampling: Sampling) -> None:
-    requests = wishes(sampling)
+def test_tokens_are_those_of_plain_decoding(ranks: Ranks) -> None:
+    """Of three ways of sampling in one batch."""
+    ways = SHORT, replace(T06, max_tokens=TOKENS), JSON
+    requests = tuple(replace(each, sampling=ways[i % 3]) for i, each in enumerate(wishes(count=18)))
     plain = ranks.engine.run(run_scenario, Scenario(requests))
-    check(ranks.model, requests[: 4 if sampling is JSON else None], plain.tokens)
-    assert len(plain.prompts) == (len(requests) if sampling is JSON else 0)
+    check(ranks.model, requests, plain.tokens)
+    assert plain.prompts.keys() == {each.sample_id for each in requests if each.sampling is JSON}
     for request in requests:
         told = plain.top_token_ids[request.sample_id]
-        assert len(told) == sampling.top_logprobs * len(plain.tokens[request.sample_id])
+        assert len(told) == request.sampling.top_logprobs * len(plain.tokens[request.sample_id])
     for policy in ("true", "random"):
         drafts = Drafts(policy, truth=plain.tokens)
         found: Outcome = ranks.engine.run(run_scenario, Scenario(requests, drafts))
@@ -116,10 +125,8 @@ def test_tokens_are_those_of_plain_decoding(ranks: Ranks, sampling: Sampling) ->
 
 
 @pytest.mark.parametrize("drafter", [QUANTIZED, EAGLE3])
-def test_draft_models_draft_on_both_ranks(ranks: Ranks, drafter: str) -> None:
-    requests = wishes()
-    plain = ranks.engine.run(roll, requests)
-    found = ranks.engine.run(roll, requests, Rolling(3, drafter=drafter))
+def test_draft_models_draft_on_both_ranks(ranks: Ranks, plain: Rolled, drafter: str) -> None:
+    found = ranks.engine.run(roll, wishes(), Rolling(3, drafter=drafter))
     assert found.drafted > 100
     assert found.tokens == plain.tokens
     assert found.finishes == plain.finishes
@@ -129,26 +136,25 @@ def test_draft_models_draft_on_both_ranks(ranks: Ranks, drafter: str) -> None:
         assert found.acceptance > 0.5
 
 
-def test_both_ranks_take_new_weights(ranks: Ranks) -> None:
+def test_both_ranks_take_new_weights(ranks: Ranks, plain: Rolled) -> None:
     requests = wishes()
-    before = ranks.engine.run(roll, requests).tokens
     served = read_manifest(ranks.model)
     try:
         ranks.engine.run(apply, stage(ranks.other, 2, served))
         found = ranks.engine.run(roll, requests, Rolling(3))
         check(ranks.other, requests, found.tokens)
-        assert found.tokens != before
+        assert found.tokens != plain.tokens
         assert found.drafted > 100
         assert found.acceptance > 0.5
     finally:
         ranks.engine.run(apply, stage(ranks.model, 3, served))
-    assert ranks.engine.run(roll, requests).tokens == before
+    assert ranks.engine.run(roll, requests).tokens == plain.tokens
 
 
 def test_a_sample_moves_with_the_kv_of_both_ranks(ranks: Ranks) -> None:
-    request = replace(wishes(Sampling(max_tokens=100, ignore_eos=True), 2)[1], sample_id="moves")
+    request = replace(wishes(Sampling(max_tokens=60, ignore_eos=True), 2)[1], sample_id="moves")
     stayed = ranks.engine.run(roll, (request,)).tokens["moves"]
-    found, scheduled = ranks.engine.run(move, request, 40)
+    found, scheduled = ranks.engine.run(move, request, 30)
     assert found == stayed
     # The first step after the move computes the last token only.
     assert scheduled == 1
@@ -186,7 +192,7 @@ def move(engine: Any, request: EngineRequest, after: int) -> tuple[list[int], in
         tokens += [token for step in engine.step() for token in step.token_ids]
     exported = migration.pause(migration.export("leaves"))
     arriving = replace(request, sample_id=enters, prefix=tuple(tokens))
-    reserved = migration.reserve(arriving, len(request.prompt) + 110)
+    reserved = migration.reserve(arriving, len(request.prompt) + 70)
     assert not set(reserved.blocks) & set(exported.blocks)
     migration.call_ports("expect", "m", TOKEN, reserved.blocks, 0, WAIT)
     addresses = [f"127.0.0.1:{port}" for port in ports]
@@ -220,13 +226,21 @@ def lose_a_rank(engine: Any, requests: tuple[EngineRequest, ...]) -> str:
     for request in requests:
         engine.add(replace(request, sample_id=f"{request.sample_id}/lost"))
     engine.step()
-    engine._core.model_executor.workers[-1].proc.kill()
+    executor = engine._core.model_executor
+    # vLLM gives the others nine seconds, in which they look without a break for what the lost one does not send.
+    executor._ensure_worker_termination = _end
+    executor.workers[-1].proc.kill()
     try:
         while engine.has_work:
             engine.step()
     except Exception as error:
         return repr(error)
     return ""
+
+
+def _end(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _sent(migration: Any) -> list[Any]:
