@@ -125,7 +125,7 @@ class InstanceProcess:
 
     def metrics(self) -> dict[str, float]:
         """Prometheus samples by name and labels, as they stand in the exposition text."""
-        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}

@@ -34,7 +34,7 @@ class ApiServer:
     def call(self, method: str, path: str, body: object = None) -> requests.Response:
         """Return a call that has to succeed."""
         verify = True if self.ca_file is None else str(self.ca_file)
-        answer = requests.request(method, self.url + path, json=body, verify=verify, timeout=20)
+        answer = requests.request(method, self.url + path, json=body, verify=verify, timeout=60)
         answer.raise_for_status()
         return answer
 
@@ -90,7 +90,7 @@ def _running(command: list[str]) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def _wait_ready(server: ApiServer) -> None:

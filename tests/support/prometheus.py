@@ -85,7 +85,7 @@ class Prometheus:
         """Return the data of one API call; AssertionError with Prometheus's words when it refuses."""
         url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from error
@@ -112,7 +112,7 @@ class Prometheus:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=10):
+            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=60):
                 return True
         except OSError:
             return False

@@ -7,14 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.rollout import stock_engine
 from bench.rollout.cells import StepFigures
 from bench.rollout.measuring import measure
 from bench.rollout.modelled import DEVICES, StepReader
 from bench.rollout.registry import SYSTEMS
+from bench.rollout.stock_engine import StockEngine, StockSetup
 from bench.training import TrainedStep
 from bench.trajectory import Trajectory
 from examples.tinymath.train import MODEL, Options
 from paceline import Group
+from tests.support.engine_process import EngineProcess
 from tests.unit.bench.steps import named, sample
 
 # Of two samples one repeats itself, and one ends early by the end token.
@@ -38,12 +41,24 @@ def _step(number: int) -> TrainedStep:
     )
 
 
+class ForkedEngine(StockEngine):
+    """An engine whose process has vLLM imported already."""
+
+    def __init__(self, setup: StockSetup) -> None:
+        self._forked = EngineProcess(stock_engine._serve, setup, core=setup.core)
+        self._pipe = self._forked.pipe
+
+    def close(self) -> None:
+        self._forked.__exit__(None, None, None)
+
+
 def test_a_stock_engine_gives_the_recorded_tokens_and_drafts_save_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "bench.rollout.measuring.problem_of", lambda name: SimpleNamespace(reward=lambda text: 1.0)
     )
+    monkeypatch.setattr("bench.rollout.measuring.StockEngine", ForkedEngine)
     run = Trajectory(Options(samples=1, max_tokens=32), (_step(0), _step(1)), MODEL)
     told = list[StepFigures]()
     found = measure(SYSTEMS["vllm ngram"].setup, run, MODEL, 1, 0.0, tmp_path, told.append)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,24 +23,10 @@ from services.gateway.gateway import Gateway
 from services.gateway.journal.sample_chunks import Head
 from services.platform.tasks import end
 from tests.support.fake_instance import FakeInstance, response_of
+from tests.support.waiting import until
 
 CALL = 60.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
-
-
-async def until(condition: Callable[[], Any], what: str, seconds: float = CALL) -> None:
-    """Wait until the condition holds; fails when it does not within `seconds`."""
-    try:
-        async with asyncio.timeout(seconds):
-            while not await _holds(condition):  # noqa: ASYNC110 (what is waited for sets no event)
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        pytest.fail(f"waited {seconds} s in vain until {what}")
-
-
-async def _holds(condition: Callable[[], Any]) -> bool:
-    result = condition()
-    return bool(await result if isinstance(result, Awaitable) else result)
 
 
 @dataclass

@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BreakableServer
 
 async def _store_health(trainer: Trainer) -> int:
     stub = health_pb2_grpc.HealthStub(trainer.channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(service=STORE), timeout=10)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=STORE), timeout=60)
     return answer.status
 
 

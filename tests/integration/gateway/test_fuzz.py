@@ -202,7 +202,7 @@ async def policy(redis_url: str, namespace: str) -> AsyncIterator[None]:
 @pytest.mark.timeout(0)  # every call has a deadline
 @pytest.mark.usefixtures("policy")
 @pytest.mark.parametrize(
-    ("seconds", "seed"), [(10, 20), pytest.param(180, None, marks=pytest.mark.soak)], ids=["short", "soak"]
+    ("seconds", "seed"), [(4, 20), pytest.param(180, None, marks=pytest.mark.soak)], ids=["short", "soak"]
 )
 async def test_random_messages_get_typed_refusals_and_disturb_no_batch(
     cluster: Cluster, request: pytest.FixtureRequest, seconds: float, seed: int | None

@@ -25,6 +25,7 @@ from services.platform.redis.registration import Registration
 from services.platform.redis.registry import InstanceRecord
 from tests.integration.generation.conftest import ATTEMPTS, PROMPT, Policy, draft_always
 from tests.support.instances import CALL, InstanceProcess, calling, stub_of
+from tests.support.waiting import until
 from tests.support.zygote import launch
 
 SPACE = "pregeneration-tests"
@@ -210,19 +211,46 @@ class Store:
     async def until(
         self, run: str, prompts: Sequence[str], slots: set[int], least: int = 1
     ) -> dict[int, list[int]]:
-        """Wait until the store has at least so many tokens of each of these slots."""
-        async with asyncio.timeout(CALL):
-            while True:
-                found = await self.tokens(run, prompts)
-                if all(len(found.get(slot, ())) >= least for slot in slots):
-                    return found
+        """Wait until the store has at least `least` tokens of each of these slots."""
+        found = dict[int, list[int]]()
+
+        async def has_them() -> bool:
+            found.update(await self.tokens(run, prompts))
+            return all(len(found.get(slot, ())) >= least for slot in slots)
+
+        await until(has_them, "the store has these slots")
+        return found
 
     async def until_finished(self, run: str, prompts: Sequence[str], slots: set[int]) -> None:
         """Wait until the store has each of these slots to its end: what there was before came earlier."""
-        async with asyncio.timeout(CALL):
+
+        async def finished() -> bool:
             rollouts = await self.rollouts(run, prompts)
-            while not all(slot in rollouts and rollouts[slot].finished for slot in slots):
-                rollouts = await self.rollouts(run, prompts)
+            return all(slot in rollouts and rollouts[slot].finished for slot in slots)
+
+        await until(finished, "the store has these slots to their ends")
+
+    async def until_lengths(
+        self, run: str, prompts: Sequence[str], wanted: dict[int, int]
+    ) -> dict[int, list[int]]:
+        """Wait until the store has these slots, with that many tokens each; return them."""
+        found = dict[int, list[int]]()
+
+        async def has_them() -> bool:
+            found.clear()
+            found.update(await self.tokens(run, prompts))
+            return {slot: len(tokens) for slot, tokens in found.items()} == wanted
+
+        await until(has_them, "the store has these slots")
+        return found
+
+    async def until_equal(self, run: str, prompts: Sequence[str], wanted: dict[int, list[int]]) -> None:
+        """Wait until the store has these tokens and no others."""
+
+        async def equal() -> bool:
+            return await self.tokens(run, prompts) == wanted
+
+        await until(equal, "the store has these tokens")
 
 
 @pytest.fixture(scope="module")
@@ -409,9 +437,7 @@ async def test_real_work_ends_it_at_once_and_it_goes_on_later(
     assert all(poll.tokens[number] >= len(partial[number]) for number in ahead_of_time)
     poll.answer()
     await coordinator.finished(*set(ahead_of_time) - poll.finished)
-    async with asyncio.timeout(CALL):
-        while await store.tokens(work.run, work.prompts) != {n: truth[n] for n in ahead_of_time}:
-            pass
+    await store.until_equal(work.run, work.prompts, {n: truth[n] for n in ahead_of_time})
 
 
 async def test_weights_are_applied_while_it_goes_on(
@@ -427,10 +453,7 @@ async def test_weights_are_applied_while_it_goes_on(
     ended = {number: poll.tokens[number] for number in numbers}
     assert all(ended[number] >= before.tokens[number] for number in numbers)
     # All of it goes to the store: the next step's samples may be anywhere.
-    async with asyncio.timeout(CALL):
-        drafts = await store.tokens(work.run, work.prompts)
-        while {number: len(tokens) for number, tokens in drafts.items()} != ended:
-            drafts = await store.tokens(work.run, work.prompts)
+    drafts = await store.until_lengths(work.run, work.prompts, ended)
     new = await work.truth(numbers)
     outcomes = await policy.ask(*[work.real(number) for number in numbers])
     for number in numbers:
@@ -504,9 +527,7 @@ async def test_without_a_coordinator_it_ends_what_it_has(
     async with Coordinator(redis_url, epoch=101) as first:
         await first.give(*map(work.item, numbers))
         await first.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
-    async with asyncio.timeout(CALL):
-        while await store.tokens(work.run, work.prompts) != {n: truth[n] for n in numbers}:
-            pass
+    await store.until_equal(work.run, work.prompts, {n: truth[n] for n in numbers})
     async with Coordinator(redis_url, epoch=102) as second:
         poll = await second.next()
         assert poll.request.coordinator_epoch == 101

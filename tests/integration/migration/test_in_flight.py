@@ -17,7 +17,7 @@ from tests.support.models import tiny_model
 from tests.support.moving import Journey, Movers, outcome, reason
 from tests.support.relay import Relay, Trouble, relaying
 
-LENGTH = 400
+LENGTH = 240
 MOVED, *STAYING = HANDLES = range(1, 5)
 ATTEMPTS = 20
 # Each test has prompts of its own: what an instance knows of one it drafts, and the sample ends at once.

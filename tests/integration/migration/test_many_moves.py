@@ -18,7 +18,7 @@ from tests.integration.migration.conftest import LENGTH, asked
 from tests.support.instances import InstanceProcess, Outcome, generate
 from tests.support.moving import Movers, outcome, reason
 
-MOVES = int(os.environ.get("MIGRATION_MOVES", "120"))
+MOVES = int(os.environ.get("MIGRATION_MOVES", "48"))
 SAMPLES = 12
 WAVES = 3
 """How often the same samples are moved: to have them stay takes as long as to move them."""

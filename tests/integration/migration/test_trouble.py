@@ -42,7 +42,7 @@ _ATTEMPTS = 20
 async def started(movers: Movers) -> pb.WorkItem:
     """Sample number 1, half done at the first instance, which is paused: it cannot end before it moves."""
     for _ in range(_ATTEMPTS):
-        item = asked(next(_prompts), policy_version=movers.version, max_tokens=900)
+        item = asked(next(_prompts), policy_version=movers.version, max_tokens=400)
         item.handle = 1
         await movers.start(0, item)
         # Of fewer, all full blocks are the prompt's, which the receiver has by then: no KV would be sent.
@@ -52,7 +52,7 @@ async def started(movers: Movers) -> pb.WorkItem:
             return item
         await movers.resume_engine(0)
         await movers.ended(1)
-    pytest.fail("a sample of 900 tokens always ended before its engine could be paused")
+    pytest.fail("a sample of 400 tokens always ended before its engine could be paused")
 
 
 async def start(movers: Movers) -> list[int]:

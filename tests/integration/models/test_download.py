@@ -209,7 +209,7 @@ def test_the_program_waits_for_the_model_that_another_one_brings(model: Path, tm
         assert waiting.stdout is not None
         assert "waiting for" in waiting.stdout.readline()
         assert _program(*options).returncode == 0
-        assert waiting.wait(30) == 0
+        assert waiting.wait(60) == 0
     assert content(tmp_path / "here") == WANTED
 
 

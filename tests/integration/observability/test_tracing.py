@@ -61,7 +61,7 @@ class Front(fleet_pb2_grpc.FleetServiceServicer):
         tracing.begin("thought", about="instances").end(answer=42)
         if self.behind is None:
             raise NotFound("instance", "none")
-        await self.behind.ListInstances(request, timeout=30)
+        await self.behind.ListInstances(request, timeout=60)
         return fleet_pb2.ListInstancesResponse()
 
 
@@ -82,7 +82,7 @@ async def call(config: ServiceConfig, **kwargs: Any) -> None:
     """One call that goes through two servers and fails at the second."""
     async with serving(config, Front()) as second, serving(config, Front(second)) as first:
         with pytest.raises(grpc.aio.AioRpcError):
-            await first.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=30, **kwargs)
+            await first.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=60, **kwargs)
 
 
 def by_parent(spans: list[Seen]) -> dict[str, list[Seen]]:

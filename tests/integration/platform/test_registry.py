@@ -88,7 +88,7 @@ async def test_deregistering_removes_the_record_at_once(store: Redis, keys: Keys
     await registration.register()
     async with beating(registration) as task:
         await registration.deregister()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
     await registration.update(state="serving")
     assert await Registry(store, keys).list("generation") == {}
     assert await store.zcard(keys.registry_index("generation")) == 0
@@ -136,7 +136,7 @@ async def test_an_older_process_gives_way_to_a_younger_one(store: Redis, keys: K
         young = Registration(store, keys, RECORD, ttl=60.0)
         await young.register()
         with pytest.raises(FailedPrecondition, match="another process") as caught:
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, 60)
     assert caught.value.reason == "SUPERSEDED"
     await old.deregister()
     listed = await Registry(store, keys).list("generation")

@@ -33,7 +33,7 @@ async def code_of(address: str, config: ServiceConfig) -> grpc.StatusCode:
 
 async def code_on(stub: Any) -> grpc.StatusCode:
     try:
-        await stub.ListInstances(REQUEST, timeout=30)
+        await stub.ListInstances(REQUEST, timeout=60)
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
@@ -149,7 +149,7 @@ def scrape(port: int, ca_file: Path | None, token: str) -> str:
     url = f"https://127.0.0.1:{port}/metrics"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     context = ssl.create_default_context(cafile=str(ca_file))
-    with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+    with urllib.request.urlopen(request, timeout=60, context=context) as answer:
         return str(answer.read().decode())
 
 

@@ -53,14 +53,14 @@ def count(toy: Any, method: str, code: str) -> float:
 
 async def test_a_call_is_answered(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
-        answer = await toy.stub.ListInstances(OK, timeout=30)
+        answer = await toy.stub.ListInstances(OK, timeout=60)
         assert [each.instance_id for each in answer.instances] == ["toy"]
 
 
 async def test_violations_reach_the_client(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = errors.InvalidArgument([Violation("a.b", "is 1; must be 2")])
-        error = await refused(toy.stub.ListInstances(OK, timeout=30))
+        error = await refused(toy.stub.ListInstances(OK, timeout=60))
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         status = status_of(error)
         assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
@@ -74,7 +74,7 @@ async def test_violations_reach_the_client(serve: Any) -> None:
 async def test_many_violations_still_reach_the_client(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = errors.InvalidArgument([Violation(f"f[{i}]", "é" * 300) for i in range(2000)])
-        error = await refused(toy.stub.ListInstances(OK, timeout=30))
+        error = await refused(toy.stub.ListInstances(OK, timeout=60))
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert status_of(error).details
 
@@ -82,7 +82,7 @@ async def test_many_violations_still_reach_the_client(serve: Any) -> None:
 async def test_an_error_ends_a_stream_after_its_messages(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = errors.Unavailable("going away", retry_after=2)
-        stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=30)
+        stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=60)
         assert (await anext(aiter(stream))).instances[0].instance_id == "toy"
         error = await refused(read_all(stream))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
@@ -94,14 +94,14 @@ async def test_an_error_ends_a_stream_after_its_messages(serve: Any) -> None:
 async def test_an_error_of_a_task_group_is_seen_as_itself(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = ExceptionGroup("tasks", [errors.NotFound("batch", "b")])
-        error = await refused(toy.stub.ListInstances(OK, timeout=30))
+        error = await refused(toy.stub.ListInstances(OK, timeout=60))
         assert error.code() == grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_lost_store_is_unavailable(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = RedisConnectionError("Error 111 connecting to redis-0.internal")
-        error = await refused(toy.stub.ListInstances(OK, timeout=30))
+        error = await refused(toy.stub.ListInstances(OK, timeout=60))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "redis-0" not in str(error)
 
@@ -112,7 +112,7 @@ async def test_a_call_is_answered_when_the_work_that_it_waits_for_is_cancelled(
 ) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.error = asyncio.CancelledError()
-        answer = getattr(toy.stub, method)(OK, timeout=30)
+        answer = getattr(toy.stub, method)(OK, timeout=60)
         error = await refused(read_all(answer) if method == "WatchFleet" else answer)
         assert error.code() == grpc.StatusCode.UNAVAILABLE, "not a deadline"
         assert count(toy, LIST if method == "ListInstances" else WATCH, "UNAVAILABLE") == 1
@@ -126,7 +126,7 @@ async def test_an_unexpected_error_is_logged_and_not_told(
         toy.servicer.error = RuntimeError("password is hunter2")
         call = getattr(toy.stub, method)
         metadata = (("x-request-id", "req-1"),)
-        answer = call(OK, timeout=30, metadata=metadata)
+        answer = call(OK, timeout=60, metadata=metadata)
         error = await refused(read_all(answer) if method == "WatchFleet" else answer)
         assert error.code() == grpc.StatusCode.INTERNAL
         assert "req-1" in (error.details() or "")
@@ -135,15 +135,15 @@ async def test_an_unexpected_error_is_logged_and_not_told(
         assert "hunter2" in logged
         assert "Traceback" in logged
         toy.servicer.error = None
-        assert (await toy.stub.ListInstances(OK, timeout=30)).instances
+        assert (await toy.stub.ListInstances(OK, timeout=60)).instances
 
 
 async def test_a_failing_call_leaves_a_running_one_alone(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
-        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=30)
+        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=60)
         await asyncio.wait_for(toy.servicer.entered.wait(), 30)
         toy.servicer.error = RuntimeError("boom")
-        await refused(toy.stub.ListInstances(OK, timeout=30))
+        await refused(toy.stub.ListInstances(OK, timeout=60))
         toy.servicer.release.set()
         assert (await running).handed_over == 3
 
@@ -153,7 +153,7 @@ async def test_a_failing_call_leaves_a_running_one_alone(serve: Any) -> None:
 async def test_calls_without_the_token_are_refused(serve: Any, method: str, token: str | None) -> None:
     async with serve(ServiceConfig(token="right")) as toy, bare(toy.server.address) as channel:
         metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        answer = getattr(fleet_pb2_grpc.FleetServiceStub(channel), method)(OK, timeout=30, metadata=metadata)
+        answer = getattr(fleet_pb2_grpc.FleetServiceStub(channel), method)(OK, timeout=60, metadata=metadata)
         error = await refused(read_all(answer) if method == "WatchFleet" else answer)
         assert error.code() == grpc.StatusCode.UNAUTHENTICATED
         assert "right" not in str(status_of(error))
@@ -163,8 +163,8 @@ async def test_calls_without_the_token_are_refused(serve: Any, method: str, toke
 
 async def test_calls_with_the_token_are_answered(serve: Any) -> None:
     async with serve(ServiceConfig(token="right")) as toy:
-        assert (await toy.stub.ListInstances(OK, timeout=30)).instances
-        stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=30)
+        assert (await toy.stub.ListInstances(OK, timeout=60)).instances
+        stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=60)
         assert (await anext(aiter(stream))).instances
         stream.cancel()
 
@@ -180,10 +180,10 @@ async def test_reflection_needs_the_token_and_names_the_service(serve: Any) -> N
     async with serve(ServiceConfig(token="right")) as toy, bare(toy.server.address) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        error = await refused(read_all(stub.ServerReflectionInfo(iter([request]), timeout=30)))
+        error = await refused(read_all(stub.ServerReflectionInfo(iter([request]), timeout=60)))
         assert error.code() == grpc.StatusCode.UNAUTHENTICATED
         stub = reflection_pb2_grpc.ServerReflectionStub(toy.channel)
-        (answer,) = await read_all(stub.ServerReflectionInfo(iter([request]), timeout=30))
+        (answer,) = await read_all(stub.ServerReflectionInfo(iter([request]), timeout=60))
         names = {each.name for each in answer.list_services_response.service}
         assert {"paceline.v1.FleetService", "grpc.health.v1.Health"} <= names
 
@@ -232,16 +232,16 @@ async def test_a_caller_that_leaves_ends_its_stream(serve: Any, poll: Any) -> No
 async def test_a_request_over_the_limit_is_refused_and_harms_nobody(serve: Any) -> None:
     client = ServiceConfig(max_message_bytes=1 << 20)
     async with serve(ServiceConfig(max_message_bytes=4096), client) as toy:
-        error = await refused(toy.stub.Drain(fleet_pb2.DrainRequest(instance_id="x" * 5000), timeout=30))
+        error = await refused(toy.stub.Drain(fleet_pb2.DrainRequest(instance_id="x" * 5000), timeout=60))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not toy.servicer.entered.is_set()
-        assert (await toy.stub.ListInstances(OK, timeout=30)).instances
+        assert (await toy.stub.ListInstances(OK, timeout=60)).instances
 
 
 async def test_an_answer_over_the_limit_is_refused(serve: Any) -> None:
     async with serve(ServiceConfig(max_message_bytes=4096)) as toy:
         toy.servicer.instances = [fleet_pb2.Instance(instance_id="x" * 5000)]
-        error = await refused(toy.stub.ListInstances(OK, timeout=30))
+        error = await refused(toy.stub.ListInstances(OK, timeout=60))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -249,11 +249,11 @@ async def test_a_message_over_the_default_of_grpc_passes(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.release.set()
         request = fleet_pb2.DrainRequest(instance_id="x" * (8 << 20))
-        assert (await toy.stub.Drain(request, timeout=30)).handed_over == 3
+        assert (await toy.stub.Drain(request, timeout=60)).handed_over == 3
 
 
 async def returned_id(toy: Any, *metadata: tuple[str, str]) -> str:
-    call = toy.stub.ListInstances(OK, timeout=30, metadata=metadata)
+    call = toy.stub.ListInstances(OK, timeout=60, metadata=metadata)
     await call
     return str(dict(await call.trailing_metadata())["x-request-id"])
 
@@ -271,7 +271,7 @@ async def test_the_request_id_is_returned(serve: Any) -> None:
 async def test_the_request_id_joins_the_trailer_of_the_servicer(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         toy.servicer.trailer = (("mine", "1"),)
-        call = toy.stub.ListInstances(OK, timeout=30, metadata=(("x-request-id", "r1"),))
+        call = toy.stub.ListInstances(OK, timeout=60, metadata=(("x-request-id", "r1"),))
         await call
         trailer = dict(await call.trailing_metadata())
         assert (trailer["mine"], trailer["x-request-id"]) == ("1", "r1")
@@ -281,7 +281,7 @@ async def test_the_request_id_follows_to_the_next_service(serve: Any) -> None:
     async with serve(ServiceConfig()) as first, serve(ServiceConfig()) as second:
 
         async def pass_on(request: Any, context: Any) -> fleet_pb2.ListInstancesResponse:
-            call = second.stub.ListInstances(OK, timeout=30)
+            call = second.stub.ListInstances(OK, timeout=60)
             await call
             seen = dict(await call.trailing_metadata())["x-request-id"]
             return fleet_pb2.ListInstancesResponse(instances=[fleet_pb2.Instance(instance_id=seen)])
@@ -292,7 +292,7 @@ async def test_the_request_id_follows_to_the_next_service(serve: Any) -> None:
         await server.start()
         async with open_channel(server.address, ServiceConfig()) as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
-            answer = await stub.ListInstances(OK, timeout=30, metadata=(("x-request-id", "abc"),))
+            answer = await stub.ListInstances(OK, timeout=60, metadata=(("x-request-id", "abc"),))
         await server.stop(0)
         assert answer.instances[0].instance_id == "abc"
 
@@ -300,11 +300,11 @@ async def test_the_request_id_follows_to_the_next_service(serve: Any) -> None:
 async def test_calls_are_counted_by_code_and_timed(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
         for _ in range(3):
-            await toy.stub.ListInstances(OK, timeout=30)
+            await toy.stub.ListInstances(OK, timeout=60)
         toy.servicer.error = errors.NotFound("batch", "b")
-        await refused(toy.stub.ListInstances(OK, timeout=30))
+        await refused(toy.stub.ListInstances(OK, timeout=60))
         toy.servicer.error = ValueError("boom")
-        await refused(toy.stub.ListInstances(OK, timeout=30))
+        await refused(toy.stub.ListInstances(OK, timeout=60))
         assert [count(toy, LIST, code) for code in ("OK", "NOT_FOUND", "INTERNAL")] == [3, 1, 1]
         labels = {"component": "toy", "method": LIST}
         assert toy.registry.get_sample_value("paceline_rpc_seconds_count", labels) == 5
@@ -313,7 +313,7 @@ async def test_calls_are_counted_by_code_and_timed(serve: Any) -> None:
 
 async def test_running_calls_are_counted(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
-        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=30)
+        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=60)
         await asyncio.wait_for(toy.servicer.entered.wait(), 30)
         labels = {"component": "toy", "method": "paceline.v1.FleetService/Drain"}
         assert toy.registry.get_sample_value("paceline_rpc_in_flight", labels) == 1
@@ -326,7 +326,7 @@ async def test_health_follows_the_service(serve: Any) -> None:
         health = health_pb2_grpc.HealthStub(toy.channel)
 
         async def status(name: str) -> int:
-            return (await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=30)).status
+            return (await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)).status
 
         response = health_pb2.HealthCheckResponse
         for serving, expected in [(True, response.SERVING), (False, response.NOT_SERVING)]:
@@ -342,22 +342,22 @@ async def test_stop_says_not_serving_and_lets_running_calls_end(serve: Any) -> N
         await toy.server.set_serving(True)
         watch = health_pb2_grpc.HealthStub(toy.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=30)
+        running = toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=60)
         await asyncio.wait_for(toy.servicer.entered.wait(), 30)
         stopping = asyncio.create_task(toy.server.stop(grace=300))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         toy.servicer.release.set()
         assert (await running).handed_over == 3
         # A watcher of health, which never leaves, does not hold up the end.
-        await asyncio.wait_for(stopping, 30)
+        await asyncio.wait_for(stopping, 60)
 
 
 async def test_a_call_that_does_not_end_is_cut_after_the_grace(serve: Any) -> None:
     async with serve(ServiceConfig()) as toy:
-        running = asyncio.ensure_future(refused(toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=30)))
+        running = asyncio.ensure_future(refused(toy.stub.Drain(fleet_pb2.DrainRequest(), timeout=60)))
         await asyncio.wait_for(toy.servicer.entered.wait(), 30)
         await asyncio.wait_for(toy.server.stop(grace=0.1), 30)
-        error = await asyncio.wait_for(running, 30)
+        error = await asyncio.wait_for(running, 60)
         assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -369,7 +369,7 @@ async def test_listening_beyond_loopback_without_tls_is_refused() -> None:
 
 async def test_listening_beyond_loopback_can_be_allowed(serve: Any) -> None:
     async with serve(ServiceConfig(host="0.0.0.0", insecure=True, advertise_host="127.0.0.1")) as toy:
-        assert (await toy.stub.ListInstances(OK, timeout=30)).instances
+        assert (await toy.stub.ListInstances(OK, timeout=60)).instances
 
 
 async def test_two_servers_cannot_have_one_port(serve: Any) -> None:

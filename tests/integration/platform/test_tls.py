@@ -26,7 +26,7 @@ REQUEST = fleet_pb2.ListInstancesRequest()
 async def code_of(address: str, config: ServiceConfig) -> grpc.StatusCode:
     async with open_channel(address, config) as channel:
         try:
-            await fleet_pb2_grpc.FleetServiceStub(channel).ListInstances(REQUEST, timeout=30)
+            await fleet_pb2_grpc.FleetServiceStub(channel).ListInstances(REQUEST, timeout=60)
         except grpc.aio.AioRpcError as error:
             return error.code()
     return grpc.StatusCode.OK
@@ -37,7 +37,7 @@ async def test_a_peer_that_trusts_the_authority_is_answered(serve: Any, authorit
     only_trust = TlsConfig(ca_file=tls.ca_file)
     config = ServiceConfig(tls=tls, token="t")
     async with serve(config, ServiceConfig(tls=only_trust, token="t")) as toy:
-        assert (await toy.stub.ListInstances(REQUEST, timeout=30)).instances
+        assert (await toy.stub.ListInstances(REQUEST, timeout=60)).instances
         wrong_token = ServiceConfig(tls=only_trust, token="other")
         assert await code_of(toy.server.address, wrong_token) == grpc.StatusCode.UNAUTHENTICATED
 
@@ -55,7 +55,7 @@ async def test_mutual_tls_asks_clients_for_a_certificate(serve: Any, authority: 
     async with serve(
         ServiceConfig(tls=server, token="t"), ServiceConfig(tls=ours.tls("peer"), token="t")
     ) as toy:
-        assert (await toy.stub.ListInstances(REQUEST, timeout=30)).instances
+        assert (await toy.stub.ListInstances(REQUEST, timeout=60)).instances
         without = ServiceConfig(tls=TlsConfig(ca_file=server.ca_file), token="t")
         assert await code_of(toy.server.address, without) == grpc.StatusCode.UNAVAILABLE
         foreign = theirs.tls("peer").model_copy(update={"ca_file": server.ca_file})
@@ -88,7 +88,7 @@ async def test_a_certificate_that_cannot_be_used_is_said_at_the_start(authority:
 async def test_a_server_is_known_by_a_name_other_than_its_address(serve: Any, authority: Any) -> None:
     tls = authority("ours").tls("instances.paceline", server_name="instances.paceline")
     async with serve(ServiceConfig(tls=tls, token="t")) as toy:
-        assert (await toy.stub.ListInstances(REQUEST, timeout=30)).instances
+        assert (await toy.stub.ListInstances(REQUEST, timeout=60)).instances
         wrong = tls.model_copy(update={"server_name": "gateway.paceline"})
         assert await code_of(toy.server.address, ServiceConfig(tls=wrong, token="t")) != grpc.StatusCode.OK
 
@@ -98,7 +98,7 @@ async def test_with_tls_and_token_the_server_listens_beyond_loopback(serve: Any,
         host="0.0.0.0", tls=authority("ours").tls("server"), token="t", advertise_host="127.0.0.1"
     )
     async with serve(config) as toy:
-        assert (await toy.stub.ListInstances(REQUEST, timeout=30)).instances
+        assert (await toy.stub.ListInstances(REQUEST, timeout=60)).instances
 
 
 def metrics_of(config: ServiceConfig, **headers: str) -> str:
@@ -108,7 +108,7 @@ def metrics_of(config: ServiceConfig, **headers: str) -> str:
     scheme = "http" if config.tls is None else "https"
     request = urllib.request.Request(f"{scheme}://127.0.0.1:{port}/metrics", headers=headers)
     context = None if config.tls is None else ssl.create_default_context(cafile=str(config.tls.ca_file))
-    with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+    with urllib.request.urlopen(request, timeout=60, context=context) as answer:
         return str(answer.read().decode())
 
 
@@ -138,5 +138,5 @@ def test_a_client_that_does_not_shake_hands_holds_up_nobody(authority: Any) -> N
         request = urllib.request.Request(
             f"https://127.0.0.1:{port}/metrics", headers={"Authorization": "Bearer t"}
         )
-        with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+        with urllib.request.urlopen(request, timeout=60, context=context) as answer:
             assert answer.status == 200

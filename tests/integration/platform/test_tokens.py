@@ -34,7 +34,7 @@ def tokens(tmp_path: Path) -> Callable[..., ServiceConfig]:
 
 
 def as_caller(toy: Any, token: str) -> Client:
-    return Client(toy.server.address, token=token, retry=PATIENT, timeout=30, leaders_only=False)
+    return Client(toy.server.address, token=token, retry=PATIENT, timeout=60, leaders_only=False)
 
 
 async def call(function: Callable[[], Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from services.step_time.machine import machine_name
 from services.step_time.saved_sweep import SavedSweep, SweepSubject
 from tests.support.models import tiny_model
+from tests.support.zygote import forked
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -23,10 +23,12 @@ def test_a_model_is_measured_and_its_sweep_saved(tmp_path: Path) -> None:
     measure = ["--seconds", "60", "--max-num-seqs", "4", "--threads-bind", core]
     command = [sys.executable, "-m", "paceline.cli", "calibrate", "--model", str(model), *measure]
     command += ["--out", str(out), "--dtype", "float32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    with (tmp_path / "log").open("wb") as log:
+        status = forked(command, os.environ | {"OMP_NUM_THREADS": "1"}, log).wait(200)
+    said = (tmp_path / "log").read_text()
+    assert status == 0, said
     (kept,) = out.glob("*.json")
-    assert str(kept) in done.stdout.replace("\n", "")
+    assert str(kept) in said.replace("\n", "")
     saved = SavedSweep.load(kept, SweepSubject.of(model, machine_name(), 1, "float32"))
     assert saved is not None
     assert {step.samples for step in saved.steps} == {1, 2, 4}

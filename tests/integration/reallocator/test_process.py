@@ -44,7 +44,7 @@ class Process:
     @property
     def leads(self) -> bool:
         port = json.loads(self.ready_file.read_text())["metrics_port"]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             return "paceline_reallocator_leader 1.0" in answer.read().decode()
 
 

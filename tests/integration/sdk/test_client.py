@@ -34,7 +34,7 @@ def batch(samples: int = 3, step: int = 0) -> Batch:
 
 @pytest.fixture
 def client(gateway: GatewayDouble) -> Iterator[Client]:
-    with Client(gateway.address, token="secret", timeout=30, retry=QUICK) as client:
+    with Client(gateway.address, token="secret", timeout=60, retry=QUICK) as client:
         yield client
 
 

@@ -29,7 +29,7 @@ def standby(gateway: GatewayDouble) -> Iterator[GatewayDouble]:
 @pytest.fixture
 def client(gateway: GatewayDouble, standby: GatewayDouble) -> Iterator[Client]:
     addresses = f"{gateway.address}, {standby.address}"
-    with Client(addresses, timeout=30, retry=QUICK) as client:
+    with Client(addresses, timeout=60, retry=QUICK) as client:
         yield client
 
 

@@ -24,7 +24,7 @@ PARTS = [f"step-000000.v4.0.part{number}of3" for number in (1, 2, 3)]
 
 @pytest.fixture
 def client(gateway: GatewayDouble) -> Iterator[Client]:
-    with Client(gateway.address, timeout=30, retry=QUICK) as client:
+    with Client(gateway.address, timeout=60, retry=QUICK) as client:
         yield client
 
 

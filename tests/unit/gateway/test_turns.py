@@ -148,7 +148,7 @@ def test_the_loop_knows_its_longest_turn_by_both_clocks(monkeypatch: pytest.Monk
 async def finish_all(parts: DispatchParts, *links: RecordingLink) -> None:
     """Have the instances finish whatever they get, until nothing is unfinished; then all work is done."""
     answered: set[tuple[str, int]] = set()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while parts.batches.unfinished:
             for link in links:
                 for handle in list(link.held):

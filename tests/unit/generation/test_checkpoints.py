@@ -386,5 +386,5 @@ async def test_a_reader_that_waits_is_woken_from_another_thread() -> None:
     reason = sample_pb2.FINISH_REASON_ABORTED
     event = pb.WorkResponse(finished=[pb.Finished(handle=1, finish_reason=reason)])
     await asyncio.to_thread(box.put, event)
-    assert await asyncio.wait_for(reader, 20) is event
+    assert await asyncio.wait_for(reader, 60) is event
     assert box.empty()

@@ -382,7 +382,7 @@ def test_the_embedded_redis_keeps_what_is_written(tmp_path: Path) -> None:
         finally:
             client.close()
             process.terminate()
-            process.wait(20)
+            process.wait(60)
 
 
 def test_the_embedded_redis_has_memory_for_rewriting_its_file() -> None:

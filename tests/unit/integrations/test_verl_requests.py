@@ -118,7 +118,7 @@ def ask(queue: SampleQueue, *prompts: list[int], sampling: SamplingParams = SHOR
 
 
 async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 - it is a matter of turns of the loop
             await asyncio.sleep(0)
 

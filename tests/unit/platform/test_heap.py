@@ -18,10 +18,10 @@ from services.platform.heap import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 
-import torch
+import numpy
 
 def step():
-    blocks = [torch.ones(each << 18) for each in (12, 40, 100)]
+    blocks = [numpy.ones(each << 18, numpy.float32) for each in (12, 40, 100)]
     del blocks
 
 def faults():

@@ -75,15 +75,15 @@ def address() -> Iterator[str]:
 
 
 def test_it_serves_one_page_that_may_fetch_nothing_but_itself(address: str) -> None:
-    with urllib.request.urlopen(address, timeout=30) as answer:
+    with urllib.request.urlopen(address, timeout=60) as answer:
         assert answer.read() == b"<p>here</p>"
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
         assert answer.headers["Cache-Control"] == "no-store"
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{address}/other", timeout=30)
+        urllib.request.urlopen(f"{address}/other", timeout=60)
 
 
 def test_a_page_of_another_site_cannot_read_it_under_a_name_of_its_own(address: str) -> None:
     request = urllib.request.Request(address, headers={"Host": "evil.example:80"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(request, timeout=30)
+        urllib.request.urlopen(request, timeout=60)
