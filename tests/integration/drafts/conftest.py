@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,26 +23,12 @@ from services.platform.grpc.channel import open_channel
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import Registry
 from services.platform.tasks import end
+from tests.support.waiting import until
 from tests.support.zygote import launch
 from tests.unit.drafts.rollouts import make
 
 CALL = 60.0
 """Deadline of every call and every wait, in seconds: far above what anything takes."""
-
-
-async def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait until the condition (or what it is awaited for) holds; fails when it does not."""
-    try:
-        async with asyncio.timeout(CALL):
-            while not await _holds(condition):  # noqa: ASYNC110 (what is waited for sets no event)
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"waited {CALL} s in vain until {what}")
-
-
-async def _holds(condition: Callable[[], Any]) -> bool:
-    result = condition()
-    return bool(await result if isinstance(result, Awaitable) else result)
 
 
 async def connected(stores: DraftStores, wanted: int) -> None:
