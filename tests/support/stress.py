@@ -58,17 +58,15 @@ class Stress:
         self._load = list[subprocess.Popen[bytes]]()
         self._stopper: ProcessStops | None = None
 
-    def pytest_report_header(self) -> str:
-        """Print the seed before anything can break."""
-        return f"stress: --stress-seed {self.seed}"
-
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print it once more, where one looks for it."""
+        """Print the seed where one looks for it."""
         terminalreporter.write_line(f"stress: --stress-seed {self.seed}")
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Begin."""
         if not hasattr(session.config, "workerinput"):
+            # Before anything can break. pytest leaves headers of plug-ins out where it is to be quiet.
+            self.pytest_terminal_summary(session.config.pluginmanager.get_plugin("terminalreporter"))
             for number in range(2 * (os.cpu_count() or 1)):
                 command = [sys.executable, "-S", "-c", _BURSTS, f"{self.seed} {number}"]
                 self._load.append(subprocess.Popen(tied(command)))
