@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,11 +12,11 @@ import pytest
 from kernels.backend import installed
 from services.generation.engine.types import EngineOptions
 from tests.integration.kernels.runs import generate, requests_of
+from tests.support.inner_pytest import run_tests
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.remote_engine import RemoteEngine
 
 FOLDER = Path(__file__).parent / "interpreted"
-ROOT = FOLDER.parents[3]
 # One prompt of them is a short query as a whole, and one comes late.
 LENGTHS, MAX_TOKENS = (40, 9, 33, 26), 8
 
@@ -48,28 +46,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_in_the_interpreter(plain: Path) -> None:
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-W",
-            "ignore::RuntimeWarning",
-            str(FOLDER),
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "KERNEL_TESTS": "interpret",
-            "PLAIN_RUN": str(plain),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),
-        },
-        capture_output=True,
-        text=True,
+    run_tests(
+        [FOLDER],
+        KERNEL_TESTS="interpret",
+        PLAIN_RUN=str(plain),
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_CPU_OMP_THREADS_BIND=str(max(os.sched_getaffinity(0))),
     )
-    assert process.returncode == 0, process.stdout[-8000:] + process.stderr[-2000:]
-    assert " passed" in process.stdout

@@ -4,9 +4,6 @@ Each in a process of its own: the interpreter is chosen when Triton is first imp
 triton_backend/test_compile.py compiles them for CUDA without a device.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +11,9 @@ import pytest
 import torch
 
 from kernels.backend import installed
+from tests.support.inner_pytest import run_tests
 
 FOLDER = Path(__file__).parent / "triton_backend"
-ROOT = FOLDER.parents[3]
 KERNELS = ("attend", "kd_loss", "kv_pack", "proposals", "sample", "selfcheck", "w4a16")
 
 pytestmark = [
@@ -25,27 +22,8 @@ pytestmark = [
 ]
 
 
-def run_tests(mode: str, *names: str, options: Sequence[str] = ()) -> None:
-    paths = [str(FOLDER / f"test_{name}.py") for name in names]
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-W",
-            "ignore::RuntimeWarning",
-            *options,
-            *paths,
-        ],
-        cwd=ROOT,
-        env={**os.environ, "KERNEL_TESTS": mode},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stdout[-8000:] + process.stderr[-2000:]
-    assert " passed" in process.stdout
+def run(mode: str, *names: str, options: Sequence[str] = ()) -> None:
+    run_tests([FOLDER / f"test_{name}.py" for name in names], options, KERNEL_TESTS=mode)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +31,7 @@ def run_tests(mode: str, *names: str, options: Sequence[str] = ()) -> None:
 )
 def test_kernels_give_the_references_results_in_the_interpreter(options: Sequence[str]) -> None:
     """Each way through the code is in the short form; the rest are its combinations with each other."""
-    run_tests("interpret", *KERNELS, options=options)
+    run("interpret", *KERNELS, options=options)
 
 
 @pytest.mark.gpu
@@ -61,4 +39,4 @@ def test_kernels_give_the_references_results_in_the_interpreter(options: Sequenc
 def test_kernel_gives_the_references_results_on_a_device(name: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    run_tests("cuda", name, options=["--soak"])
+    run("cuda", name, options=["--soak"])
