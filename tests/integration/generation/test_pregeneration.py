@@ -208,18 +208,27 @@ class Store:
         assert all(each.kind == draft_pb2.ROLLOUT_KIND_PREGENERATED for each in rollouts)
         return {each.slot: each for each in rollouts}
 
+    async def until_tokens(
+        self, run: str, prompts: Sequence[str], holds: Callable[[dict[int, list[int]]], bool]
+    ) -> dict[int, list[int]]:
+        """Wait until the tokens of a run, by slot, are so; return them."""
+        found = dict[int, list[int]]()
+
+        async def held() -> bool:
+            nonlocal found
+            found = await self.tokens(run, prompts)
+            return holds(found)
+
+        await until(held, "the store has these tokens")
+        return found
+
     async def until(
         self, run: str, prompts: Sequence[str], slots: set[int], least: int = 1
     ) -> dict[int, list[int]]:
         """Wait until the store has at least `least` tokens of each of these slots."""
-        found = dict[int, list[int]]()
-
-        async def has_them() -> bool:
-            found.update(await self.tokens(run, prompts))
-            return all(len(found.get(slot, ())) >= least for slot in slots)
-
-        await until(has_them, "the store has these slots")
-        return found
+        return await self.until_tokens(
+            run, prompts, lambda found: all(len(found.get(slot, ())) >= least for slot in slots)
+        )
 
     async def until_finished(self, run: str, prompts: Sequence[str], slots: set[int]) -> None:
         """Wait until the store has each of these slots to its end: what there was before came earlier."""
@@ -229,28 +238,6 @@ class Store:
             return all(slot in rollouts and rollouts[slot].finished for slot in slots)
 
         await until(finished, "the store has these slots to their ends")
-
-    async def until_lengths(
-        self, run: str, prompts: Sequence[str], wanted: dict[int, int]
-    ) -> dict[int, list[int]]:
-        """Wait until the store has these slots, with that many tokens each; return them."""
-        found = dict[int, list[int]]()
-
-        async def has_them() -> bool:
-            found.clear()
-            found.update(await self.tokens(run, prompts))
-            return {slot: len(tokens) for slot, tokens in found.items()} == wanted
-
-        await until(has_them, "the store has these slots")
-        return found
-
-    async def until_equal(self, run: str, prompts: Sequence[str], wanted: dict[int, list[int]]) -> None:
-        """Wait until the store has these tokens and no others."""
-
-        async def equal() -> bool:
-            return await self.tokens(run, prompts) == wanted
-
-        await until(equal, "the store has these tokens")
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +424,8 @@ async def test_real_work_ends_it_at_once_and_it_goes_on_later(
     assert all(poll.tokens[number] >= len(partial[number]) for number in ahead_of_time)
     poll.answer()
     await coordinator.finished(*set(ahead_of_time) - poll.finished)
-    await store.until_equal(work.run, work.prompts, {n: truth[n] for n in ahead_of_time})
+    wanted = {n: truth[n] for n in ahead_of_time}
+    await store.until_tokens(work.run, work.prompts, lambda found: found == wanted)
 
 
 async def test_weights_are_applied_while_it_goes_on(
@@ -449,11 +437,18 @@ async def test_weights_are_applied_while_it_goes_on(
     assert 0 < seconds_of(applied.halt_time) < seconds_of(applied.apply_time)
     await policy.resume()
     poll = await coordinator.next(lambda poll: poll.returned >= set(numbers))
-    assert poll.request.policy_version == policy.version
     ended = {number: poll.tokens[number] for number in numbers}
     assert all(ended[number] >= before.tokens[number] for number in numbers)
+    if poll.request.policy_version != policy.version:
+        # It was sent in the middle of the update; one with the new version follows.
+        poll.answer()
+        poll = await coordinator.next(lambda poll: poll.request.policy_version == policy.version)
     # All of it goes to the store: the next step's samples may be anywhere.
-    drafts = await store.until_lengths(work.run, work.prompts, ended)
+    drafts = await store.until_tokens(
+        work.run,
+        work.prompts,
+        lambda found: {number: len(tokens) for number, tokens in found.items()} == ended,
+    )
     new = await work.truth(numbers)
     outcomes = await policy.ask(*[work.real(number) for number in numbers])
     for number in numbers:
@@ -527,7 +522,8 @@ async def test_without_a_coordinator_it_ends_what_it_has(
     async with Coordinator(redis_url, epoch=101) as first:
         await first.give(*map(work.item, numbers))
         await first.next(lambda poll: poll.tokens and min(poll.tokens.values()) > POLL_STEPS)
-    await store.until_equal(work.run, work.prompts, {n: truth[n] for n in numbers})
+    wanted = {n: truth[n] for n in numbers}
+    await store.until_tokens(work.run, work.prompts, lambda found: found == wanted)
     async with Coordinator(redis_url, epoch=102) as second:
         poll = await second.next()
         assert poll.request.coordinator_epoch == 101
