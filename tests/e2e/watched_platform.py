@@ -54,14 +54,27 @@ LEARNING = (
 
 @dataclass(frozen=True)
 class Watched:
-    """A platform that has done some steps, and who has watched it from `began` to `ended` (unix seconds)."""
+    """A platform that has done its work once, and who has watched it since `began` (unix seconds)."""
 
     platform: Platform
     client: Client
     prometheus: Prometheus
     collector: Collector
+    work: Work
     began: float
-    ended: float
+
+    def over(self, expression: str) -> list[tuple[dict[str, str], list[list[float]]]]:
+        """Return the values of an expression until now (`Prometheus.over`)."""
+        return self.prometheus.over(expression, self.began, time.time())
+
+    def works_until(self, holds: Callable[[], bool], seconds: float = 120) -> bool:
+        """Repeat the work until `holds` of what was seen, for some time at most; return whether it does."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > deadline:
+                return False
+            self.work.round()
+        return True
 
 
 def until(holds: Callable[[], Any], what: str, seconds: float = 60) -> None:
@@ -77,39 +90,58 @@ def groups(step: int, count: int = 4, samples: int = 4) -> list[Group]:
     return [*(Group(f"p{n}", [3 + n, 4, 5], samples) for n in range(count)), Group("quick", [3, 4], 1, QUICK)]
 
 
-def work(client: Client, model: Path, folder: Path, counted: Callable[[str], float]) -> None:
-    """Steps with everything that panels show: hints, history, lenience, rewards, weights, and calls that fail."""
-    state: dict[str, Any] = load_file(model / "model.safetensors")
-    run = client.run("watched", seed=5, weights=WeightFolder(folder, model))
-    lenient = Exactness(ExactnessLevel.LENIENT, lenience=1.5)
-    for step in range(3):
-        version = client.versions().policy_version
-        before = counted("paceline_generation_pregenerated_tokens_total")
+class Work:
+    """What a platform is given to do. What panels show comes of it: soon, or on a slow machine not at once."""
+
+    def __init__(self, client: Client, prometheus: Prometheus, model: Path, folder: Path) -> None:
+        self._client, self._prometheus = client, prometheus
+        self._state: dict[str, Any] = load_file(model / "model.safetensors")
+        self._run = client.run("watched", seed=5, weights=WeightFolder(folder, model))
+        self._moving, self._drained = client.run("moving", seed=8), client.run("drained", seed=8)
+        self._steps, self._rounds = 0, 0
+
+    def round(self) -> None:
+        """Do everything once: hints, history, lenience, rewards, weights, moves, and calls that fail."""
+        for last in (False, False, True):
+            self._step(last)
+        with pytest.raises(paceline.InvalidArgumentError):
+            self._run.rollout(1_000_000, [Group("bad", [VOCAB], 1)], SAMPLING)
+        # One sample is said to be as long as all others together, so the reallocator has something to even out.
+        others = [Group(f"m{n}", [3 + n, 4], 1, expected_tokens=24) for n in range(12)]
+        uneven = [Group("lone", [3, 4, 5], 1, expected_tokens=288), *others]
+        list(self._moving.rollout(self._rounds, uneven, LONG))
+        # Off an instance that is drained it moves whatever runs there.
+        samples = iter(self._drained.rollout(self._rounds, groups(0, samples=2), LONG))
+        next(samples)
+        self._client.drain("instance-1")
+        list(samples)
+        self._client.resume(["instance-1"])
+        serving = InstanceState.SERVING
+        until(lambda: all(each.state is serving for each in self._client.instances()), "still draining")
+        self._rounds += 1
+        # Rates are of two scrapes, a second apart, and a rule looks a second back.
+        at = time.time() + 3
+        until(lambda: self._prometheus.now("min(timestamp(paceline_build_info))")[0][1] > at, "no scrape")
+
+    def _step(self, last: bool) -> None:
+        step, self._steps = self._steps, self._steps + 1
+        version = self._client.versions().policy_version
+        ahead = "paceline_generation_pregenerated_tokens_total"
+        before = self._counted(ahead)
         # The last hint is of more than there is time for, so that the update halts it.
-        ahead = (groups(step + 1), SAMPLING) if step < 2 else (groups(step + 1, samples=16), HALTED)
-        run.hint(step + 1, *ahead, policy_version=version + 1)
-        rollout = run.rollout(step, groups(step), SAMPLING, exactness=lenient if step >= 2 else None)
-        samples = list(rollout)
-        rewards = [Reward(sample.prompt_id, sample.slot, 1.0) for sample in samples]
-        run.report_rewards(rollout.batch.batch_id, rewards, kl=1e-3, clip_fraction=0.1)
-        wanted = before + 200
-        until(lambda: counted("paceline_generation_pregenerated_tokens_total") > wanted, "nothing ahead")  # noqa: B023
+        hinted = (groups(step + 1, samples=16), HALTED) if last else (groups(step + 1), SAMPLING)
+        self._run.hint(step + 1, *hinted, policy_version=version + 1)
+        lenient = Exactness(ExactnessLevel.LENIENT, lenience=1.5) if step >= 2 else None
+        rollout = self._run.rollout(step, groups(step), SAMPLING, exactness=lenient)
+        rewards = [Reward(sample.prompt_id, sample.slot, 1.0) for sample in rollout]
+        self._run.report_rewards(rollout.batch.batch_id, rewards, kl=1e-3, clip_fraction=0.1)
+        until(lambda: self._counted(ahead) > before + 200, "nothing ahead")
         if step == 0:
-            until(lambda: counted("paceline_drafter_candidates_total") > 0, "nothing was learned")
-        run.push_weights({name: tensor * (1 + 1e-3 * step) for name, tensor in state.items()})
-    with pytest.raises(paceline.InvalidArgumentError):
-        run.rollout(9, [Group("bad", [VOCAB], 1)], SAMPLING)
-    # One sample is said to be as long as all others together, so the reallocator has something to even out.
-    others = [Group(f"m{n}", [3 + n, 4], 1, expected_tokens=24) for n in range(12)]
-    uneven = [Group("lone", [3, 4, 5], 1, expected_tokens=288), *others]
-    list(client.run("moving", seed=8).rollout(0, uneven, SamplingParams(max_tokens=300, ignore_eos=True)))
-    # How soon it does so depends on the machine. Off an instance that is drained it moves whatever runs there.
-    samples = iter(client.run("drained", seed=8).rollout(0, groups(0, samples=2), LONG))
-    next(samples)
-    client.drain("instance-1")
-    list(samples)
-    client.resume(["instance-1"])
-    until(lambda: all(each.state is InstanceState.SERVING for each in client.instances()), "still draining")
+            until(lambda: self._counted("paceline_drafter_candidates_total") > 0, "nothing was learned")
+        self._run.push_weights({name: tensor * (1 + 1e-3 * step) for name, tensor in self._state.items()})
+
+    def _counted(self, name: str) -> float:
+        return sum(value for _, value in self._prometheus.now(f"sum({name})"))
 
 
 @contextmanager
@@ -134,15 +166,9 @@ def watching(model: Path, folder: Path) -> Iterator[Watched]:
         prometheus = Prometheus(folder, scraping(config), hastened(RULES))
         with Platform(config, launch=launch) as platform, prometheus, platform.client() as client:
             began = time.time()
-
-            def counted(name: str) -> float:
-                return sum(value for _, value in prometheus.now(f"sum({name})"))
-
-            work(client, model, folder / "weights", counted)
-            # Rates are of two scrapes, a second apart, and a rule looks a second back.
-            at = time.time() + 3
-            until(lambda: prometheus.now("min(timestamp(paceline_build_info))")[0][1] > at, "no scrape")
-            yield Watched(platform, client, prometheus, collector, began, time.time())
+            work = Work(client, prometheus, model, folder / "weights")
+            work.round()
+            yield Watched(platform, client, prometheus, collector, work, began)
 
 
 def scraping(config: PlatformConfig) -> dict[str, Any]:
