@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+from functools import cache
 from pathlib import Path
 
 
 def on_cpu() -> bool:
     """Return True if engines run on the CPU, because no GPU is visible. Does not initialise CUDA."""
-    return not Path("/dev/nvidiactl").exists()
+    return gpu_count() == 0
+
+
+def gpu_count() -> int:
+    """Return how many NVIDIA GPUs this process may use, by the driver (NVML) and CUDA_VISIBLE_DEVICES.
+
+    Device files do not tell: in a container, or a sandbox, the driver may be reached without them.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return _driver_count()
+    # CUDA takes the names up to the first that is none.
+    names = [name.strip() for name in visible.split(",")]
+    wanted = next((i for i, name in enumerate(names) if not name or name.startswith("-")), len(names))
+    return min(wanted, _driver_count())
+
+
+@cache
+def _driver_count() -> int:
+    """Return how many GPUs the driver has; 0 where there is none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    try:
+        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+    finally:
+        nvml.nvmlShutdown()
 
 
 def machine_name() -> str:
