@@ -6,6 +6,7 @@ Imported by `core` only, which sets the environment that vLLM reads first.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -92,6 +93,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
         "block_size": options.block_size,
+        "compilation_config": options.compilation_config,
         "speculative_config": options.vllm_speculation,
         "additional_config": _for_workers(options) or None,
         # vLLM refuses it on CPU, where its worker ignores sleeping.
@@ -99,6 +101,9 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     }
     if reason := _refusal(options, on_cpu):
         raise ValueError(reason)
+    if options.coupled:
+        # vLLM builds a sampler beside ours, and never calls it. Without FlashInfer it could not even be built.
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if on_cpu:
         import_model_classes(options.model)
         if options.eagle3 is not None:
@@ -107,6 +112,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         model=options.model,
         tokenizer=options.model,
         skip_tokenizer_init=True,
+        load_format=options.load_format,
         dtype=options.dtype,
         enable_prefix_caching=options.enable_prefix_caching,
         enable_chunked_prefill=options.enable_chunked_prefill,

@@ -27,8 +27,10 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
+from kernels.backend import Backend
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba
+from services.generation.engine.attention.kernel_choice import SAMPLER
 from services.generation.engine.capacity import prompt_rows
 from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps
 from services.generation.engine.draft_models.drafting import ModelDrafts
@@ -117,7 +119,9 @@ class Engine:
         # Numbers of tokens of a step for which there are CUDA graphs, rising.
         self.graph_sizes: Sequence[int] = reports[0].graphs if reports else ()
         self.failed_kernels = sorted({kind for report in reports for kind in report.failed})
-        if options.coupled:
+        left_out = options.kernels == Backend.REFERENCE or SAMPLER in self.failed_kernels
+        if options.coupled and (current_platform.is_cpu() or left_out):
+            # The host's sampler needs numba, which an engine that samples on its device does without.
             from kernels.coupled_sampler.cpu import warm_up
 
             warm_up()

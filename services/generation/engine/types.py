@@ -79,6 +79,7 @@ class Eagle3Options:
 class EngineOptions:
     """Options of an engine. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
 
+    `load_format` is vLLM's, of the weights; so is `compilation_config`.
     With `sleep_mode` an engine that sleeps moves its weights to host memory; nothing moves on CPU.
     `engine`: auto, v1 or v2, vLLM's model runner (runner_choice.py); on v2 with
     `schedule_ahead` a step is scheduled while the device is at the one before.
@@ -103,6 +104,7 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enforce_eager: bool | None = None
+    compilation_config: dict[str, Any] | None = None
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     executor: str = "local"
@@ -118,6 +120,7 @@ class EngineOptions:
     eagle3: Eagle3Options | None = None
     vllm_speculation: dict[str, Any] | None = None
     step_log: Path | None = None
+    load_format: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

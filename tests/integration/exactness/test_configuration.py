@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from services.generation.speculation.batch_sizes import draft_token_counts
 from tests.support.models import tiny_model
 
 WINDOW = 16
+FLASHINFER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,22 @@ def test_what_is_not_set_is_vllms_choice_for_rollouts(model: Path) -> None:
     )
     chosen = (given.scheduler_config.max_num_seqs, given.scheduler_config.max_num_batched_tokens)
     assert (*chosen, given.cache_config.gpu_memory_utilization) == (7, 33, 0.4)
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_vllms_sampler_needs_no_flashinfer_where_it_is_not_called(
+    model: Path, coupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FLASHINFER, "1")
+    engine_config(EngineOptions(str(model), coupled=coupled))
+    assert os.environ[FLASHINFER] == ("0" if coupled else "1")
+
+
+def test_weights_and_compilation_are_vllms_to_load_and_choose(model: Path) -> None:
+    chosen = {"mode": 0, "cudagraph_mode": "NONE"}
+    config = engine_config(EngineOptions(str(model), load_format="dummy", compilation_config=chosen))
+    assert config.load_config.load_format == "dummy"
+    assert config.compilation_config.mode is CompilationMode.NONE
 
 
 @pytest.mark.parametrize(
