@@ -52,8 +52,8 @@ protos: setup   ## Generate the gRPC stubs
 lock: setup     ## Resolve requirements/*.lock anew
 	scripts/lock
 
-gpu:            ## The kernels on this machine's GPU, in slices of 9 minutes: answers, sweeps, table (runs/tune)
-	@test -x $(PYTHON) && python=$(PYTHON) || python=python3; PYTHONPATH=$(CURDIR) $$python -m kernels.tune $(GPU_ARGS)
+gpu:            ## On this machine's GPU: tokens, step times, kernels, in calls of 9 minutes (GPU_ARGS="--brief"), in runs/gpu
+	@test -x $(PYTHON) && python=$(PYTHON) || python=python3; PYTHONPATH=$(CURDIR):$$PYTHONPATH $$python -m bench.gpu $(GPU_ARGS)
 
 bench: setup    ## One benchmark (NAME=rollout, the whole; BENCH_ARGS), result in runs/bench/NAME.json
 	$(PYTHON) -m bench.$(NAME) $(BENCH_ARGS)

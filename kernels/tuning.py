@@ -1,4 +1,4 @@
-"""Parameters of the kernels' launches: defaults, and what `python -m kernels.tune` found to be the fastest.
+"""Parameters of the kernels' launches: defaults, and what `make gpu` found to be the fastest.
 
 They change how long a kernel takes and never a token: what exactness stands on has no order of sums in it. Kernels
 ask for those of their device with every launch, and nothing is read from the disk after the first.

@@ -11,6 +11,7 @@ a key-value head fill one tile of the tensor cores, so a few more query tokens c
 - triton_queue.py: the shares, worked out on the device
 - triton_attend.py: the kernels: attention over a program's share, and the sum of what several left
 - selfcheck.py: whether they are right on the device at hand
+- random_steps.py, rivals.py, race.py, choice.py: which of several backends is the fastest here
 """
 
 from kernels.short_query_attention.attend import attend

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.short_query_attention.choice import MARGIN, AttentionName, Timing, fastest
-from kernels.tune.race import RaceShape, race
+from kernels.short_query_attention.race import RaceShape, race
 from services.generation.engine.attention.race import keep, recall
 
 VLLM, OURS, FLASHINFER = AttentionName.VLLM, AttentionName.OURS, AttentionName.FLASHINFER

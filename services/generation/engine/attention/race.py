@@ -19,8 +19,8 @@ import torch
 from vllm.distributed.parallel_state import get_world_group
 
 from kernels.short_query_attention.choice import AttentionName, Timing, fastest
-from kernels.tune.measure import about
-from kernels.tune.race import RaceShape, backends, race
+from kernels.short_query_attention.race import RaceShape, backends, race
+from kernels.timing import about
 from kernels.tuning import device_name, path_for
 
 _log = logging.getLogger(__name__)

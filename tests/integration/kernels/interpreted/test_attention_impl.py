@@ -18,7 +18,7 @@ from kernels.backend import Backend, KernelMismatch
 from kernels.short_query_attention import AttentionStep, triton_attend
 from kernels.short_query_attention.choice import AttentionName
 from kernels.short_query_attention.reference import attend_reference
-from kernels.tune.rivals import vllm_unified_attention
+from kernels.short_query_attention.rivals import vllm_unified_attention
 from services.generation.engine.attention import backend as attention
 from services.generation.engine.attention.backend import (
     ShortQueryFlashBackend,

@@ -1,0 +1,124 @@
+"""Paceline on a GPU: answers, step times and kernels, the most important first, in calls that go on.
+
+    python -m bench.gpu [--brief] [--seconds 500] [--only GLOB ...] [--model q17|q8|DIR] [--out runs/gpu]
+
+Parts, in order: vLLM's libraries against float32; tokens of V1, which must be the same with drafts and without;
+step times of V1, plainly and with drafts; the same of stock vLLM; the kernels; V2, and V2 scheduling ahead; the
+batch-invariant mode, in which no token may differ in bfloat16 either; draft models; V1 and stock with other graphs;
+then all other cells, trees, float32, and sweeps of launch parameters. docs/one-gpu.md says what each figure means.
+`--brief` has the first steps of the first parts, and ends in 340 s by its own estimates. `--list` prints the steps.
+
+A call ends after `--seconds`, at most half a minute later, and the next one goes on where it ended. Status 0: all
+is done; 1: all is done, and steps failed; 2: nothing was run (no device, another run's folder, a wrong option); 3:
+call again. In the folder: results.jsonl, with a line as soon as a step ends; state.json, by which a run goes on,
+also on another machine of the same kind; report.md; and tuned/, launch parameters for kernels/tuned.
+
+`--model` is q17 or q8, the shapes of Qwen3-1.7B and 8B with random weights that are drawn on the device, or a
+folder in Hugging Face layout. `--device cpu` runs every part on tiny shapes, in Triton's interpreter: to test the
+program, not to measure. Without vLLM the parts of the kernels run, and all others fail at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.gpu import report
+from bench.gpu.engines.model import PREFILL, model_folder
+from bench.gpu.host import OrderFailed, OrderLate, WorkerHost
+from bench.gpu.plan import Subject, chosen, plan
+from bench.gpu.running import REFUSED, run
+from bench.gpu.sizes import TINY, GpuSizes, Graphs
+from bench.gpu.state import OtherRun, State
+from bench.gpu.step import GpuStep, estimated, total
+from services.step_time.machine import gpu_count
+
+BRIEF_SECONDS = 340.0
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run, or go on with a run; return the exit status."""
+    options = _parsed(given)
+    if options.device == "cuda" and gpu_count() == 0 and not options.list:
+        return _refused("no CUDA device here; nothing was run and nothing written")
+    try:
+        steps = chosen(plan(_subject(options)), brief=options.brief, only=options.only)
+    except ValueError as error:
+        return _refused(str(error))
+    if options.list:
+        _print(steps)
+        return 0
+    until = time.monotonic() + (options.seconds or (BRIEF_SECONDS if options.brief else 500))
+    path = options.out / "state.json"
+    if options.fresh:
+        path.unlink(missing_ok=True)
+    try:
+        with WorkerHost() as host:
+            status = run(steps, host, path, until, options.model, lambda state: report.write(state, steps))
+    except (OtherRun, OrderFailed, OrderLate) as error:
+        return _refused(str(error))
+    if (state := State.load(path)) is not None:
+        print("\n".join(report.summary(state, steps)), flush=True)
+    return status
+
+
+def _subject(options: argparse.Namespace) -> Subject:
+    on_cpu = options.device == "cpu"
+    named = "tiny" if on_cpu and options.model == "q17" else options.model
+    folder, load_format = model_folder(named, options.out / "model")
+    return Subject(
+        folder,
+        load_format,
+        "float32" if on_cpu else options.dtype,
+        options.device,
+        Graphs.NONE if on_cpu else Graphs(options.graphs),
+        PREFILL.get(named, PREFILL["q8"]),
+        options.out,
+        TINY if on_cpu else GpuSizes(),
+    )
+
+
+def _print(steps: Sequence[GpuStep]) -> None:
+    before = None
+    for step in steps:
+        print(f"{estimated(step, starts=step.setup != before):7.1f} s  {step.name}")
+        before = step.setup
+    print(f"{total(steps):7.1f} s  in all, by estimates")
+
+
+def _refused(why: str) -> int:
+    print(f"bench.gpu: {why}", file=sys.stderr)
+    return REFUSED
+
+
+def _parsed(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--brief", action="store_true", help="the first steps of the first parts")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="GLOB", help="steps of these names, and what they need"
+    )
+    parser.add_argument(
+        "--model", default="q17", help="q17, q8, or a folder with a config.json (default q17)"
+    )
+    parser.add_argument(
+        "--graphs",
+        choices=tuple(Graphs),
+        default=Graphs.FULL,
+        help="CUDA graphs of the engines (default full)",
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="of the engines (default bfloat16)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
+    parser.add_argument("--seconds", type=float, help="of this call (default 500, with --brief 340)")
+    parser.add_argument("--fresh", action="store_true", help="forget what was done before")
+    parser.add_argument("--list", action="store_true", help="print the steps and their estimated seconds")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

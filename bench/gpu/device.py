@@ -1,0 +1,188 @@
+"""Orders to a process that has the device alone: the environment, vLLM's libraries, and kernels by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.sizes import GpuSizes
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.short_query_attention import AttentionStep
+    from kernels.timing import Run
+
+_QUERY = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem,memory.total,pcie.link.gen.max"
+_RELATIVE_ERROR = 1e-2
+"""Most that a result in bfloat16 may be off, in the Euclidean norm, from one in float32."""
+
+
+class LibraryMismatch(RuntimeError):
+    """A library's result is not the one in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSetup:
+    """The device, "cuda" or "cpu", and the model whose heads and vocabulary count."""
+
+    device: str
+    model: Path
+    sizes: GpuSizes
+
+    @property
+    def start_seconds(self) -> float:
+        """Estimated seconds until the process takes orders."""
+        return 10.0
+
+    def orders(self) -> DeviceOrders:
+        """Return the orders."""
+        return DeviceOrders(self)
+
+
+class DeviceOrders:
+    """What can be told without an engine."""
+
+    def __init__(self, setup: DeviceSetup) -> None:
+        import torch
+
+        self._device = torch.device(setup.device)
+        config = json.loads((setup.model / "config.json").read_text())
+        self._config = config.get("text_config", config)
+        self._sizes = setup.sizes
+
+    def environment(self) -> dict[str, Any]:
+        """Return the machine, the device and the software."""
+        import torch
+
+        from kernels.timing import about
+        from services.step_time.machine import gpu_count
+
+        found: dict[str, Any] = {
+            **about(self._device),
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+            "cores": len(os.sched_getaffinity(0)),
+            "gpus": gpu_count(),
+            "model": {
+                name: self._config.get(name)
+                for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+            },
+        }
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            properties = torch.cuda.get_device_properties(self._device)
+            found |= {
+                "capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors": properties.multi_processor_count,
+                "memory": total,
+                "free": free,
+                "nvidia_smi": _nvidia_smi(),
+            }
+        return found
+
+    def norm(self) -> dict[str, Any]:
+        """Compare vLLM's RMSNorm, a kernel of its main library, with one in float32. LibraryMismatch."""
+        import torch
+        import vllm._custom_ops  # noqa: F401
+
+        size = int(self._config["hidden_size"])
+        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        rows = torch.randn(64, size, device=self._device, dtype=dtype)
+        weight = torch.rand(size, device=self._device, dtype=dtype)
+        made = torch.empty_like(rows)
+        torch.ops._C.rms_norm(made, rows, weight, 1e-6)
+        exact = torch.nn.functional.rms_norm(rows.float(), (size,), weight.float(), 1e-6)
+        return {"error": _compared("RMSNorm", made, exact)}
+
+    def flash_attention(self) -> dict[str, Any]:
+        """Compare vLLM's attention, of the generation that it takes here, with one in float32. LibraryMismatch."""
+        from kernels.short_query_attention import attend
+        from kernels.short_query_attention.random_steps import random_step
+        from kernels.short_query_attention.reference import attend_reference
+        from kernels.short_query_attention.rivals import vllm_own_attention
+
+        shape = replace(self._shape(), context=min(700, max(self._sizes.contexts)), drafts=4)
+        step = random_step(self._device, shape, "even", 8, drafted=4)
+        # On a CPU there is no such kernel.
+        run: Run = vllm_own_attention(step) if self._device.type == "cuda" else lambda: attend(step)
+        made = run()
+        wide = replace(step, query=step.query.float(), keys=step.keys.float(), values=step.values.float())
+        return {"error": _compared("attention", made, attend_reference(wide))}
+
+    def attention(self) -> dict[str, Any]:
+        """Time the attention backends for the model's heads, and say which one an engine would take."""
+        from kernels.short_query_attention.choice import AttentionName, fastest
+        from kernels.short_query_attention.race import RaceShape, backends, race
+
+        own = self._shape()
+        shape = RaceShape(
+            own.heads, own.kv_heads, own.head_size, own.context, own.long, max(self._sizes.rows)
+        )
+        makers = backends(ours=True)
+        if self._device.type != "cuda":
+            # One that interprets no kernel: what is timed elsewhere is PyTorch's own way over the same cache.
+            makers = {AttentionName.OURS: _plain_attention}
+        timings = list(race(self._device, shape, makers))
+        return {"timings": [asdict(each) for each in timings], "fastest": fastest(timings)}
+
+    def sampling(self) -> dict[str, Any]:
+        """Time sampling by itself, at the model's vocabulary, for the largest batch and for one row."""
+        from bench.gpu.kernels import cases
+        from kernels.timing import timer
+
+        rows, vocabulary = max(self._sizes.rows), int(self._config["vocab_size"])
+        sizes = replace(cases.Sizes(), rows=rows, vocabulary=vocabulary)
+        timed = timer(self._device, 100)
+        found = []
+        for case in cases.sampler(self._device, sizes):
+            # On a CPU only the interpreter could run ours.
+            makers = case.makers if self._device.type == "cuda" else {"torch": case.makers["torch"]}
+            for name, maker in makers.items():
+                row: dict[str, Any] = {"setting": case.setting, "by": name}
+                try:
+                    row["ms"] = 1000 * timed(maker())
+                except Exception as error:  # Libraries that may be absent, or of another version.
+                    row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+                found.append(row)
+        return {"rows": found}
+
+    def _shape(self) -> Any:
+        from kernels.short_query_attention.random_steps import StepShape
+
+        heads = int(self._config["num_attention_heads"])
+        return StepShape(
+            heads=heads,
+            kv_heads=int(self._config.get("num_key_value_heads") or heads),
+            head_size=int(self._config.get("head_dim") or self._config["hidden_size"] // heads),
+            context=min(4096, max(self._sizes.contexts)),
+            long=max(self._sizes.contexts),
+        )
+
+
+def _compared(what: str, found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the relative error of a result. LibraryMismatch if it is too large, or no number."""
+    error = ((found.float() - exact.float()).norm() / exact.float().norm()).item()
+    if not error < _RELATIVE_ERROR:
+        raise LibraryMismatch(f"{what} is off by {error:.3g} of the norm, more than {_RELATIVE_ERROR}")
+    return error
+
+
+def _plain_attention(step: AttentionStep) -> Run:
+    from kernels.short_query_attention import attend
+
+    return lambda: attend(step, backend="reference")
+
+
+def _nvidia_smi() -> dict[str, str] | str:
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{type(error).__name__}: {error}"
+    return dict(zip(_QUERY.split(","), map(str.strip, said.splitlines()[0].split(",")), strict=False))

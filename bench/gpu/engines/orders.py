@@ -1,0 +1,275 @@
+"""Orders to a process that has an engine. Each returns what goes into the state, as JSON has it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.gpu.engines.driving import BatchDriver, DraftGiving, Driven, DrivenBatch
+from bench.gpu.engines.stock import StockVllm
+from bench.gpu.engines.watch import StepWatch, watched
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EngineRequest
+
+_SPARE = 8
+"""Tokens beyond those of the timed steps: of the first steps, and of those in flight at the end."""
+_PROFILED = 5
+_SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+    {"temperature": 0.9, "min_p": 0.05},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.4},
+)
+_LONGEST_PROMPT = 200
+
+
+class EngineOrders:
+    """An engine, and the watch over its worker."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._watch: StepWatch = watched(engine._core)
+
+    def tokens(
+        self,
+        count: int,
+        tokens: int,
+        drafts: int,
+        wrong: float,
+        truth: dict[str, list[int]] | None,
+        trees: bool = False,
+    ) -> dict[str, Any]:
+        """Generate samples of several samplings; returns tokens and log-probabilities by the sample's number.
+
+        With `drafts` they verify that many tokens a step of the truth, of which a share is wrong; with `trees` on a
+        branch beside a wrong token. RuntimeError if the engine refuses trees.
+        """
+        engine, random = self._engine, Random(7)
+        if trees and not engine.trees:
+            raise RuntimeError("the engine refuses draft trees; its log says why")
+        engine.forget_kv()
+        found: dict[str, dict[str, list[Any]]] = {"tokens": {}, "logprobs": {}}
+        names = {f"t{drafts}-{wrong}-{bool(truth)}-{trees}-{i}": str(i) for i in range(count)}
+        for name, number in names.items():
+            vocab = engine.limits.vocab_size
+            prompt = tuple(random.randrange(3, vocab) for _ in range(random.randrange(8, _LONGEST_PROMPT)))
+            own = _SAMPLINGS[int(number) % len(_SAMPLINGS)]
+            sampling = Sampling(max_tokens=tokens, ignore_eos=True, **own)
+            engine.add(EngineRequest(name, prompt, (), sampling, random.getrandbits(64)))
+            found["tokens"][number], found["logprobs"][number] = [], []
+        accepted = steps = 0
+        while engine.has_work:
+            if truth:
+                given = _given(engine, names, truth, drafts, wrong, random)
+                engine.put_drafts(*_forked(engine, given) if trees else (given,))
+            steps += 1
+            for step in engine.step():
+                number = names[step.sample_id]
+                found["tokens"][number] += step.token_ids
+                found["logprobs"][number] += step.logprobs
+                accepted += step.accepted
+        return {**found, "accepted": accepted, "steps": steps}
+
+    def cell(
+        self, rows: int, context: int, steps: int, drafts: Sequence[tuple[int, float]]
+    ) -> dict[str, Any]:
+        """Time steps of `rows` samples: plainly, and for each (length, share of wrong ones) with drafts.
+
+        All runs have the same prompts, whose KV the first one leaves to the others.
+        """
+        longest = max((length for length, _ in drafts), default=0)
+        batch = DrivenBatch(rows, context, steps * (longest + 1) + (longest + 1) * _SPARE)
+        if (needed := rows * (context + batch.tokens)) > self._engine.kv_capacity:
+            return {"skipped": f"{needed} tokens do not fit the KV cache of {self._engine.kv_capacity}"}
+        plain = self._driven(batch, DraftGiving(), batch.tokens if drafts else steps)
+        found = [{"drafts": 0, "wrong": 0.0, **plain[1]}]
+        for length, wrong in drafts:
+            giving = DraftGiving(length, wrong, plain[0].responses)
+            found.append({"drafts": length, "wrong": wrong, **self._driven(batch, giving, steps)[1]})
+        self._forget()
+        return {"runs": found}
+
+    def passes(self, rows: Sequence[int], context: int) -> dict[str, Any]:
+        """Time drafting by the engine's draft model, launched kernel by kernel: milliseconds by rows and tokens."""
+        (drafts,) = self._engine.model_drafts.values()
+        drafts.begin()
+        while not drafts.build(1.0):
+            pass
+        found = []
+        for count in rows:
+            batch = DrivenBatch(count, context, 4 * _SPARE)
+            driver = BatchDriver(self._engine, batch, DraftGiving())
+            driver.enter()
+            names = [state.sample_id for state in self._engine.decoding()]
+            for tokens in (1, drafts.most_tokens):
+                # The first call catches up with what was decoded without it.
+                taken = [self._drafting(drafts, names, tokens) for _ in range(1 + _PROFILED)][1:]
+                found.append({"rows": count, "tokens": tokens, "ms": _ms(taken)})
+            driver.leave()
+        self._forget()
+        return {"bytes": drafts.nbytes, "passes": found}
+
+    def waits(self, rows: int, context: int, length: int) -> dict[str, Any]:
+        """Count what a step makes the host wait for, by the place in the source, and the copies of a step."""
+        batch = DrivenBatch(rows, context, 16 * (length + 1) * _SPARE)
+        truth = {} if not length else self._driven(batch, DraftGiving(), batch.tokens)[0].responses
+        driver = BatchDriver(self._engine, batch, DraftGiving(length, 0.0, truth))
+        driver.enter()
+        places = _waits(driver)
+        copies = _copies(driver)
+        driver.leave()
+        self._forget()
+        return {"drafts": length, "waits": places, "copies": copies}
+
+    def deciding(self, rows: int, context: int, length: int) -> dict[str, Any]:
+        """Time what an instance does on the host for the drafts of a step: states, proposals, plan, hand-over."""
+        from services.generation.drafters.reference.drafter import ReferenceDrafter
+        from services.generation.speculation.drafter import DraftContext
+        from services.generation.speculation.plan import FixedLengthPlanner
+        from services.generation.speculation.speculation import Speculation
+
+        engine, batch = self._engine, DrivenBatch(rows, context, 16 + _SPARE)
+        speculation = Speculation(
+            [ReferenceDrafter()], FixedLengthPlanner(length), engine.limits.vocab_size, _Unread()
+        )
+        driver = BatchDriver(engine, batch, DraftGiving())
+        driver.enter()
+        for state in engine.decoding():
+            guess = [3] * batch.tokens
+            speculation.begin(DraftContext(state.sample_id, tuple(state.prompt), guess))
+        found = driver.run_with(lambda: engine.put_drafts(speculation.drafts(engine.decoding(), 1 << 20)), 16)
+        driver.leave()
+        self._forget()
+        return {"rows": rows, "decision_ms": _ms(found.drafting), "step_ms": _ms(found.seconds)}
+
+    def memory(self) -> dict[str, Any]:
+        """Return memory in bytes, and what was captured."""
+        from vllm.compilation.counter import compilation_counter
+
+        engine = self._engine
+        found: dict[str, Any] = {
+            "kv_tokens": engine.kv_capacity,
+            "graphs_captured": compilation_counter.num_cudagraph_captured,
+            "attention": getattr(engine, "attention", "vllm's"),
+            "failed_kernels": list(getattr(engine, "failed_kernels", ())),
+        }
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            found |= {
+                "allocated": torch.cuda.memory_allocated(),
+                "reserved": torch.cuda.memory_reserved(),
+                "peak": torch.cuda.max_memory_allocated(),
+                "free": free,
+                "total": total,
+            }
+        return found
+
+    def _drafting(self, drafts: Any, names: Sequence[str], tokens: int) -> float:
+        began = time.perf_counter()
+        made = drafts.propose(dict.fromkeys(names, tokens))
+        taken = time.perf_counter() - began
+        if len(made.proposals) != len(names):
+            raise RuntimeError(f"the draft model drafted for {len(made.proposals)} of {len(names)} samples")
+        return taken
+
+    def _forget(self) -> None:
+        if not isinstance(self._engine, StockVllm):
+            self._engine.forget_kv()
+
+    def _driven(self, batch: DrivenBatch, drafts: DraftGiving, steps: int) -> tuple[Driven, dict[str, Any]]:
+        driver = BatchDriver(self._engine, batch, drafts)
+        driver.enter()
+        self._watch.begin()
+        found = driver.run(steps)
+        seen = self._watch.figures()
+        driver.leave()
+        seconds = sum(found.seconds)
+        figures = {
+            "steps": len(found.seconds),
+            "step_ms": _ms(found.seconds),
+            "tokens_a_second": found.tokens / seconds if seconds else None,
+            "tokens_a_step": found.tokens / len(found.seconds) / batch.rows if found.seconds else None,
+            **seen,
+        }
+        return found, figures
+
+
+class _Unread:
+    """Metrics of drafts that nobody reads."""
+
+    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
+        """Do nothing."""
+
+    def fault(self, drafter: str) -> None:
+        """Raise: a drafter that fails must not look quick."""
+        raise RuntimeError(f"drafter {drafter} failed")
+
+
+def _given(
+    engine: Any, names: dict[str, str], truth: dict[str, list[int]], length: int, wrong: float, random: Random
+) -> dict[str, list[int]]:
+    requests, found, vocab = engine._scheduler.requests, {}, engine.limits.vocab_size
+    for state in engine.decoding():
+        here, ahead = len(state.response), requests[state.sample_id].num_output_placeholders
+        known = truth[names[state.sample_id]][here : here + min(ahead + length, state.room)]
+        tokens = [(each + (random.random() < wrong)) % vocab for each in known]
+        if tokens:
+            found[state.sample_id] = tokens
+    return found
+
+
+def _forked(engine: Any, drafts: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Return trees of a wrong token and, beside it, a draft; and their parents. Drafts without room stay chains."""
+    vocab, rooms = engine.limits.vocab_size, {each.sample_id: each.room for each in engine.decoding()}
+    forked = {name: draft for name, draft in drafts.items() if len(draft) < rooms[name]}
+    trees = {name: [(draft[0] + 1) % vocab, *draft] for name, draft in forked.items()}
+    parents = {name: [-1, -1, *range(1, len(draft))] for name, draft in forked.items()}
+    return {**drafts, **trees}, parents
+
+
+def _waits(driver: BatchDriver) -> dict[str, float]:
+    """Return how often a step waits, by file and line; without a device nothing does."""
+    if not torch.cuda.is_available():
+        driver.run(_PROFILED)
+        return {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            driver.run(_PROFILED)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    seen = Counter(
+        f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message).lower()
+    )
+    return {place: times / _PROFILED for place, times in seen.most_common()}
+
+
+def _copies(driver: BatchDriver) -> dict[str, float]:
+    """Return copies and kernels of a step by their kind, from the profiler; on a CPU its calls of copy_."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
+        driver.run(_PROFILED)
+    kinds: Counter[str] = Counter()
+    for event in profiled.events():
+        name = str(event.name)
+        if name.startswith("Memcpy"):
+            kinds[" ".join(name.split()[:2])] += 1
+        elif not cuda:
+            kinds[name] += name == "aten::copy_"
+        else:
+            kinds["kernels"] += not name.startswith(("Memset", "cuda"))
+    return {name: times / _PROFILED for name, times in kinds.most_common() if times}
+
+
+def _ms(seconds: Sequence[float]) -> float | None:
+    return 1000 * median(seconds) if seconds else None

@@ -1,0 +1,122 @@
+"""The engines that are compared, each to be built in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.sizes import EngineKind, Graphs
+from services.generation.engine.batch_invariance import choose_invariance
+from services.generation.engine.runner_choice import choose_runner
+from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
+from services.step_time.machine import on_cpu
+
+_START_SECONDS = {Graphs.FULL: 50.0, Graphs.DEFAULT: 90.0, Graphs.NONE: 30.0}
+"""Until an engine is built and its graphs are captured."""
+_MOST_DRAFTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """Engine, the model that it serves, its number type ("auto": the model's), graphs, and its limits.
+
+    `load_format` is vLLM's, or that of random weights (model.py).
+    """
+
+    kind: EngineKind
+    model: Path
+    load_format: str
+    dtype: str
+    graphs: Graphs
+    max_num_seqs: int
+    max_model_len: int
+    draft_window: int = 0
+    kv_bytes: int | None = None
+
+    @property
+    def on_v2(self) -> bool:
+        """True if vLLM's V2 runner has to be chosen before vLLM is imported."""
+        return self.kind in (EngineKind.V2, EngineKind.AHEAD)
+
+    @property
+    def start_seconds(self) -> float:
+        """Estimated seconds until the engine is built."""
+        return _START_SECONDS[self.graphs]
+
+    def orders(self) -> Any:
+        """Build the engine in this process, where nothing of vLLM may have been imported; return its orders."""
+        if self.kind is not EngineKind.STOCK:
+            choose_invariance(self.kind is EngineKind.INVARIANT)
+            choose_runner("v2" if self.on_v2 else "v1")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from bench.gpu.engines.model import register_random_weights
+
+        register_random_weights()
+        engine = _stock(self) if self.kind is EngineKind.STOCK else _ours(self)
+        from bench.gpu.engines.orders import EngineOrders
+
+        return EngineOrders(engine)
+
+
+def compilation(graphs: Graphs) -> dict[str, Any] | None:
+    """Return vLLM's compilation_config for some graphs; None: its own choice."""
+    if graphs is Graphs.FULL:
+        return {"mode": 0, "cudagraph_mode": "FULL"}
+    return {"mode": 0, "cudagraph_mode": "NONE"} if graphs is Graphs.NONE else None
+
+
+def _stock(setup: EngineSetup) -> Any:
+    from bench.gpu.engines.stock import StockVllm
+
+    if find_spec("flashinfer") is None:
+        # By default vLLM's sampler would import it, and no engine could be built.
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    chosen: dict[str, Any] = {
+        "kv_cache_memory_bytes": setup.kv_bytes,
+        "compilation_config": None if on_cpu() else compilation(setup.graphs),
+    }
+    return StockVllm(
+        model=str(setup.model),
+        tokenizer=str(setup.model),
+        load_format=setup.load_format,
+        dtype=setup.dtype,
+        max_num_seqs=setup.max_num_seqs,
+        max_model_len=setup.max_model_len,
+        # Elsewhere it would compile for minutes.
+        enforce_eager=on_cpu(),
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
+
+
+def _ours(setup: EngineSetup) -> Any:
+    from services.generation.engine.core import Engine
+
+    eagle3 = None
+    if setup.kind is EngineKind.EAGLE3:
+        from bench.gpu.engines.model import random_head
+
+        config = json.loads((setup.model / "config.json").read_text())
+        head = random_head(config, setup.model.parent / "head")
+        eagle3 = Eagle3Options(str(head), most_tokens=_MOST_DRAFTED)
+    options = EngineOptions(
+        model=str(setup.model),
+        load_format=setup.load_format,
+        dtype=setup.dtype,
+        max_num_seqs=setup.max_num_seqs,
+        max_model_len=setup.max_model_len,
+        kv_cache_memory_bytes=setup.kv_bytes,
+        block_size=32 if setup.kv_bytes else None,
+        engine="v2" if setup.on_v2 else "v1",
+        schedule_ahead=setup.kind is EngineKind.AHEAD,
+        draft_window=setup.draft_window,
+        batch_invariant=setup.kind is EngineKind.INVARIANT,
+        compilation_config=None if on_cpu() else compilation(setup.graphs),
+        trees=setup.kind is EngineKind.TREES,
+        quantized=W4Options(most_tokens=_MOST_DRAFTED) if setup.kind is EngineKind.QUANTIZED else None,
+        eagle3=eagle3,
+    )
+    return Engine(options)

@@ -1,0 +1,204 @@
+"""Tables of the engines: tokens, plain decoding, drafts, waits.
+
+A figure that is missing has the reason in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.gpu.engines.setup import EngineSetup
+from bench.gpu.markdown import figure, listed, table
+from bench.gpu.sizes import EngineKind
+from bench.gpu.state import State
+from bench.gpu.step import GpuStep, tokens_name
+
+Column = tuple[EngineKind, str]
+"""An engine, and its graphs."""
+Runs = Mapping[str, Any]
+
+
+def main_tables(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    """Yield what is asked first: tokens, step times, drafts."""
+    yield from _tokens(state, steps)
+    yield from _plain(state, steps)
+    yield from _drafted(state, steps)
+    yield from _passes(state, steps)
+
+
+def other_tables(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    """Yield waits, deciding and memory."""
+    yield from _waits(state, steps)
+    for step in steps:
+        if step.order in ("deciding", "memory") and (result := state.result(step.name)) is not None:
+            yield f"\n## {step.name.capitalize()}\n"
+            yield from listed(result)
+
+
+def differences(
+    truth: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]
+) -> tuple[int, int, int]:
+    """Return tokens with the same prefix on both sides, samples that differ, and the first place of one that does.
+
+    The place is -1 where none differs.
+    """
+    compared, places = 0, list[int]()
+    for sample, expected in truth.items():
+        pairs = list(zip(expected, found[sample], strict=False))
+        place = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+        if place is None and len(expected) != len(found[sample]):
+            place = len(pairs)
+        compared += len(pairs) if place is None else min(place + 1, len(pairs))
+        if place is not None:
+            places.append(place)
+    return compared, len(places), min(places, default=-1)
+
+
+def _tokens(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    made = [step for step in steps if step.order == "tokens" and step.name in state.done]
+    if not made:
+        return
+    first: dict[str, str] = {}
+    for step in made:
+        assert isinstance(step.setup, EngineSetup)
+        first.setdefault(step.setup.dtype, step.name)
+    yield "\n## Tokens: samples that differ (first place)\n"
+    rows = []
+    for step in made:
+        assert isinstance(step.setup, EngineSetup)
+        result = state.done[step.name]["result"]
+        own = state.result(tokens_name(step.setup, "plain"))
+        from_own = "-" if own is None or own is result else _differing(own, result)
+        from_first = _differing(state.done[first[step.setup.dtype]]["result"], result)
+        count = sum(map(len, result["tokens"].values()))
+        name = step.name.removeprefix("tokens: ")
+        rows.append((name, from_own, from_first, count, result["accepted"], result["steps"]))
+    heads = ("run", "from its plain run", "from the first of its type", "tokens", "accepted drafts", "steps")
+    yield from table(heads, rows)
+
+
+def _differing(truth: Runs, found: Runs) -> str:
+    _, differing, place = differences(truth["tokens"], found["tokens"])
+    return f"{differing}" if place < 0 else f"{differing} ({place})"
+
+
+def _plain(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    """Yield plain decoding: milliseconds a step, and the device's idle time between two steps."""
+    columns = _columns(steps)
+    found: dict[str, dict[Column, Runs | str]] = {}
+    for step in steps:
+        if step.order == "cell" and state.over(step.name):
+            cells = found.setdefault(_place(step), {})
+            # The plain run of a second measurement is for its drafts.
+            cells.setdefault(_column(step), _plain_run(state, step.name))
+    if not found:
+        return
+    yield "\n## Plain decoding: ms a step (times as long as stock); ms idle between two steps; graphs\n"
+    stock = next((column for column in columns if column[0] is EngineKind.STOCK), None)
+    rows = [
+        (place, *(_time(cells.get(column, "-"), cells.get(stock) if stock else None) for column in columns))
+        for place, cells in found.items()
+    ]
+    yield from table(("samples x context", *map(_head, columns)), rows)
+
+
+def _drafted(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    columns = [column for column in _columns(steps) if column[0] is not EngineKind.STOCK]
+    found: dict[tuple[str, int, float], dict[Column, Runs]] = {}
+    plain: dict[tuple[str, Column], Runs] = {}
+    for step in steps:
+        result = state.result(step.name) if step.order == "cell" else None
+        for run in (result or {}).get("runs", ()):
+            if run["drafts"]:
+                found.setdefault((_place(step), run["drafts"], run["wrong"]), {})[_column(step)] = run
+            else:
+                plain.setdefault((_place(step), _column(step)), run)
+    if not found:
+        return
+    yield "\n## Drafts: ms a step (times a plain one), tokens a sample and step, speed-up; ms idle; graphs\n"
+    rows = [
+        (
+            place,
+            f"{length}, {wrong:.0%} wrong",
+            *(_drafted_cell(runs.get(column), plain.get((place, column))) for column in columns),
+        )
+        for (place, length, wrong), runs in sorted(found.items())
+    ]
+    yield from table(("samples x context", "drafts", *map(_head, columns)), rows)
+
+
+def _passes(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    rows = [
+        (step.name.removeprefix("draft passes: "), each["rows"], each["tokens"], figure(each["ms"]))
+        for step in steps
+        if step.order == "passes"
+        for each in (state.result(step.name) or {}).get("passes", ())
+    ]
+    if rows:
+        yield "\n## Draft models: ms for the drafts of a step, launched kernel by kernel\n"
+        yield from table(("engine", "samples", "draft tokens each", "ms"), rows)
+
+
+def _waits(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    rows = []
+    for step in steps:
+        result = state.result(step.name) if step.order == "waits" else None
+        if result is not None:
+            places = ", ".join(f"{place} {times:g}" for place, times in result["waits"].items())
+            copies = ", ".join(f"{name} {times:g}" for name, times in result["copies"].items())
+            waits = sum(result["waits"].values())
+            rows.append((step.name, f"{waits:g}", places or "-", copies or "-"))
+    if rows:
+        yield "\n## A step's waits for the device, and its copies\n"
+        yield from table(("engine", "waits", "where", "copies"), rows)
+
+
+def _columns(steps: Sequence[GpuStep]) -> list[Column]:
+    return list(dict.fromkeys(_column(step) for step in steps if step.order == "cell"))
+
+
+def _column(step: GpuStep) -> Column:
+    assert isinstance(step.setup, EngineSetup)
+    return step.setup.kind, step.setup.graphs
+
+
+def _head(column: Column) -> str:
+    return f"{column[0]}, {column[1]} graphs"
+
+
+def _place(step: GpuStep) -> str:
+    return f"{step.arguments['rows']} x {step.arguments['context']}"
+
+
+def _plain_run(state: State, name: str) -> Runs | str:
+    """Return the run without drafts of a step, or why there is none."""
+    result = state.result(name)
+    if result is None:
+        return "failed"
+    plain: Runs | str = result["runs"][0] if "runs" in result else "does not fit"
+    return plain
+
+
+def _time(run: Runs | str, stock: Runs | str | None) -> str:
+    if isinstance(run, str):
+        return run
+    ratio = ""
+    if stock is not None and not isinstance(stock, str) and run["step_ms"] and stock["step_ms"]:
+        ratio = f" ({run['step_ms'] / stock['step_ms']:.2f})"
+    return f"{figure(run['step_ms'])}{ratio}; {figure(run['idle_ms'])}; {_graphs(run)}"
+
+
+def _drafted_cell(run: Runs | None, plain: Runs | None) -> str:
+    if run is None:
+        return "-"
+    times = speedup = ""
+    if plain is not None and plain["step_ms"] and run["step_ms"]:
+        times = f" ({run['step_ms'] / plain['step_ms']:.2f})"
+        speedup = f"{run['tokens_a_second'] / plain['tokens_a_second']:.2f}"
+    tokens = figure(run["tokens_a_step"])
+    return f"{figure(run['step_ms'])}{times}, {tokens}, {speedup or '-'}; {figure(run['idle_ms'])}; {_graphs(run)}"
+
+
+def _graphs(run: Runs) -> str:
+    return ", ".join(f"{mode} {times}" for mode, times in run["graphs"].items()) or "none"

@@ -1,0 +1,145 @@
+"""Processes that carry out orders, one process at a time: with an engine, with kernels, or with the device alone.
+
+A process that fails at an order, or is late, is ended: an engine does not go on after an error, and a device's
+context may be spoiled. The next order gets a new one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+
+class OrderFailed(RuntimeError):
+    """The process raised, or is gone; the text is the end of its traceback."""
+
+
+class StartFailed(OrderFailed):
+    """The process did not come to take orders."""
+
+
+class OrderLate(RuntimeError):
+    """The order was not carried out in time."""
+
+
+class Setup(Protocol):
+    """What a process has; two that are equal can share one. Frozen data that can be pickled."""
+
+    @property
+    def start_seconds(self) -> float:
+        """Estimated seconds until the process takes orders."""
+        ...
+
+    def orders(self) -> Any:
+        """Build it, in the process; return the object whose methods are the orders."""
+        ...
+
+
+class Worker(Protocol):
+    """A process behind a pipe; it sends True once it is built."""
+
+    pipe: Connection[Any, Any]
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class SpawnedWorker:
+    """A fresh Python, so that vLLM and Triton are imported after what they read is set."""
+
+    def __init__(self, setup: Setup) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, setup), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.join()
+
+
+Start = Callable[[Any], Worker]
+
+
+class WorkerHost:
+    """The process of the last order, which stays for the next one with the same setup. A context manager."""
+
+    def __init__(self, start: Start = SpawnedWorker) -> None:
+        self._start = start
+        self._setup: Setup | None = None
+        self._worker: Worker | None = None
+
+    def __enter__(self) -> WorkerHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def has(self, setup: Setup) -> bool:
+        """Return True if the process of this setup is there."""
+        return self._worker is not None and self._setup == setup
+
+    def ask(self, setup: Setup, order: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Carry out an order, in a new process if there is none of this setup.
+
+        Raises:
+            OrderFailed: the process raised, or is gone; StartFailed: before it took the order.
+            OrderLate: it took longer than `seconds`, with the start of the process.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            if not self.has(setup):
+                self.close()
+                self._worker, self._setup = self._start(setup), setup
+                try:
+                    self._answer(deadline)
+                except OrderFailed as error:
+                    raise StartFailed(str(error)) from error
+            assert self._worker is not None
+            self._worker.pipe.send((order, arguments))
+            found: dict[str, Any] = self._answer(deadline)
+        except BaseException:
+            self.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._worker is not None:
+            self._worker.pipe.close()
+            self._worker.kill()
+        self._worker = self._setup = None
+
+    def _answer(self, deadline: float) -> Any:
+        assert self._worker is not None
+        try:
+            if not self._worker.pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise OrderLate("it took too long, and was ended")
+            answer = self._worker.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise OrderFailed("its process is gone; what it said is above") from error
+        if isinstance(answer, str):
+            raise OrderFailed(answer)
+        return answer
+
+
+def serve(pipe: Connection[Any, Any], setup: Setup) -> None:
+    """Build what a setup asks for, say so, and carry out orders until the pipe closes or one fails."""
+    try:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        orders = setup.orders()
+        pipe.send(True)
+        while True:
+            name, arguments = pipe.recv()
+            pipe.send(getattr(orders, name)(**arguments))
+    except EOFError:
+        return
+    except Exception:
+        pipe.send(traceback.format_exc()[-3000:])

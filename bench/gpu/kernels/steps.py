@@ -1,0 +1,165 @@
+"""The steps of the kernels, each behind what it needs: answers, ceilings, times, sweeps, times again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu.kernels import cases, engine_step, exact, graphs, measure, sweeps
+from kernels.short_query_attention.choice import AttentionName, fastest
+from kernels.short_query_attention.race import RaceShape, backends, race
+from kernels.timing import about
+from kernels.tuning import Tuning, device_name, path_for, write
+
+CEILINGS, TUNED_CHECKS, SWEEP = "ceilings", "exact, tuned: ", "sweep: "
+REAL = cases.Sizes()
+TINY = cases.Sizes(
+    requests=2, context=32, long=48, drafted=1, drafts=2, heads=2, kv_heads=1, head_size=16, rows=1,
+    vocabulary=260, outputs=48, inputs=128, layers=2, blocks=9, packed_tokens=70, tokens=2, noise=8192,
+    batches=(1,), groups=(4,), queries=(3,),
+)  # fmt: skip
+CANDIDATES_WITHOUT_DEVICE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBench:
+    """Inputs of a step: the device, where parameters go, and what other steps have found (`KernelOrders.step`)."""
+
+    device: torch.device
+    tuned: Path
+    found_ceilings: Mapping[str, float] | None
+    values: Mapping[str, Any]
+    wrong: Sequence[str]
+
+    @property
+    def sizes(self) -> cases.Sizes:
+        """Settings to measure in; tiny ones in the interpreter."""
+        return REAL if self.device.type == "cuda" else TINY
+
+    @property
+    def ceilings(self) -> dict[str, float]:
+        """Measured ceilings. LookupError if that step has failed."""
+        if self.found_ceilings is None:
+            raise LookupError("there are no ceilings: that step failed, or was left out")
+        return dict(self.found_ceilings)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    """One step: about how many seconds it takes on a device, and what it does. A brief run has it if `brief`."""
+
+    name: str
+    seconds: float
+    run: Callable[[KernelBench], dict[str, Any]]
+    brief: bool = False
+
+
+def kernel_steps(device: str) -> list[KernelStep]:
+    """Return the steps for a device, "cuda" or "cpu"."""
+    checks = exact.checks(torch.device(device))
+    # What an engine checks at its start is left to it.
+    brief = {"noise", "masks", "near ties"}
+    plan = [
+        KernelStep(f"exact: {name}", seconds, partial(_exact, run), name in brief)
+        for name, seconds, run in checks
+    ]
+    plan.append(KernelStep(CEILINGS, 10, lambda bench: measure.ceilings(bench.device, bench.sizes), True))
+    plan += [
+        KernelStep(f"engine step: {name}", seconds, partial(_engine_step, run), True)
+        for name, seconds, run in (
+            ("nothing waits", 5, engine_step.unwaited),
+            ("in a graph", 10, engine_step.replayed),
+            ("beside a product", 8, engine_step.beside_product),
+        )
+    ]
+    # Before the sweeps, too: should the time be over after them, there is a table.
+    plan += [
+        KernelStep(f"defaults: {name}", 15, partial(_table, name), name in ("attention", "sampler"))
+        for name in cases.CASES
+    ]
+    plan.append(KernelStep("attention backends", 10, _race))
+    plan.append(
+        KernelStep(
+            "host time of sampling", 5, lambda bench: measure.host_time(bench.device, bench.sizes), True
+        )
+    )
+    plan.append(KernelStep("compiled code", 40, lambda bench: graphs.resources(bench.device, bench.sizes)))
+    plan.append(KernelStep("CUDA graphs", 15, lambda bench: graphs.replayed(bench.device, bench.sizes)))
+    plan.append(KernelStep("recompiles", 20, lambda bench: graphs.recompiles(bench.device, bench.sizes)))
+    plan += [
+        KernelStep(f"{SWEEP}{sweep.parameter}", sweep.seconds, partial(_sweep, sweep))
+        for sweep in sweeps.SWEEPS
+    ]
+    plan += [
+        KernelStep(f"{TUNED_CHECKS}{name}", seconds, partial(_exact, run)) for name, seconds, run in checks
+    ]
+    plan.append(KernelStep("tuned parameters", 1, _write))
+    plan += [KernelStep(f"tuned: {name}", 15, partial(_table, name)) for name in cases.CASES]
+    return plan
+
+
+def _exact(check: Callable[[torch.device, cases.Sizes], None], bench: KernelBench) -> dict[str, Any]:
+    check(bench.device, bench.sizes)
+    return {}
+
+
+def _engine_step(
+    run: Callable[[torch.device, cases.Sizes], dict[str, Any]], bench: KernelBench
+) -> dict[str, Any]:
+    return run(bench.device, bench.sizes)
+
+
+def _table(name: str, bench: KernelBench) -> dict[str, Any]:
+    """Measure the cases of one kernel beside its rivals, of which most need CUDA.
+
+    A setting that ours fails in is a failure of the run, and the other settings are measured all the same.
+    """
+    ceilings = bench.ceilings
+    rows: list[dict[str, Any]] = []
+    wanted = {"ours", "torch"} if bench.device.type != "cuda" else None
+    for case in cases.CASES[name](bench.device, bench.sizes):
+        makers = {name: maker for name, maker in case.makers.items() if wanted is None or name in wanted}
+        taken = measure.taker(bench.device, 60)
+        rows.extend(measure.measured(replace(case, makers=makers), ceilings, taken))
+    failed = {
+        f"{name}, {row['setting']}": row["error"] for row in rows if row["by"] == "ours" and "error" in row
+    }
+    return {"rows": rows, "failed": failed}
+
+
+def _race(bench: KernelBench) -> dict[str, Any]:
+    """Time the attention backends as an engine does at its start, and say which it would take."""
+    sizes = bench.sizes
+    shape = RaceShape(
+        sizes.heads, sizes.kv_heads, sizes.head_size, sizes.context, sizes.long, min(64, sizes.requests)
+    )
+    makers = backends(ours=True)
+    if bench.device.type != "cuda":
+        makers = {AttentionName.OURS: makers[AttentionName.OURS]}
+    timings = list(race(bench.device, shape, makers))
+    return {"timings": [asdict(timing) for timing in timings], "fastest": fastest(timings)}
+
+
+def _sweep(sweep: sweeps.Sweep, bench: KernelBench) -> dict[str, Any]:
+    """Try each value of one parameter with what is chosen so far, and keep the fastest."""
+    runs = sweep.runs(bench.device, bench.sizes)
+    if bench.device.type != "cuda":
+        sweep = replace(sweep, candidates=sweep.candidates[:CANDIDATES_WITHOUT_DEVICE])
+        runs = dict(list(runs.items())[-1:])
+    taken = measure.taker(bench.device, 60)
+    return sweeps.swept(sweep, Tuning(**bench.values), runs, lambda run: taken(run).seconds)
+
+
+def _write(bench: KernelBench) -> dict[str, Any]:
+    """Write the parameters for the kernels to read, if every result was right with them."""
+    if bench.wrong:
+        raise ValueError(f"nothing is written, for these failed: {', '.join(bench.wrong)}")
+    chosen = Tuning(**bench.values)
+    path = path_for(device_name(bench.device), bench.tuned)
+    write(path, chosen, about(bench.device))
+    return {"path": str(path), "values": asdict(chosen)}

@@ -1,0 +1,251 @@
+"""The steps of a run, in the order of what they are worth: answers, then times, then the rest.
+
+An engine is built once for all of its steps that stand together, and that takes the longest. A brief run has the
+first steps of each kind only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from bench.gpu.device import DeviceSetup
+from bench.gpu.engines.setup import EngineSetup
+from bench.gpu.kernels.setup import KernelSetup
+from bench.gpu.sizes import Cell, Draft, EngineKind, GpuSizes, Graphs
+from bench.gpu.state import State
+from bench.gpu.step import CEILINGS, ENVIRONMENT, SWEEP, TUNED_CHECKS, Arguments, GpuStep, tokens_name
+
+_FLOAT32 = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a run is about.
+
+    `model`: folder, and `load_format` of its weights; `dtype` of its engines; `device`: "cuda" or "cpu"; `graphs`
+    of the engines that come first; `prefill`: tokens a second that a prefill is estimated by.
+    """
+
+    model: Path
+    load_format: str
+    dtype: str
+    device: str
+    graphs: Graphs
+    prefill: int
+    out: Path
+    sizes: GpuSizes
+
+
+def plan(subject: Subject) -> list[GpuStep]:
+    """Return all steps for a subject."""
+    steps = list(_device_first(subject))
+    kinds = subject.sizes.kinds
+    for kind in (EngineKind.V1, EngineKind.STOCK):
+        if kind in kinds:
+            steps += _first_minutes(subject, kind)
+    kernels = list(_kernels(subject))
+    steps += [step for step in kernels if step.brief]
+    for kind in (EngineKind.V2, EngineKind.AHEAD):
+        if kind in kinds:
+            steps += _first_minutes(subject, kind)
+    if EngineKind.INVARIANT in kinds:
+        steps += _tokens(subject, _setup(subject, EngineKind.INVARIANT))
+    for kind in (EngineKind.EAGLE3, EngineKind.QUANTIZED):
+        if kind in kinds:
+            steps.append(_passes(subject, kind))
+    if subject.device == "cuda":
+        other = Graphs.DEFAULT if subject.graphs is Graphs.FULL else Graphs.FULL
+        for kind in (EngineKind.V1, EngineKind.STOCK):
+            steps += _cells(subject, kind, subject.sizes.brief_cells, other)
+    for kind in (EngineKind.V1, EngineKind.STOCK, EngineKind.V2, EngineKind.AHEAD):
+        if kind in kinds:
+            steps += _the_rest(subject, kind)
+    if EngineKind.TREES in kinds:
+        steps += _tokens(subject, _setup(subject, EngineKind.TREES))
+    if subject.dtype != _FLOAT32:
+        exact = replace(subject, dtype=_FLOAT32)
+        for kind in (EngineKind.V1, EngineKind.V2, EngineKind.AHEAD, EngineKind.TREES):
+            if kind in kinds:
+                steps += _tokens(exact, _setup(exact, kind))
+    steps += [step for step in kernels if not step.brief]
+    steps += _device_last(subject)
+    return steps
+
+
+def chosen(steps: Sequence[GpuStep], *, brief: bool, only: Sequence[str]) -> list[GpuStep]:
+    """Return the steps of a brief run, or all; of these, those whose name one of the patterns matches, if any.
+
+    The environment is always among them, and so is what a chosen step needs the result of.
+
+    Raises:
+        ValueError: a pattern matches nothing.
+    """
+    kept = [step for step in steps if step.brief or not brief]
+    for pattern in only:
+        if not any(fnmatchcase(step.name, pattern) for step in kept):
+            raise ValueError(f"--only {pattern}: no step has such a name; --list prints them")
+    if not only:
+        return kept
+    names = {step.name for step in kept if any(fnmatchcase(step.name, pattern) for pattern in only)}
+    truths = {tokens_name(step.setup, "plain") for step in kept if step.name in names and _drafted(step)}
+    needed = names | truths | {ENVIRONMENT}
+    if any(isinstance(step.setup, KernelSetup) for step in kept if step.name in names):
+        needed.add(CEILINGS)
+    return [step for step in kept if step.name in needed]
+
+
+def cell_name(kind: EngineKind, cell: Cell, graphs: Graphs | None = None) -> str:
+    """Return the name of the step that times one cell; graphs are named where they are not the run's own."""
+    return f"steps: {kind}{f', {graphs} graphs' if graphs else ''}, {cell.rows} x {cell.context}"
+
+
+def _drafted(step: GpuStep) -> bool:
+    return step.order == "tokens" and bool(step.arguments["drafts"])
+
+
+def _setup(subject: Subject, kind: EngineKind, graphs: Graphs | None = None) -> EngineSetup:
+    sizes = subject.sizes
+    return EngineSetup(
+        kind,
+        subject.model,
+        subject.load_format,
+        subject.dtype,
+        graphs or subject.graphs,
+        max(sizes.rows),
+        sizes.longest,
+        0 if kind is EngineKind.STOCK else sizes.draft_window,
+        sizes.kv_bytes,
+    )
+
+
+def _device(subject: Subject) -> DeviceSetup:
+    return DeviceSetup(subject.device, subject.model, subject.sizes)
+
+
+def _device_first(subject: Subject) -> Iterator[GpuStep]:
+    alone = _device(subject)
+    yield GpuStep(ENVIRONMENT, alone, "environment", 2, brief=True)
+    # Loading vLLM's main library is most of it.
+    yield GpuStep("libraries: RMSNorm", alone, "norm", 10, brief=True)
+    yield GpuStep("libraries: attention", alone, "flash_attention", 3, brief=True)
+
+
+def _device_last(subject: Subject) -> Iterator[GpuStep]:
+    alone = _device(subject)
+    yield GpuStep("attention by itself", alone, "attention", 20)
+    yield GpuStep("sampling by itself", alone, "sampling", 30)
+
+
+def _first_minutes(subject: Subject, kind: EngineKind) -> Iterator[GpuStep]:
+    """Yield tokens of an engine, and its first cells."""
+    brief = kind in (EngineKind.V1, EngineKind.STOCK)
+    if kind is not EngineKind.STOCK:
+        yield from (replace(step, brief=brief) for step in _tokens(subject, _setup(subject, kind)))
+    for step in _cells(subject, kind, subject.sizes.brief_cells):
+        yield replace(step, brief=brief)
+
+
+def _tokens(subject: Subject, setup: EngineSetup) -> Iterator[GpuStep]:
+    """Yield the steps that generate the same samples plainly and with drafts, of which some are wrong.
+
+    An engine for trees does so with trees, too. The engine's own plain tokens are the truth.
+    """
+    sizes, truth = subject.sizes, tokens_name(setup, "plain")
+    common: Arguments = {"count": sizes.exact, "tokens": sizes.tokens, "wrong": max(sizes.wrong)}
+    longest = min(8, max(sizes.lengths))
+    ways = [("plain", 0), ("drafts", longest)]
+    if setup.kind is EngineKind.TREES:
+        ways.append(("trees", longest))
+    for way, length in ways:
+        arguments = {**common, "drafts": length, "trees": way == "trees"}
+
+        def more(state: State, length: int = length) -> Arguments:
+            return {"truth": state.done[truth]["result"]["tokens"] if length else None}
+
+        yield GpuStep(tokens_name(setup, way), setup, "tokens", 5, arguments, more)
+
+
+def _cells(
+    subject: Subject, kind: EngineKind, cells: Sequence[Cell], graphs: Graphs | None = None
+) -> Iterator[GpuStep]:
+    """Yield the first measurement of some cells: plain, and with the drafts of a brief run."""
+    for cell in cells:
+        drafts = () if kind is EngineKind.STOCK else subject.sizes.brief_drafts
+        yield _cell(subject, kind, cell, drafts, cell_name(kind, cell, graphs), graphs)
+
+
+def _the_rest(subject: Subject, kind: EngineKind) -> Iterator[GpuStep]:
+    """Yield all other cells and drafts, and what is asked of an engine once."""
+    sizes = subject.sizes
+    for cell in sizes.cells:
+        first = cell in sizes.brief_cells
+        before = set(sizes.brief_drafts) if first else set()
+        drafts = [draft for draft in sizes.drafts if draft not in before]
+        if kind is EngineKind.STOCK:
+            drafts = []
+        if first and not drafts:
+            continue
+        name = cell_name(kind, cell) + (", all drafts" if first else "")
+        yield _cell(subject, kind, cell, drafts, name)
+    setup, cell = _setup(subject, kind), sizes.brief_cells[0]
+    where: Arguments = {"rows": cell.rows, "context": cell.context}
+    lengths = (0,) if kind is EngineKind.STOCK else (0, min(sizes.lengths))
+    for length in lengths:
+        yield GpuStep(f"waits: {kind}, {length} drafts", setup, "waits", 8, {**where, "length": length})
+    if kind is not EngineKind.STOCK:
+        longest = min(8, max(sizes.lengths))
+        yield GpuStep(f"deciding: {kind}", setup, "deciding", 8, {**where, "length": longest})
+        yield GpuStep(f"memory: {kind}", setup, "memory", 1)
+
+
+def _cell(
+    subject: Subject,
+    kind: EngineKind,
+    cell: Cell,
+    drafts: Sequence[Draft],
+    name: str,
+    graphs: Graphs | None = None,
+) -> GpuStep:
+    steps = subject.sizes.steps
+    arguments = {**asdict(cell), "steps": steps, "drafts": [(draft.length, draft.wrong) for draft in drafts]}
+    # The plain run gives the truth of the longest drafts; 30 ms a step, of either kind.
+    decoded = steps * (1 + max((draft.length for draft in drafts), default=0)) + steps * len(drafts)
+    seconds = 0.5 + cell.rows * cell.context / subject.prefill + 0.03 * decoded
+    if kind is EngineKind.STOCK:
+        seconds = 0.5 + cell.rows * cell.context / subject.prefill + 0.03 * steps
+    return GpuStep(name, _setup(subject, kind, graphs), "cell", seconds, arguments)
+
+
+def _passes(subject: Subject, kind: EngineKind) -> GpuStep:
+    rows = [each for each in subject.sizes.rows if each <= 64]
+    arguments = {"rows": rows, "context": min(subject.sizes.contexts)}
+    return GpuStep(f"draft passes: {kind}", _setup(subject, kind), "passes", 15, arguments)
+
+
+def _kernels(subject: Subject) -> Iterator[GpuStep]:
+    from bench.gpu.kernels.steps import kernel_steps
+
+    setup = KernelSetup(subject.device, subject.out / "tuned")
+    known = kernel_steps(subject.device)
+    checks = [f"kernels: {step.name}" for step in known if f"kernels: {step.name}".startswith(TUNED_CHECKS)]
+
+    def more(state: State) -> Arguments:
+        return {
+            "ceilings": state.result(CEILINGS),
+            "values": {
+                name.removeprefix(SWEEP): done["result"]["best"]
+                for name, done in state.done.items()
+                if name.startswith(SWEEP)
+            },
+            "wrong": [name for name in checks if name not in state.done],
+        }
+
+    for step in known:
+        name = f"kernels: {step.name}"
+        # The table of the defaults is measured with them, also where sweeps have been done before.
+        defaults = step.name.startswith(("exact: ", "defaults: "))
+        own = (lambda state: {**more(state), "values": {}}) if defaults else more
+        yield GpuStep(name, setup, "step", step.seconds, {"name": step.name}, own, step.brief)

@@ -1,0 +1,59 @@
+"""A run as Markdown: the device, what failed, and the tables of engines and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bench.gpu.engines.tables import main_tables, other_tables
+from bench.gpu.kernels.tables import kernel_tables
+from bench.gpu.markdown import figure, listed, table
+from bench.gpu.running import last_line
+from bench.gpu.state import State
+from bench.gpu.step import ENVIRONMENT, GpuStep
+
+
+def write(state: State, steps: Sequence[GpuStep]) -> None:
+    """Write report.md beside the state."""
+    (state.path.parent / "report.md").write_text("\n".join(lines(state, steps)) + "\n")
+
+
+def lines(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    yield f"# {state.about.get('device')}, {state.about.get('model')}"
+    yield ""
+    yield from listed(state.result(ENVIRONMENT))
+    yield from summary(state, steps)
+    yield from other_tables(state, steps)
+    yield from _alone(state)
+    yield from kernel_tables(state)
+
+
+def summary(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    """Yield what a run says at its end: how much is done, what failed, and the main tables."""
+    over = sum(state.over(step.name) for step in steps)
+    yield f"\n{over} of {len(steps)} steps are done, {len(state.failed)} failed."
+    if state.failed:
+        yield "\n## Failed\n"
+        yield from (f"- {name}: {last_line(error)}" for name, error in state.failed.items())
+    libraries = {name: state.result(f"libraries: {name}") for name in ("RMSNorm", "attention")}
+    if any(libraries.values()):
+        yield "\n## vLLM's libraries: relative error against float32\n"
+        yield from (f"- {name}: {figure(found['error'])}" for name, found in libraries.items() if found)
+    yield from main_tables(state, steps)
+
+
+def _alone(state: State) -> Iterator[str]:
+    if (race := state.result("attention by itself")) is not None:
+        yield f"\n## Attention by itself: {race['fastest']}\n"
+        rows = [
+            (each["case"], each["backend"], each["error"] or f"{1e6 * each['seconds']:.1f}")
+            for each in race["timings"]
+        ]
+        yield from table(("case", "backend", "us"), rows)
+    if (sampling := state.result("sampling by itself")) is not None:
+        yield "\n## Sampling by itself\n"
+        rows = [
+            (each["setting"], each["by"], each.get("error") or figure(each["ms"]))
+            for each in sampling["rows"]
+        ]
+        yield from table(("logits", "by", "ms"), rows)

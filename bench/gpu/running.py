@@ -1,0 +1,119 @@
+"""A run, in calls that go on where the last one stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.gpu.host import OrderFailed, OrderLate, StartFailed, WorkerHost
+from bench.gpu.state import State, sources
+from bench.gpu.step import GpuStep, estimated, left
+
+DONE, FAILED, REFUSED, MORE = 0, 1, 2, 3
+"""Exit statuses: all is done; all is done, and steps failed; nothing was run; the time is over, call again."""
+SLOWEST = 4.0
+"""A step is ended that takes this many times its estimate, and a minute."""
+GRACE_SECONDS = 20
+"""A step that is not over so long after the call's time is ended, too, and is done again by the next call."""
+_ROOT = Path(__file__).parents[2]
+SOURCES = tuple(_ROOT / part for part in ("kernels", "services/generation", "bench/gpu"))
+"""A change of these begins a run anew."""
+Report = Callable[[State], None]
+
+
+def run(
+    steps: Sequence[GpuStep], host: WorkerHost, path: Path, until: float, model: str, report: Report
+) -> int:
+    """Run what is left of some steps.
+
+    Args:
+        steps: the first one is the environment.
+        host: of the processes that do them.
+        path: of the state.
+        until: when the call is to end, by the monotonic clock in seconds.
+        model: name of the model, by which runs are told apart.
+        report: called after every step.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        OtherRun: the state is another run's.
+        OrderFailed, OrderLate: there is no environment.
+    """
+    first = steps[0]
+    began = time.monotonic()
+    about = host.ask(first.setup, first.order, first.arguments, _limit(first, starts=True))
+    known = {name: about[name] for name in ("device", "torch", "triton", "vllm")}
+    state = State.resume(path, {**known, "model": model, "sources": sources(SOURCES)})
+    if not state.over(first.name):
+        state.begin(first.name)
+        state.finish(first.name, about, None)
+    _say(f"{about['device']}; environment, {time.monotonic() - began:.1f} s")
+    ran = False
+    for number, step in enumerate(steps, 1):
+        if state.over(step.name):
+            continue
+        begin, starts = time.monotonic(), not host.has(step.setup)
+        # One step at least, or a run whose steps are longer than its calls would never end.
+        if ran and begin + estimated(step, starts=starts) > until:
+            # A later one may be shorter.
+            continue
+        _say(f"[{number}/{len(steps)}] {step.name} ...")
+        limit = _limit(step, starts=starts)
+        if not _run(step, steps, host, state, min(limit, until + GRACE_SECONDS - begin), limit):
+            return _more(state, steps, f"the time is over in {step.name!r}, which is done again")
+        ran = True
+        report(state)
+        _say(f"    about {left(state, steps):.0f} s left")
+    if any(not state.over(step.name) for step in steps):
+        return _more(state, steps, "the time is over")
+    report(state)
+    _say(f"done; failed: {', '.join(state.failed) or 'nothing'}")
+    return FAILED if state.failed else DONE
+
+
+def _limit(step: GpuStep, *, starts: bool) -> float:
+    return 60 + SLOWEST * estimated(step, starts=starts)
+
+
+def _run(
+    step: GpuStep, steps: Sequence[GpuStep], host: WorkerHost, state: State, seconds: float, limit: float
+) -> bool:
+    """Run a step and record it; return False for one that the end of the call cut off."""
+    state.begin(step.name)
+    result, error = None, None
+    try:
+        result = host.ask(step.setup, step.order, {**step.arguments, **step.more(state)}, seconds)
+    except LookupError as missing:
+        error = f"{missing} failed, or was left out, whose result it needs"
+    except StartFailed as failed:
+        error = str(failed)
+        # Another start would fail as well, and take as long.
+        others = (each for each in steps if each.setup == step.setup and each is not step)
+        state.failed |= {each.name: f"its process did not start, as for {step.name!r}" for each in others}
+    except OrderFailed as failed:
+        error = str(failed)
+    except OrderLate as late:
+        if seconds < limit:
+            state.drop()
+            return False
+        error = str(late)
+    took = state.finish(step.name, result, error)
+    _say(f"    {'ok' if error is None else 'FAILED: ' + last_line(error)}, {took:.1f} s")
+    return True
+
+
+def last_line(error: str) -> str:
+    """Return the last line of a traceback, which says what went wrong."""
+    return error.strip().rpartition("\n")[2]
+
+
+def _more(state: State, steps: Sequence[GpuStep], why: str) -> int:
+    _say(f"{why}; about {left(state, steps):.0f} s left: call again")
+    return MORE
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

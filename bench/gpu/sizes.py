@@ -1,0 +1,94 @@
+"""What a run measures: numbers of samples, contexts and drafts, and the shapes of the models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class EngineKind(StrEnum):
+    """Engines that are compared. STOCK is vLLM with its own defaults.
+
+    TREES is V1 with draft trees, for which attention is our kernel's. INVARIANT is V1 in vLLM's batch-invariant
+    mode. EAGLE3 and QUANTIZED are V1 with a draft model: a head of random weights, and the quantized copy.
+    """
+
+    STOCK = "stock vLLM"
+    V1 = "V1"
+    V2 = "V2"
+    AHEAD = "V2 ahead"
+    INVARIANT = "V1 batch-invariant"
+    EAGLE3 = "V1 with EAGLE-3"
+    QUANTIZED = "V1 with a 4-bit copy"
+    TREES = "V1 with trees"
+
+
+class Graphs(StrEnum):
+    """CUDA graphs of an engine: of whole steps without compilation, vLLM's default with it, or none."""
+
+    FULL = "full"
+    DEFAULT = "default"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft tokens for each sample and step, and the share of them that is wrong."""
+
+    length: int
+    wrong: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Samples that decode at once, and the tokens of their prompts."""
+
+    rows: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSizes:
+    """Settings of a run. Every cell of rows x contexts is measured plainly and with each draft.
+
+    `brief_cells` come first, with `brief_drafts` alone. `steps` are timed of each setting. The runs that compare
+    tokens have `exact` samples of `tokens` tokens. `draft_window` is the most draft tokens of a sample for which
+    there are graphs, as instances have it.
+    """
+
+    rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256)
+    contexts: tuple[int, ...] = (1024, 4096, 16_384)
+    lengths: tuple[int, ...] = (4, 8, 15)
+    wrong: tuple[float, ...] = (0.0, 0.1, 0.2)
+    brief_cells: tuple[Cell, ...] = (Cell(64, 1024), Cell(8, 1024), Cell(1, 1024), Cell(128, 1024))
+    brief_drafts: tuple[Draft, ...] = (Draft(4, 0.0), Draft(4, 0.2), Draft(8, 0.1), Draft(15, 0.1))
+    steps: int = 24
+    exact: int = 16
+    tokens: int = 96
+    draft_window: int = 16
+    kv_bytes: int | None = None
+    kinds: tuple[EngineKind, ...] = field(default=tuple(EngineKind))
+
+    @property
+    def drafts(self) -> tuple[Draft, ...]:
+        """All drafts."""
+        return tuple(Draft(length, wrong) for length in self.lengths for wrong in self.wrong)
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All cells, those that need less KV first."""
+        return tuple(Cell(rows, context) for context in self.contexts for rows in self.rows)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+        drafted = (self.steps + 16) * (max(self.lengths) + 1)
+        return max(max(self.contexts) + drafted + 64, self.tokens + 256)
+
+
+TINY = GpuSizes(
+    rows=(1, 2), contexts=(12,), lengths=(2,), wrong=(0.2,), brief_cells=(Cell(2, 12),),
+    brief_drafts=(Draft(2, 0.2),), steps=2, exact=3, tokens=8, draft_window=0, kv_bytes=8 << 20,
+    kinds=(EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD, EngineKind.EAGLE3, EngineKind.TREES),
+)  # fmt: skip
+"""For a CPU, where the other kinds are these or cannot be."""

@@ -1,0 +1,113 @@
+"""Record of the steps done so far: a JSON file that is replaced whole after every step, and a line for each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+LINES = "results.jsonl"
+"""Name of the file with a line for each step, in the order in which they ended."""
+
+
+class OtherRun(ValueError):
+    """The file belongs to another device, other software or other sources."""
+
+
+@dataclass(slots=True)
+class State:
+    """A run: what it runs on, and for each step its result, or why it failed or was left out.
+
+    `running` is the step that is being done, with the time when it began (seconds since the epoch).
+    """
+
+    path: Path
+    about: dict[str, Any]
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    running: tuple[str, float] | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> State | None:
+        """Return what is in the file; None if there is none."""
+        if not path.exists():
+            return None
+        data = json.loads(path.read_text())
+        running = data.pop("running")
+        return cls(path, **data, running=None if running is None else (running[0], running[1]))
+
+    @classmethod
+    def resume(cls, path: Path, about: dict[str, Any]) -> State:
+        """Return the state in the file, or a new one. OtherRun if it is not this run's."""
+        state = cls.load(path)
+        if state is None:
+            return cls(path, about)
+        for name, value in about.items():
+            if state.about.get(name) != value:
+                raise OtherRun(
+                    f"{path} is of another {name} ({state.about.get(name)!r}, not {value!r}): "
+                    "give --fresh to begin anew, or another --out"
+                )
+        return state
+
+    def save(self) -> None:
+        """Replace the file."""
+        data = asdict(self)
+        del data["path"]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps(data, indent=1, default=str) + "\n")
+        os.replace(fresh, self.path)
+
+    def begin(self, step: str) -> None:
+        """Record that a step runs."""
+        self.running = (step, time.time())
+        self.save()
+
+    def drop(self) -> None:
+        """Forget that a step runs: it is to be done again."""
+        self.running = None
+        self.save()
+
+    def finish(self, step: str, result: dict[str, Any] | None, error: str | None) -> float:
+        """Record how a step ended; return its seconds.
+
+        Entries of `failed` in a result, reasons by name, are recorded as failures of their own.
+        """
+        began = self.running[1] if self.running else time.time()
+        seconds = time.time() - began
+        self.running = None
+        if error is None:
+            self.done[step] = {"seconds": seconds, "result": result}
+            self.failed |= (result or {}).get("failed", {})
+        else:
+            self.failed[step] = error
+        self.save()
+        line = {"step": step, "seconds": round(seconds, 3)}
+        line |= {"result": result} if error is None else {"error": error}
+        with (self.path.parent / LINES).open("a") as lines:
+            lines.write(json.dumps(line, default=str) + "\n")
+        return seconds
+
+    def over(self, step: str) -> bool:
+        """Return whether a step has been run, well or not."""
+        return step in self.done or step in self.failed
+
+    def result(self, step: str) -> dict[str, Any] | None:
+        """Return the result of a step; None if it has none."""
+        found: dict[str, Any] | None = self.done[step]["result"] if step in self.done else None
+        return found
+
+
+def sources(folders: Iterable[Path]) -> str:
+    """Return a digest of all Python sources in some folders."""
+    digest = hashlib.blake2b(digest_size=8)
+    for root in folders:
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,156 @@
+"""First minutes on a GPU, on tiny shapes on the CPU: every part runs, in calls that go on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from bench.gpu import report
+from bench.gpu.engines.model import LOAD_FORMAT, model_folder
+from bench.gpu.engines.setup import EngineSetup
+from bench.gpu.engines.tables import differences
+from bench.gpu.host import SpawnedWorker, Worker, WorkerHost, serve
+from bench.gpu.kernels.engine_step import WITHOUT_DEVICE
+from bench.gpu.kernels.setup import KernelSetup
+from bench.gpu.kernels.sweeps import SWEEPS
+from bench.gpu.plan import Subject, plan
+from bench.gpu.running import DONE, MORE, run
+from bench.gpu.sizes import TINY, EngineKind, Graphs
+from bench.gpu.state import LINES, State
+from bench.gpu.step import SWEEP, TUNED_CHECKS, GpuStep, left
+from kernels.tuning import Tuning, read
+from tests.support.engine_process import EngineProcess
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parents[3]
+SHORT = (EngineKind.STOCK, EngineKind.V1, EngineKind.EAGLE3, EngineKind.TREES)
+"""Engines that one process of vLLM can be: V2 takes another, which imports vLLM anew."""
+REPEATED = tuple(TUNED_CHECKS + name for name in ("noise", "masks", "attention", "the engine"))
+"""Steps that do what others do, with parameters that were swept: one of the kind is left, that of near ties."""
+
+
+def started(setup: Any) -> Worker:
+    """Start a process: one of kernels imports Triton anew, the others have vLLM imported already."""
+    if not isinstance(setup, KernelSetup):
+        return EngineProcess(serve, setup, v2=isinstance(setup, EngineSetup) and setup.on_v2)
+    # It sets this itself; here it is to be known when Python starts.
+    with patch.dict(os.environ, TRITON_INTERPRET="1"):
+        return SpawnedWorker(setup)
+
+
+@pytest.fixture
+def quick_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that interpret kernels do so as quickly as those of the kernels' own tests."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('TRITON_INTERPRET') == '1':\n"
+        "    from tests.support.triton_interpreter import make_quicker\n"
+        "    make_quicker()\n"
+    )
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), str(ROOT), before))))
+
+
+def call(steps: Sequence[GpuStep], path: Path, seconds: float) -> int:
+    with WorkerHost(started) as host:
+        until = time.monotonic() + seconds
+        return run(steps, host, path, until, "tiny", lambda state: report.write(state, steps))
+
+
+def together(steps: Sequence[GpuStep]) -> list[GpuStep]:
+    """Return the steps with all of a process in a row, so that it is started once."""
+    setups = [step.setup for step in steps]
+    return sorted(steps, key=lambda step: setups.index(step.setup))
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize(
+    ("kinds", "repeated"),
+    [(SHORT, REPEATED), pytest.param(TINY.kinds, (), marks=pytest.mark.soak)],
+    ids=["short", "all"],
+)
+def test_every_step_runs_and_a_call_goes_on_where_the_last_one_ended(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    kinds: tuple[EngineKind, ...],
+    repeated: tuple[str, ...],
+) -> None:
+    out = tmp_path / "run"
+    folder, load_format = model_folder("tiny", out / "model")
+    assert load_format == LOAD_FORMAT
+    sizes = replace(TINY, kinds=kinds)
+    subject = Subject(folder, load_format, "float32", "cpu", Graphs.NONE, 10_000, out, sizes)
+    steps, path = together(plan(subject)), out / "state.json"
+    assert call(steps, path, 0) == MORE
+    first = State.load(path)
+    assert first is not None
+    # One step is done however short a call is.
+    assert [*first.done] == [steps[0].name, steps[1].name]
+    assert "call again" in capfd.readouterr().out
+    # As if an earlier call had done them.
+    before = [step.name for step in steps if step.name.startswith(repeated)] if repeated else []
+    first.done |= {name: {"seconds": 7.0, "result": {"by": "another call"}} for name in before}
+    first.save()
+    assert call(steps, path, 3600) == DONE
+    said = capfd.readouterr().out
+    assert [step.name for step in steps if f"] {step.name} ...\n" not in said] == [
+        steps[0].name,
+        steps[1].name,
+        *before,
+    ]
+    assert "about 0 s left" in said
+    state = State.load(path)
+    assert state is not None
+    assert not state.failed
+    assert set(state.done) == {step.name for step in steps}
+    assert left(state, steps) == 0
+    assert len((out / LINES).read_text().splitlines()) == len(steps) - len(before)
+    _check_engines(state, kinds)
+    _check_kernels(state, out)
+    text = (out / "report.md").read_text()
+    for heading in (
+        "Tokens: samples", "Plain decoding", "Drafts: ms", "Draft models", "A step's waits", "Attention by",
+        "Sampling by", "Memory: ", "Kernels, tuned", "Kernels, defaults", "Sweeps", "Engine step: nothing waits",
+        "vLLM's libraries",
+    ):  # fmt: skip
+        assert f"## {heading}" in text
+
+
+def _check_engines(state: State, kinds: Sequence[EngineKind]) -> None:
+    runs = {name: each["result"] for name, each in state.done.items() if name.startswith("tokens: ")}
+    drafting = {EngineKind.V1, EngineKind.AHEAD, EngineKind.TREES} & set(kinds)
+    assert {name.split(",")[0] for name in runs} == {f"tokens: {kind}" for kind in drafting}
+    truth = next(iter(runs.values()))["tokens"]
+    for name, found in runs.items():
+        assert differences(truth, found["tokens"]) == (TINY.exact * TINY.tokens, 0, -1), name
+        assert (found["accepted"] > 0) == name.endswith(("drafts", "trees"))
+    # Weights are no constant, and logits not flat.
+    assert len({token for tokens in truth.values() for token in tokens}) > TINY.tokens
+    assert f"tokens: {EngineKind.TREES}, float32, trees" in runs
+    for kind in {EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD} & set(kinds):
+        (plain, *drafted) = state.done[f"steps: {kind}, 2 x 12"]["result"]["runs"]
+        assert plain["step_ms"] > 0
+        assert plain["idle_ms"] > 0
+        # The first outcome may be of a step that was scheduled before the watch began.
+        assert plain["graphs"]["NONE"] >= plain["steps"] - 1 > 0
+        assert all(run["tokens_a_step"] > plain["tokens_a_step"] for run in drafted)
+    passes = state.done[f"draft passes: {EngineKind.EAGLE3}"]["result"]["passes"]
+    assert [(each["rows"], each["tokens"]) for each in passes] == [(1, 1), (1, 8), (2, 1), (2, 8)]
+    assert all(each["ms"] > 0 for each in passes)
+
+
+def _check_kernels(state: State, out: Path) -> None:
+    best = {sweep.parameter: state.done[f"{SWEEP}{sweep.parameter}"]["result"]["best"] for sweep in SWEEPS}
+    assert read(out / "tuned" / "cpu.json") == replace(Tuning(), **best)
+    graph = state.done["kernels: engine step: in a graph"]["result"]
+    assert graph["replays"] == 3
+    assert graph["accepted drafts"] > 0
+    assert graph["not measured"] == WITHOUT_DEVICE
