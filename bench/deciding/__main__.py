@@ -1,9 +1,10 @@
 """Simulation of decisions on devices of known step times: no cost of deciding, and the same figures every time.
 
-Every device of `devices`, batches of 1 to 512 samples with contexts of 1k to 64k tokens as far as their KV fits,
-and drafts of which 2, 15, 40 or 95 % of the tokens are wrong: a cell. In each, the modes of an instance begin with
-a sweep of the device and nothing else, and are compared with plain decoding and with every fixed draft length,
-over the first 32 steps and over those after them; see `simulation`. Writes runs/bench/deciding.json.
+Every known device (services/simulator/device_file.py), batches of 1 to 512 samples with contexts of 1k to 64k
+tokens as far as their KV fits, and drafts of which 2, 15, 40 or 95 % of the tokens are wrong: a cell. In each, the
+modes of an instance begin with a sweep of the device and nothing else. They are compared with plain decoding and
+with every fixed draft length, over the first 32 steps and over those after them; see `simulation`. A cell says
+whether its device's times are measured or from a data sheet. Writes runs/bench/deciding.json.
 
     python -m bench.deciding [--devices H100,B200] [--modes planner,toggle] [--seed 0] [--late 2]
 """
@@ -17,7 +18,8 @@ from typing import Any
 
 from bench.deciding.simulation import FIRST, FIXED, LATER, Cell, SimulatedBatch, fixed_rates
 from bench.report import format_value, show_rows, write
-from services.simulator.device_tables import DeviceTable, devices
+from services.simulator.device_file import known_devices
+from services.simulator.device_tables import DeviceTable
 from services.simulator.simulated_sweep import swept
 from services.step_time.estimator import warm_up
 
@@ -40,7 +42,7 @@ def main() -> None:
     warm_up()
     rows = [
         row
-        for device in devices()
+        for device in known_devices()
         if not arguments.devices or any(name in device.name for name in arguments.devices)
         for row in cells(device, arguments.modes, seed=arguments.seed, late=arguments.late)
     ]
@@ -80,6 +82,7 @@ def cells(
                     rates = SimulatedBatch(cell, mode, sweep, late, seed).rates()
                     yield {
                         "device": device.name,
+                        "source": device.source,
                         "samples": n,
                         "context": context,
                         "wrong": wrong,

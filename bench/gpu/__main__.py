@@ -29,7 +29,7 @@ from pathlib import Path
 from bench.gpu import report
 from bench.gpu.engines.model import PREFILL, model_folder
 from bench.gpu.host import OrderFailed, OrderLate, WorkerHost
-from bench.gpu.plan import Subject, chosen, plan
+from bench.gpu.plan import GpuSubject, chosen, plan
 from bench.gpu.running import REFUSED, run
 from bench.gpu.sizes import TINY, GpuSizes, Graphs
 from bench.gpu.state import OtherRun, State
@@ -65,11 +65,11 @@ def main(given: Sequence[str] | None = None) -> int:
     return status
 
 
-def _subject(options: argparse.Namespace) -> Subject:
+def _subject(options: argparse.Namespace) -> GpuSubject:
     on_cpu = options.device == "cpu"
     named = "tiny" if on_cpu and options.model == "q17" else options.model
     folder, load_format = model_folder(named, options.out / "model")
-    return Subject(
+    return GpuSubject(
         folder,
         load_format,
         "float32" if on_cpu else options.dtype,

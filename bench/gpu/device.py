@@ -153,10 +153,10 @@ class DeviceOrders:
         return {"rows": found}
 
     def _shape(self) -> Any:
-        from kernels.short_query_attention.random_steps import StepShape
+        from kernels.short_query_attention.random_steps import AttentionShape
 
         heads = int(self._config["num_attention_heads"])
-        return StepShape(
+        return AttentionShape(
             heads=heads,
             kv_heads=int(self._config.get("num_key_value_heads") or heads),
             head_size=int(self._config.get("head_dim") or self._config["hidden_size"] // heads),

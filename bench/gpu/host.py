@@ -27,7 +27,7 @@ class OrderLate(RuntimeError):
     """The order was not carried out in time."""
 
 
-class Setup(Protocol):
+class WorkerSetup(Protocol):
     """What a process has; two that are equal can share one. Frozen data that can be pickled."""
 
     @property
@@ -52,7 +52,7 @@ class Worker(Protocol):
 class SpawnedWorker:
     """A fresh Python, so that vLLM and Triton are imported after what they read is set."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, setup), daemon=True)
@@ -73,7 +73,7 @@ class WorkerHost:
 
     def __init__(self, start: Start = SpawnedWorker) -> None:
         self._start = start
-        self._setup: Setup | None = None
+        self._setup: WorkerSetup | None = None
         self._worker: Worker | None = None
 
     def __enter__(self) -> WorkerHost:
@@ -82,11 +82,13 @@ class WorkerHost:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def has(self, setup: Setup) -> bool:
+    def has(self, setup: WorkerSetup) -> bool:
         """Return True if the process of this setup is there."""
         return self._worker is not None and self._setup == setup
 
-    def ask(self, setup: Setup, order: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def ask(
+        self, setup: WorkerSetup, order: str, arguments: dict[str, Any], seconds: float
+    ) -> dict[str, Any]:
         """Carry out an order, in a new process if there is none of this setup.
 
         Raises:
@@ -130,7 +132,7 @@ class WorkerHost:
         return answer
 
 
-def serve(pipe: Connection[Any, Any], setup: Setup) -> None:
+def serve(pipe: Connection[Any, Any], setup: WorkerSetup) -> None:
     """Build what a setup asks for, say so, and carry out orders until the pipe closes or one fails."""
     try:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.gpu.device import DeviceSetup
 from bench.gpu.engines.setup import EngineSetup
 from bench.gpu.kernels.setup import KernelSetup
-from bench.gpu.sizes import Cell, Draft, EngineKind, GpuSizes, Graphs
+from bench.gpu.sizes import EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
 from bench.gpu.state import State
 from bench.gpu.step import CEILINGS, ENVIRONMENT, SWEEP, TUNED_CHECKS, Arguments, GpuStep, tokens_name
 
@@ -22,7 +22,7 @@ _FLOAT32 = "float32"
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class GpuSubject:
     """What a run is about.
 
     `model`: folder, and `load_format` of its weights; `dtype` of its engines; `device`: "cuda" or "cpu"; `graphs`
@@ -39,7 +39,7 @@ class Subject:
     sizes: GpuSizes
 
 
-def plan(subject: Subject) -> list[GpuStep]:
+def plan(subject: GpuSubject) -> list[GpuStep]:
     """Return all steps for a subject."""
     steps = list(_device_first(subject))
     kinds = subject.sizes.kinds
@@ -97,7 +97,7 @@ def chosen(steps: Sequence[GpuStep], *, brief: bool, only: Sequence[str]) -> lis
     return [step for step in kept if step.name in needed]
 
 
-def cell_name(kind: EngineKind, cell: Cell, graphs: Graphs | None = None) -> str:
+def cell_name(kind: EngineKind, cell: GpuCell, graphs: Graphs | None = None) -> str:
     """Return the name of the step that times one cell; graphs are named where they are not the run's own."""
     return f"steps: {kind}{f', {graphs} graphs' if graphs else ''}, {cell.rows} x {cell.context}"
 
@@ -106,7 +106,7 @@ def _drafted(step: GpuStep) -> bool:
     return step.order == "tokens" and bool(step.arguments["drafts"])
 
 
-def _setup(subject: Subject, kind: EngineKind, graphs: Graphs | None = None) -> EngineSetup:
+def _setup(subject: GpuSubject, kind: EngineKind, graphs: Graphs | None = None) -> EngineSetup:
     sizes = subject.sizes
     return EngineSetup(
         kind,
@@ -121,11 +121,11 @@ def _setup(subject: Subject, kind: EngineKind, graphs: Graphs | None = None) -> 
     )
 
 
-def _device(subject: Subject) -> DeviceSetup:
+def _device(subject: GpuSubject) -> DeviceSetup:
     return DeviceSetup(subject.device, subject.model, subject.sizes)
 
 
-def _device_first(subject: Subject) -> Iterator[GpuStep]:
+def _device_first(subject: GpuSubject) -> Iterator[GpuStep]:
     alone = _device(subject)
     yield GpuStep(ENVIRONMENT, alone, "environment", 2, brief=True)
     # Loading vLLM's main library is most of it.
@@ -133,13 +133,13 @@ def _device_first(subject: Subject) -> Iterator[GpuStep]:
     yield GpuStep("libraries: attention", alone, "flash_attention", 3, brief=True)
 
 
-def _device_last(subject: Subject) -> Iterator[GpuStep]:
+def _device_last(subject: GpuSubject) -> Iterator[GpuStep]:
     alone = _device(subject)
     yield GpuStep("attention by itself", alone, "attention", 20)
     yield GpuStep("sampling by itself", alone, "sampling", 30)
 
 
-def _first_minutes(subject: Subject, kind: EngineKind) -> Iterator[GpuStep]:
+def _first_minutes(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
     """Yield tokens of an engine, and its first cells."""
     brief = kind in (EngineKind.V1, EngineKind.STOCK)
     if kind is not EngineKind.STOCK:
@@ -148,7 +148,7 @@ def _first_minutes(subject: Subject, kind: EngineKind) -> Iterator[GpuStep]:
         yield replace(step, brief=brief)
 
 
-def _tokens(subject: Subject, setup: EngineSetup) -> Iterator[GpuStep]:
+def _tokens(subject: GpuSubject, setup: EngineSetup) -> Iterator[GpuStep]:
     """Yield the steps that generate the same samples plainly and with drafts, of which some are wrong.
 
     An engine for trees does so with trees, too. The engine's own plain tokens are the truth.
@@ -169,7 +169,7 @@ def _tokens(subject: Subject, setup: EngineSetup) -> Iterator[GpuStep]:
 
 
 def _cells(
-    subject: Subject, kind: EngineKind, cells: Sequence[Cell], graphs: Graphs | None = None
+    subject: GpuSubject, kind: EngineKind, cells: Sequence[GpuCell], graphs: Graphs | None = None
 ) -> Iterator[GpuStep]:
     """Yield the first measurement of some cells: plain, and with the drafts of a brief run."""
     for cell in cells:
@@ -177,7 +177,7 @@ def _cells(
         yield _cell(subject, kind, cell, drafts, cell_name(kind, cell, graphs), graphs)
 
 
-def _the_rest(subject: Subject, kind: EngineKind) -> Iterator[GpuStep]:
+def _the_rest(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
     """Yield all other cells and drafts, and what is asked of an engine once."""
     sizes = subject.sizes
     for cell in sizes.cells:
@@ -202,10 +202,10 @@ def _the_rest(subject: Subject, kind: EngineKind) -> Iterator[GpuStep]:
 
 
 def _cell(
-    subject: Subject,
+    subject: GpuSubject,
     kind: EngineKind,
-    cell: Cell,
-    drafts: Sequence[Draft],
+    cell: GpuCell,
+    drafts: Sequence[GpuDraft],
     name: str,
     graphs: Graphs | None = None,
 ) -> GpuStep:
@@ -219,13 +219,13 @@ def _cell(
     return GpuStep(name, _setup(subject, kind, graphs), "cell", seconds, arguments)
 
 
-def _passes(subject: Subject, kind: EngineKind) -> GpuStep:
+def _passes(subject: GpuSubject, kind: EngineKind) -> GpuStep:
     rows = [each for each in subject.sizes.rows if each <= 64]
     arguments = {"rows": rows, "context": min(subject.sizes.contexts)}
     return GpuStep(f"draft passes: {kind}", _setup(subject, kind), "passes", 15, arguments)
 
 
-def _kernels(subject: Subject) -> Iterator[GpuStep]:
+def _kernels(subject: GpuSubject) -> Iterator[GpuStep]:
     from bench.gpu.kernels.steps import kernel_steps
 
     setup = KernelSetup(subject.device, subject.out / "tuned")

@@ -32,7 +32,7 @@ class Graphs(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class GpuDraft:
     """Draft tokens for each sample and step, and the share of them that is wrong."""
 
     length: int
@@ -40,7 +40,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GpuCell:
     """Samples that decode at once, and the tokens of their prompts."""
 
     rows: int
@@ -60,8 +60,18 @@ class GpuSizes:
     contexts: tuple[int, ...] = (1024, 4096, 16_384)
     lengths: tuple[int, ...] = (4, 8, 15)
     wrong: tuple[float, ...] = (0.0, 0.1, 0.2)
-    brief_cells: tuple[Cell, ...] = (Cell(64, 1024), Cell(8, 1024), Cell(1, 1024), Cell(128, 1024))
-    brief_drafts: tuple[Draft, ...] = (Draft(4, 0.0), Draft(4, 0.2), Draft(8, 0.1), Draft(15, 0.1))
+    brief_cells: tuple[GpuCell, ...] = (
+        GpuCell(64, 1024),
+        GpuCell(8, 1024),
+        GpuCell(1, 1024),
+        GpuCell(128, 1024),
+    )
+    brief_drafts: tuple[GpuDraft, ...] = (
+        GpuDraft(4, 0.0),
+        GpuDraft(4, 0.2),
+        GpuDraft(8, 0.1),
+        GpuDraft(15, 0.1),
+    )
     steps: int = 24
     exact: int = 16
     tokens: int = 96
@@ -70,14 +80,14 @@ class GpuSizes:
     kinds: tuple[EngineKind, ...] = field(default=tuple(EngineKind))
 
     @property
-    def drafts(self) -> tuple[Draft, ...]:
+    def drafts(self) -> tuple[GpuDraft, ...]:
         """All drafts."""
-        return tuple(Draft(length, wrong) for length in self.lengths for wrong in self.wrong)
+        return tuple(GpuDraft(length, wrong) for length in self.lengths for wrong in self.wrong)
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[GpuCell, ...]:
         """All cells, those that need less KV first."""
-        return tuple(Cell(rows, context) for context in self.contexts for rows in self.rows)
+        return tuple(GpuCell(rows, context) for context in self.contexts for rows in self.rows)
 
     @property
     def longest(self) -> int:
@@ -87,8 +97,8 @@ class GpuSizes:
 
 
 TINY = GpuSizes(
-    rows=(1, 2), contexts=(12,), lengths=(2,), wrong=(0.2,), brief_cells=(Cell(2, 12),),
-    brief_drafts=(Draft(2, 0.2),), steps=2, exact=3, tokens=8, draft_window=0, kv_bytes=8 << 20,
+    rows=(1, 2), contexts=(12,), lengths=(2,), wrong=(0.2,), brief_cells=(GpuCell(2, 12),),
+    brief_drafts=(GpuDraft(2, 0.2),), steps=2, exact=3, tokens=8, draft_window=0, kv_bytes=8 << 20,
     kinds=(EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD, EngineKind.EAGLE3, EngineKind.TREES),
 )  # fmt: skip
 """For a CPU, where the other kinds are these or cannot be."""

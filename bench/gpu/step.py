@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.gpu.host import Setup
+from bench.gpu.host import WorkerSetup
 from bench.gpu.state import State
 
 Arguments = dict[str, Any]
@@ -22,7 +22,7 @@ class GpuStep:
     """
 
     name: str
-    setup: Setup
+    setup: WorkerSetup
     order: str
     seconds: float
     arguments: Arguments = field(default_factory=dict)

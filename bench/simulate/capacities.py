@@ -11,7 +11,7 @@ from bench.report import format_value, show_rows
 from services.bubbles.config import BubblesConfig
 from services.reallocator.config import ReallocatorConfig
 from services.simulator.capacity import instances_for, last_step
-from services.simulator.device_tables import devices
+from services.simulator.device_file import known_devices
 from services.simulator.progress import SimulationProgress
 from services.simulator.simulated_source import PREGENERATED, SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
@@ -27,7 +27,7 @@ _DECISION_STEPS = 64
 
 def simulated(samples: int) -> dict[str, Any]:
     """Return the steps by device, method and number of instances, and the instances for deadlines."""
-    known = {each.name: each for each in devices()}
+    known = {each.name: each for each in known_devices()}
     lengths = LogNormalLengths(2000, 0.8, 16384)
     work = SimulatedWorkload(lengths, samples // _SAMPLES, _SAMPLES, 256)
     found: dict[str, Any] = {"samples": work.prompts * _SAMPLES, "lengths": asdict(lengths), "steps": []}

@@ -16,7 +16,7 @@ from kernels.short_query_attention import rivals
 from kernels.short_query_attention.attend import attend
 from kernels.short_query_attention.choice import AttentionName, Timing
 from kernels.short_query_attention.inputs import AttentionStep
-from kernels.short_query_attention.random_steps import StepShape, random_step
+from kernels.short_query_attention.random_steps import AttentionShape, random_step
 from kernels.timing import Run, timer
 
 MOST_BYTES = 1 << 30
@@ -63,7 +63,9 @@ def race(device: torch.device, shape: RaceShape, makers: Mapping[AttentionName, 
     """Time each backend in each case. One that does not run has its error, and infinite times."""
     fitting = shape.within(MOST_BYTES)
     # "one long" has contexts of a quarter of the usual one around it.
-    step_shape = StepShape(fitting.heads, fitting.kv_heads, fitting.head_size, fitting.context, fitting.long)
+    step_shape = AttentionShape(
+        fitting.heads, fitting.kv_heads, fitting.head_size, fitting.context, fitting.long
+    )
     timed = timer(device, _MILLISECONDS)
     count = fitting.requests
     cases = (("even", "even", 0), ("one long", "one long", 0), ("drafts", "even", max(1, count // 4)))

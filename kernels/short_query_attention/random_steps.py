@@ -10,7 +10,7 @@ from kernels.short_query_attention.inputs import AttentionStep
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
+class AttentionShape:
     """Heads of a model, contexts of a usual request and of a long one, and the draft tokens of one with drafts."""
 
     heads: int = 16
@@ -22,7 +22,7 @@ class StepShape:
     drafts: int = 4
 
 
-def context_lengths(kind: str, shape: StepShape, requests: int) -> torch.Tensor:
+def context_lengths(kind: str, shape: AttentionShape, requests: int) -> torch.Tensor:
     """Return contexts of a batch, [requests] int32: "even", "one long" among short ones, or "log-normal"."""
     if kind == "even":
         found = torch.full((requests,), shape.context)
@@ -37,7 +37,7 @@ def context_lengths(kind: str, shape: StepShape, requests: int) -> torch.Tensor:
 
 def random_step(
     device: torch.device,
-    shape: StepShape,
+    shape: AttentionShape,
     kind: str,
     requests: int,
     *,

@@ -16,8 +16,8 @@ from services.contracts.knobs import Knobs
 from services.reallocator.config import ReallocatorConfig
 from services.simulator.capacity import instances_for
 from services.simulator.cluster_simulation import ClusterSimulation
-from services.simulator.device_file import read_device
-from services.simulator.device_tables import DeviceTable, devices
+from services.simulator.device_file import known_devices, read_device
+from services.simulator.device_tables import DeviceTable
 from services.simulator.progress import SimulationProgress
 from services.simulator.simulated_source import PREGENERATED, SimulatedSource
 from services.simulator.simulation_setup import SimulationSetup
@@ -126,10 +126,10 @@ def _setup(
 
 
 def _device(name: str) -> DeviceTable:
-    exact = [each for each in devices() if each.name == name]
-    found = exact or [each for each in devices() if name in each.name]
+    exact = [each for each in known_devices() if each.name == name]
+    found = exact or [each for each in known_devices() if name in each.name]
     if len(found) != 1:
-        names = ", ".join(each.name for each in devices())
+        names = ", ".join(each.name for each in known_devices())
         raise ValueError(f"--device {name!r} names {len(found)} devices of: {names}")
     return found[0]
 

@@ -1,7 +1,12 @@
-"""A table of step times in a file, for a device that was measured. JSON, with the names of `DeviceTable`."""
+"""Tables of step times in files, of devices that were measured. JSON, with the names of `DeviceTable`.
+
+The files in `measured` are devices by name, beside those that are made from data sheets. There are none yet:
+`python -m bench.gpu.device_table` makes them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Self
@@ -9,8 +14,9 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.simulator.device_tables import DeviceTable
+from services.simulator.device_tables import DeviceTable, devices
 
+MEASURED = Path(__file__).parent / "measured"
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -20,6 +26,7 @@ class DeviceFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str = "measured"
+    source: str = "measured"
     kv_tokens: Annotated[int, Field(ge=1)]
     rows: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
     milliseconds: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
@@ -52,4 +59,21 @@ def read_device(path: Path) -> DeviceTable:
     found = DeviceFile.model_validate_json(path.read_bytes())
     rows, milliseconds = np.array(found.rows, np.float64), np.array(found.milliseconds, np.float64)
     added = found.model_dump(include={"per_sample", "per_context", "attended", "attending", "most_rows"})
-    return DeviceTable(found.name, found.kv_tokens, rows, milliseconds, graphs=tuple(found.graphs), **added)
+    return DeviceTable(
+        found.name,
+        found.kv_tokens,
+        rows,
+        milliseconds,
+        graphs=tuple(found.graphs),
+        source=found.source,
+        **added,
+    )
+
+
+def known_devices(measured: Path = MEASURED) -> Sequence[DeviceTable]:
+    """Return the tables from data sheets, and those in the files of a folder.
+
+    Raises:
+        ValueError: one of the files is no table.
+    """
+    return (*devices(), *(read_device(path) for path in sorted(measured.glob("*.json"))))

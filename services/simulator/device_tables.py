@@ -66,6 +66,8 @@ class DeviceTable:
     """Most verified tokens of a step."""
     slowed: DeviceTable | None = None
     """What it becomes in mid-run."""
+    source: str = "data sheet"
+    """What the times are from."""
 
     def seconds(self, samples: int, rows: int, context: float) -> float:
         """Return the time of a step."""

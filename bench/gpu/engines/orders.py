@@ -15,6 +15,7 @@ import torch
 from bench.gpu.engines.driving import BatchDriver, DraftGiving, Driven, DrivenBatch
 from bench.gpu.engines.stock import StockVllm
 from bench.gpu.engines.watch import StepWatch, watched
+from bench.gpu.sizes import EngineKind, Graphs
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineRequest
 
@@ -33,8 +34,9 @@ _LONGEST_PROMPT = 200
 class EngineOrders:
     """An engine, and the watch over its worker."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, named: tuple[EngineKind, Graphs]) -> None:
+        """Watch over an engine, whose kind and graphs are `named` in what is measured."""
+        self._engine, self._named = engine, named
         self._watch: StepWatch = watched(engine._core)
 
     def tokens(
@@ -84,17 +86,21 @@ class EngineOrders:
 
         All runs have the same prompts, whose KV the first one leaves to the others.
         """
+        about = {"engine": list(self._named), "rows": rows, "context": context}
         longest = max((length for length, _ in drafts), default=0)
         batch = DrivenBatch(rows, context, steps * (longest + 1) + (longest + 1) * _SPARE)
         if (needed := rows * (context + batch.tokens)) > self._engine.kv_capacity:
-            return {"skipped": f"{needed} tokens do not fit the KV cache of {self._engine.kv_capacity}"}
+            return {
+                **about,
+                "skipped": f"{needed} tokens do not fit the KV cache of {self._engine.kv_capacity}",
+            }
         plain = self._driven(batch, DraftGiving(), batch.tokens if drafts else steps)
         found = [{"drafts": 0, "wrong": 0.0, **plain[1]}]
         for length, wrong in drafts:
             giving = DraftGiving(length, wrong, plain[0].responses)
             found.append({"drafts": length, "wrong": wrong, **self._driven(batch, giving, steps)[1]})
         self._forget()
-        return {"runs": found}
+        return {**about, "runs": found}
 
     def passes(self, rows: Sequence[int], context: int) -> dict[str, Any]:
         """Time drafting by the engine's draft model, launched kernel by kernel: milliseconds by rows and tokens."""

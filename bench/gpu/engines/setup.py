@@ -59,7 +59,7 @@ class EngineSetup:
         engine = _stock(self) if self.kind is EngineKind.STOCK else _ours(self)
         from bench.gpu.engines.orders import EngineOrders
 
-        return EngineOrders(engine)
+        return EngineOrders(engine, (self.kind, self.graphs))
 
 
 def compilation(graphs: Graphs) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from kernels.kd_loss import kd_loss
 from kernels.kv_pack import pack, packed_shape, unpack
 from kernels.short_query_attention import rivals
 from kernels.short_query_attention.race import attending
-from kernels.short_query_attention.random_steps import StepShape, random_step
+from kernels.short_query_attention.random_steps import AttentionShape, random_step
 from kernels.timing import Run
 from kernels.w4a16 import quantise
 
@@ -72,9 +72,9 @@ class Sizes:
     queries: tuple[int, ...] = (1, 5, 16)
 
     @property
-    def step(self) -> StepShape:
+    def step(self) -> AttentionShape:
         """Heads and lengths of the steps of attention."""
-        return StepShape(
+        return AttentionShape(
             self.heads, self.kv_heads, self.head_size, self.context, self.long, self.block, self.drafts
         )
 

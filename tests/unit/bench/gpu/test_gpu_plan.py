@@ -10,16 +10,16 @@ import pytest
 from bench.gpu.__main__ import BRIEF_SECONDS
 from bench.gpu.engines.model import LOAD_FORMAT, PREFILL, SHAPES, model_folder
 from bench.gpu.engines.setup import EngineSetup
-from bench.gpu.plan import Subject, chosen, plan
-from bench.gpu.sizes import TINY, Cell, Draft, EngineKind, GpuSizes, Graphs
+from bench.gpu.plan import GpuSubject, chosen, plan
+from bench.gpu.sizes import TINY, EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
 from bench.gpu.state import State
 from bench.gpu.step import CEILINGS, ENVIRONMENT, GpuStep, left, total
 
 OURS = (EngineKind.V1, EngineKind.V2, EngineKind.AHEAD)
 
 
-def subject(model: str = "q17", **changed: object) -> Subject:
-    made = Subject(
+def subject(model: str = "q17", **changed: object) -> GpuSubject:
+    made = GpuSubject(
         Path("model"), LOAD_FORMAT, "bfloat16", "cuda", Graphs.FULL, PREFILL[model], Path("out"), GpuSizes()
     )
     return replace(made, **changed)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_stock_vllm_is_measured_in_every_cell_plainly() -> None:
 def test_the_first_cells_are_measured_with_other_graphs_too() -> None:
     for kind in (EngineKind.V1, EngineKind.STOCK):
         other = [
-            Cell(step.arguments["rows"], step.arguments["context"])
+            GpuCell(step.arguments["rows"], step.arguments["context"])
             for step in plan(subject())
             if step.order == "cell"
             and engine_of(step) == replace(engine_of(step), kind=kind, graphs=Graphs.DEFAULT)
@@ -135,4 +135,4 @@ def test_a_named_model_is_a_config_and_nothing_else(name: str, tmp_path: Path) -
     assert model_folder(str(folder), tmp_path / "unused") == (folder, LOAD_FORMAT)
     (folder / "model.safetensors").touch()
     assert model_folder(str(folder), tmp_path / "unused") == (folder, "auto")
-    assert Draft(4, 0.2) in GpuSizes().drafts
+    assert GpuDraft(4, 0.2) in GpuSizes().drafts
