@@ -31,12 +31,16 @@ _LOG2E, _LOWEST, _ROUND = (tl.constexpr(float(c)) for c in (LOG2E, LOWEST, ROUND
 _BIAS = tl.constexpr(127 + MASS_BITS)
 _PIECES, _CAPACITY, _STATE = tl.constexpr(MOST_PIECES), tl.constexpr(CAPACITY), tl.constexpr(STATE)
 _BUCKETS, _COLLECTED = tl.constexpr(16), tl.constexpr(32)
+_KEY_OF_OFF = tl.constexpr(0x007FFFFF)
+"""order_key of -inf. Those below it are of NaN."""
 
 
 @triton.jit
 def mass_of(below):
-    """int64 mass of entries by how far they lie below the largest (<= 0)."""
-    d = tl.maximum(below, _LOWEST)
+    """int64 mass of entries by how far they lie below the largest (<= 0); 0 for NaN."""
+    counted = below > _LOWEST
+    # No maximum: what that makes of NaN differs between versions of Triton, and NaN is never to become an integer.
+    d = tl.where(counted, below, _LOWEST)
     n = (d * _LOG2E + _ROUND) - _ROUND
     r = (d - n * _LN2_HIGH) - n * _LN2_LOW
     series = _E7 * r + _E6
@@ -47,7 +51,7 @@ def mass_of(below):
     series = series * r + _E1
     series = series * r + _E0
     scale = ((n.to(tl.int32) + _BIAS) << 23).to(tl.float32, bitcast=True)
-    return tl.where(below > _LOWEST, (series * scale).to(tl.int64), 0)
+    return tl.where(counted, (series * scale).to(tl.int64), 0)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -241,7 +245,7 @@ def select(
                     key = order_key(x)
                 else:
                     inside = offset < end
-                    key = tl.load(keys + which * _CAPACITY + offset, mask=inside, other=0)
+                    key = tl.load(keys + which * _CAPACITY + offset, mask=inside, other=_KEY_OF_OFF)
                     key = key.to(tl.uint32, bitcast=True)
                 mass = mass_of(of_order_key(key) - largest)
                 measure = tl.where(inside, mass, 0) if MASS else inside.to(tl.int64)
@@ -250,7 +254,7 @@ def select(
             # Pivot 0 is what is known to reach it; of the others as many do as the digit says.
             reached = ((base + measures).to(tl.float64) >= target) & (tl.arange(0, _BUCKETS) > 0)
             found += tl.sum(reached.to(tl.int64), axis=0) << shift
-        # With p of 0 every key reaches the target; the largest entry is kept all the same. With fewer than k
-        # entries none does, and what min-p keeps stays.
-        result = tl.minimum(of_order_key(found.to(tl.uint32)), largest)
-        tl.store(lowest + which, tl.where(found > 0, result, floor))
+        # With p of 0 every key reaches the target, those of NaN too; the largest entry is kept all the same, and so
+        # keys are compared, not floats. With fewer than k entries none does, and what min-p keeps stays.
+        found = tl.minimum(found, order_key(largest).to(tl.int64))
+        tl.store(lowest + which, tl.where(found > 0, of_order_key(found.to(tl.uint32)), floor))

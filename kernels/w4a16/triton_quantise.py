@@ -56,17 +56,19 @@ def _quantise(
     inside = row < rows
     mask = inside[:, None] & (column < columns)[None, :]
     w = tl.load(weight + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    # The caller finds weights that are not finite by their scale. They are not rounded: NaN has no integer.
+    finite = tl.abs(w) < float("inf")
+    spoiled = tl.min(finite.to(tl.int32), axis=1) == 0
+    w = tl.where(finite, w, 0.0)
     if SYMMETRIC:
         wide = tl.div_rn(tl.max(tl.abs(w), axis=1), tl.full((ROWS,), 7.5, tl.float32))
     else:
         levels = tl.full((ROWS,), 15.0, tl.float32)
         low, high = tl.minimum(tl.min(w, axis=1), 0.0), tl.maximum(tl.max(w, axis=1), 0.0)
         wide = tl.div_rn(high, levels) - tl.div_rn(low, levels)
-    # A maximum passes NaN over; the caller finds bad weights by their scale.
-    spoiled = tl.max((w != w).to(tl.int32), axis=1) > 0
     scale = narrow(tl.where(spoiled, float("nan"), wide), scales.dtype.element_ty)
     exact = scale.to(tl.float32)
-    divisor = tl.where(exact == 0.0, 1.0, exact)
+    divisor = tl.where(exact > 0.0, exact, 1.0)
     if SYMMETRIC:
         zero = tl.full((ROWS,), _MIDDLE, tl.float32)
     else:

@@ -14,7 +14,9 @@ from kernels.backend import installed
 from tests.support.inner_pytest import run_tests
 
 FOLDER = Path(__file__).parent / "triton_backend"
-KERNELS = ("attend", "kd_loss", "kv_pack", "proposals", "sample", "selfcheck", "w4a16")
+KERNELS = ("attend", "kd_loss", "kv_pack", "nan", "proposals", "sample", "selfcheck", "w4a16")
+# What that gives is for each device and each NumPy to say.
+NO_SUCH_INTEGER = ("-W", "error:invalid value encountered in cast:RuntimeWarning")
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="Triton is not installed (extra: kernels)"),
@@ -23,7 +25,8 @@ pytestmark = [
 
 
 def run(mode: str, *names: str, options: Sequence[str] = ()) -> None:
-    run_tests([FOLDER / f"test_{name}.py" for name in names], options, KERNEL_TESTS=mode)
+    paths = [FOLDER / f"test_{name}.py" for name in names]
+    run_tests(paths, [*NO_SUCH_INTEGER, *options], KERNEL_TESTS=mode)
 
 
 @pytest.mark.parametrize(
