@@ -7,12 +7,12 @@ twice, and kernels compiled anew for another batch.
 import pytest
 import torch
 
+from bench.gpu.kernels.compiled import compile_for, faults, intercepted
+from bench.gpu.kernels.launches import WIDTH, attention_step, draw
 from kernels.kd_loss.triton_kd import FusedLoss
 from kernels.kv_pack.layout import BlockLayout, runs
 from kernels.kv_pack.triton_copy import copy
 from kernels.short_query_attention.triton_attend import attend_triton
-from kernels.tune.compiled import compile_for, faults, intercepted
-from kernels.tune.launches import WIDTH, attention_step, draw
 from kernels.tuning import Tuning, using
 from kernels.w4a16.triton_quantise import quantise_triton
 

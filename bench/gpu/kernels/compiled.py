@@ -1,7 +1,7 @@
 """Compile what the entry functions launch for devices that are not there, and say what the code takes.
 
-    python -m kernels.tune.compiled                      # for compute capabilities 8.0, 8.9, 9.0 and 10.0
-    python -m kernels.tune.compiled --arch 90 --json codes.json
+    python -m bench.gpu.kernels.compiled                      # for compute capabilities 8.0, 8.9, 9.0 and 10.0
+    python -m bench.gpu.kernels.compiled --arch 90 --json codes.json
 
 For each kernel and variant: registers a thread, bytes spilled, shared memory, the widest load, the bytes of each
 asynchronous copy, and instructions of the machine code; then whether that is within the limits. The status is 1 if
@@ -31,8 +31,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from bench.gpu.kernels.launches import LAUNCHES
 from kernels import backend
-from kernels.tune.launches import LAUNCHES
 
 ARCHITECTURES = (80, 89, 90, 100)
 Special = tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]
@@ -191,7 +191,7 @@ def faults(kernel: str, setting: str, capability: int, code: Code) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table for each architecture; returns 1 if anything is outside its limits."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.tune.compiled", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.kernels.compiled", description=__doc__)
     parser.add_argument(
         "--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capabilities, 90 for 9.0"
     )
