@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _log_plainly()
     # There is a worker for each core: threads of torch would wait for each other, and keep the core while they do.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Ray waits for its own server for 30 s, which a machine under load needs.
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
     # How long an example takes says how busy the machine is. Examples are the same in every run, but with --soak.
     settings.register_profile(
         "paceline",

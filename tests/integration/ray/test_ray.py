@@ -22,7 +22,10 @@ ray = pytest.importorskip("ray")
 
 from services.ray.platform import RayPlatform  # noqa: E402
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
+
+START_SECONDS = 480
+"""Most that an instance may take: Ray starts a fresh process for each, which imports vLLM, two at a time."""
 
 LONG = SamplingParams(max_tokens=700, ignore_eos=True)
 QUICK = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -43,7 +46,7 @@ def platform(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         redis_url=redis_url,
         namespace="on-ray",
         token="the token of the tests",
-        start_seconds=240,
+        start_seconds=START_SECONDS,
         stop_seconds=15,
         instance_flags=[
             "--dtype=float32",
@@ -70,7 +73,7 @@ def client(platform: RayPlatform) -> Iterator[Client]:
         yield client
 
 
-def until(holds: Callable[[], Any], seconds: float = 240) -> None:
+def until(holds: Callable[[], Any], seconds: float = START_SECONDS) -> None:
     """Wait for what includes the start of two instances, each of which imports vLLM."""
     deadline = time.monotonic() + seconds
     while not holds():
