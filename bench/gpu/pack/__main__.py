@@ -1,0 +1,87 @@
+"""Pack what a GPU machine lacks, to be brought there: vLLM with its CUDA kernels, its packages, and this code.
+
+    scripts/gpu-pack                 # build .pack/, or bring it up to date
+    scripts/gpu-pack --lock          # take versions from requirements/cuda.lock and hashes from the registry
+
+The machine has Python 3.12, torch 2.11 for CUDA 13, Triton 3.6, an H100 or H200, and no network. There,
+in the folder that holds `.pack`:
+
+    . .pack/start.sh && python3 -m kernels.tune
+
+git ignores `.pack`. Of the wheels it has what a Hopper GPU loads (bench/gpu/pack/contents.py), of their
+libraries the device code for sm_90 (bench/gpu/pack/fatbin.py). Wheels are kept in runs/gpu-pack; a second
+build downloads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.gpu.pack import wheels
+from bench.gpu.pack.build import LIMIT, Listing, build, collect
+from bench.gpu.pack.fatbin import FatbinError
+from bench.gpu.pack.wheels import PackError
+from bench.report import console, show_rows
+
+
+def main() -> None:
+    """Do what was asked for; the exit status is 1 if there is no pack that can be carried."""
+    given = arguments()
+    began = time.monotonic()
+    try:
+        if given.lock:
+            versions = wheels.versions_of(wheels.VERSIONS)
+            text = wheels.relock(wheels.read(wheels.LOCK), versions, wheels.CACHE)
+            wheels.LOCK.write_text(text)
+            return
+        listing = build(collect(), Path(), given.out)
+    except (FatbinError, PackError) as error:
+        print(f"gpu-pack: {error}", file=sys.stderr)
+        sys.exit(1)
+    show(listing, given.out, time.monotonic() - began)
+
+
+def show(listing: Listing, out: Path, seconds: float) -> None:
+    """Print what a pack holds and weighs."""
+    show_rows(
+        "Libraries with device code, MB",
+        ("library", "file", "kept for sm_90", "dropped"),
+        [
+            (each.target, _mb(each.size), _mb(each.code.kept), _mb(each.code.dropped))
+            for each in listing.libraries
+        ],
+    )
+    dropped = sorted(listing.left_out.items(), key=lambda each: -each[1])
+    show_rows("Left out, MB", ("files", "unpacked"), [(reason, _mb(size)) for reason, size in dropped])
+    show_rows(
+        f"{out}, MiB", ("file", "size"), [(name, _mib(size)) for name, size in listing.bytes_of.items()]
+    )
+    console().print(
+        f"gpu-pack: {len(listing.packages)} wheels, {listing.files} files, {_mb(listing.unpacked)} MB unpacked;"
+        f" {out} weighs {_mib(listing.weight)} MiB of at most {_mib(LIMIT)}; {seconds:.0f} s",
+        highlight=False,
+    )
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.2f}"
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(".pack"), help="folder of the pack")
+    parser.add_argument("--lock", action="store_true", help="build nothing; write requirements/gpu-pack.lock")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    main()
