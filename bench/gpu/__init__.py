@@ -5,4 +5,6 @@
 - running.py, state.py, host.py: calls that go on where the last one stopped, and the processes that do the steps
 - device.py, engines/, kernels/: what those processes can be told
 - report.py, markdown.py: the tables
+- device_table.py: what a run found, as a table for the simulator
+- pack/: vLLM and its packages, to be brought to a machine without them
 """

@@ -6,7 +6,7 @@
 The machine has Python 3.12, torch 2.11 for CUDA 13, Triton 3.6, an H100 or H200, and no network. There,
 in the folder that holds `.pack`:
 
-    . .pack/start.sh && python3 -m kernels.tune
+    . .pack/start.sh && python3 -m bench.gpu --brief
 
 git ignores `.pack`. Of the wheels it has what a Hopper GPU loads (bench/gpu/pack/contents.py), of their
 libraries the device code for sm_90 (bench/gpu/pack/fatbin.py). Wheels are kept in runs/gpu-pack; a second

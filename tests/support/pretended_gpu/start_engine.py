@@ -12,11 +12,6 @@ import sys
 import traceback
 from pathlib import Path
 
-# Only this part of the machine cannot be pretended by a library: a device file is looked for.
-from services.step_time import machine
-
-machine.on_cpu = lambda: False
-
 
 def main() -> None:
     """Build the engine, which must not succeed."""
