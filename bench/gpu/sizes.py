@@ -99,6 +99,9 @@ class GpuSizes:
 TINY = GpuSizes(
     rows=(1, 2), contexts=(12,), lengths=(2,), wrong=(0.2,), brief_cells=(GpuCell(2, 12),),
     brief_drafts=(GpuDraft(2, 0.2),), steps=2, exact=3, tokens=8, draft_window=0, kv_bytes=8 << 20,
-    kinds=(EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD, EngineKind.EAGLE3, EngineKind.TREES),
+    kinds=(
+        EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD, EngineKind.EAGLE3, EngineKind.QUANTIZED,
+        EngineKind.TREES,
+    ),
 )  # fmt: skip
 """For a CPU, where the other kinds are these or cannot be."""

@@ -31,7 +31,7 @@ from tests.support.engine_process import EngineProcess
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[3]
-SHORT = (EngineKind.STOCK, EngineKind.V1, EngineKind.EAGLE3, EngineKind.TREES)
+SHORT = (EngineKind.STOCK, EngineKind.V1, EngineKind.EAGLE3, EngineKind.QUANTIZED, EngineKind.TREES)
 """Engines that one process of vLLM can be: V2 takes another, which imports vLLM anew."""
 REPEATED = tuple(TUNED_CHECKS + name for name in ("noise", "masks", "attention", "the engine"))
 """Steps that do what others do, with parameters that were swept: one of the kind is left, that of near ties."""
@@ -120,7 +120,7 @@ def test_every_step_runs_and_a_call_goes_on_where_the_last_one_ended(
     _check_kernels(state, out)
     text = (out / "report.md").read_text()
     for heading in (
-        "Tokens: samples", "Plain decoding", "Drafts: ms", "GpuDraft models", "A step's waits", "Attention by",
+        "Tokens: samples", "Plain decoding", "Drafts: ms", "Draft models", "A step's waits", "Attention by",
         "Sampling by", "Memory: ", "Kernels, tuned", "Kernels, defaults", "Sweeps", "Engine step: nothing waits",
         "vLLM's libraries",
     ):  # fmt: skip
@@ -145,9 +145,10 @@ def _check_engines(state: State, kinds: Sequence[EngineKind]) -> None:
         # The first outcome may be of a step that was scheduled before the watch began.
         assert plain["graphs"]["NONE"] >= plain["steps"] - 1 > 0
         assert all(run["tokens_a_step"] > plain["tokens_a_step"] for run in drafted)
-    passes = state.done[f"draft passes: {EngineKind.EAGLE3}"]["result"]["passes"]
-    assert [(each["rows"], each["tokens"]) for each in passes] == [(1, 1), (1, 8), (2, 1), (2, 8)]
-    assert all(each["ms"] > 0 for each in passes)
+    for kind in (EngineKind.EAGLE3, EngineKind.QUANTIZED):
+        passes = state.done[f"draft passes: {kind}"]["result"]["passes"]
+        assert [(each["rows"], each["tokens"]) for each in passes] == [(1, 1), (1, 8), (2, 1), (2, 8)]
+        assert all(each["ms"] > 0 for each in passes)
 
 
 def _check_kernels(state: State, out: Path) -> None:
