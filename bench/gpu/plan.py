@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from bench.gpu.device import DeviceSetup
-from bench.gpu.engines.setup import EngineSetup
+from bench.gpu.engines.setup import STOCK, EngineSetup
 from bench.gpu.kernels.setup import KernelSetup
 from bench.gpu.sizes import EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
 from bench.gpu.state import State
@@ -56,6 +56,8 @@ def plan(subject: GpuSubject) -> list[GpuStep]:
     for kind in (EngineKind.EAGLE3, EngineKind.QUANTIZED):
         if kind in kinds:
             steps.append(_passes(subject, kind))
+    if EngineKind.STOCK_EAGLE3 in kinds:
+        steps += _cells(subject, EngineKind.STOCK_EAGLE3, subject.sizes.brief_cells)
     if subject.device == "cuda":
         other = Graphs.DEFAULT if subject.graphs is Graphs.FULL else Graphs.FULL
         for kind in (EngineKind.V1, EngineKind.STOCK):
@@ -116,7 +118,7 @@ def _setup(subject: GpuSubject, kind: EngineKind, graphs: Graphs | None = None) 
         graphs or subject.graphs,
         max(sizes.rows),
         sizes.longest,
-        0 if kind is EngineKind.STOCK else sizes.draft_window,
+        0 if kind in STOCK else sizes.draft_window,
         sizes.kv_bytes,
     )
 
@@ -142,7 +144,7 @@ def _device_last(subject: GpuSubject) -> Iterator[GpuStep]:
 def _first_minutes(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
     """Yield tokens of an engine, and its first cells."""
     brief = kind in (EngineKind.V1, EngineKind.STOCK)
-    if kind is not EngineKind.STOCK:
+    if kind not in STOCK:
         yield from (replace(step, brief=brief) for step in _tokens(subject, _setup(subject, kind)))
     for step in _cells(subject, kind, subject.sizes.brief_cells):
         yield replace(step, brief=brief)
@@ -173,7 +175,7 @@ def _cells(
 ) -> Iterator[GpuStep]:
     """Yield the first measurement of some cells: plain, and with the drafts of a brief run."""
     for cell in cells:
-        drafts = () if kind is EngineKind.STOCK else subject.sizes.brief_drafts
+        drafts = () if kind in STOCK else subject.sizes.brief_drafts
         yield _cell(subject, kind, cell, drafts, cell_name(kind, cell, graphs), graphs)
 
 
@@ -184,7 +186,7 @@ def _the_rest(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
         first = cell in sizes.brief_cells
         before = set(sizes.brief_drafts) if first else set()
         drafts = [draft for draft in sizes.drafts if draft not in before]
-        if kind is EngineKind.STOCK:
+        if kind in STOCK:
             drafts = []
         if first and not drafts:
             continue
@@ -192,10 +194,10 @@ def _the_rest(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
         yield _cell(subject, kind, cell, drafts, name)
     setup, cell = _setup(subject, kind), sizes.brief_cells[0]
     where: Arguments = {"rows": cell.rows, "context": cell.context}
-    lengths = (0,) if kind is EngineKind.STOCK else (0, min(sizes.lengths))
+    lengths = (0,) if kind in STOCK else (0, min(sizes.lengths))
     for length in lengths:
         yield GpuStep(f"waits: {kind}, {length} drafts", setup, "waits", 8, {**where, "length": length})
-    if kind is not EngineKind.STOCK:
+    if kind not in STOCK:
         longest = min(8, max(sizes.lengths))
         yield GpuStep(f"deciding: {kind}", setup, "deciding", 8, {**where, "length": longest})
         yield GpuStep(f"memory: {kind}", setup, "memory", 1)
@@ -214,7 +216,7 @@ def _cell(
     # The plain run gives the truth of the longest drafts; 30 ms a step, of either kind.
     decoded = steps * (1 + max((draft.length for draft in drafts), default=0)) + steps * len(drafts)
     seconds = 0.5 + cell.rows * cell.context / subject.prefill + 0.03 * decoded
-    if kind is EngineKind.STOCK:
+    if kind in STOCK:
         seconds = 0.5 + cell.rows * cell.context / subject.prefill + 0.03 * steps
     return GpuStep(name, _setup(subject, kind, graphs), "cell", seconds, arguments)
 

@@ -7,13 +7,15 @@ from enum import StrEnum
 
 
 class EngineKind(StrEnum):
-    """Engines that are compared. STOCK is vLLM with its own defaults.
+    """Engines that are compared. STOCK is vLLM with its own defaults, STOCK_EAGLE3 with its own speculation.
 
     TREES is V1 with draft trees, for which attention is our kernel's. INVARIANT is V1 in vLLM's batch-invariant
     mode. EAGLE3 and QUANTIZED are V1 with a draft model: a head of random weights, and the quantized copy.
+    Of what heads of random weights draft, next to nothing is accepted: they show what drafting costs.
     """
 
     STOCK = "stock vLLM"
+    STOCK_EAGLE3 = "stock vLLM with EAGLE-3"
     V1 = "V1"
     V2 = "V2"
     AHEAD = "V2 ahead"
@@ -100,8 +102,8 @@ TINY = GpuSizes(
     rows=(1, 2), contexts=(12,), lengths=(2,), wrong=(0.2,), brief_cells=(GpuCell(2, 12),),
     brief_drafts=(GpuDraft(2, 0.2),), steps=2, exact=3, tokens=8, draft_window=0, kv_bytes=8 << 20,
     kinds=(
-        EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD, EngineKind.EAGLE3, EngineKind.QUANTIZED,
-        EngineKind.TREES,
+        EngineKind.STOCK, EngineKind.STOCK_EAGLE3, EngineKind.V1, EngineKind.AHEAD, EngineKind.EAGLE3,
+        EngineKind.QUANTIZED, EngineKind.TREES,
     ),
 )  # fmt: skip
 """For a CPU, where the other kinds are these or cannot be."""

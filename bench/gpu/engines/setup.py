@@ -18,6 +18,9 @@ from services.step_time.machine import on_cpu
 _START_SECONDS = {Graphs.FULL: 50.0, Graphs.DEFAULT: 90.0, Graphs.NONE: 30.0}
 """Until an engine is built and its graphs are captured."""
 _MOST_DRAFTED = 8
+_STOCK_DRAFTED = 3
+"""Draft tokens of a step, as vLLM's documentation has it for EAGLE-3."""
+STOCK = (EngineKind.STOCK, EngineKind.STOCK_EAGLE3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,14 @@ class EngineSetup:
 
     def orders(self) -> Any:
         """Build the engine in this process, where nothing of vLLM may have been imported; return its orders."""
-        if self.kind is not EngineKind.STOCK:
+        if self.kind not in STOCK:
             choose_invariance(self.kind is EngineKind.INVARIANT)
             choose_runner("v2" if self.on_v2 else "v1")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from bench.gpu.engines.model import register_random_weights
 
         register_random_weights()
-        engine = _stock(self) if self.kind is EngineKind.STOCK else _ours(self)
+        engine = _stock(self) if self.kind in STOCK else _ours(self)
         from bench.gpu.engines.orders import EngineOrders
 
         return EngineOrders(engine, (self.kind, self.graphs))
@@ -79,6 +82,12 @@ def _stock(setup: EngineSetup) -> Any:
         "kv_cache_memory_bytes": setup.kv_bytes,
         "compilation_config": None if on_cpu() else compilation(setup.graphs),
     }
+    if setup.kind is EngineKind.STOCK_EAGLE3:
+        chosen["speculative_config"] = {
+            "method": "eagle3",
+            "model": str(_head(setup)),
+            "num_speculative_tokens": _STOCK_DRAFTED,
+        }
     return StockVllm(
         model=str(setup.model),
         tokenizer=str(setup.model),
@@ -97,11 +106,7 @@ def _ours(setup: EngineSetup) -> Any:
 
     eagle3 = None
     if setup.kind is EngineKind.EAGLE3:
-        from bench.gpu.engines.model import random_head
-
-        config = json.loads((setup.model / "config.json").read_text())
-        head = random_head(config, setup.model.parent / "head")
-        eagle3 = Eagle3Options(str(head), most_tokens=_MOST_DRAFTED)
+        eagle3 = Eagle3Options(str(_head(setup)), most_tokens=_MOST_DRAFTED)
     options = EngineOptions(
         model=str(setup.model),
         load_format=setup.load_format,
@@ -120,3 +125,11 @@ def _ours(setup: EngineSetup) -> Any:
         eagle3=eagle3,
     )
     return Engine(options)
+
+
+def _head(setup: EngineSetup) -> Path:
+    """Return an EAGLE-3 head of random weights for the model of a setup."""
+    from bench.gpu.engines.model import random_head
+
+    config = json.loads((setup.model / "config.json").read_text())
+    return random_head(config, setup.model.parent / "head")

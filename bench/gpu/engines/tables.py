@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.gpu.engines.setup import EngineSetup
+from bench.gpu.engines.setup import STOCK, EngineSetup
 from bench.gpu.markdown import figure, listed, table
 from bench.gpu.sizes import EngineKind
 from bench.gpu.state import State
@@ -104,7 +104,7 @@ def _plain(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
 
 
 def _drafted(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
-    columns = [column for column in _columns(steps) if column[0] is not EngineKind.STOCK]
+    columns = [column for column in _columns(steps) if column[0] not in STOCK]
     found: dict[tuple[str, int, float], dict[Column, Runs]] = {}
     plain: dict[tuple[str, Column], Runs] = {}
     for step in steps:

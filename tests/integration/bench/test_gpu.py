@@ -31,7 +31,7 @@ from tests.support.engine_process import EngineProcess
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[3]
-SHORT = (EngineKind.STOCK, EngineKind.V1, EngineKind.EAGLE3, EngineKind.QUANTIZED, EngineKind.TREES)
+SHORT = tuple(kind for kind in TINY.kinds if kind is not EngineKind.AHEAD)
 """Engines that one process of vLLM can be: V2 takes another, which imports vLLM anew."""
 REPEATED = tuple(TUNED_CHECKS + name for name in ("noise", "masks", "attention", "the engine"))
 """Steps that do what others do, with parameters that were swept: one of the kind is left, that of near ties."""
@@ -138,7 +138,7 @@ def _check_engines(state: State, kinds: Sequence[EngineKind]) -> None:
     # Weights are no constant, and logits not flat.
     assert len({token for tokens in truth.values() for token in tokens}) > TINY.tokens
     assert f"tokens: {EngineKind.TREES}, float32, trees" in runs
-    for kind in {EngineKind.STOCK, EngineKind.V1, EngineKind.AHEAD} & set(kinds):
+    for kind in {EngineKind.STOCK, EngineKind.STOCK_EAGLE3, EngineKind.V1, EngineKind.AHEAD} & set(kinds):
         (plain, *drafted) = state.done[f"steps: {kind}, 2 x 12"]["result"]["runs"]
         assert plain["step_ms"] > 0
         assert plain["idle_ms"] > 0
