@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from bench.gpu.pack.build import LIMIT, Listing, read
+from bench.gpu.sizes import EngineKind, Graphs
 from tests.support import pretended_gpu
 from tests.support.soak import record
 
@@ -27,27 +28,19 @@ REQUIREMENTS = ROOT / "requirements/gpu-machine.txt"
 ENVIRONMENT = ROOT / "runs/gpu-machine"
 UV = ROOT / ".venv.uv/bin/uv"
 DISK = 12 * 2**30
-ENGINES = ("stock", "v1", "v2", "invariant")
+ENGINES = [
+    *((kind, Graphs.FULL, "bfloat16") for kind in EngineKind),
+    (EngineKind.STOCK, Graphs.DEFAULT, "bfloat16"),
+    (EngineKind.V1, Graphs.DEFAULT, "bfloat16"),
+    (EngineKind.V1, Graphs.FULL, "float32"),
+]
+"""Engines of a run, as it builds them."""
 OPERATORS = {
     "vllm/_C_stable_libtorch.abi3.so": {"_C::rms_norm", "_C::rotary_embedding", "_C::silu_and_mul"},
     "vllm/_moe_C_stable_libtorch.abi3.so": {"_moe_C::topk_softmax"},
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": {"_vllm_fa3_C::fwd", "_vllm_fa3_C::get_scheduler_metadata"},
 }
 """By library: some of the operators that each must register."""
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "dtype": "bfloat16",
-    "head_dim": 128,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
-
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 _seconds: dict[str, float] = {}
 
@@ -161,12 +154,12 @@ def test_every_compiled_library_loads_and_registers_its_operators(
         assert operators <= set(found[path]["operators"])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("kind", "graphs", "dtype"), ENGINES)
 def test_nothing_stops_an_engine_before_the_device(
-    engine: str, there: Path, variables: dict[str, str], tmp_path: Path
+    kind: EngineKind, graphs: Graphs, dtype: str, there: Path, variables: dict[str, str], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    said = _there(engine, f"{PRETENDED / 'start_engine.py'} {engine} {tmp_path}", there, variables)
+    program = f"{PRETENDED / 'start_engine.py'} {kind.name} {graphs} {dtype} {tmp_path}"
+    said = _there(f"{kind}, {graphs} graphs, {dtype}", program, there, variables)
     assert (said["platform"], said["capability"]) == ("NvmlCudaPlatform", [9, 0])
     assert said["error"] == "RuntimeError"
     assert said["message"].startswith("Found no NVIDIA driver on your system.")

@@ -1,25 +1,40 @@
-"""Start an engine and print what stops it: `python start_engine.py KIND MODEL`, on the pretended machine.
+"""Start an engine of bench.gpu and print what stops it, on the pretended machine.
 
-KIND is stock, v1, v2 or invariant. The last line is a JSON object: the error's type and message, the files and
-functions that it came through, and the platform and compute capability that vLLM found.
+    python start_engine.py KIND GRAPHS DTYPE FOLDER
+
+KIND is a name of `EngineKind`; FOLDER gets the model's config. The last line is a JSON object: the error's type and
+message, the files and functions that it came through, and the platform and compute capability that vLLM found.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 from pathlib import Path
 
+from bench.gpu.engines.model import model_folder
+from bench.gpu.engines.setup import STOCK, EngineSetup
+from bench.gpu.sizes import EngineKind, GpuSizes, Graphs
+
 
 def main() -> None:
     """Build the engine, which must not succeed."""
-    kind, model = sys.argv[1], sys.argv[2]
-    # The engine runs in this process, where its error can be seen.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    kind, graphs, dtype, folder = sys.argv[1:]
+    model, load_format = model_folder("q17", Path(folder) / "model")
+    sizes = GpuSizes()
+    setup = EngineSetup(
+        EngineKind[kind],
+        model,
+        load_format,
+        dtype,
+        Graphs(graphs),
+        max(sizes.rows),
+        sizes.longest,
+        0 if EngineKind[kind] in STOCK else sizes.draft_window,
+    )
     try:
-        stock(model) if kind == "stock" else ours(kind, model)
+        setup.orders()
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         traceback.print_exception(error)
@@ -31,33 +46,6 @@ def main() -> None:
 
     capability = current_platform.get_device_capability()
     print(json.dumps({**said, "platform": type(current_platform).__name__, "capability": list(capability)}))
-
-
-def stock(model: str) -> None:
-    """Build vLLM's engine with its defaults."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    LLMEngine.from_engine_args(EngineArgs(model=model, skip_tokenizer_init=True, max_model_len=1024))
-
-
-def ours(kind: str, model: str) -> None:
-    """Build Paceline's engine."""
-    from services.generation.engine.batch_invariance import choose_invariance
-    from services.generation.engine.runner_choice import choose_runner
-    from services.generation.engine.types import EngineOptions
-
-    runner = "v2" if kind == "v2" else "v1"
-    invariant = kind == "invariant"
-    choose_runner(runner)
-    choose_invariance(invariant)
-    from services.generation.engine.core import Engine
-
-    Engine(
-        EngineOptions(
-            model=model, dtype="bfloat16", max_model_len=1024, engine=runner, batch_invariant=invariant
-        )
-    )
 
 
 if __name__ == "__main__":
