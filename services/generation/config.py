@@ -111,7 +111,8 @@ class GenerationConfig(ServiceConfig):
     follows what is accepted. solver: drafts of the length that a table has for the batch. planner: as many tokens,
     over the whole batch, as pay. Knobs can change the mode."""
     sweep_seconds: float = Field(default=2.0, ge=0, le=600, allow_inf_nan=False)
-    """Time in which the instance measures its own step times before it serves; 0: it learns them as it serves."""
+    """Time in which the instance measures its own step times before it serves, without prefill; with it the sweep
+    takes four times as long at most. 0: it learns them as it serves."""
     calibration: Path | None = None
     """Sweep saved by `paceline calibrate`, or a folder of them, which takes the place of that measurement where it
     is of the same device, tensor parallelism, model and dtype."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SWEEP_SECONDS = 2.0
-"""Time of a sweep, without prefill."""
+"""Time of the measured steps of a sweep."""
 SHORT_CONTEXT = 64
 """Longest mean context of a sample, in tokens, that counts as short."""
 PROMPT, LONG_PROMPT = 8, 4096

@@ -23,14 +23,27 @@ if TYPE_CHECKING:
 # Steps of a shape: the first of it may allocate memory or compile, and the quickest of the others counts, because
 # whatever else a machine does only prolongs a step.
 _UNTIMED_STEPS, _STEPS = 1, 2
+_LONGEST = 4
+"""Times the seconds of the measured steps: the most that a sweep takes with prefill. An instance waits for it."""
 
 
 @dataclass(slots=True)
 class _Timer:
-    """Clock, and the seconds that are left to measure."""
+    """Clock, the seconds that are left to measure, and when the sweep ends in any case."""
 
     clock: Callable[[], float]
     left: float
+    until: float
+
+    @property
+    def over(self) -> bool:
+        """True if no other shape is to be begun."""
+        return self.left <= 0 or self.late
+
+    @property
+    def late(self) -> bool:
+        """True if nothing more is to be begun."""
+        return self.clock() >= self.until
 
 
 def measure_steps(
@@ -40,18 +53,20 @@ def measure_steps(
 
     Args:
         engine: without samples; afterwards it has none, and no KV.
-        seconds: time of the steps, without prefill.
+        seconds: time of the measured steps. With prefill and what else the engine does the sweep takes four times
+            as long at most, and one step more.
         clock: in seconds.
 
     Raises:
         Exception: of the engine, which has no sample of the sweep then either.
     """
-    timer, random, found = _Timer(clock, seconds), Random(0), list[MeasuredStep]()
+    timer = _Timer(clock, seconds, clock() + _LONGEST * seconds)
+    random, found = Random(0), list[MeasuredStep]()
     capacity = engine.kv_capacity
     most, longest = engine.row_capacity, engine.limits.max_model_len
     batches = swept_batches(engine.max_running, most, longest, engine.graph_sizes)
     for batch in batches:
-        if batch.samples * 2 * batch.prompt <= capacity and timer.left > 0:
+        if batch.samples * 2 * batch.prompt <= capacity and not timer.over:
             found += _measure(engine, batch, timer, random)
     engine.forget_kv()
     return found
@@ -61,7 +76,7 @@ def _measure(engine: Engine, batch: SweptBatch, timer: _Timer, random: Random) -
     found = list[MeasuredStep]()
     names = [f"sweep-{batch.samples}-{batch.prompt}-{i}" for i in range(batch.samples)]
     try:
-        _admit(engine, names, min(batch.prompt, engine.limits.max_model_len - 1), random)
+        _admit(engine, names, min(batch.prompt, engine.limits.max_model_len - 1), timer, random)
         for rows in batch.rows:
             taken = [_step(engine, rows, timer, random) for _ in range(_UNTIMED_STEPS + _STEPS)]
             full = [
@@ -69,7 +84,7 @@ def _measure(engine: Engine, batch: SweptBatch, timer: _Timer, random: Random) -
             ]
             if full:
                 found.append(min(full, key=lambda each: each.seconds))
-            if timer.left <= 0:
+            if timer.over:
                 break
     finally:
         engine.abort(names)
@@ -79,13 +94,13 @@ def _measure(engine: Engine, batch: SweptBatch, timer: _Timer, random: Random) -
     return found
 
 
-def _admit(engine: Engine, names: list[str], length: int, random: Random) -> None:
-    """Let samples with random prompts of `length` tokens decode, or end."""
+def _admit(engine: Engine, names: list[str], length: int, timer: _Timer, random: Random) -> None:
+    """Let samples with random prompts of `length` tokens decode, or end; stop where the time is over."""
     vocab = engine.limits.vocab_size
     for name in names:
         prompt = tuple(random.randrange(vocab) for _ in range(length))
         engine.add(EngineRequest(name, prompt, (), Sampling(ignore_eos=True), random.getrandbits(32)))
-    while engine.has_work and len(engine.decoding()) < len(names):
+    while engine.has_work and len(engine.decoding()) < len(names) and not timer.late:
         if any(step.finish is not None for step in engine.step()):
             break
 
@@ -93,7 +108,7 @@ def _admit(engine: Engine, names: list[str], length: int, random: Random) -> Non
 def _step(engine: Engine, rows: int, timer: _Timer, random: Random) -> MeasuredStep | None:
     """Run a step that verifies so many tokens; None where there is no room for them, or nothing to decode."""
     states, vocab = engine.decoding(), engine.limits.vocab_size
-    if not 0 < len(states) <= rows:
+    if not 0 < len(states) <= rows or timer.late:
         return None
     width, longer = divmod(rows - len(states), len(states))
     if min(state.room for state in states) < width + (longer > 0):

@@ -60,6 +60,7 @@ class TimedEngine(ScriptedEngine):
     kv_capacity: int = 1 << 30
     forgotten: int = 0
     fails_after: int | None = None
+    stalled_after: int | None = None
 
     def step(self) -> list[SampleStep]:
         if self.fails_after is not None:
@@ -70,6 +71,9 @@ class TimedEngine(ScriptedEngine):
         rows = len(states) + sum(map(len, self.drafts.values()))
         context = sum(len(state.prompt) + len(state.response) for state in states)
         self.step_time = float(self.machine.seconds(max(len(states), 1), max(rows, 1), context))
+        if self.stalled_after is not None:
+            self.stalled_after -= 1
+            self.step_time += 30.0 * (self.stalled_after < 0)
         self.permits += 1
         return ScriptedEngine.step(self)
 
@@ -117,10 +121,22 @@ def test_a_slow_engine_is_measured_for_no_longer_than_there_is_time() -> None:
     engine = _engine(machine=KnownStepTime(weights=0.3))
     began = engine.clock()
     found = measure_steps(engine, 2.0, engine.clock)
-    # The last shape may begin just before the end, and prefill is not counted.
+    # The last shape may begin just before the end.
     assert engine.clock() - began < 6.0
     assert {step.samples for step in found} <= {1, 32}
     assert found
+
+
+@pytest.mark.parametrize("stalled_after", [0, 3, 9])
+def test_an_engine_that_stands_still_is_measured_no_longer(stalled_after: int) -> None:
+    """From some step on every step takes half a minute, as if the machine were busy with something else."""
+    engine = _engine(stalled_after=stalled_after)
+    began = engine.clock()
+    measure_steps(engine, 2.0, engine.clock)
+    assert engine.forgotten == 1
+    assert not engine.requests
+    # The step that is under way, and the one that tells the worker of the end.
+    assert engine.clock() - began < 8 + 2 * 30 + 1
 
 
 @pytest.mark.parametrize("ends", [1, 3, 9])
