@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -233,8 +234,26 @@ def test_an_asynchronous_trainer_trains_on_what_was_sampled_meanwhile(
 
     class Kill(import_module("transformers").TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            """Let no other step begin before a sample has gone on elsewhere."""
             if state.global_step == 1:
-                platform.kill("instance-0")
+                assert any(lost_samples() for _ in range(5)), "no sample was on the instance that was killed"
+
+    def lost_samples() -> bool:
+        """Kill an instance; return whether a sample was there, which goes on elsewhere. Else start it again."""
+        platform.kill("instance-0")
+        if came(lambda sample: sample.provenance.resubmissions > 0, 20):
+            return True
+        platform.restart("instance-0")
+        return False
+
+    def came(holds: Callable[[Any], bool], seconds: float) -> bool:
+        """Wait for a sample, which is generated while the trainer waits."""
+        deadline = time.monotonic() + seconds
+        while not any(holds(sample) for _, sample, _ in Recorded.rows):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     class Recorded(worker_of):  # type: ignore[misc]
         rows: ClassVar[list[tuple[Any, Any, Any]]] = []
