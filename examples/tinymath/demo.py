@@ -33,10 +33,11 @@ from examples.tinymath.train import MODEL, Options, add_options, new_learner, re
 from paceline import Client, KnobSetting, WeightFolder
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
-from services.local.machine import chooses_cuda, count_gpus
+from services.local.machine import chooses_cuda
 from services.models.download import DownloadError
 from services.models.local_model import local_model
 from services.models.source import SourceError
+from services.step_time.machine import driver_gpus
 
 _TIME_COLUMNS = (
     "step",
@@ -261,7 +262,7 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     add_options(parser)
     given = parser.parse_args(arguments)
     options = tuple(given.instance_option)
-    on_gpus = count_gpus() if chooses_cuda(given.device, count_gpus()) else 0
+    on_gpus = driver_gpus() if chooses_cuda(given.device, driver_gpus()) else 0
     setup = Setup(
         model=local_model(given.model, lambda line: print(f"model: {line}", flush=True)),
         instances=given.instances or on_gpus or 2,

@@ -18,6 +18,7 @@ from typing import Literal
 import psutil
 
 from services.platform.memory_limits import own_memory_limits
+from services.step_time.machine import driver_gpus
 
 _DRIVER = Path("/proc/driver/nvidia")
 
@@ -62,13 +63,8 @@ def read_machine(folder: Path, ports: Iterable[int], packages: Iterable[str]) ->
         taken_ports=frozenset(port for port in ports if port and _is_taken(port)),
         missing_packages=tuple(name for name in packages if find_spec(name) is None),
         driver=_driver(_DRIVER / "version"),
-        gpus=count_gpus(),
+        gpus=driver_gpus(),
     )
-
-
-def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that the driver knows, without starting CUDA."""
-    return len(list((_DRIVER / "gpus").glob("*")))
 
 
 def chooses_cuda(device: Literal["auto", "cpu", "cuda"], gpus: int) -> bool:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from services.local.config import PlatformConfig
-from services.local.machine import chooses_cuda, count_gpus
+from services.local.machine import chooses_cuda
 from services.platform.cores import cpu_list, share_cores
+from services.step_time.machine import driver_gpus
 
 # Runs before the real program: threads that it starts inherit the cores.
 _PIN = """
@@ -41,7 +42,7 @@ def cuda_environment(visible: str | None, gpus: int, index: int) -> dict[str, st
 
 def share_of_machine(config: PlatformConfig, index: int) -> tuple[dict[str, str], tuple[int, ...]]:
     """Return environment and cores that give an instance its share of this machine."""
-    gpus = count_gpus()
+    gpus = driver_gpus()
     if chooses_cuda(config.device, gpus):
         return cuda_environment(os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, gpus), index), ()
     if not config.pin:

@@ -21,16 +21,16 @@ def gpu_count() -> int:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return _driver_count()
+        return driver_gpus()
     # CUDA takes the names up to the first that is none.
     names = [name.strip() for name in visible.split(",")]
     wanted = next((i for i, name in enumerate(names) if not name or name.startswith("-")), len(names))
-    return min(wanted, _driver_count())
+    return min(wanted, driver_gpus())
 
 
 @cache
-def _driver_count() -> int:
-    """Return how many GPUs the driver has; 0 where there is none."""
+def driver_gpus() -> int:
+    """Return how many NVIDIA GPUs the driver has, without starting CUDA; 0 where there is no driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

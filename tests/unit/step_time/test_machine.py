@@ -33,7 +33,7 @@ int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 4; return 0; }
 def test_names_up_to_the_first_that_is_none_count(
     visible: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_driver_count", lambda: 4)
+    monkeypatch.setattr(machine, "driver_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -62,7 +62,7 @@ def test_the_driver_is_asked(status: int, expected: int, tmp_path: Path) -> None
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine._driver_count.cache_clear()
+    machine.driver_gpus.cache_clear()
 
     def missing(name: str) -> None:
         raise OSError(name)
@@ -71,4 +71,4 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         assert machine.on_cpu()
     finally:
-        machine._driver_count.cache_clear()
+        machine.driver_gpus.cache_clear()
