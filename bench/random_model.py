@@ -16,17 +16,6 @@ def make_random_model(folder: Path, *, hidden: int, layers: int, vocab_size: int
     return _save(folder, Qwen3Config, Qwen3ForCausalLM, **_shape(hidden, layers, vocab_size, length))
 
 
-def make_random_weights(config: Path, folder: Path) -> Path:
-    """Save a model of a given config, a folder with config.json, in bfloat16 with random weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    read = AutoConfig.from_pretrained(config)
-    AutoModelForCausalLM.from_config(read, dtype=torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
 def make_random_experts(
     folder: Path, *, hidden: int, layers: int, experts: int, vocab_size: int, length: int
 ) -> Path:

@@ -1,4 +1,4 @@
-"""Times of what runs on a device, and the names of the device and of the software beside it."""
+"""Time runs on a device; name the device and the versions of the software."""
 
 from __future__ import annotations
 

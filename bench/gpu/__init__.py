@@ -3,7 +3,7 @@
 - __main__.py: options
 - sizes.py, step.py, plan.py: what is measured, and in which order
 - running.py, state.py, host.py: calls that go on where the last one stopped, and the processes that do the steps
-- device.py, engines/, kernels/: what those processes can be told
+- device.py, engines/, kernels/: the orders of those processes
 - report.py, markdown.py: the tables
 - device_table.py: what a run found, as a table for the simulator
 - pack/: vLLM and its packages, to be brought to a machine without them

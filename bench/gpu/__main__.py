@@ -32,7 +32,7 @@ from bench.gpu.host import OrderFailed, OrderLate, WorkerHost
 from bench.gpu.plan import GpuSubject, chosen, plan
 from bench.gpu.running import REFUSED, run
 from bench.gpu.sizes import TINY, GpuSizes, Graphs
-from bench.gpu.state import OtherRun, State
+from bench.gpu.state import LINES, OtherRun, State
 from bench.gpu.step import GpuStep, estimated, total
 from services.step_time.machine import gpu_count
 
@@ -54,7 +54,8 @@ def main(given: Sequence[str] | None = None) -> int:
     until = time.monotonic() + (options.seconds or (BRIEF_SECONDS if options.brief else 500))
     path = options.out / "state.json"
     if options.fresh:
-        path.unlink(missing_ok=True)
+        for old in (path, options.out / LINES):
+            old.unlink(missing_ok=True)
     try:
         with WorkerHost() as host:
             status = run(steps, host, path, until, options.model, lambda state: report.write(state, steps))

@@ -46,7 +46,7 @@ class DeviceSetup:
 
 
 class DeviceOrders:
-    """What can be told without an engine."""
+    """Orders that need no engine."""
 
     def __init__(self, setup: DeviceSetup) -> None:
         import torch

@@ -19,12 +19,16 @@ class OrderFailed(RuntimeError):
     """The process raised, or is gone; the text is the end of its traceback."""
 
 
-class StartFailed(OrderFailed):
-    """The process did not come to take orders."""
-
-
 class OrderLate(RuntimeError):
     """The order was not carried out in time."""
+
+
+class StartFailed(OrderFailed):
+    """The process raised, or was gone, before it took orders."""
+
+
+class StartLate(OrderLate):
+    """The process did not come to take orders in time."""
 
 
 class WorkerSetup(Protocol):
@@ -93,7 +97,7 @@ class WorkerHost:
 
         Raises:
             OrderFailed: the process raised, or is gone; StartFailed: before it took the order.
-            OrderLate: it took longer than `seconds`, with the start of the process.
+            OrderLate: it took longer than `seconds`, with the start of the process; StartLate: the start did.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -104,6 +108,8 @@ class WorkerHost:
                     self._answer(deadline)
                 except OrderFailed as error:
                     raise StartFailed(str(error)) from error
+                except OrderLate as error:
+                    raise StartLate(str(error)) from error
             assert self._worker is not None
             self._worker.pipe.send((order, arguments))
             found: dict[str, Any] = self._answer(deadline)

@@ -16,7 +16,16 @@ from bench.gpu.engines.setup import STOCK, EngineSetup
 from bench.gpu.kernels.setup import KernelSetup
 from bench.gpu.sizes import EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
 from bench.gpu.state import State
-from bench.gpu.step import CEILINGS, ENVIRONMENT, SWEEP, TUNED_CHECKS, Arguments, GpuStep, tokens_name
+from bench.gpu.step import (
+    CEILINGS,
+    ENVIRONMENT,
+    KERNELS,
+    SWEEP,
+    TUNED_CHECKS,
+    Arguments,
+    GpuStep,
+    tokens_name,
+)
 
 _FLOAT32 = "float32"
 
@@ -118,6 +127,7 @@ def _setup(subject: GpuSubject, kind: EngineKind, graphs: Graphs | None = None) 
         graphs or subject.graphs,
         max(sizes.rows),
         sizes.longest,
+        subject.out / "head",
         0 if kind in STOCK else sizes.draft_window,
         sizes.kv_bytes,
     )
@@ -216,8 +226,6 @@ def _cell(
     # The plain run gives the truth of the longest drafts; 30 ms a step, of either kind.
     decoded = steps * (1 + max((draft.length for draft in drafts), default=0)) + steps * len(drafts)
     seconds = 0.5 + cell.rows * cell.context / subject.prefill + 0.03 * decoded
-    if kind in STOCK:
-        seconds = 0.5 + cell.rows * cell.context / subject.prefill + 0.03 * steps
     return GpuStep(name, _setup(subject, kind, graphs), "cell", seconds, arguments)
 
 
@@ -232,7 +240,7 @@ def _kernels(subject: GpuSubject) -> Iterator[GpuStep]:
 
     setup = KernelSetup(subject.device, subject.out / "tuned")
     known = kernel_steps(subject.device)
-    checks = [f"kernels: {step.name}" for step in known if f"kernels: {step.name}".startswith(TUNED_CHECKS)]
+    checks = [step.name for step in known if step.name.startswith(TUNED_CHECKS)]
 
     def more(state: State) -> Arguments:
         return {
@@ -246,8 +254,7 @@ def _kernels(subject: GpuSubject) -> Iterator[GpuStep]:
         }
 
     for step in known:
-        name = f"kernels: {step.name}"
         # The table of the defaults is measured with them, also where sweeps have been done before.
-        defaults = step.name.startswith(("exact: ", "defaults: "))
+        defaults = step.name.startswith((f"{KERNELS}exact: ", f"{KERNELS}defaults: "))
         own = (lambda state: {**more(state), "values": {}}) if defaults else more
-        yield GpuStep(name, setup, "step", step.seconds, {"name": step.name}, own, step.brief)
+        yield GpuStep(step.name, setup, "step", step.seconds, {"name": step.name}, own, step.brief)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.gpu.host import OrderFailed, OrderLate, StartFailed, WorkerHost
+from bench.gpu.host import OrderFailed, OrderLate, StartFailed, StartLate, WorkerHost
 from bench.gpu.state import State, sources
 from bench.gpu.step import GpuStep, estimated, left
 
@@ -83,23 +83,23 @@ def _run(
 ) -> bool:
     """Run a step and record it; return False for one that the end of the call cut off."""
     state.begin(step.name)
-    result, error = None, None
+    result, error, started = None, None, True
     try:
         result = host.ask(step.setup, step.order, {**step.arguments, **step.more(state)}, seconds)
     except LookupError as missing:
         error = f"{missing} failed, or was left out, whose result it needs"
-    except StartFailed as failed:
-        error = str(failed)
-        # Another start would fail as well, and take as long.
-        others = (each for each in steps if each.setup == step.setup and each is not step)
-        state.failed |= {each.name: f"its process did not start, as for {step.name!r}" for each in others}
     except OrderFailed as failed:
-        error = str(failed)
+        error, started = str(failed), not isinstance(failed, StartFailed)
     except OrderLate as late:
         if seconds < limit:
             state.drop()
             return False
-        error = str(late)
+        error, started = str(late), not isinstance(late, StartLate)
+    if not started:
+        # Another start would fail as well, and take as long.
+        others = [each for each in steps if each.setup == step.setup and not state.over(each.name)]
+        why = f"its process did not start, as for {step.name!r}"
+        state.failed |= {each.name: why for each in others if each is not step}
     took = state.finish(step.name, result, error)
     _say(f"    {'ok' if error is None else 'FAILED: ' + last_line(error)}, {took:.1f} s")
     return True

@@ -11,7 +11,9 @@ from bench.gpu.state import State
 
 Arguments = dict[str, Any]
 ENVIRONMENT = "environment"
-CEILINGS, SWEEP, TUNED_CHECKS = "kernels: ceilings", "kernels: sweep: ", "kernels: exact, tuned: "
+KERNELS = "kernels: "
+"""Before the names of the kernels' steps."""
+CEILINGS, SWEEP, TUNED_CHECKS = f"{KERNELS}ceilings", f"{KERNELS}sweep: ", f"{KERNELS}exact, tuned: "
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 LOAD_FORMAT = "paceline_random"
 _SPREAD = 1.5
-"""Of a matrix's entries, times the square root of its columns."""
+"""Standard deviation of a matrix's entries, times the square root of its columns."""
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -124,18 +124,16 @@ def register_random_weights() -> None:
 
 
 def random_head(target: Mapping[str, Any], folder: Path) -> Path:
-    """Return a checkpoint of an EAGLE-3 head of random weights for a model of this config, made once.
+    """Return a checkpoint of an EAGLE-3 head of random weights for a model of this config; one that fits is kept.
 
     It costs what a trained one does, and next to nothing of what it drafts is accepted. It has the first 32,000
     tokens of the vocabulary.
     """
     import torch
 
-    from services.contracts.drafter.checkpoint import SIZES, folder_of, save, shapes
+    from services.contracts.drafter.checkpoint import SIZES, folder_of, read_config, save, shapes
     from services.drafter.learning.head import HeadShape
 
-    if (made := folder_of(folder, 1)).is_dir():
-        return made
     layers, vocabulary = target["num_hidden_layers"], target["vocab_size"]
     rows = min(32_000, vocabulary)
     sizes = {name: target[name] for name in SIZES if name != "draft_vocab_size"}
@@ -147,6 +145,9 @@ def random_head(target: Mapping[str, Any], folder: Path) -> Path:
         rope_theta=1e6,
         max_positions=target["max_position_embeddings"],
     ).config()
+    made = folder_of(folder, 1)
+    if made.is_dir() and read_config(made) == config:
+        return made
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in shapes(config).items():
         matrix = len(shape) == 2

@@ -27,7 +27,7 @@ STOCK = (EngineKind.STOCK, EngineKind.STOCK_EAGLE3)
 class EngineSetup:
     """Engine, the model that it serves, its number type ("auto": the model's), graphs, and its limits.
 
-    `load_format` is vLLM's, or that of random weights (model.py).
+    `load_format` is vLLM's, or that of random weights (model.py). Heads are written to the folder `made`.
     """
 
     kind: EngineKind
@@ -37,6 +37,7 @@ class EngineSetup:
     graphs: Graphs
     max_num_seqs: int
     max_model_len: int
+    made: Path
     draft_window: int = 0
     kv_bytes: int | None = None
 
@@ -132,4 +133,4 @@ def _head(setup: EngineSetup) -> Path:
     from bench.gpu.engines.model import random_head
 
     config = json.loads((setup.model / "config.json").read_text())
-    return random_head(config, setup.model.parent / "head")
+    return random_head(config, setup.made)

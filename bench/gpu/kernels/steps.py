@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from bench.gpu.kernels import cases, engine_step, exact, graphs, measure, sweeps
+from bench.gpu.step import CEILINGS, KERNELS, SWEEP, TUNED_CHECKS
 from kernels.short_query_attention.choice import AttentionName, fastest
 from kernels.short_query_attention.race import RaceShape, backends, race
 from kernels.timing import about
 from kernels.tuning import Tuning, device_name, path_for, write
 
-CEILINGS, TUNED_CHECKS, SWEEP = "ceilings", "exact, tuned: ", "sweep: "
 REAL = cases.Sizes()
 TINY = cases.Sizes(
     requests=2, context=32, long=48, drafted=1, drafts=2, heads=2, kv_heads=1, head_size=16, rows=1,
@@ -65,32 +65,33 @@ def kernel_steps(device: str) -> list[KernelStep]:
     # What an engine checks at its start is left to it.
     brief = {"noise", "masks", "near ties"}
     plan = [
-        KernelStep(f"exact: {name}", seconds, partial(_exact, run), name in brief)
+        KernelStep(f"{KERNELS}exact: {name}", seconds, partial(_exact, run), name in brief)
         for name, seconds, run in checks
     ]
-    plan.append(KernelStep(CEILINGS, 10, lambda bench: measure.ceilings(bench.device, bench.sizes), True))
     plan += [
-        KernelStep(f"engine step: {name}", seconds, partial(_engine_step, run), True)
+        KernelStep(name, seconds, partial(_on_device, run), True)
         for name, seconds, run in (
-            ("nothing waits", 5, engine_step.unwaited),
-            ("in a graph", 10, engine_step.replayed),
-            ("beside a product", 8, engine_step.beside_product),
+            (CEILINGS, 10, measure.ceilings),
+            (f"{KERNELS}engine step: nothing waits", 5, engine_step.unwaited),
+            (f"{KERNELS}engine step: in a graph", 10, engine_step.replayed),
+            (f"{KERNELS}engine step: beside a product", 8, engine_step.beside_product),
         )
     ]
     # Before the sweeps, too: should the time be over after them, there is a table.
     plan += [
-        KernelStep(f"defaults: {name}", 15, partial(_table, name), name in ("attention", "sampler"))
+        KernelStep(f"{KERNELS}defaults: {name}", 15, partial(_table, name), name in ("attention", "sampler"))
         for name in cases.CASES
     ]
-    plan.append(KernelStep("attention backends", 10, _race))
-    plan.append(
-        KernelStep(
-            "host time of sampling", 5, lambda bench: measure.host_time(bench.device, bench.sizes), True
+    plan.append(KernelStep(f"{KERNELS}attention backends", 10, _race))
+    plan += [
+        KernelStep(f"{KERNELS}{name}", seconds, partial(_on_device, run), run is measure.host_time)
+        for name, seconds, run in (
+            ("host time of sampling", 5, measure.host_time),
+            ("compiled code", 40, graphs.resources),
+            ("CUDA graphs", 15, graphs.replayed),
+            ("recompiles", 20, graphs.recompiles),
         )
-    )
-    plan.append(KernelStep("compiled code", 40, lambda bench: graphs.resources(bench.device, bench.sizes)))
-    plan.append(KernelStep("CUDA graphs", 15, lambda bench: graphs.replayed(bench.device, bench.sizes)))
-    plan.append(KernelStep("recompiles", 20, lambda bench: graphs.recompiles(bench.device, bench.sizes)))
+    ]
     plan += [
         KernelStep(f"{SWEEP}{sweep.parameter}", sweep.seconds, partial(_sweep, sweep))
         for sweep in sweeps.SWEEPS
@@ -98,8 +99,8 @@ def kernel_steps(device: str) -> list[KernelStep]:
     plan += [
         KernelStep(f"{TUNED_CHECKS}{name}", seconds, partial(_exact, run)) for name, seconds, run in checks
     ]
-    plan.append(KernelStep("tuned parameters", 1, _write))
-    plan += [KernelStep(f"tuned: {name}", 15, partial(_table, name)) for name in cases.CASES]
+    plan.append(KernelStep(f"{KERNELS}tuned parameters", 1, _write))
+    plan += [KernelStep(f"{KERNELS}tuned: {name}", 15, partial(_table, name)) for name in cases.CASES]
     return plan
 
 
@@ -108,10 +109,10 @@ def _exact(check: Callable[[torch.device, cases.Sizes], None], bench: KernelBenc
     return {}
 
 
-def _engine_step(
-    run: Callable[[torch.device, cases.Sizes], dict[str, Any]], bench: KernelBench
+def _on_device(
+    run: Callable[[torch.device, cases.Sizes], Mapping[str, Any]], bench: KernelBench
 ) -> dict[str, Any]:
-    return run(bench.device, bench.sizes)
+    return dict(run(bench.device, bench.sizes))
 
 
 def _table(name: str, bench: KernelBench) -> dict[str, Any]:

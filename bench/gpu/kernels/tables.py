@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.gpu.markdown import listed, row
+from bench.gpu import markdown
 from bench.gpu.state import State
-from bench.gpu.step import CEILINGS, SWEEP
+from bench.gpu.step import CEILINGS, KERNELS, SWEEP
 
 HEADS = (
     "kernel", "setting", "by", "device us", "host us", "GB/s", "TFLOP/s", "bound", "of bound", "ours is",
@@ -28,7 +28,7 @@ def kernel_tables(state: State) -> Iterator[str]:
         rows = [
             each
             for step, made in state.done.items()
-            if step.startswith(f"kernels: {kind}: ")
+            if step.startswith(f"{KERNELS}{kind}: ")
             for each in made["result"]["rows"]
         ]
         if rows:
@@ -36,17 +36,15 @@ def kernel_tables(state: State) -> Iterator[str]:
             yield from table(rows)
     yield from _sweeps(state)
     for step in state.done:
-        name = step.removeprefix("kernels: ")
+        name = step.removeprefix(KERNELS)
         if name in _LISTED or name.startswith("engine step: "):
             yield f"\n## {name.capitalize()}\n"
-            yield from listed(state.result(step))
+            yield from markdown.listed(state.result(step))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the rows of `measure.measured` as a Markdown table, errors below it."""
-    yield row(*HEADS)
-    yield row(*["---"] * len(HEADS))
-    yield from (row(*_cells(each)) for each in rows)
+    yield from markdown.table(HEADS, map(_cells, rows))
     failed = [f"- {each['by']} ({each['setting']}): {each['error']}" for each in rows if "error" in each]
     if failed:
         yield ""

@@ -102,7 +102,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     if reason := _refusal(options, on_cpu):
         raise ValueError(reason)
     if options.coupled:
-        # vLLM builds a sampler beside ours, and never calls it. Without FlashInfer it could not even be built.
+        # vLLM builds a sampler of its own, which is never called. Without FlashInfer it could not even be built.
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if on_cpu:
         import_model_classes(options.model)

@@ -31,6 +31,7 @@ def main() -> None:
         Graphs(graphs),
         max(sizes.rows),
         sizes.longest,
+        Path(folder) / "head",
         0 if EngineKind[kind] in STOCK else sizes.draft_window,
     )
     try:

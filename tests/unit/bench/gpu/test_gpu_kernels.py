@@ -10,6 +10,7 @@ from bench.gpu.kernels import cases, engine_step, measure, sweeps
 from bench.gpu.kernels.measure import Taken
 from bench.gpu.kernels.steps import TINY, KernelBench, kernel_steps
 from bench.gpu.kernels.tables import table
+from bench.gpu.step import KERNELS
 from kernels.backend import KernelMismatch, installed
 from kernels.coupled_sampler.sample import sample
 from kernels.draft_table import DraftTable
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed
 
 
 def step_of(name):
-    return next(step for step in kernel_steps("cpu") if step.name == name)
+    return next(step for step in kernel_steps("cpu") if step.name == KERNELS + name)
 
 
 def bench(tmp_path, *, ceilings=None, values=None, wrong=()):

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.__main__ import BRIEF_SECONDS
-from bench.gpu.engines.model import LOAD_FORMAT, PREFILL, SHAPES, model_folder
+from bench.gpu.engines.model import LOAD_FORMAT, PREFILL, SHAPES, model_folder, random_head
 from bench.gpu.engines.setup import EngineSetup
 from bench.gpu.plan import GpuSubject, chosen, plan
 from bench.gpu.sizes import TINY, EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
 from bench.gpu.state import State
 from bench.gpu.step import CEILINGS, ENVIRONMENT, GpuStep, left, total
+from services.contracts.drafter.checkpoint import load
 
 OURS = (EngineKind.V1, EngineKind.V2, EngineKind.AHEAD)
 
@@ -136,3 +137,14 @@ def test_a_named_model_is_a_config_and_nothing_else(name: str, tmp_path: Path) -
     (folder / "model.safetensors").touch()
     assert model_folder(str(folder), tmp_path / "unused") == (folder, "auto")
     assert GpuDraft(4, 0.2) in GpuSizes().drafts
+
+
+def test_a_head_is_kept_for_the_model_that_it_fits(tmp_path: Path) -> None:
+    made = random_head(SHAPES["tiny"], tmp_path)
+    before = (made / "model.safetensors").stat().st_mtime_ns
+    assert random_head(SHAPES["tiny"], tmp_path) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == before
+    wider = {**SHAPES["tiny"], "hidden_size": 192}
+    config, tensors = load(random_head(wider, tmp_path))
+    assert config["hidden_size"] == 192
+    assert tensors["norm.weight"].shape == (192,)

@@ -125,6 +125,27 @@ def test_a_process_that_does_not_start_is_tried_once(tmp_path: Path, start: Call
     assert not state.done.keys() - {"environment"}
 
 
+def test_a_process_that_does_not_start_in_time_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_limit", lambda step, starts: 0.1 if step.setup is ONE else 60)
+    never = threading.Event()
+    status, state, started = run(tmp_path / "state.json", {"start one": never.wait})
+    assert status == running.FAILED
+    assert started == [ALONE, ONE]
+    assert state.failed["second"] == "its process did not start, as for 'first'"
+
+
+def test_what_was_done_stays_done_where_its_process_does_not_start_again(tmp_path: Path) -> None:
+    starts = iter([True, "Traceback\nNoMemory: 8 GiB"])
+    steps = [*STEPS[:3], GpuStep("fourth", ONE, "fourth", 1), GpuStep("fifth", ONE, "fifth", 1)]
+    answers: Answers = {"start one": lambda: next(starts), "second": lambda: "Traceback\nKernelMismatch"}
+    _, state, _ = run(tmp_path / "state.json", answers, steps=steps)
+    assert set(state.done) == {"environment", "first"}
+    assert set(state.failed) == {"second", "fourth", "fifth"}
+    assert state.failed["fifth"] == "its process did not start, as for 'fourth'"
+
+
 def test_a_step_that_hangs_has_failed_unless_the_call_was_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
