@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 from paceline import types as t
-from paceline.blocking import Face, blocking, entered, finish
+from paceline.blocking import Face, blocking, entered, finish, iterate
 from paceline.blocking_rollout import OpenBatch, Rollout
 from paceline.blocking_sessions import Sessions
+from paceline.look_ahead import RolloutOptions
 from paceline.run import AsyncRun
 
 if TYPE_CHECKING:
@@ -80,6 +81,28 @@ class Run(Face[AsyncRun]):
             stale=stale,
         )
         return Rollout(finish(submitting))
+
+    def rollouts(
+        self,
+        batches: Iterable[Sequence[t.Group]],
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        first_step: int = 0,
+        **options: Unpack[RolloutOptions],
+    ) -> Iterator[Rollout]:
+        """Submit a batch for each step and yield its samples as `rollout` returns them.
+
+        Each batch is announced while the one before it is generated, so that idle instances generate it ahead.
+        `batches` gives the groups of each step: a list, a generator, a data loader, or for the asynchronous client
+        an asynchronous iterable. It is read one batch ahead of the steps, so it must not depend on the samples of
+        the step before. A trainer that was restarted gives the batches from `first_step` on. `options` are those of
+        `rollout`.
+        """
+        for each in iterate(
+            self._core.rollouts(batches, sampling, exactness=exactness, first_step=first_step, **options)
+        ):
+            yield Rollout(each)
 
     def stats(self, step: int) -> dict[str, float]:
         """Return figures of the samples of a step that were read so far, flat, for a logger of experiments.

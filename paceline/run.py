@@ -1,8 +1,7 @@
 """A training job as seen by its trainer: rollouts of a step, and weights after it.
 
     async with client.run("run-1", seed=7) as run:
-        for step in range(steps):
-            rollout = await run.rollout(step, groups, SamplingParams(max_tokens=512))
+        async for rollout in run.rollouts(batches, SamplingParams(max_tokens=512)):
             samples = [sample async for sample in rollout]
             await run.push_weights(learner.update(samples))
 
@@ -11,15 +10,18 @@ A trainer that was restarted requests the same batches and gets the samples that
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Unpack
 
 from paceline import types as t
 from paceline.adapters import Adapter
 from paceline.calls import GatewayCalls
 from paceline.client_errors import shards_differ
 from paceline.errors import FailedPreconditionError, PacelineError
+from paceline.look_ahead import RolloutOptions, look_ahead
+from paceline.rollout import AsyncRollout
 from paceline.run_rollouts import RunRollouts
 from paceline.safetensors import Tensors
 from paceline.sharded_tensors import ShardedTensors
@@ -46,6 +48,25 @@ class AsyncRun(RunRollouts):
         self._weights = WeightStream() if weights is None else weights
         self._refused: VersionPush | None = None
         """Push whose weights are staged, and wait for unfinished samples."""
+
+    def rollouts(
+        self,
+        batches: Iterable[Sequence[t.Group]] | AsyncIterable[Sequence[t.Group]],
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        first_step: int = 0,
+        **options: Unpack[RolloutOptions],
+    ) -> AsyncIterator[AsyncRollout]:
+        """Submit a batch for each step and yield its samples as `rollout` returns them.
+
+        Each batch is announced while the one before it is generated, so that idle instances generate it ahead.
+        `batches` gives the groups of each step: a list, a generator, a data loader, or for the asynchronous client
+        an asynchronous iterable. It is read one batch ahead of the steps, so it must not depend on the samples of
+        the step before. A trainer that was restarted gives the batches from `first_step` on. `options` are those of
+        `rollout`.
+        """
+        return look_ahead(self, batches, sampling, exactness, first_step, **options)
 
     async def push_weights(
         self,

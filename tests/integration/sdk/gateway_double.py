@@ -46,6 +46,7 @@ class State:
     )
     """Errors that the next calls of a method are answered with; None: the call succeeds."""
     acks: list[rollout_pb2.AckRolloutsRequest] = field(default_factory=list)
+    hints: list[rollout_pb2.HintNextBatchRequest] = field(default_factory=list)
     hanging: set[str] = field(default_factory=set)
     """Methods that never answer."""
     hung: threading.Event = field(default_factory=threading.Event)
@@ -168,6 +169,7 @@ class Rollouts(_Servicer, rollout_pb2_grpc.RolloutServiceServicer):
 
     async def HintNextBatch(self, request: Any, context: Any) -> Any:
         await self.enter("HintNextBatch", context)
+        self.state.hints.append(request)
         return rollout_pb2.HintNextBatchResponse(samples=sum(group.samples for group in request.groups))
 
     async def ReportRewards(self, request: Any, context: Any) -> Any:

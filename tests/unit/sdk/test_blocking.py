@@ -155,7 +155,11 @@ def test_every_public_method_has_a_face_with_its_signature(face: type, core: typ
     assert ways
     for name, method in ways.items():
         here, there = inspect.signature(getattr(face, name)), inspect.signature(method)
-        assert list(here.parameters.values()) == list(there.parameters.values()), name
+        # What only the asynchronous client can read is left out.
+        taken = [
+            str(each).replace(" | AsyncIterable[Sequence[t.Group]]", "") for each in there.parameters.values()
+        ]
+        assert list(map(str, here.parameters.values())) == taken, name
         expected = (
             there.return_annotation.replace("AsyncIterator", "Iterator")
             .replace("AsyncR", "R")
