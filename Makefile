@@ -65,5 +65,5 @@ nightly: setup  ## The tests under stress, then the quick form of every benchmar
 	$(MAKE) test STRESS=1; tested=$$?; $(PYTHON) -m bench.nightly $(NIGHTLY_ARGS) && exit $$tested
 
 clean:          ## Remove environment, caches and runs
-	rm -rf .pack .venv .venv.uv .venv-router .venv-verl runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .pack .venv .venv.uv .venv-router .venv-verl runs build dist *.egg-info deploy/server/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

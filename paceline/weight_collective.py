@@ -18,6 +18,7 @@ from paceline import types as t
 from paceline.broadcaster import Broadcaster
 from paceline.calls import GatewayCalls
 from paceline.client_errors import no_rendezvous, rank_lost
+from paceline.installation import how_to_install
 from paceline.rendezvous import RankGone, Rendezvous, RoundRanks, SlowRanks, local_address
 from paceline.send_window import cut
 from paceline.shards import OpenShard
@@ -110,9 +111,7 @@ async def _host(client: GatewayCalls, collective: WeightCollective) -> Rendezvou
         host = collective.host or (local_address(instances[0].address) if instances else "127.0.0.1")
         return await client.run_work(partial(Rendezvous.host, host, collective.port, described))
     except ImportError as error:
-        text = (
-            f"a WeightCollective needs torch with gloo in the trainer: {error}; install paceline[collective]"
-        )
+        text = f"a WeightCollective needs torch with gloo in the trainer: {error}; {how_to_install('collective')}"
         raise no_rendezvous(text) from error
     except OSError as error:
         raise no_rendezvous(str(error)) from error

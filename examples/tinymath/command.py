@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from paceline.installation import CHECKOUT, how_to_install
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -16,8 +18,7 @@ def demo(context: typer.Context) -> None:
     try:
         from examples.tinymath.demo import main
     except ModuleNotFoundError as error:
-        typer.echo(
-            f"paceline: the demo needs a checkout of the repository and the demo extra: {error}", err=True
-        )
+        needed = f"`make setup` in {CHECKOUT}, or {how_to_install('cpu', 'demo')}"
+        typer.echo(f"paceline: the demo needs {needed}: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(main(context.args))

@@ -8,10 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-_MISSING = """paceline: the command line needs more than the SDK ({name} is not installed):
+from paceline.installation import how_to_install
 
-    pip install 'paceline[cli]'        # status, policy, drafter, report and token
-    pip install 'paceline[cpu,demo]'   # also up, calibrate and demo, on CPU"""
+_MISSING = f"""paceline: the command line needs more than the SDK ({{name}} is not installed):
+
+    {how_to_install("cli")}: status, policy, drafter, report and token
+    {how_to_install("cpu", server=True)}: also up, doctor, calibrate and others, on CPU"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

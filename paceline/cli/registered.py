@@ -5,17 +5,22 @@ An entry point of the group `paceline.commands` names a Typer app with one comma
     [project.entry-points."paceline.commands"]
     up = "services.local.up:app"
 
-Its module is imported only when the command is run, or listed by `--help`.
+Its module is imported only when the command is run, or listed by `--help`. The server's are found where it is
+installed, and in a checkout.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
+
+from paceline.installation import CHECKOUT, how_to_install
 
 GROUP = "paceline.commands"
 
@@ -38,6 +43,9 @@ class CommandGroup(TyperGroup):
 
 
 def _load(entry: EntryPoint) -> Any:
+    # Not needed in a checkout, where the folders of the server are on the path already.
+    with suppress(ModuleNotFoundError):
+        import_module("paceline_server")
     try:
         return get_command(entry.load())
     except ModuleNotFoundError as error:
@@ -47,9 +55,9 @@ def _load(entry: EntryPoint) -> Any:
 def _unavailable(entry: EntryPoint, error: ModuleNotFoundError) -> Any:
     """Return a command that says which installation it needs, and ends with status 2."""
     if entry.module.partition(".")[0] == "examples":
-        needed = "a checkout of the repository and the demo extra"
+        needed = f"{CHECKOUT}: `make setup` and `make demo` there"
     else:
-        needed = "the services: pip install 'paceline[cpu]' (or 'paceline[cuda]')"
+        needed = f"the server: {how_to_install('cpu', server=True)} (or cuda instead of cpu)"
     message = f"paceline: {entry.name} needs {needed}: {error}"
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from paceline.installation import how_to_install
 from services.local.machine import Machine
 
 OLDEST_PYTHON = (3, 11)
@@ -73,7 +74,7 @@ def _python(machine: Machine) -> Finding:
 def _packages(machine: Machine) -> Finding:
     if not machine.missing_packages:
         return Finding("packages", FindingState.FINE, "all that an instance imports")
-    text = f"no {', '.join(machine.missing_packages)}: `make setup`, or pip install 'paceline[cpu]' or [cuda]"
+    text = f"no {', '.join(machine.missing_packages)}: `make setup`, or {how_to_install('cpu')} (or cuda)"
     return Finding("packages", FindingState.MISSING, text)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from paceline.cli.options import Json
 from paceline.cli.output import add_columns, plain_table, print_json
+from paceline.installation import how_to_install
 from services.bubbles.config import BubblesConfig
 from services.contracts.knobs import Knobs
 from services.reallocator.config import ReallocatorConfig
@@ -72,7 +73,7 @@ def simulate(
     try:
         status = _answer(**context.params)
     except ModuleNotFoundError as error:
-        typer.echo(f"paceline: deciding on drafts needs pip install 'paceline[cpu]': {error}", err=True)
+        typer.echo(f"paceline: deciding on drafts needs {how_to_install('cpu')}: {error}", err=True)
         raise typer.Exit(2) from None
     except (OSError, ValueError) as error:
         typer.echo(f"paceline: {error}", err=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from paceline.installation import how_to_install
 from services.platform.config.settings import ServiceConfig
 from services.platform.config.sources import ConfigError
 from services.platform.observability.span import NO_SPAN, Attribute, TraceSpan
@@ -40,7 +41,7 @@ def start_tracing(service: str, config: ServiceConfig) -> None:
     try:
         from services.platform.observability.otlp import OtlpTracer
     except ImportError as error:
-        problem = f"tracing_endpoint needs the extra `tracing`: pip install paceline[tracing] ({error})"
+        problem = f"tracing_endpoint needs the extra `tracing`: {how_to_install('tracing')} ({error})"
         raise ConfigError([problem]) from error
     _tracer = OtlpTracer(service, config)
 

@@ -19,6 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.wheels import SOURCES
 from tests.unit.deploy.containerfile import FOLDER, ROOT, Stage, exec_form, let_through, read_stages
 
 ARGUMENTS, STAGES = read_stages((FOLDER / "Dockerfile").read_text())
@@ -117,13 +118,23 @@ def test_nothing_else_reaches_the_build() -> None:
     assert not let_through("deploy/docker/Dockerfile", IGNORE)
 
 
-def test_the_package_is_built_from_what_is_copied() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wheel = " ".join(STAGES["wheel"].all("COPY"))
-    for name in (project["project"]["readme"], *project["project"]["license-files"]):
-        assert name in wheel
-    for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]:
-        assert pattern.rstrip("*") in wheel.split()
+def test_the_packages_are_built_from_what_is_copied() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wheel = STAGES["wheel"]
+    copied = {word for rest in wheel.all("COPY") for word in shlex.split(rest)}
+    files = {project["readme"], *project["license-files"], "pyproject.toml"}
+    assert files | {"deploy/server", "kernels", "paceline", "services"} <= copied
+    (command,) = wheel.all("RUN")
+    assert [word.removeprefix("./") for word in command.split()[-2:]] == list(SOURCES)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_services_are_found_where_the_server_s_package_has_them(target: str) -> None:
+    stage = STAGES[target]
+    while stage.base in STAGES:
+        stage = STAGES[stage.base]
+    packages = f"lib/python{'.'.join(ARGUMENTS['PYTHON_IMAGE'].removeprefix('python:').split('.')[:2])}"
+    assert stage.environment()["PYTHONPATH"] == f"/opt/paceline/{packages}/site-packages/paceline_server"
 
 
 def test_commands_are_valid_shell_and_install_pinned_packages_only() -> None:
