@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.report.live import LiveReport
 
 _DAY = 86_400.0
+_MOST_RUNS = 20
 
 
 def report(
@@ -60,6 +61,8 @@ def report(
                     read = watched.entries
             else:
                 read = list(client.watch_decisions(run, since, kept=True))
+                if run not in ("", *runs_of(read)):
+                    read = list(client.watch_decisions("", since, kept=True))  # to say which runs there are
     write_report(read, output, run, save)
     typer.echo(f"Report: {output}")
 
@@ -73,13 +76,24 @@ def write_report(entries: Sequence[Decision], output: Path, run: str = "", save:
     from paceline.report.entries import read_facts
     from paceline.report.page import render
 
+    runs = runs_of(entries)
+    if run not in ("", *runs):
+        named = ", ".join(map(repr, runs[:_MOST_RUNS])) or "none"
+        more = f" and {len(runs) - _MOST_RUNS} others" if len(runs) > _MOST_RUNS else ""
+        raise typer.BadParameter(
+            f"no step of {run!r} is over in the time of --last; runs with steps: {named}{more}",
+            param_hint="--run",
+        )
     facts = read_facts(entries, run)
-    runs = sorted({entry.run_id for entry in entries if entry.kind == "step"})
-    if run and run not in runs:
-        raise typer.BadParameter(f"no step of {run!r} is over; there are steps of {runs}", param_hint="--run")
     if save is not None:
         save.write_text("".join(f"{json.dumps(asdict(entry))}\n" for entry in entries))
     output.write_text(render(facts))
+
+
+def runs_of(entries: Iterable[Decision]) -> list[str]:
+    """Return the runs of which a step is over, the one that ended a step last first."""
+    ends = {entry.run_id: entry.time for entry in entries if entry.kind == "step"}
+    return sorted(ends, key=lambda run: -ends[run])
 
 
 def _serve(watched: LiveReport, port: int) -> None:

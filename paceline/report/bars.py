@@ -8,8 +8,8 @@ from paceline.report.chart import MOST_STEPS, Draw, Key, PageChart, Table, drawn
 from paceline.report.facts import PARTS, RunFacts, RunStep
 from paceline.report.svg import element, line, short, text, ticks, title
 
-Bar = tuple[str, Mapping[str, float]]
-"""Label, and seconds by part."""
+Bar = tuple[RunStep, Mapping[str, float]]
+"""Step, and seconds by part."""
 PHASES = {"rollout": "blue", "trainer": "orange hatch", "weights": "green dots"}
 PHASE_WORDS = {
     "rollout": "rollout: from the batch's acceptance to the end of its last sample",
@@ -33,6 +33,10 @@ PART_WORDS = {
     "between": "between: between engine steps, and until its end was known",
 }
 _HEIGHT, _GAP, _AXIS = 20.0, 6.0, 34.0
+_LEFT, _RIGHT = 64.0, 62.0
+_LETTER = 6.5
+# A bar is cut where it is so many times as long as nine of ten others.
+_MOST = 3.0
 
 
 def where_time_goes(facts: RunFacts) -> PageChart | None:
@@ -40,8 +44,7 @@ def where_time_goes(facts: RunFacts) -> PageChart | None:
     if not facts.steps:
         return None
     shown = list(zip(facts.steps, phases(facts), strict=True))[-MOST_STEPS:]
-    bars = [(f"step {step.step}", parts) for step, parts in shown]
-    whole = {name: sum(parts.get(name, 0.0) for _, parts in bars) for name in PHASES}
+    whole = {name: sum(parts.get(name, 0.0) for _, parts in shown) for name in PHASES}
     total = sum(whole.values()) or 1.0
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in whole.items())
     return _chart(
@@ -49,7 +52,7 @@ def where_time_goes(facts: RunFacts) -> PageChart | None:
         "Where the time goes",
         f"Wall seconds of each step.{latest(len(facts.steps))}",
         f"Of {total:.1f} seconds: {shares}.",
-        bars,
+        shown,
         PHASES,
         PHASE_WORDS,
     )
@@ -60,7 +63,7 @@ def critical_path(facts: RunFacts) -> PageChart | None:
     steps = [step for step in facts.steps if step.last][-MOST_STEPS:]
     if not steps:
         return None
-    bars = [(f"step {step.step}", step.last[0].parts) for step in steps]
+    bars = [(step, step.last[0].parts) for step in steps]
     whole = {name: sum(parts[name] for _, parts in bars) for name in PARTS}
     total = sum(whole.values()) or 1.0
     longest = max(whole, key=whole.__getitem__)
@@ -82,11 +85,19 @@ def phases(facts: RunFacts) -> list[dict[str, float]]:
 
 
 def following(facts: RunFacts, place: int) -> float:
-    """Return when a step is over: when the next one begins or new weights serve, or else with its last sample."""
+    """Return when a step is over: when the next one begins, or else new weights serve, or with its last sample.
+
+    Between the last step of a trainer and the first one of the trainer that was started again nobody trains.
+    """
     step = facts.steps[place]
+    until = float("inf")
     if place + 1 < len(facts.steps):
-        return max(step.ended, facts.steps[place + 1].begun)
-    return max([step.ended, *(each.published for each in facts.published if each.started >= step.ended)])
+        coming = facts.steps[place + 1]
+        until = max(step.ended, coming.begun)
+        if coming.attempt == step.attempt:
+            return until
+    ends = (each.published for each in facts.published if each.started >= step.ended)
+    return max([step.ended, *(end for end in ends if end <= until)])
 
 
 def _phases(facts: RunFacts, step: RunStep, end: float) -> dict[str, float]:
@@ -95,7 +106,7 @@ def _phases(facts: RunFacts, step: RunStep, end: float) -> dict[str, float]:
         max(0.0, min(end, each.published) - max(step.ended, each.started)) for each in facts.published
     )
     weights = min(after, weights)
-    return {"rollout": step.seconds, "trainer": after - weights, "weights": weights}
+    return {"rollout": max(0.0, step.seconds), "trainer": after - weights, "weights": weights}
 
 
 def _chart(
@@ -108,9 +119,13 @@ def _chart(
     words: Mapping[str, str],
 ) -> PageChart:
     rows = [
-        [label, *(f"{parts.get(part, 0.0):.3f}" for part in classes), f"{sum(parts.values()):.3f}"]
-        for label, parts in bars
+        [step.name, *(f"{parts.get(part, 0.0):.3f}" for part in classes), f"{sum(parts.values()):.3f}"]
+        for step, parts in bars
     ]
+    limit = longest_drawn([sum(parts.values()) for _, parts in bars])
+    cut = sum(sum(parts.values()) > limit for _, parts in bars)
+    if cut:
+        note += f" Bars of more than {short(limit)} seconds are cut ({cut} of them): their parts are in proportion."
     return PageChart(
         name,
         heading,
@@ -122,26 +137,49 @@ def _chart(
     )
 
 
+def longest_drawn(lengths: Sequence[float]) -> float:
+    """Return the length above which bars are cut, so that a few long ones leave the others to be seen."""
+    ordered = sorted(lengths)
+    longest, usual = ordered[-1], ordered[(len(ordered) - 1) * 9 // 10]
+    return max(1e-9, min(longest, _MOST * usual) if usual > 0 else longest)
+
+
 def _draw(bars: Sequence[Bar], classes: Mapping[str, str]) -> Draw:
-    longest = max([1e-9, *(sum(parts.values()) for _, parts in bars)])
+    limit = longest_drawn([sum(parts.values()) for _, parts in bars])
 
     def draw(width: float) -> tuple[str, float]:
-        left, right = 64.0, 48.0
-        inner, height = width - left - right, len(bars) * (_HEIGHT + _GAP)
-        marks = [_grid(left, inner, height, longest, 5 if width < 500 else 8)]
-        for place, (label, parts) in enumerate(bars):
-            top, x = place * (_HEIGHT + _GAP) + _GAP / 2, left
-            marks.append(text(left - 8, top + 14, label, text_anchor="end", cls="label"))
+        inner, height = width - _LEFT - _RIGHT, len(bars) * (_HEIGHT + _GAP)
+        marks = [_grid(_LEFT, inner, height, limit, 5 if width < 500 else 8)]
+        attempt = bars[0][0].attempt
+        for place, (step, parts) in enumerate(bars):
+            top, x = place * (_HEIGHT + _GAP) + _GAP / 2, _LEFT
+            if step.attempt != attempt:
+                attempt = step.attempt
+                words = title(f"The trainer was started again: attempt {attempt}")
+                marks.append(element("g", words, line(0, top - _GAP / 2, width, top - _GAP / 2, cls="end")))
+            marks.append(text(_LEFT - 8, top + 14, f"step {step.step}", text_anchor="end", cls="label"))
+            seconds = sum(parts.values())
+            scale = inner / max(limit, seconds)
             for part, cls in classes.items():
-                seconds = parts.get(part, 0.0)
-                size = seconds / longest * inner
+                size = parts.get(part, 0.0) * scale
                 if size > 0:
-                    marks.append(block(x, top, size, _HEIGHT, cls, f"{label}, {part}: {seconds:.3f} s"))
+                    told = f"{step.name}, {part}: {parts[part]:.3f} s"
+                    marks.append(block(x, top, size, _HEIGHT, cls, told))
                     x += size
-            marks.append(text(x + 5, top + 14, f"{short(sum(parts.values()))} s", cls="value"))
+            if seconds > limit:
+                marks += [_break(_LEFT + inner - 14 + each, top) for each in (0, 5)]
+            words = f"{short(seconds)} s"
+            # The label of a cut bar may be longer than the room beside it.
+            after = min(x + 5, width - _LETTER * len(words))
+            marks.append(text(after, top + 14, words, cls="value halo"))
         return "".join(marks), height + _AXIS
 
     return draw
+
+
+def _break(x: float, top: float) -> str:
+    """Return one of the two strokes through a bar that was cut."""
+    return line(x, top + _HEIGHT + 2, x + 4, top - 2, cls="cut")
 
 
 def block(x: float, y: float, width: float, height: float, cls: str, words: str) -> str:

@@ -8,9 +8,11 @@ lacks something, because it was too large or another release wrote it, is passed
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from paceline.report.attempts import number_attempts
 from paceline.report.facts import (
     PARTS,
     DraftCounts,
@@ -54,9 +56,19 @@ def newest_run(entries: Iterable[Decision]) -> str:
 def read_facts(entries: Sequence[Decision], run_id: str = "") -> RunFacts:
     """Return the facts of a run, and of the whole fleet in its time; of the newest run if none is named."""
     facts = RunFacts(run_id or newest_run(entries))
-    mine = [entry for entry in entries if entry.run_id in ("", facts.run_id)]
+    mine = sorted(
+        (entry for entry in entries if entry.run_id in ("", facts.run_id)), key=lambda each: each.time
+    )
+    _read(facts, [entry for entry in mine if entry.kind == "step"])
+    facts.steps.sort(key=lambda step: step.ended)
+    number_attempts(facts.steps)
     # Rewards and plans of a step come after it.
-    for entry in sorted(mine, key=lambda each: (each.kind != "step", each.time)):
+    _read(facts, [entry for entry in mine if entry.kind != "step"])
+    return facts
+
+
+def _read(facts: RunFacts, entries: Iterable[Decision]) -> None:
+    for entry in entries:
         if entry.kind not in MEASURED:
             facts.decisions.append(entry)
         reader = _READERS.get(entry.kind)
@@ -66,7 +78,6 @@ def read_facts(entries: Sequence[Decision], run_id: str = "") -> RunFacts:
             reader(facts, entry)
         except (KeyError, TypeError, ValueError, IndexError):
             facts.unread += 1
-    return facts
 
 
 def _read_step(facts: RunFacts, entry: Decision) -> None:
@@ -117,6 +128,8 @@ def _read_reward(facts: RunFacts, entry: Decision) -> None:
     if step is None:
         return
     low, high = float(told["low"]), float(told["high"])
+    if not math.isfinite(high - low):
+        raise ValueError("rewards without bounds have no place in a chart")
     step.reward_low = min(step.reward_low, low) if step.rewards else low
     step.reward_high = max(step.reward_high, high) if step.rewards else high
     step.rewards += int(told["count"])
@@ -135,9 +148,13 @@ def _read_plan(facts: RunFacts, entry: Decision) -> None:
 
 
 def _step_of(facts: RunFacts, entry: Decision) -> RunStep | None:
-    """Return the step that an entry is about: of several with its number the newest, None if it is not over."""
+    """Return the step that an entry is about: of several with its number the one that had begun last by then.
+
+    None if it is not over.
+    """
     number = int(entry.details["step"])
-    return next((step for step in reversed(facts.steps) if step.step == number), None)
+    found = [step for step in facts.steps if step.step == number]
+    return next((step for step in reversed(found) if step.begun <= entry.time), found[0] if found else None)
 
 
 def _read_weights(facts: RunFacts, entry: Decision) -> None:

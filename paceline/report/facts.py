@@ -110,6 +110,15 @@ class RunStep:
     engine_steps: int = 0
     predicted_seconds: float = 0.0
     measured_seconds: float = 0.0
+    attempt: int = 1
+    """Which start of the trainer did it, from 1 on."""
+    replaced: bool = False
+    """A later attempt did it again, or came back before it."""
+
+    @property
+    def name(self) -> str:
+        """Words for it: `step 3`, and later `step 3, attempt 2`."""
+        return f"step {self.step}" + (f", attempt {self.attempt}" if self.attempt > 1 else "")
 
     @property
     def seconds(self) -> float:

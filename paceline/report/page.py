@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from paceline.report import bars, plots, timeline
+from paceline.report.attempts import counted
 from paceline.report.chart import PageChart, Table
 from paceline.report.facts import RunFacts, SamplePath
 from paceline.report.palette import DARK, LIGHT, SERIES, css
@@ -62,7 +63,7 @@ def tiles(facts: RunFacts) -> list[Tile]:
         return []
     seconds, tokens = sum(step.seconds for step in steps), sum(step.tokens for step in steps)
     instance_seconds = sum(step.seconds * step.instances for step in steps)
-    rewards = [step.reward for step in steps if step.reward is not None]
+    rewards = [step.reward for step in counted(steps) if step.reward is not None]
     found = []
     if rewards:
         found.append(Tile("Mean reward", f"{rewards[0]:.2f} → {rewards[-1]:.2f}", "first and last step"))
@@ -121,10 +122,14 @@ def _section(name: str, title: str, charts: Sequence[PageChart | None], nothing:
 def _subtitle(facts: RunFacts) -> str:
     if not facts.steps:
         return "No step is over yet."
-    first, last = facts.steps[0], facts.steps[-1]
-    begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(first.begun))
+    last = facts.steps[-1]
+    numbers = [step.step for step in counted(facts.steps)]
+    begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(step.begun for step in facts.steps)))
     instances = max(step.instances for step in facts.steps)
-    words = f"Steps {first.step} to {last.step}, from {begun} on; up to {instances:,} instances"
+    words = f"Steps {min(numbers)} to {max(numbers)}, from {begun} on; up to {instances:,} instances"
+    if last.attempt > 1:
+        replaced = len(facts.steps) - len(numbers)
+        words += f"; the trainer was started {last.attempt} times, and {replaced:,} steps were replaced"
     return f"{words}; policy version {last.version}"
 
 

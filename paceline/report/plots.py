@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 from paceline.report.chart import MOST_STEPS, Draw, Key, PageChart, Table, drawn, latest
-from paceline.report.facts import RunFacts
+from paceline.report.facts import RunFacts, RunStep
 from paceline.report.palette import SERIES
 from paceline.report.svg import element, line, path, short, text, ticks, title
 
@@ -46,8 +47,17 @@ class Axes:
         low, high = self.up
         return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
 
-    def grid(self, whole: bool = False, label: Callable[[float], str] = short, places: Places = ticks) -> str:
-        """Return lines and labels. `whole`: only whole numbers across. `label` makes the words of a value."""
+    def grid(
+        self,
+        whole: bool = False,
+        label: Callable[[float], str] = short,
+        places: Places = ticks,
+        across: Callable[[float], str] = "{:.0f}".format,
+    ) -> str:
+        """Return lines and labels.
+
+        `whole`: only whole numbers across, for which `across` has words. `label` makes the words of other values.
+        """
         marks, most = [], 4 if self.width < 500 else 9
         for value in places(*self.up, 5):
             marks.append(line(_LEFT, self.y(value), self.width - _RIGHT, self.y(value), cls="grid"))
@@ -57,7 +67,7 @@ class Axes:
                 continue
             marks.append(line(self.x(value), _TOP, self.x(value), _HEIGHT - _BOTTOM, cls="grid"))
             place = _HEIGHT - _BOTTOM + 16
-            words = f"{value:.0f}" if whole else label(value)
+            words = across(value) if whole else label(value)
             marks.append(text(self.x(value), place, words, text_anchor="middle", cls="tick"))
         middle = (_LEFT + self.width - _RIGHT) / 2
         marks.append(text(middle, _HEIGHT - 6, self._names[0], text_anchor="middle", cls="tick"))
@@ -66,44 +76,67 @@ class Axes:
 
 def rewards(facts: RunFacts) -> PageChart | None:
     """Return the chart of rewards by step; None if none was reported."""
-    steps = [step for step in facts.steps if step.reward is not None][-MOST_STEPS:]
-    if not steps:
+    rewarded = [(step, step.reward) for step in facts.steps if step.reward is not None]
+    shown = rewarded[-MOST_STEPS:]
+    if not shown:
         return None
-    means = [step.reward or 0.0 for step in steps]
-    low, high = min(step.reward_low for step in steps), max(step.reward_high for step in steps)
-
-    def draw(width: float) -> tuple[str, float]:
-        axes = Axes(width, (steps[0].step, steps[-1].step), (low, high), ("step", "reward"))
-        area = [(axes.x(step.step), axes.y(step.reward_high)) for step in steps]
-        area += [(axes.x(step.step), axes.y(step.reward_low)) for step in reversed(steps)]
-        curve = [(axes.x(step.step), axes.y(mean)) for step, mean in zip(steps, means, strict=True)]
-        marks = [path(area, cls="range"), axes.grid(whole=True), path(curve, cls="curve s-blue")]
-        for step, (x, y) in zip(steps, curve, strict=True):
-            marks.append(_mark("circle", x, y, "blue", f"step {step.step}: mean reward {step.reward:.3f}"))
-        return "".join(marks), _HEIGHT
-
+    # Of a trainer that has just been started again no reward may be known yet.
+    valid = [(step, mean) for step, mean in shown if not step.replaced] or shown
+    (first, before), (last, after) = valid[0], valid[-1]
+    summary = f"Mean reward {before:.3f} in step {first.step}, {after:.3f} in step {last.step}."
+    again = sum(step.replaced for step, _ in shown)
+    if again:
+        summary += f" {again} steps, in grey, were replaced by those of a trainer that was started again."
     return PageChart(
         "reward",
         "Reward",
-        "Mean of the rewards that the trainer reported, over the samples of a step; the shaded range is from the "
-        f"lowest to the highest.{latest(len(facts.steps))}",
-        f"Mean reward {means[0]:.3f} in step {steps[0].step}, {means[-1]:.3f} in step {steps[-1].step}.",
-        drawn(draw),
+        "Mean of the rewards that the trainer reported, over the samples of a step, in the order of the steps; the "
+        f"shaded range is from the lowest to the highest.{latest(len(rewarded))}",
+        summary,
+        drawn(_draw_rewards(shown)),
         [],
         Table(
             ["step", "mean", "lowest", "highest", "samples"],
             [
                 [
-                    str(step.step),
+                    step.name + (" (replaced)" if step.replaced else ""),
                     f"{mean:.3f}",
                     f"{step.reward_low:.3g}",
                     f"{step.reward_high:.3g}",
                     f"{step.rewards:,}",
                 ]
-                for step, mean in zip(steps, means, strict=True)
+                for step, mean in shown
             ],
         ),
     )
+
+
+def _draw_rewards(shown: Sequence[tuple[RunStep, float]]) -> Draw:
+    low, high = min(step.reward_low for step, _ in shown), max(step.reward_high for step, _ in shown)
+
+    def draw(width: float) -> tuple[str, float]:
+        axes = Axes(width, (0, len(shown) - 1), (low, high), ("step", "reward"))
+        places = [(axes.x(place), step, mean) for place, (step, mean) in enumerate(shown)]
+        ranges, curves, points = [], [], []
+        for number, group in groupby(places, key=lambda each: each[1].attempt):
+            of_attempt = list(group)
+            area = [(x, axes.y(step.reward_high)) for x, step, _ in of_attempt]
+            area += [(x, axes.y(step.reward_low)) for x, step, _ in reversed(of_attempt)]
+            ranges.append(path(area, cls="range"))
+            curves.append(path([(x, axes.y(mean)) for x, _, mean in of_attempt], cls="curve s-blue"))
+            if number != shown[0][0].attempt:
+                x = of_attempt[0][0] - (axes.x(1) - axes.x(0)) / 2
+                words = title(f"The trainer was started again: attempt {number}")
+                curves.append(element("g", words, line(x, _TOP, x, _HEIGHT - _BOTTOM, cls="end")))
+            for x, step, mean in of_attempt:
+                colour = "grey" if step.replaced else "blue"
+                points.append(
+                    _mark("circle", x, axes.y(mean), colour, f"{step.name}: mean reward {mean:.3f}")
+                )
+        grid = axes.grid(whole=True, across=lambda place: str(shown[int(place)][0].step))
+        return "".join([*ranges, grid, *curves, *points]), _HEIGHT
+
+    return draw
 
 
 def acceptance(facts: RunFacts) -> PageChart | None:
@@ -161,7 +194,7 @@ def _draw_acceptance(
 def step_times(facts: RunFacts) -> PageChart | None:
     """Return the chart of predicted against measured step time; None if no step was predicted."""
     found = [
-        (step.step, step.predicted_seconds, step.measured_seconds)
+        (step.name, step.predicted_seconds, step.measured_seconds)
         for step in facts.steps
         if step.predicted_seconds > 0 and step.measured_seconds > 0
     ]
@@ -180,7 +213,7 @@ def step_times(facts: RunFacts) -> PageChart | None:
             path(ends, cls="curve equal"),
         ]
         for step, one, other in shown:
-            words = f"step {step}: predicted {one:.3f} s, measured {other:.3f} s"
+            words = f"{step}: predicted {one:.3f} s, measured {other:.3f} s"
             marks.append(_mark("circle", axes.x(math.log10(one)), axes.y(math.log10(other)), "blue", words))
         return "".join(marks), _HEIGHT
 
@@ -195,10 +228,7 @@ def step_times(facts: RunFacts) -> PageChart | None:
         [],
         Table(
             ["step", "predicted s", "measured s", "difference"],
-            [
-                [str(step), f"{one:.3f}", f"{other:.3f}", f"{other / one - 1:+.0%}"]
-                for step, one, other in shown
-            ],
+            [[step, f"{one:.3f}", f"{other:.3f}", f"{other / one - 1:+.0%}"] for step, one, other in shown],
         ),
     )
 

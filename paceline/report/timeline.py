@@ -50,7 +50,7 @@ def _timeline(facts: RunFacts, place: int) -> PageChart:
     arrows = [move for move in moves if {move.donor, move.receiver} <= names.keys()][:MOST_ARROWS]
     return PageChart(
         f"timeline-{step.step}-{place}",
-        f"Instances in step {step.step}",
+        f"Instances in {step.name}",
         _note(step, moves, arrows),
         _summary(facts, step, moves),
         drawn(
