@@ -20,6 +20,7 @@ import torch
 
 from paceline.adapters import CONFIG
 from paceline.errors import Violation
+from paceline.lora_options import BY_FLEET, refused
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.weights.shards import MappedTensors, open_shards
 
@@ -29,26 +30,6 @@ _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _BLOCK_BYTES = 4 << 20
 _MERGED = {torch.bfloat16, torch.float16, torch.float32}
-# Options of PEFT that change what an adapter means, and the values with which they do not.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "use_qalora": (False,),
-    "use_bdlora": (None, False),
-    "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "arrow_config": (None,),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    # The others (pissa, olora, corda, loftq) change the base.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +83,8 @@ def plan_merge(
         InvalidArgument: an option, a tensor or a shape that cannot be merged; the error names it.
     """
     violations = [
-        Violation(
-            f"{CONFIG}.{option}", f"is {config[option]!r}, which cannot be merged; allowed: {allowed[0]!r}"
-        )
-        for option, allowed in _NEUTRAL.items()
-        if option in config and config[option] not in allowed
+        Violation(f"{CONFIG}.{option}", f"is {value!r}, which cannot be merged; {_allowed(option)}")
+        for option, value in refused(config, BY_FLEET).items()
     ]
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
@@ -220,3 +198,9 @@ def _pair(
 
 def _violation(name: str, text: str) -> Violation:
     return Violation(f"tensors[{name}]", text)
+
+
+def _allowed(option: str) -> str:
+    """Say which values of an option can be merged."""
+    values = BY_FLEET.get(option)
+    return f"allowed: {', '.join(map(repr, values))}" if values else "it is not known here: leave it out"

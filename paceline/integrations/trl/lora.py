@@ -1,0 +1,244 @@
+"""The weights of a PEFT model with its LoRA adapter merged, as the fleet loads them.
+
+Each tensor is merged when it is read, with PEFT's own code on a copy. The model stays as it is, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.integrations.errors import UnsupportedTrainerError
+from paceline.lora_options import BY_FLEET, BY_TRAINER, refused
+
+_HALF_OR_FULL = ("torch.float32", "torch.bfloat16", "torch.float16")
+
+
+def check_for_fleet(model: Any) -> str:
+    """Return the name of the adapter that is trained, which instances are to merge.
+
+    Raises:
+        UnsupportedTrainerError: they cannot, or it is not all that is trained; the option or layer is named.
+    """
+    from peft.tuners import lora
+
+    adapter = _check_options(model, BY_FLEET, " or use lora='merged'")
+    wrong = [
+        f"{name} is a {type(layer).__name__}"
+        for name, layer in _outermost(model.get_base_model())
+        if type(layer) is not lora.Linear
+    ]
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    wrong += [f"{name} is trained beside it" for name in trained if model.prefix not in name]
+    if wrong:
+        raise UnsupportedTrainerError(
+            f"the adapter has more than instances merge, which are linear layers alone: {', '.join(wrong[:16])}. "
+            "Leave it out, or use lora='merged'"
+        )
+    return adapter
+
+
+def _check_options(model: Any, allowed: Mapping[str, tuple[Any, ...] | None], other_way: str = "") -> str:
+    """Return the name of the adapter that is trained; refuse several, and options that are not allowed."""
+    active = list(model.active_adapters)
+    if len(active) != 1:
+        raise UnsupportedTrainerError(
+            f"{len(active)} adapters are active, {', '.join(active)}: one can be pushed"
+        )
+    wrong = refused(model.peft_config[active[0]].to_dict(), allowed)
+    if not wrong:
+        return active[0]
+    told = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+    raise UnsupportedTrainerError(
+        f"the adapter's LoraConfig has {told}, which cannot be merged: leave it out{other_way}"
+    )
+
+
+class MergedWeights(Mapping[str, Any]):
+    """Tensors by the names that the model has without PEFT. One of them is merged, in memory, at a time."""
+
+    def __init__(self, model: Any) -> None:
+        """Look at all layers of a PEFT model, but merge nothing yet.
+
+        Raises:
+            UnsupportedTrainerError: an option or a layer of the adapter cannot be merged, or gives tied tensors
+                different values; the option is named.
+        """
+        self._adapter = _check_options(model, BY_TRAINER)
+        self._tensors: dict[str, _Tensor] = {}
+        found: dict[object, str] = {}
+        for name, tensor in _tensors(model.get_base_model(), self._adapter):
+            first = found.setdefault(tensor.place, name)
+            if first == name:
+                self._tensors[name] = tensor
+            elif self._tensors[first].policy != tensor.policy:
+                option = tensor.option or self._tensors[first].option
+                raise UnsupportedTrainerError(
+                    f"LoraConfig.{option} gives {first} and {name} different values, but they are tied: the fleet "
+                    "has one tensor for both. Leave them out of the adapter, or set ensure_weight_tying for the "
+                    "embedding"
+                )
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a tensor, merged anew; one without an adapter is the model's own."""
+        return self._tensors[name].value(self._adapter)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of the model without PEFT, and what of PEFT stands around it."""
+
+    module: Any
+    """What it belongs to; None: a tensor that PEFT has nothing to do with."""
+    local: str
+    own: Any
+    """The tensor that is in the module."""
+    place: object
+    """Where the tensor without PEFT is: equal for tied ones."""
+    policy: object
+    """Equal for tensors whose merged values are equal, if their places are."""
+    layers: tuple[Any, ...] = ()
+    """Layers of PEFT that add to it, the outermost first."""
+    option: str = ""
+    """Option of LoraConfig that put PEFT there."""
+
+    def value(self, adapter: str) -> Any:
+        if not self.layers:
+            return self.own.detach()
+        import torch
+
+        parameters = dict(self.module.named_parameters(recurse=False))
+        kept = {name: parameter.data for name, parameter in parameters.items()}
+        merged = [list(layer.merged_adapters) for layer in self.layers]
+        try:
+            for parameter in parameters.values():
+                parameter.data = parameter.data.clone()
+            with torch.no_grad():
+                for layer in self.layers:
+                    layer.merge(adapter_names=[adapter])
+            return parameters[self.local].data if self.local in parameters else self.own.detach()
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = kept[name]
+            for layer, before in zip(self.layers, merged, strict=True):
+                layer.merged_adapters[:] = before
+
+
+def _tensors(base: Any, adapter: str) -> Iterator[tuple[str, _Tensor]]:
+    """Yield all tensors of a model by their names without PEFT, in the model's order."""
+    wrappers = dict(_outermost(base))
+    state = base.state_dict(keep_vars=True)
+    seen = set()
+    for name, own in state.items():
+        around = next((each for each in _prefixes(name) if each in wrappers), None)
+        if around is None:
+            yield name, _Tensor(None, name, own, _place(own), _place(own))
+        elif around not in seen:
+            seen.add(around)
+            for local, tensor in _inside(around, wrappers[around], adapter):
+                yield f"{around}.{local}", tensor
+
+
+def _inside(name: str, wrapper: Any, adapter: str) -> Iterator[tuple[str, _Tensor]]:
+    """Yield the tensors of the module that a wrapper of PEFT stands around."""
+    option, layers, before, module = _opened(name, wrapper, adapter)
+    if next(_outermost(module), None) is not None:
+        raise UnsupportedTrainerError(
+            f"LoraConfig.{option} covers {name}, which has adapters within: name one of both"
+        )
+    for layer in layers:
+        _check_layer(name, option, layer, module, adapter)
+    policy = tuple(_policy(layer, adapter) for layer in layers)
+    originals = before.state_dict(keep_vars=True)
+    for local, own in module.state_dict(keep_vars=True).items():
+        place = _place(originals[local])
+        yield local, _Tensor(module, local, own, place, (_place(own), policy), layers, option)
+
+
+def _opened(name: str, wrapper: Any, adapter: str) -> tuple[str, tuple[Any, ...], Any, Any]:
+    """Return option, layers, the module without PEFT, and the one whose tensors are trained or added to.
+
+    Exact classes: one that inherits from these may merge in another way.
+    """
+    from peft.tuners import lora
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    kind = type(wrapper)
+    if kind is ModulesToSaveWrapper:
+        before = wrapper.original_module
+        return "modules_to_save", (), before, dict(wrapper.modules_to_save.items()).get(adapter, before)
+    if kind is TrainableTokensWrapper:
+        before = wrapper.original_module
+        return "trainable_token_indices", (wrapper.token_adapter,), before, before
+    if kind is ParamWrapper:
+        layers = []
+        while type(wrapper) is ParamWrapper:
+            layers.append(wrapper)
+            wrapper = wrapper.base_layer
+        return "target_parameters", tuple(layers), wrapper, wrapper
+    if kind in (lora.Linear, lora.Embedding):
+        return "target_modules", (wrapper,), wrapper.base_layer, wrapper.base_layer
+    raise UnsupportedTrainerError(
+        f"{name} is a {kind.__module__}.{kind.__name__} of PEFT, which cannot be merged: LoraConfig.target_modules "
+        "may name linear and embedding layers that are not quantized"
+    )
+
+
+def _check_layer(name: str, option: str, layer: Any, module: Any, adapter: str) -> None:
+    wrong = [
+        f"{local} in {parameter.dtype}"
+        for local, parameter in module.named_parameters(recurse=False)
+        if str(parameter.dtype) not in _HALF_OR_FULL
+    ]
+    if wrong:
+        raise UnsupportedTrainerError(
+            f"LoraConfig.{option} covers {name}, which has {', '.join(wrong)}: load the model without quantization"
+        )
+    if getattr(layer, "lora_bias", {}).get(adapter) and getattr(module, "bias", None) is None:
+        raise UnsupportedTrainerError(
+            f"LoraConfig.lora_bias gives {name} a bias, which the fleet's model has not"
+        )
+
+
+def _policy(layer: Any, adapter: str) -> object:
+    """Return what is equal for layers of PEFT that add the same: PEFT may tie adapters as models tie weights."""
+    places = set()
+    for name in layer.adapter_layer_names:
+        held = dict(getattr(layer, name, {}).items()).get(adapter)
+        if held is not None:
+            # One is the other transposed, so that they share the memory and not the shape.
+            tensors = held.parameters() if hasattr(held, "parameters") else [held]
+            places |= {each.untyped_storage().data_ptr() for each in tensors}
+    return frozenset(places), getattr(layer, "scaling", {}).get(adapter)
+
+
+def _place(tensor: Any) -> object:
+    """Return what is equal for tensors that are the same memory; one without memory is equal to itself alone."""
+    return (tensor.data_ptr(), tuple(tensor.shape)) if tensor.data_ptr() else id(tensor)
+
+
+def _outermost(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield PEFT's modules within one, by name, but none that are within another of PEFT's."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    last = None
+    for name, each in module.named_modules(remove_duplicate=False):
+        if last is not None and name.startswith(f"{last}."):
+            continue
+        if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            last = name
+            yield name, each
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
