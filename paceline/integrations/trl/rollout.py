@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,14 +123,17 @@ class PacelineRollout:
     def report_rewards(self, rewards: Sequence[float]) -> int:
         """Report the rewards of the last rollout in training; return how many samples were known.
 
-        For the main process. `rewards` are those of all processes' prompts, in order of rank; NaN is left out.
+        For the main process. `rewards` are those of all processes' prompts, in order of rank; what is not finite is
+        left out.
         ValueError: they are not as many as the samples.
         """
         if self._rewarded is None:
             return 0
         (rollout, repeated), self._rewarded = self._rewarded, None
         pairs = zip(repeated.keys, rewards, strict=True)
-        named = [t.Reward(key.prompt_id, key.slot, reward) for key, reward in pairs if reward == reward]
+        named = [
+            t.Reward(key.prompt_id, key.slot, reward) for key, reward in pairs if math.isfinite(reward)
+        ]
         try:
             return rollout.report_rewards(named)
         except UnimplementedError:

@@ -294,11 +294,12 @@ def test_evaluation_has_prompts_of_its_own_and_no_step() -> None:
     assert run.of("rollout") == [(0, [(own, 2)]), (0, [(f"eval.{own}", 1)]), (1, [(own, 2)])]
 
 
-def test_rewards_are_reported_once_by_prompt_and_slot() -> None:
+@pytest.mark.parametrize("unknown", [float("nan"), float("inf"), float("-inf")])
+def test_rewards_are_reported_once_by_prompt_and_slot(unknown: float) -> None:
     run = FakeRun()
     rollout = PacelineRollout(run)  # type: ignore[arg-type]
     rollout([B, A, B], trainer())
-    assert rollout.report_rewards([0.5, float("nan"), 1.0]) == 2
+    assert rollout.report_rewards([0.5, unknown, 1.0]) == 2
     assert rollout.report_rewards([0.5, 0.5, 1.0]) == 0
     assert run.of("rewards") == [([Reward(prompt_id_of(B), 0, 0.5), Reward(prompt_id_of(B), 1, 1.0)],)]
 
