@@ -29,6 +29,7 @@ from paceline.errors import (
     Violation,
 )
 from paceline.open_batch import AsyncOpenBatch
+from paceline.policy_check import PolicyGap, PolicyMismatchError, check_policy
 from paceline.retry import RetryPolicy
 from paceline.rollout import AsyncRollout
 from paceline.run import AsyncRun
@@ -125,6 +126,8 @@ __all__ = [
     "OpenBatch",
     "PacelineError",
     "PermissionDeniedError",
+    "PolicyGap",
+    "PolicyMismatchError",
     "PromptLogprobs",
     "Provenance",
     "ResourceExhaustedError",
@@ -162,4 +165,5 @@ __all__ = [
     "WeightFolder",
     "WeightStream",
     "WeightTarget",
+    "check_policy",
 ]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from paceline import Client, Group, SampleStatus, WeightFolder
+from paceline import Client, Group, PolicyMismatchError, SampleStatus, WeightFolder
 from paceline.integrations.trl import PacelineRollout
 from paceline.integrations.trl.grouping import group_repeated
 from services.contracts.seeds import sample_seed
@@ -115,12 +115,35 @@ def test_an_unmodified_trainer_learns_from_what_its_policy_decodes(
     assert client.versions().policy_version == before + 2
     check_by_plain_decoding(recorded)
     assert metric(trainer, "rollout/samples") == [8, 8]
+    # Both in float32: the policy is checked after either push.
+    gaps = metric(trainer, "rollout/policy_gap")
+    assert len(gaps) == 2
+    assert max(gaps) < TIE
     means = [sum(map(len, found["completion_ids"])) / 8 for _, found in recorded.given]
     assert metric(trainer, "rollout/response_length/mean") == pytest.approx(means)
     assert metric(trainer, "rollout/version_last") == [before + 1, before + 2]
     torch = import_module("torch")
     first, second = (policy(folder).state_dict() for folder, _ in recorded.given)
     assert any(not torch.equal(first[name], second[name]) for name in first), "the policy has learned"
+
+
+def test_another_policy_on_the_fleet_ends_the_training(
+    trl: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of one layer are not pushed as the trainer has them."""
+    push = run.push_weights
+
+    def push_another(weights: Mapping[str, Any], **options: Any) -> Any:
+        name = "model.layers.0.self_attn.o_proj.weight"
+        return push({**weights, name: weights[name] * 0}, **options)
+
+    monkeypatch.setattr(run, "push_weights", push_another)
+    rollout = PacelineRollout(run)
+    trainer = trl.GRPOTrainer(
+        policy(), variety, arguments(trl, tmp_path), data(2), processing_class=words(), rollout_func=rollout
+    )
+    with pytest.raises(PolicyMismatchError, match="the fleet does not sample the trainer's policy"):
+        trainer.train()
 
 
 def test_the_trainer_of_ours_corrects_and_reports_rewards(trl: Any, run: Any, tmp_path: Path) -> None:

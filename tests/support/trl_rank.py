@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from paceline import FinishReason, Provenance, Sample, SampleStatus
 from paceline.integrations.trl import PacelineRollout
 
 RANKS = 2
+VOCABULARY = 16
 # Of each rank. One prompt is on both of them.
 PROMPTS = [[[1, 2], [1, 2], [3]], [[3], [4, 5], [4, 5]]]
 
@@ -29,11 +31,16 @@ class RunInMemory:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.certainty = 1 / VOCABULARY
+        """Probability that it says each token of a check has."""
 
     def push_weights(self, weights: Any, *, in_flight: object) -> None:
         self.calls.append(["push", sorted(weights)])
 
-    def rollout(self, step: int, groups: Any, sampling: Any, *, exactness: object) -> Any:
+    def rollout(self, step: int, groups: Any, sampling: Any, *, exactness: object = None) -> Any:
+        if groups[0].prompt_id.startswith("policy-check."):
+            self.calls.append(["check", list(groups[0].prompt_token_ids)])
+            return [replace(answer("", [1, 2], 0), logprobs=np.log([self.certainty] * 3))]
         self.calls.append(["rollout", step, [[list(g.prompt_token_ids), g.samples] for g in groups]])
         if step == 3:
             raise OSError("no gateway")
@@ -96,12 +103,31 @@ def trainer(accelerator: Any, model: Any) -> Any:
     )
 
 
+def uniform_model(torch: Any) -> Any:
+    """A model that finds all tokens equally likely."""
+
+    class Uniform(torch.nn.Linear):  # type: ignore[misc]
+        def forward(self, input_ids: Any, **_: Any) -> Any:
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, VOCABULARY))
+
+    return Uniform(2, 2)
+
+
+def refused(rollout: PacelineRollout, rank: int, one: Any) -> str:
+    """Roll out and return the error."""
+    try:
+        rollout(PROMPTS[rank], one)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return ""
+
+
 def main(folder: Path, rank: int) -> None:
-    """Train for three steps and fail in the fourth."""
+    """Train for three steps, fail in the fourth, and begin anew on a fleet of another policy."""
     accelerate, torch = import_module("accelerate"), import_module("torch")
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.num_processes == RANKS
-    one = trainer(accelerator, accelerator.prepare(torch.nn.Linear(2, 2)))
+    one = trainer(accelerator, accelerator.prepare(uniform_model(torch)))
     run = RunInMemory()
     rollout = PacelineRollout(run, hints=False)  # type: ignore[arg-type]
     given = []
@@ -109,12 +135,10 @@ def main(folder: Path, rank: int) -> None:
         one.state.global_step = step
         given.append(rollout(PROMPTS[rank], one)["completion_ids"])
     one.state.global_step = 3
-    try:
-        rollout(PROMPTS[rank], one)
-        error = ""
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    told = {"given": given, "calls": run.calls, "error": error}
+    error = refused(rollout, rank, one)
+    told = {"given": given, "calls": list(run.calls), "error": error}
+    run.certainty = 0.5
+    told["mismatch"] = refused(PacelineRollout(run, hints=False), rank, one)  # type: ignore[arg-type]
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))
     torch.distributed.destroy_process_group()
     # Of PyTorch 2.13: once a model was wrapped, gloo's threads live on, since DistributedDataParallel leaves the

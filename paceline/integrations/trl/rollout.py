@@ -12,8 +12,10 @@ from paceline.adapters import Adapter
 from paceline.errors import PacelineError, UnimplementedError
 from paceline.integrations.trl import policy, requests
 from paceline.integrations.trl.grouping import RepeatedPrompts, group_repeated, in_order
+from paceline.integrations.trl.live import log_probabilities
 from paceline.integrations.trl.processes import gathered, on_main
 from paceline.integrations.trl.schedule import Cadence, Lookahead
+from paceline.policy_check import TOLERANCE, require_agreement, sample_for_check
 
 if TYPE_CHECKING:
     from paceline.blocking_rollout import Rollout
@@ -41,6 +43,7 @@ class PacelineRollout:
         lora: Literal["merged", "adapter"] = "merged",
         in_flight: t.InFlight = t.InFlight.REFUSE,
         hints: bool = True,
+        policy_tolerance: float | None = TOLERANCE,
     ) -> None:
         """Use a run, which the caller closes after training.
 
@@ -52,6 +55,8 @@ class PacelineRollout:
                 the adapter alone, after the weights below it once, for which the run needs a `WeightFolder`.
             in_flight: what becomes of unfinished samples, of any run, when weights are pushed.
             hints: announce the next prompts, for idle instances to pre-generate, where their order is known.
+            policy_tolerance: largest gap, in nats, between log-probabilities of the fleet and of the trainer's
+                model that is taken for rounding, as of `paceline.check_policy`; None: they are not compared.
         """
         self._run = run
         self._mode = logprobs_mode
@@ -59,9 +64,13 @@ class PacelineRollout:
         self._lora = lora
         self._in_flight = in_flight
         self._hints = hints
+        self._tolerance = policy_tolerance
         self._checked = False
         self._pushed_at: int | None = None
         """Global step of the weights that the fleet has."""
+        self._pushes = 0
+        self._compared = 0
+        """Number of the push whose weights were compared with the trainer's last."""
         self._last = (-1, -1, -1)
         """Global step, number after it, and index of the last rollout in training."""
         self._lookahead: Lookahead | None = None
@@ -79,6 +88,7 @@ class PacelineRollout:
         Raises:
             UnsupportedTrainerError: the trainer or a prompt wants what this cannot do.
             RolloutFailedError: a sample could not be had; or, not in the main process, that one failed.
+            PolicyMismatchError: the fleet samples another policy than the trainer's.
             PacelineError: a call was refused.
         """
         if not self._checked:
@@ -91,6 +101,7 @@ class PacelineRollout:
         ranks = gathered(accelerator, own)
         everyone = [ids for rank in ranks for ids in rank]
         training = bool(trainer.model.training)
+        self._compare(trainer, min(everyone, key=len, default=None))
         completed = on_main(accelerator, lambda: self._complete(trainer, everyone, sampling, training))
         first = sum(len(rank) for rank in ranks[: accelerator.process_index])
         mine = completed[first : first + len(own)]
@@ -119,6 +130,7 @@ class PacelineRollout:
             weights = policy.weights_of(trainer)
             on_main(trainer.accelerator, lambda: self._push_weights(weights))
         self._pushed_at = step
+        self._pushes += 1
 
     def report_rewards(self, rewards: Sequence[float]) -> int:
         """Report the rewards of the last rollout in training; return how many samples were known.
@@ -131,13 +143,34 @@ class PacelineRollout:
             return 0
         (rollout, repeated), self._rewarded = self._rewarded, None
         pairs = zip(repeated.keys, rewards, strict=True)
-        named = [
-            t.Reward(key.prompt_id, key.slot, reward) for key, reward in pairs if math.isfinite(reward)
-        ]
+        named = [t.Reward(key.prompt_id, key.slot, reward) for key, reward in pairs if math.isfinite(reward)]
         try:
             return rollout.report_rewards(named)
         except UnimplementedError:
             return 0
+
+    def _compare(self, trainer: Any, prompt: list[int] | None) -> None:
+        """Check that the fleet samples the trainer's policy, after the pushes 1, 2, 4, 8 and so on.
+
+        An adapter that starts at zero tells nothing at first, and little after a step; so once is not enough.
+        """
+        due = self._pushes > self._compared and self._pushes & (self._pushes - 1) == 0
+        if self._tolerance is None or prompt is None or not due:
+            return
+        self._compared, tolerance = self._pushes, self._tolerance
+        step = max(self._last[2], 0)
+        accelerator = trainer.accelerator
+        found = on_main(accelerator, lambda: sample_for_check(self._run, prompt, step))
+        if found is None:
+            return
+        try:
+            own = log_probabilities(trainer, found.prompt, found.responses)
+        except Exception as error:
+            # A model whose forward is another is trained as well.
+            _log.warning("the policy is not compared with the fleet's: %s: %s", type(error).__name__, error)
+            return
+        gap = on_main(accelerator, lambda: require_agreement(found, own, tolerance))
+        trainer._log_metric("rollout/policy_gap", gap.median)
 
     def _push_adapter(self, adapter: Adapter, base: Any) -> None:
         if self._pushed_at is None:

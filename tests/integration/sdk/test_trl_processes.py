@@ -51,11 +51,20 @@ def test_each_process_gets_the_answers_to_its_own_prompts(ranks: list[dict[str, 
 
 def test_the_main_process_alone_pushes_and_submits_groups_of_all(ranks: list[dict[str, Any]]) -> None:
     groups = [[[1, 2], 2], [[3], 2], [[4, 5], 2]]
-    calls = [[["push", ["bias", "weight"]], ["rollout", step, groups]] for step in range(4)]
-    assert ranks[0]["calls"] == [call for step in calls for call in step]
+    steps = [[["push", ["bias", "weight"]], ["check", [3]], ["rollout", step, groups]] for step in range(4)]
+    # The policy is checked after the pushes 1, 2 and 4.
+    del steps[2][1]
+    assert ranks[0]["calls"] == [call for step in steps for call in step]
     assert ranks[1]["calls"] == []
 
 
 def test_an_error_of_the_main_process_ends_the_rollout_in_all(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["error"] == "OSError: no gateway"
     assert ranks[1]["error"] == "RolloutFailedError: the main process failed: OSError: no gateway"
+
+
+def test_another_policy_on_the_fleet_ends_the_rollout_in_all(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["mismatch"].startswith(
+        "PolicyMismatchError: the fleet does not sample the trainer's policy"
+    )
+    assert ranks[1]["mismatch"].startswith("RolloutFailedError: the main process failed: PolicyMismatchError")

@@ -255,7 +255,7 @@ class FakeBatch(list[Sample]):
 
 def test_a_rollout_answers_each_prompt_at_its_place() -> None:
     run = FakeRun()
-    found = PacelineRollout(run)([B, A, A, B], trainer())  # type: ignore[arg-type]
+    found = PacelineRollout(run, policy_tolerance=None)([B, A, A, B], trainer())  # type: ignore[arg-type]
     assert found["prompt_ids"] == [B, A, A, B]
     assert found["completion_ids"] == [[*B, 1], [*A, 1], [*A, 2], [*B, 2]]
     assert found["logprobs"] == [[-token / 8 for token in ids] for ids in found["completion_ids"]]
@@ -263,7 +263,7 @@ def test_a_rollout_answers_each_prompt_at_its_place() -> None:
 
 def test_the_figures_of_each_rollout_are_logged_also_in_evaluation() -> None:
     one = trainer()
-    rollout = PacelineRollout(FakeRun())  # type: ignore[arg-type]
+    rollout = PacelineRollout(FakeRun(), policy_tolerance=None)  # type: ignore[arg-type]
     rollout([A, A, B, B], one)
     one.model.training = False
     rollout([A], one)
@@ -272,7 +272,7 @@ def test_the_figures_of_each_rollout_are_logged_also_in_evaluation() -> None:
 
 def test_weights_are_pushed_once_for_each_global_step_and_steps_ascend() -> None:
     run, one = FakeRun(), trainer(gradient_accumulation_steps=2)
-    rollout = PacelineRollout(run)  # type: ignore[arg-type]
+    rollout = PacelineRollout(run, policy_tolerance=None)  # type: ignore[arg-type]
     for global_step in (0, 0, 1, 1, 2):
         one.state.global_step = global_step
         rollout([A, A], one)
@@ -283,7 +283,7 @@ def test_weights_are_pushed_once_for_each_global_step_and_steps_ascend() -> None
 
 def test_evaluation_has_prompts_of_its_own_and_no_step() -> None:
     run, one = FakeRun(), trainer()
-    rollout = PacelineRollout(run)  # type: ignore[arg-type]
+    rollout = PacelineRollout(run, policy_tolerance=None)  # type: ignore[arg-type]
     rollout([A, A], one)
     one.model.training = False
     rollout([A], one)
@@ -297,7 +297,7 @@ def test_evaluation_has_prompts_of_its_own_and_no_step() -> None:
 @pytest.mark.parametrize("unknown", [float("nan"), float("inf"), float("-inf")])
 def test_rewards_are_reported_once_by_prompt_and_slot(unknown: float) -> None:
     run = FakeRun()
-    rollout = PacelineRollout(run)  # type: ignore[arg-type]
+    rollout = PacelineRollout(run, policy_tolerance=None)  # type: ignore[arg-type]
     rollout([B, A, B], trainer())
     assert rollout.report_rewards([0.5, unknown, 1.0]) == 2
     assert rollout.report_rewards([0.5, 0.5, 1.0]) == 0
@@ -323,7 +323,7 @@ def test_the_coming_prompts_are_announced_over_epochs_and_after_a_restart(resume
     steps = epochs_of(one, 4)[:8]
     assert len({str(step) for step in steps}) > 4, "epochs have orders of their own"
     one.state.max_steps = 8
-    rollout = PacelineRollout(run)  # type: ignore[arg-type]
+    rollout = PacelineRollout(run, policy_tolerance=None)  # type: ignore[arg-type]
     for step in range(resumed_at, 8):
         one.state.global_step = step
         rollout(steps[step], one)
@@ -338,7 +338,7 @@ def test_training_goes_on_when_hints_are_refused() -> None:
     run, one = FakeRun(), trainer(train_dataset=DATA)
     steps = epochs_of(one, 1)
     run.hint_error = UnavailableError(grpc.StatusCode.UNAVAILABLE, "no gateway")
-    rollout = PacelineRollout(run)  # type: ignore[arg-type]
+    rollout = PacelineRollout(run, policy_tolerance=None)  # type: ignore[arg-type]
     assert len(rollout(steps[0], one)["completion_ids"]) == 4
     run.hint_error = None
     one.state.global_step = 1
