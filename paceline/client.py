@@ -82,6 +82,11 @@ class Client(Face[GatewayCalls]):
         client.address, client._core = member.shard.address, member.calls
         return client
 
+    def deployments(self) -> list[Client]:
+        """Return a client of each shard, on this one's connections; without shards this client alone."""
+        shards = self._core.shards
+        return [self] if shards.alone else [self.shard(member.name) for member in shards.members]
+
     def run(self, run_id: str, *, seed: int = 0, weights: WeightTransport | None = None) -> Run:
         """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`.
 

@@ -9,10 +9,9 @@ that either side was least sure of: where a policy is sure, log-probabilities ar
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from paceline import types as t
 
 if TYPE_CHECKING:
     from paceline.blocking_run import Run
+    from paceline.client import Client
 
 _log = logging.getLogger("paceline")
 
@@ -29,7 +29,6 @@ TOLERANCE = 0.05
 _SAMPLES, _TOKENS = 4, 32
 _LEAST_SURE = 4
 """One in so many tokens is compared."""
-_PREFIX = "policy-check."
 _ENDED = (t.SampleStatus.COMPLETED, t.SampleStatus.TRUNCATED)
 
 Responses = Sequence[Sequence[int]]
@@ -80,10 +79,11 @@ def check_policy(
     prompt_token_ids: Sequence[int],
     logprobs: Callable[[Sequence[int], Responses], Sequence[Sequence[float]]],
     *,
-    step: int = 0,
     tolerance: float = TOLERANCE,
 ) -> PolicyGap | None:
     """Let the fleet sample a prompt, and compare its log-probabilities with the trainer's own.
+
+    Each shard gives four samples of 32 tokens. They belong to no batch, and nothing is kept of them.
 
     A policy that differs in rare tokens only, or by less than the tolerance, is not found; nor is an adapter that
     was pushed wrong while it is still zero, as before the first step: check again later.
@@ -94,7 +94,6 @@ def check_policy(
         logprobs: returns the natural logarithms of the trainer's probabilities, [samples][tokens], for a prompt
             and responses [samples][tokens] of equal length: at temperature 1, over the whole vocabulary, without
             dropout.
-        step: the step whose batch it is.
         tolerance: largest gap that is taken for rounding. The default is for half precision on either side; with
             float32 on both 0.002 is enough.
 
@@ -104,19 +103,23 @@ def check_policy(
         PolicyMismatchError: the gap is larger.
         PacelineError: a call was refused.
     """
-    found = sample_for_check(run, prompt_token_ids, step)
+    found = sample_for_check(run, prompt_token_ids)
     if found is None:
         return None
     return require_agreement(found, logprobs(found.prompt, found.responses), tolerance)
 
 
-def sample_for_check(run: Run, prompt_token_ids: Sequence[int], step: int) -> CheckedSamples | None:
+def sample_for_check(run: Run, prompt_token_ids: Sequence[int]) -> CheckedSamples | None:
     """Return a few short samples of a prompt; None: there are none, which is logged."""
     sampling = t.SamplingParams(max_tokens=_TOKENS, ignore_eos=True, logprobs_mode=t.LogprobsMode.RAW)
     prompt = [int(token) for token in prompt_token_ids]
-    name = hashlib.blake2b(np.asarray(prompt, "<i8").tobytes(), digest_size=16).hexdigest()
-    group = t.Group(f"{_PREFIX}{name}", prompt, _SAMPLES)
-    samples = list(run.rollout(step, [group], sampling))
+    # Without the run's name it is no part of its steps, and no draft of later samples.
+    request = t.SampleRequest("", "", prompt, sampling=sampling)
+    samples = [
+        _sampled(client, replace(request, slot=slot))
+        for client in run.client.deployments()
+        for slot in range(_SAMPLES)
+    ]
     done = [each for each in samples if each.status in _ENDED and len(each.token_ids)]
     if not done:
         _log.warning(
@@ -126,6 +129,12 @@ def sample_for_check(run: Run, prompt_token_ids: Sequence[int], step: int) -> Ch
     length = min(len(each.token_ids) for each in done)
     responses = [each.token_ids[:length].tolist() for each in done]
     return CheckedSamples(prompt, responses, [each.logprobs[:length].tolist() for each in done])
+
+
+def _sampled(client: Client, request: t.SampleRequest) -> t.Sample:
+    *_, last = client.generate(request)
+    assert isinstance(last, t.Sample)
+    return last
 
 
 def require_agreement(found: CheckedSamples, own: Sequence[Sequence[float]], tolerance: float) -> PolicyGap:

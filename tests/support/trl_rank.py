@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline import FinishReason, Provenance, Sample, SampleStatus
+from paceline import FinishReason, Provenance, Sample, SampleRequest, SampleStatus
 from paceline.integrations.trl import PacelineRollout
 
 RANKS = 2
@@ -33,14 +33,12 @@ class RunInMemory:
         self.calls: list[Any] = []
         self.certainty = 1 / VOCABULARY
         """Probability that it says each token of a check has."""
+        self.client = self
 
     def push_weights(self, weights: Any, *, in_flight: object) -> None:
         self.calls.append(["push", sorted(weights)])
 
     def rollout(self, step: int, groups: Any, sampling: Any, *, exactness: object = None) -> Any:
-        if groups[0].prompt_id.startswith("policy-check."):
-            self.calls.append(["check", list(groups[0].prompt_token_ids)])
-            return [replace(answer("", [1, 2], 0), logprobs=np.log([self.certainty] * 3))]
         self.calls.append(["rollout", step, [[list(g.prompt_token_ids), g.samples] for g in groups]])
         if step == 3:
             raise OSError("no gateway")
@@ -50,6 +48,14 @@ class RunInMemory:
                 answer(group.prompt_id, group.prompt_token_ids, slot) for slot in range(group.samples)
             ]
         return samples
+
+    def deployments(self) -> list[Any]:
+        return [self]
+
+    def generate(self, request: SampleRequest) -> list[Sample]:
+        if not request.slot:
+            self.calls.append(["check", list(request.prompt_token_ids)])
+        return [replace(answer("", [1, 2], 0), logprobs=np.log([self.certainty] * 3))]
 
 
 class BatchInMemory(list[Sample]):

@@ -158,9 +158,8 @@ class PacelineRollout:
         if self._tolerance is None or prompt is None or not due:
             return
         self._compared, tolerance = self._pushes, self._tolerance
-        step = max(self._last[2], 0)
         accelerator = trainer.accelerator
-        found = on_main(accelerator, lambda: sample_for_check(self._run, prompt, step))
+        found = on_main(accelerator, lambda: sample_for_check(self._run, prompt))
         if found is None:
             return
         try:

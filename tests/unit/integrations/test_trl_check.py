@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import FinishReason, PolicyMismatchError, Provenance, Sample, SampleStatus
+from paceline import FinishReason, Group, PolicyMismatchError, Provenance, Sample, SampleRequest, SampleStatus
 from paceline.integrations.trl import PacelineRollout
 
 PROMPTS = [[1, 2, 3], [1, 2, 3], [4], [4]]
@@ -45,20 +45,26 @@ class Fleet:
         self.model = TinyPolicy().eval()
         self.checks: list[int] = []
         self.pushes = 0
+        self.client = self
 
     def push_weights(self, weights: Mapping[str, Any], *, in_flight: object) -> None:
         self.pushes += 1
         self.model.load_state_dict(self.changes({name: each.clone() for name, each in weights.items()}))
 
     def rollout(self, step: int, groups: Any, sampling: Any, *, exactness: object = None) -> Any:
-        if groups[0].prompt_id.startswith("policy-check."):
-            self.checks.append(self.pushes)
         samples = Samples()
         for group in groups:
             samples += [self.sample(group, slot, sampling) for slot in range(group.samples)]
         return samples
 
-    def sample(self, group: Any, slot: int, sampling: Any) -> Sample:
+    def deployments(self) -> list[Any]:
+        self.checks.append(self.pushes)
+        return [self]
+
+    def generate(self, request: SampleRequest) -> list[Sample]:
+        return [self.sample(request, request.slot, request.sampling)]
+
+    def sample(self, group: Group | SampleRequest, slot: int, sampling: Any) -> Sample:
         torch.manual_seed(slot)
         ids, logprobs = list(group.prompt_token_ids), []
         for _ in range(sampling.max_tokens):

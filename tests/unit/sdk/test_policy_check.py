@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,9 @@ from paceline import (
     PolicyMismatchError,
     Provenance,
     Sample,
+    SampleRequest,
     SampleStatus,
+    TokenDelta,
     check_policy,
 )
 from paceline.policy_check import TOLERANCE, policy_gap
@@ -70,24 +72,28 @@ class FakeRun:
 
     def __init__(self, lengths: tuple[int, ...], status: SampleStatus = SampleStatus.TRUNCATED) -> None:
         self.lengths, self.status = lengths, status
-        self.asked: list[Any] = []
+        self.asked: list[SampleRequest] = []
+        self.client = self
 
-    def rollout(self, step: int, groups: Any, sampling: Any) -> list[Sample]:
-        self.asked.append(SimpleNamespace(step=step, group=groups[0], sampling=sampling))
-        return [
-            Sample(
-                prompt_id=groups[0].prompt_id,
-                slot=slot,
-                token_ids=(tokens := np.arange(slot, slot + length)),
-                logprobs=told(tokens).astype(np.float32),
-                finish_reason=FinishReason.LENGTH,
-                status=self.status,
-                version_spans=(),
-                provenance=Provenance(),
-                seed=0,
-            )
-            for slot, length in enumerate(self.lengths)
-        ]
+    def deployments(self) -> list[Any]:
+        return [self]
+
+    def generate(self, request: SampleRequest) -> Iterator[TokenDelta | Sample]:
+        self.asked.append(request)
+        tokens = np.arange(request.slot, request.slot + self.lengths[request.slot])
+        logprobs = told(tokens).astype(np.float32)
+        yield TokenDelta(tokens, logprobs)
+        yield Sample(
+            prompt_id=request.prompt_id,
+            slot=request.slot,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=FinishReason.LENGTH,
+            status=self.status,
+            version_spans=(),
+            provenance=Provenance(),
+            seed=0,
+        )
 
 
 def told(tokens: Any) -> Any:
@@ -102,19 +108,21 @@ def test_a_check_compares_a_few_short_samples_of_the_models_own_distribution() -
         seen.append((prompt, [len(each) for each in responses]))
         return [told(each) for each in responses]
 
-    gap = check_policy(run, np.array([5, 6]), own, step=3)  # type: ignore[arg-type]
+    gap = check_policy(run, np.array([5, 6]), own)  # type: ignore[arg-type]
     assert gap is not None
     assert gap.median < 1e-6
     assert gap.tokens == 31
     assert seen == [([5, 6], [31] * 4)]
-    (asked,) = run.asked
-    assert (asked.step, asked.group.samples, asked.sampling.max_tokens) == (3, 4, 32)
+    assert [each.slot for each in run.asked] == [0, 1, 2, 3]
+    asked = run.asked[0]
+    # It is no part of the run: neither of its steps nor of its drafts.
+    assert (asked.run_id, asked.prompt_id, asked.sampling.max_tokens) == ("", "", 32)
     assert asked.sampling.logprobs_mode is LogprobsMode.RAW
     assert asked.sampling.ignore_eos
 
 
 def test_a_gap_is_an_error_that_says_how_large_it_is_and_what_to_do() -> None:
-    run = FakeRun((32, 32))
+    run = FakeRun((32,) * 4)
 
     def off(prompt: Any, responses: Any) -> Any:
         return [told(each) + 0.06 for each in responses]
@@ -129,7 +137,7 @@ def test_a_gap_is_an_error_that_says_how_large_it_is_and_what_to_do() -> None:
 
 
 def test_samples_that_failed_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
-    run = FakeRun((32, 32), SampleStatus.FAILED)
+    run = FakeRun((32,) * 4, SampleStatus.FAILED)
     with caplog.at_level(logging.WARNING, "paceline"):
         assert check_policy(run, [1], lambda prompt, responses: []) is None  # type: ignore[arg-type]
     assert "the policy is not checked: its samples ended as" in caplog.text
