@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
+from services.facade.chat_template import TemplateTraits, traits_of
 
+_OTHER_TYPES = frozenset({"gpt_oss"})
+_OTHER_ARCHITECTURES = frozenset(
+    {
+        *("DeepseekV32ForCausalLM", "DeepseekV41ForCausalLM", "DeepseekV4ForCausalLM"),
+        *("DeepseekV4ForConditionalGeneration", "InklingForCausalLM", "InklingForConditionalGeneration"),
+        *("KimiK3ForConditionalGeneration", "MoonshotKimiaForCausalLM"),
+    }
+)
+"""Models whose conversations vLLM's server does not write by their chat template."""
+_MISTRAL = ("tekken.json", "tokenizer.model.v*")
 _UNFINISHED = "\ufffd"
 """What a decoder gives for bytes that are no character yet."""
+
+
+def not_by_template(folder: Path) -> str:
+    """Return why the tokenizer's template does not give vLLM's prompts of a conversation; empty if it does."""
+    config = _json(folder / "config.json")
+    if config.get("model_type") in _OTHER_TYPES or _OTHER_ARCHITECTURES & {
+        *(config.get("architectures") or ())
+    }:
+        return "vLLM writes the conversations of this model by code of its own; send token ids"
+    if any(any(folder.glob(name)) for name in _MISTRAL) and any(folder.glob("consolidated*.safetensors")):
+        return "vLLM writes the conversations of this folder with mistral-common; send token ids"
+    own = _json(folder / "tokenizer_config.json").get("chat_template")
+    if _json(folder / "chat_template.json").get("chat_template", own) != own:
+        return "chat_template.json, which vLLM uses, differs from the template of the tokenizer"
+    return ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class Tokenizer(Protocol):
@@ -25,10 +60,14 @@ class Tokenizer(Protocol):
     def token(self, token_id: int) -> str:
         """Return the text of one token."""
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], template: str | None
-    ) -> list[int]:
-        """Return the tokens of a conversation; InvalidArgument if its template refuses it, or there is none."""
+    def template(self) -> TemplateTraits:
+        """Return what the chat template expects; InvalidArgument if there is none that can be used."""
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of a conversation, which is as the template expects it.
+
+        InvalidArgument: the template refuses it.
+        """
 
 
 class FolderTokenizer:
@@ -42,6 +81,13 @@ class FolderTokenizer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
+        self._traits: TemplateTraits | None = None
+        self._no_chat = not_by_template(folder)
+        if not self._no_chat:
+            try:
+                self._traits = traits_of(self._tokenizer.get_chat_template())
+            except ValueError as error:
+                self._no_chat = str(error)
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text."""
@@ -59,19 +105,22 @@ class FolderTokenizer:
         """Return the text of one token."""
         return self.decode([token_id], skip_special=False)
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], template: str | None
-    ) -> list[int]:
+    def template(self) -> TemplateTraits:
+        """Return what the chat template expects."""
+        if self._traits is None:
+            raise InvalidArgument([Violation("messages", f"cannot be written as a prompt: {self._no_chat}")])
+        return self._traits
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a conversation."""
         try:
-            found = self._tokenizer.apply_chat_template(
-                list(messages), chat_template=template, tokenize=True, return_dict=False, **options
-            )
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
         except Exception as error:  # templates raise whatever they like
             raise InvalidArgument(
                 [Violation("messages", f"the chat template refuses them: {error}")]
             ) from error
-        return [int(token) for token in found]
+        # The template writes the special tokens itself.
+        return self.encode(text, special=False)
 
 
 def needs_text(tokenizer: Tokenizer | None, field: str) -> Tokenizer:

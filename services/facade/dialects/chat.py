@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from pydantic import Field
 
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
+from services.facade.dialects.messages import conversation_of
 from services.facade.dialects.parameters import checked_likeliest
 from services.facade.dialects.vllm import SamplingBody
 from services.facade.text import Tokenizer, needs_text
 
 Json = dict[str, Any]
+
+RESERVED = frozenset(
+    {
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"),
+        *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
+        *("return_tensors", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    }
+)
+"""Names in `chat_template_kwargs` that mean something else than a variable of the template."""
+_AS_LEFT_OUT = (None, "auto")
+"""Values of a variable with which vLLM's server leaves it to the template."""
 
 
 class ChatBody(SamplingBody):
@@ -28,9 +41,8 @@ class ChatBody(SamplingBody):
     """With `logprobs`: so many of the likeliest tokens of each position, at most 20."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: str | None = None
-    """Template in place of the model's."""
     chat_template_kwargs: Json | None = None
+    """Variables for the model's template, such as `enable_thinking`; those that it does not read have no effect."""
 
     def likeliest(self) -> int:
         """Return how many of the likeliest tokens of each position are asked for.
@@ -52,9 +64,26 @@ class ChatBody(SamplingBody):
 
 def chat_prompt(body: ChatBody, tokenizer: Tokenizer | None) -> list[int]:
     """Return the token ids of a conversation. InvalidArgument: there is no tokenizer, or its template refuses."""
-    options = {
+    if body.continue_final_message and body.add_generation_prompt:
+        found = "is true, as it is when left out; must be false with continue_final_message"
+        raise InvalidArgument([Violation("add_generation_prompt", found)])
+    template = needs_text(tokenizer, "messages")
+    traits = template.template()
+    options = _template_options(body.chat_template_kwargs or {}, traits.variables)
+    options |= {
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": body.continue_final_message,
-        **(body.chat_template_kwargs or {}),
     }
-    return needs_text(tokenizer, "messages").chat(body.messages, options, body.chat_template)
+    return template.chat(conversation_of(body.messages, traits), options)
+
+
+def _template_options(given: Json, variables: Set[str]) -> Json:
+    """Return those that the template reads; others have no effect, as in vLLM. InvalidArgument for arguments."""
+    found = [
+        Violation(f"chat_template_kwargs.{name}", "is no variable of a template of this server; leave it out")
+        for name in given
+        if name in RESERVED
+    ]
+    if found:
+        raise InvalidArgument(found)
+    return {name: value for name, value in given.items() if name in variables and value not in _AS_LEFT_OUT}

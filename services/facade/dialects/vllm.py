@@ -17,6 +17,7 @@ Json = dict[str, Any]
 NEUTRAL: dict[str, Sequence[Any]] = {
     "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
     "detokenize": (True,),
     "echo": (False,),
     "guided_decoding": (),

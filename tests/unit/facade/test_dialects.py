@@ -13,6 +13,7 @@ import pytest
 
 from paceline import types as t
 from services.contracts.errors import InvalidArgument
+from services.facade.chat_template import TemplateTraits
 from services.facade.dialects import sglang, trl, vllm
 from services.facade.dialects.answers import AnswerWriter, usage
 from services.facade.dialects.chat import ChatBody
@@ -264,9 +265,10 @@ class Words:
     def token(self, token_id: int) -> str:
         return f"w{token_id}"
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], template: str | None
-    ) -> list[int]:
+    def template(self) -> TemplateTraits:
+        raise AssertionError("not used")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         raise AssertionError("not used")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from services.contracts.errors import InvalidArgument
+from services.facade.chat_template import TemplateTraits
 from services.facade.text import TextStream, longest_beginning, needs_text, text_of
 
 
@@ -21,9 +22,10 @@ class Bytes:
     def token(self, token_id: int) -> str:
         return self.decode([token_id], False)
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], template: str | None
-    ) -> list[int]:
+    def template(self) -> TemplateTraits:
+        raise AssertionError("not used")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         raise AssertionError("not used")
 
 
