@@ -50,7 +50,7 @@ class ServedFleet:
     async def check_model(self, asked: str | None) -> ServedModel:
         """Return the model; InvalidArgument if a request names another."""
         model = await self.model()
-        if asked is not None and asked != model.name:
+        if asked and asked != model.name:
             raise InvalidArgument([Violation("model", f"{asked!r} is not served; must be {model.name!r}")])
         return model
 

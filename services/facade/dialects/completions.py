@@ -14,7 +14,7 @@ class CompletionBody(SamplingBody):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     """Text or token ids, of one prompt or of several."""
-    max_tokens: int | None = 16
+    max_tokens: int = 16
     logprobs: int | None = None
     """Log-probabilities of the sampled tokens, and of so many of the likeliest of each position; at most 20."""
     add_special_tokens: bool = True

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from paceline import types as t
 from paceline.errors import Violation
@@ -28,21 +30,50 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        without_null = _without_null(cls)
+        return {name: value for name, value in given.items() if value is not None or name not in without_null}
+
+
+@cache
+def _without_null(body: type[Body]) -> frozenset[str]:
+    """Return the parameters that may be left out and have no meaning for null: null is as left out."""
+    return frozenset(
+        name
+        for name, field in body.model_fields.items()
+        if not field.is_required() and NoneType not in get_args(field.annotation)
+    )
+
+
+VllmSeed = Annotated[int | None, AfterValidator(lambda seed: None if seed == -1 else seed)]
+"""Seed of vLLM's server, for which -1 is as left out."""
+
 
 def check_unsupported(body: Body, neutral: Mapping[str, Sequence[Any]], path: str = "") -> None:
-    """Refuse parameters that have no field: `neutral` has the values of known ones that ask for nothing.
+    """Refuse parameters that have no field, unless their value asks for nothing.
 
-    InvalidArgument names each of them.
+    `neutral` has such values of known ones, beside those that ask for nothing anywhere. InvalidArgument names each.
     """
     found = []
     for name, value in (body.model_extra or {}).items():
-        if name not in neutral:
-            found.append(Violation(path + name, "is not known here; leave it out"))
-        elif value is not None and not any(value == each for each in neutral[name]):
+        if name in neutral and not _asks_for_nothing(value, neutral[name]):
             allowed = " or ".join(map(repr, neutral[name])) or "left out"
             found.append(Violation(path + name, f"is not supported; must be {allowed}"))
+        elif name not in neutral and not _asks_for_nothing(value, ()):
+            found.append(Violation(path + name, "is not known here; leave it out"))
     if found:
         raise InvalidArgument(found)
+
+
+def _asks_for_nothing(value: Any, neutral: Sequence[Any]) -> bool:
+    if value is False and True in neutral:
+        # It is on when it is left out.
+        return False in neutral
+    return value is None or value is False or value in ("", [], {}) or value in neutral
 
 
 def run_seed(seed: int | None, field: str = "seed") -> int | None:

@@ -26,6 +26,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "return_entropy": (False,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
     "session_params": (),
     "token_ids_logprob": (),
     "video_data": ([],),

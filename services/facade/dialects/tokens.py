@@ -35,12 +35,23 @@ NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "extra_args": ({},),
     "flat_logprobs": (False,),
     "logit_bias": ({},),
+    "logprob_token_ids": ([],),
     "output_kind": (0, 1, 2),
+    "output_text_buffer_length": (0,),
+    "prompt_logprob_start": (0,),
+    "prompt_logprob_token_ids": (),
     "prompt_logprobs": (),
+    "repetition_detection": (),
+    "routed_experts_prompt_start": (0,),
+    "skip_reading_prefix_cache": (True, False),
     "skip_clone": (True, False),
     "spaces_between_special_tokens": (True, False),
+    "stream_interval": (1,),
     "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "trace_decode_token_ids": (),
     "truncate_prompt_tokens": (),
+    "watermarking": (False,),
 }
 """The same of its sampling parameters; those of text have no effect on an answer without text."""
 NAMES = {
@@ -58,7 +69,8 @@ NAMES = {
 class TokensSampling(SamplingFields):
     """Sampling parameters of vLLM."""
 
-    max_tokens: int | None = 16
+    max_tokens: int | None = None
+    """Left out: what the model's length leaves, as in vLLM's server."""
     logprobs: int | None = None
     """0 or 1: those of the sampled tokens, without those of other tokens."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import types as t
-from services.facade.dialects.parameters import Body, checked_likeliest, finite, stops_of, top_k_of
+from services.facade.dialects.parameters import Body, VllmSeed, checked_likeliest, finite, stops_of, top_k_of
 from services.facade.samples import SampleOutput
 from services.facade.text import Tokenizer, needs_text
 
@@ -41,7 +41,7 @@ class TrlBody(Body):
 class TrlSampling(Body):
     """Supported keys of `generation_kwargs`."""
 
-    seed: int | None = None
+    seed: VllmSeed = None
     stop_token_ids: list[int] | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool = False

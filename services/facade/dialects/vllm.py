@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from pydantic import Field
+
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import Body, checked_likeliest, stops_of, top_k_of
+from services.facade.dialects.parameters import Body, VllmSeed, checked_likeliest, stops_of, top_k_of
 
 Json = dict[str, Any]
 
@@ -19,21 +21,42 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "best_of": (1,),
     "chat_template": (),
     "detokenize": (True,),
+    "documents": (),
     "echo": (False,),
+    "ec_transfer_params": (),
     "guided_decoding": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logit_bias": ({},),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": (),
+    "mm_payload": ("tensors", "none"),
+    "mm_processor_kwargs": (),
     "no_stop_trim": (False,),
+    "parallel_tool_calls": (True, False),
     "priority": (0,),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "repetition_detection": (),
     "return_hidden_states": (False,),
+    "return_mm_kwargs": (True, False),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
     "separate_reasoning": (True, False),
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
     "stream_reasoning": (True, False),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none",),
     "tools": ([],),
     "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),
     "use_beam_search": (False,),
+    "vllm_xargs": (),
+    "watermarking": (False,),
 }
 """Parameters of vLLM and of SGLang's router that are not supported, with the values that ask for nothing."""
 
@@ -63,11 +86,11 @@ class SamplingFields(Body):
     stop: str | list[str] | None = None
     """Strings that end a sample; its text is without them, unless `include_stop_str_in_output`."""
     include_stop_str_in_output: bool = False
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
     """Nothing else is sampled."""
     ignore_eos: bool = False
-    seed: int | None = None
-    """With the same seed, the same request has the same samples. Left out: one is drawn."""
+    seed: VllmSeed = None
+    """With the same seed, the same request has the same samples. Left out or -1: one is drawn."""
     skip_special_tokens: bool = True
     """Whether the text is without special tokens; the token ids have them."""
 
@@ -90,6 +113,8 @@ class SamplingBody(SamplingFields):
     return_tokens_as_token_ids: bool = False
     """Whether tokens of log-probabilities are written as `token_id:17`."""
     user: str | None = None
+    """Has no effect."""
+    session_id: str | None = None
     """Has no effect."""
     cache_salt: str | None = None
     """Has no effect: prompts of other versions of the weights are never reused."""
