@@ -17,9 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.tokens import TokenScope
 from services.contracts.errors import ServiceError, Unimplemented
-from services.facade.http_errors import HttpError, error_body, http_error
+from services.facade.http_errors import HttpError, error_body, fault, http_error, in_dialect
 from services.platform.observability.metrics import RpcMetrics
 from services.platform.security.guard import Guard, scopes_for
+
+log = structlog.get_logger(__name__)
 
 GENERATE = "paceline.v1.RolloutService/Generate"
 HINT = "paceline.v1.RolloutService/HintNextBatch"
@@ -150,11 +152,12 @@ class Access:
         path = str(scope["path"])
         known = path in METHODS or path in OPEN
         labels = ("facade", f"{scope['method']} {path}" if known else "other")
-        status = 499
+        status, begun = 499, False
         structlog.contextvars.bind_contextvars(request_id=request_id, rpc=labels[1])
 
         async def answer(message: Message) -> None:
-            nonlocal status
+            nonlocal status, begun
+            begun = True
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
@@ -165,9 +168,16 @@ class Access:
         try:
             refused = self._refused(path, headers)
             if refused is None:
-                await self._app(scope, receive, answer)
-            else:
-                response = JSONResponse(refused.body, status_code=refused.status, headers=refused.headers)
+                try:
+                    await self._app(scope, receive, answer)
+                except Exception:
+                    log.exception("request_failed")
+                    if begun:
+                        raise  # The connection is cut: what has been sent is no whole answer.
+                    refused = fault()
+            if refused is not None:
+                found = in_dialect(path, refused)
+                response = JSONResponse(found.body, status_code=found.status, headers=found.headers)
                 await response(scope, receive, answer)
         finally:
             self._metrics.in_flight.labels(*labels).dec()

@@ -18,7 +18,7 @@ from services.facade.access import Access
 from services.facade.config import FacadeConfig
 from services.facade.fleet import ServedFleet
 from services.facade.gateway_client import GatewayClient
-from services.facade.http_errors import HttpError, error_body, http_error, validation_error
+from services.facade.http_errors import HttpError, error_body, http_error, in_dialect, validation_error
 from services.facade.metrics import FacadeMetrics
 from services.facade.names import SampleNames
 from services.facade.routes.health import health_routes
@@ -27,7 +27,7 @@ from services.facade.routes.sglang import sglang_routes
 from services.facade.routes.tokens import tokens_routes
 from services.facade.routes.vllm import vllm_routes
 from services.facade.samples import SamplesInWork
-from services.facade.serving import Facade
+from services.facade.serving import Facade, names_in_body
 from services.facade.text import FolderTokenizer, Tokenizer
 from services.facade.updates import Updates
 from services.platform.config.sources import ConfigError
@@ -103,21 +103,22 @@ def _closing(client: GatewayClient) -> Callable[[FastAPI], AbstractAsyncContextM
     return lifespan
 
 
-async def _failed(_: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, PacelineError | ServiceError)
-    return _answer(http_error(error))
+    return _answer(request, http_error(error, names_in_body(request)))
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _answer(validation_error(error.errors()))
+    return _answer(request, validation_error(error.errors()))
 
 
-async def _plain(_: Request, error: Exception) -> Response:
+async def _plain(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = error_body(str(error.detail), "invalid_request_error", param=None, code=str(error.status_code))
-    return _answer(HttpError(error.status_code, body, dict(error.headers or {})))
+    return _answer(request, HttpError(error.status_code, body, dict(error.headers or {})))
 
 
-def _answer(found: HttpError) -> Response:
+def _answer(request: Request, found: HttpError) -> Response:
+    found = in_dialect(request.url.path, found)
     return JSONResponse(found.body, status_code=found.status, headers=found.headers)

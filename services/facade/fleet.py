@@ -28,6 +28,7 @@ class ServedModel:
 
     name: str
     max_model_len: int
+    vocab_size: int
 
 
 class ServedFleet:
@@ -94,7 +95,11 @@ class ServedFleet:
 
 
 def served_model(instances: Sequence[t.Instance], name: str | None) -> ServedModel:
-    """Return the model of the instances: the least of their lengths."""
+    """Return the model of the instances: the least of their lengths and of their vocabularies."""
     if not instances:
         raise UnavailableError(grpc.StatusCode.UNAVAILABLE, "no instance has registered yet")
-    return ServedModel(name or instances[0].model, min(each.max_model_len for each in instances))
+    return ServedModel(
+        name or instances[0].model,
+        min(each.max_model_len for each in instances),
+        min(each.vocab_size for each in instances),
+    )

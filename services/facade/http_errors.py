@@ -28,6 +28,14 @@ _STATUS: dict[grpc.StatusCode, tuple[int, str]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
 _FAULT = (500, "server_error")
+_PROMPT = "prompt_token_ids"
+_PLACES = ("body", "query", "path", "header")
+"""First parts of a location: where in a request a field is."""
+_TYPES = ("bool", "float", "int", "str")
+_WITH_SUCCESS = frozenset(
+    {"/abort_request", "/continue_generation", "/pause_generation", "/update_weights_from_disk"}
+)
+"""Paths of SGLang's server whose answers say whether they succeeded, in errors too."""
 _COMES_AGAIN = (429, 503)
 
 
@@ -40,17 +48,18 @@ class HttpError:
     headers: dict[str, str]
 
 
-def http_error(error: PacelineError | ServiceError) -> HttpError:
+def http_error(error: PacelineError | ServiceError, names: Mapping[str, str] | None = None) -> HttpError:
     """Return the answer for an error of the gateway or of this process.
 
-    `param` is the first field at fault, and `code` the reason, such as `STALE_VERSION`.
+    `param` is the first field at fault, under its name in the body: `names` are those that differ from the SDK's.
+    `code` is the reason, such as `STALE_VERSION`.
     """
     if isinstance(error, ServiceError):
         error = PacelineError(error.code, error.message, error.details)
     status, kind = _STATUS.get(error.code, _FAULT)
-    param = (
-        error.violations[0].field.removeprefix("sampling.") if status == 400 and error.violations else None
-    )
+    param = None
+    if status == 400 and error.violations:
+        param = _name_in_body(error.violations[0].field, names or {})
     headers: dict[str, str] = {}
     if status in _COMES_AGAIN:
         # Whole seconds, and never 0: a client that waits 0 s would come again at once.
@@ -59,6 +68,30 @@ def http_error(error: PacelineError | ServiceError) -> HttpError:
         headers["WWW-Authenticate"] = "Bearer"
     body = error_body(error.message, kind, param=param, code=error.reason or error.code.name)
     return HttpError(status, body, headers)
+
+
+def _name_in_body(field: str, names: Mapping[str, str]) -> str | None:
+    """Return the name that a body has for a field of the gateway's request."""
+    if field.startswith(_PROMPT):
+        # Its ids are checked before they are sent, so what is wrong is all of it.
+        return names.get("prompt", "prompt")
+    field = field.removeprefix("sampling.")
+    name, bracket, place = field.partition("[")
+    return names.get(name, name) + bracket + place or None
+
+
+def in_dialect(path: str, found: HttpError) -> HttpError:
+    """Return an error in the form of the dialect that has the path."""
+    if path not in _WITH_SUCCESS:
+        return found
+    body = {"success": False, "message": found.body["error"]["message"], **found.body}
+    return HttpError(found.status, body, found.headers)
+
+
+def fault() -> HttpError:
+    """Return the answer to a request that failed by a defect of this process."""
+    message = "the facade failed; its log says more, under the x-request-id of this answer"
+    return HttpError(500, error_body(message, "server_error", param=None, code="INTERNAL"), {})
 
 
 def error_body(message: str, kind: str, *, param: str | None, code: str) -> dict[str, Any]:
@@ -71,13 +104,27 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> HttpError:
 
     Values are not repeated: a prompt may be long, and may be nobody's business.
     """
-    lines = [f"{field_of(each['loc'])}: {each['msg']}" for each in problems]
-    param = field_of(problems[0]["loc"]) if problems else None
-    body = error_body("; ".join(lines[:5]), "invalid_request_error", param=param, code="INVALID_ARGUMENT")
+    fields = [field_of(each["loc"]) for each in problems]
+    lines = [f"{field or 'the body'}: {each['msg']}" for field, each in zip(fields, problems, strict=True)]
+    param = fields[0] if fields else None
+    if problems and problems[0].get("type") == "json_invalid":
+        found = problems[0]
+        reason = found.get("ctx", {}).get("error", found["msg"])
+        lines, param = [f"the body is no JSON: {reason} at character {found['loc'][-1]}"], None
+    text = "; ".join(list(dict.fromkeys(lines))[:5])
+    body = error_body(text, "invalid_request_error", param=param or None, code="INVALID_ARGUMENT")
     return HttpError(400, body, {})
 
 
 def field_of(location: Sequence[Any]) -> str:
-    """Return the path of a field in a body, such as `sampling_params.top_p`."""
-    path = [str(part) for part in location if part != "body"]
-    return ".".join(path) or "body"
+    """Return the path of a field, such as `sampling_params.top_p` or `messages[0]`; empty for the whole body.
+
+    A location names which member of a union was tried, such as `list[int]`; no field is called so.
+    """
+    path = ""
+    for part in location[1:] if location and location[0] in _PLACES else location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in _TYPES:
+            path += f".{part}" if path else part
+    return path

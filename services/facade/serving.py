@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import msgspec
+import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,12 +22,14 @@ from services.contracts.errors import ServiceError
 from services.facade.config import FacadeConfig
 from services.facade.dialects.parameters import check_samples, check_whole_numbers
 from services.facade.fleet import ServedFleet
-from services.facade.http_errors import http_error
+from services.facade.http_errors import fault, http_error
 from services.facade.metrics import FacadeMetrics
 from services.facade.names import SampleNames, SamplesAsked, given_names
 from services.facade.samples import SampleGroup, SampleOutput, SamplesInWork
 from services.facade.text import Tokenizer
 from services.platform.tasks import end
+
+log = structlog.get_logger(__name__)
 
 Json = dict[str, Any]
 
@@ -56,10 +59,13 @@ class Facade:
         """Return the samples that a request asks for, prompt by prompt.
 
         `names` are those of the dialect where they differ from `paceline.SamplingParams`. InvalidArgument: there
-        are too many, whole numbers that cannot be sent, or headers that do not fit.
+        are too many, whole numbers that cannot be sent, ids that the model does not have, or headers that do not
+        fit.
         """
-        check_whole_numbers(asked.prompts, asked.sampling, names or {})
-        check_samples(asked.prompts, asked.each, self.config.max_samples_per_request)
+        request.state.names = names = names or {}
+        model = await self.fleet.model()
+        check_whole_numbers(asked.prompts, asked.sampling, names, model.vocab_size)
+        check_samples(asked.prompts, asked.each, self.config.max_samples_per_request, names)
         given = given_names(request.headers, self.config.run_id)
         step = await self.fleet.recent_version() if given.step is None else given.step
         return self.names.requests(asked, given, step)
@@ -156,7 +162,10 @@ class EventResponse(Response):
                 await _send(send, [*self._events.new(new), *self._events.last(group.outputs)])
                 last = b"data: %b\n\n" % self._events.done.encode()
             except (PacelineError, ServiceError) as error:
-                last = _line(http_error(error).body)
+                last = _line(http_error(error, names_in_body(self._request)).body)
+            except Exception:
+                log.exception("stream_failed")
+                last = _line(fault().body)
             await send({"type": "http.response.body", "body": last, "more_body": False})
             self._facade.count(group.outputs, self._dialect)
 
@@ -165,6 +174,11 @@ async def _send(send: Send, events: Sequence[Json]) -> None:
     if events:
         body = b"".join(map(_line, events))
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def names_in_body(request: Request) -> Mapping[str, str]:
+    """Return the names that a request's body has for sampling parameters, where they differ from the SDK's."""
+    return getattr(request.state, "names", {})
 
 
 def client_left() -> CancelledError:

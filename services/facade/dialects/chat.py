@@ -28,6 +28,10 @@ _AS_LEFT_OUT = (None, "auto")
 """Values of a variable with which vLLM's server leaves it to the template."""
 
 
+NAMES = {"prompt": "messages"}
+"""Names of the parameters in a body, where they differ from the SDK's."""
+
+
 class ChatBody(SamplingBody):
     """Body of /v1/chat/completions."""
 

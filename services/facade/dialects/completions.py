@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import checked_likeliest
+from services.facade.dialects.parameters import TokenId, checked_likeliest
 from services.facade.dialects.vllm import SamplingBody
 from services.facade.text import Tokenizer, needs_text
+
+NAMES = {"top_logprobs": "logprobs"}
+"""Names of the parameters in a body, where they differ from the SDK's."""
 
 
 class CompletionBody(SamplingBody):
     """Body of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     """Text or token ids, of one prompt or of several."""
     max_tokens: int = 16
     logprobs: int | None = None

@@ -10,9 +10,12 @@ from pydantic import Field
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import Body, prompt_id_of
+from services.facade.dialects.parameters import Body, TokenId, prompt_id_of
 from services.facade.dialects.vllm import SamplingFields
 from services.facade.text import Tokenizer, needs_text
+
+NAMES = {"prompt": "prompts"}
+"""Names of the parameters in a body, where they differ from the SDK's."""
 
 
 class HintBody(SamplingFields):
@@ -22,7 +25,7 @@ class HintBody(SamplingFields):
     """Step of the requests to come: the version that is published then, unless they have X-Paceline-Step."""
     policy_version: int | None = Field(default=None, ge=0, lt=1 << 63)
     """Version that they are expected to meet; left out: `step`."""
-    prompts: list[list[int]] | list[str] = Field(min_length=1)
+    prompts: list[list[TokenId]] | list[str] = Field(min_length=1)
     """Token ids, or texts."""
     prompt_ids: list[str] | None = None
     """Names of the prompts, for requests with X-Paceline-Prompt; left out: hashes of their tokens."""

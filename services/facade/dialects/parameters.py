@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Strict, model_validator
 
 from paceline import types as t
 from paceline.errors import Violation
@@ -22,7 +22,6 @@ LEAST_LOGPROB = -9999.0
 T = TypeVar("T", int, int | None)
 _SEEDS = range(-(1 << 63), 1 << 64)
 _COUNTS = range(-(1 << 31), 1 << 31)
-_TOKEN_IDS = range(1 << 32)
 
 
 class Body(BaseModel):
@@ -49,6 +48,8 @@ def _without_null(body: type[Body]) -> frozenset[str]:
     )
 
 
+TokenId = Annotated[int, Strict()]
+"""Id of a token: a number, and not a text or a truth value that could be read as one."""
 VllmSeed = Annotated[int | None, AfterValidator(lambda seed: None if seed == -1 else seed)]
 """Seed of vLLM's server, for which -1 is as left out."""
 
@@ -90,33 +91,59 @@ def prompt_id_of(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=16).hexdigest()
 
 
-def check_samples(prompts: Sequence[Sequence[int]], samples: int, most: int) -> None:
+def check_samples(
+    prompts: Sequence[Sequence[int]], samples: int, most: int, names: Mapping[str, str]
+) -> None:
     """Refuse a request for more than `most` samples, which are `samples` of each prompt."""
     if len(prompts) * samples > most:
         description = (
             f"{samples} samples of {len(prompts)} prompts are more than {most}, the most of a request"
         )
-        raise InvalidArgument([Violation("n", description)])
+        name = "prompt" if len(prompts) > most else "n"
+        raise InvalidArgument([Violation(names.get(name, name), description)])
 
 
 def check_whole_numbers(
-    prompts: Sequence[Sequence[int]], sampling: t.SamplingParams, names: Mapping[str, str]
+    prompts: Sequence[Sequence[int]], sampling: t.SamplingParams, names: Mapping[str, str], vocab_size: int
 ) -> None:
-    """Refuse whole numbers that the protocol has no room for; the gateway checks the rest."""
-    given: list[tuple[str, Sequence[int | None], range]] = [
-        (name, [getattr(sampling, name)], _COUNTS) for name in ("max_tokens", "min_tokens", "top_k")
+    """Refuse whole numbers that the protocol has no room for, and ids that the model does not have.
+
+    The gateway checks the rest.
+    """
+    found = [
+        Violation(names.get(name, name), _not_in(value, _COUNTS))
+        for name in ("max_tokens", "min_tokens", "top_k")
+        if (value := getattr(sampling, name)) is not None and value not in _COUNTS
     ]
+    ids = range(vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):
-        given.append((name, getattr(sampling, name), _TOKEN_IDS))
-    given += [("prompt", prompt, _TOKEN_IDS) for prompt in prompts]
-    found = []
-    for name, values, allowed in given:
-        wrong = next((value for value in values if value is not None and value not in allowed), None)
-        if wrong is not None:
-            description = f"{wrong} is not allowed; must be in [{allowed.start}, {allowed.stop})"
-            found.append(Violation(names.get(name, name), description))
+        given = getattr(sampling, name)
+        if (place := _first_outside(given, ids)) is not None:
+            text = f"{_not_in(given[place], ids)}, the model's vocabulary"
+            found.append(Violation(f"{names.get(name, name)}[{place}]", text))
+    for number, prompt in enumerate(prompts):
+        if (place := _first_outside(prompt, ids)) is not None:
+            text = f"{_not_in(prompt[place], ids)}, the model's vocabulary (token {place} of prompt {number})"
+            found.append(Violation(names.get("prompt", "prompt"), text))
+            break
     if found:
         raise InvalidArgument(found)
+
+
+def _first_outside(ids: Sequence[int], allowed: range) -> int | None:
+    # Nearly always there is none: two loops in C tell.
+    if not ids or (min(ids) in allowed and max(ids) in allowed):
+        return None
+    return next(place for place, token in enumerate(ids) if token not in allowed)
+
+
+def _not_in(value: int, allowed: range) -> str:
+    return f"{value} is not allowed; must be in [{allowed.start}, {allowed.stop})"
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Refuse ids that the model does not have."""
+    check_whole_numbers([token_ids], t.SamplingParams(), {"prompt": field}, vocab_size)
 
 
 def checked_count(samples: int, field: str = "n") -> int:

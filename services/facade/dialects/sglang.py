@@ -8,7 +8,7 @@ from typing import Any
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import Body, checked_likeliest, stops_of, top_k_of
+from services.facade.dialects.parameters import Body, TokenId, checked_likeliest, stops_of, top_k_of
 from services.facade.text import Tokenizer, needs_text
 
 NEUTRAL: dict[str, Sequence[Any]] = {
@@ -42,12 +42,17 @@ NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "structural_tag": (),
 }
 """The same of its sampling parameters."""
+_SAMPLING = (
+    *("frequency_penalty", "ignore_eos", "json_schema", "min_p", "n", "presence_penalty"),
+    *("repetition_penalty", "stop", "stop_token_ids", "temperature", "top_k", "top_p"),
+)
 NAMES = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
     "prompt": "input_ids",
-    "stop_token_ids": "sampling_params.stop_token_ids",
-    "top_k": "sampling_params.top_k",
+    "prompt_logprobs": "top_logprobs_num",
+    "top_logprobs": "top_logprobs_num",
+    **{name: f"sampling_params.{name}" for name in _SAMPLING},
 }
 """SGLang's names where they differ."""
 
@@ -66,7 +71,7 @@ class SglangSampling(Body):
     frequency_penalty: float = 0.0
     max_new_tokens: int | None = 128
     min_new_tokens: int = 0
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     stop: str | list[str] | None = None
     """Strings that end a sample."""
     json_schema: str | None = None
@@ -87,7 +92,7 @@ class GenerateBody(Body):
 
     text: str | list[str] | None = None
     """Prompt, or several; or `input_ids`."""
-    input_ids: list[int] | list[list[int]] | None = None
+    input_ids: list[TokenId] | list[list[TokenId]] | None = None
     model: str | None = None
     """Name of the model; must be the one that is served."""
     sampling_params: SglangSampling | None = None

@@ -11,7 +11,14 @@ from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects.answers import usage
-from services.facade.dialects.parameters import FINISH_REASONS, Body, finite, identity_of, weight_versions
+from services.facade.dialects.parameters import (
+    FINISH_REASONS,
+    Body,
+    TokenId,
+    finite,
+    identity_of,
+    weight_versions,
+)
 from services.facade.dialects.vllm import SamplingFields, StreamOptions
 from services.facade.samples import SampleOutput
 
@@ -54,15 +61,11 @@ NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "watermarking": (False,),
 }
 """The same of its sampling parameters; those of text have no effect on an answer without text."""
-NAMES = {
-    "allowed_token_ids": "sampling_params.allowed_token_ids",
-    "max_tokens": "sampling_params.max_tokens",
-    "min_tokens": "sampling_params.min_tokens",
-    "prompt": "token_ids",
-    "stop": "sampling_params.stop",
-    "stop_token_ids": "sampling_params.stop_token_ids",
-    "top_k": "sampling_params.top_k",
-}
+_SAMPLING = (
+    *("allowed_token_ids", "frequency_penalty", "ignore_eos", "max_tokens", "min_p", "min_tokens", "n"),
+    *("presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "temperature", "top_k", "top_p"),
+)
+NAMES = {"prompt": "token_ids", **{name: f"sampling_params.{name}" for name in _SAMPLING}}
 """Names of the parameters in a body."""
 
 
@@ -78,7 +81,7 @@ class TokensSampling(SamplingFields):
 class TokensBody(Body):
     """Body of /inference/v1/generate."""
 
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: list[TokenId] = Field(min_length=1)
     """Prompt."""
     sampling_params: TokensSampling
     model: str | None = None
@@ -104,7 +107,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Body of /detokenize."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import types as t
-from services.facade.dialects.parameters import Body, VllmSeed, checked_likeliest, finite, stops_of, top_k_of
+from services.facade.dialects.parameters import (
+    Body,
+    TokenId,
+    VllmSeed,
+    checked_likeliest,
+    finite,
+    stops_of,
+    top_k_of,
+)
 from services.facade.samples import SampleOutput
 from services.facade.text import Tokenizer, needs_text
 
@@ -18,11 +26,19 @@ NEUTRAL: dict[str, Sequence[Any]] = {
 }
 """Parameters that are not supported, with the values that ask for nothing."""
 
+_KEYWORDS = ("frequency_penalty", "ignore_eos", "min_tokens", "presence_penalty", "stop", "stop_token_ids")
+NAMES = {
+    "prompt": "prompts",
+    "top_logprobs": "logprobs",
+    **{name: f"generation_kwargs.{name}" for name in _KEYWORDS},
+}
+"""Names of the parameters in a body, where they differ from the SDK's."""
+
 
 class TrlBody(Body):
     """Body of /generate/, with TRL's names and defaults."""
 
-    prompts: list[str] | list[list[int]]
+    prompts: list[str] | list[list[TokenId]]
     """Texts, or token ids."""
     n: int = 1
     repetition_penalty: float = 1.0
@@ -42,7 +58,7 @@ class TrlSampling(Body):
     """Supported keys of `generation_kwargs`."""
 
     seed: VllmSeed = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool = False
     min_tokens: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import Field
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import Body, VllmSeed, checked_likeliest, stops_of, top_k_of
+from services.facade.dialects.parameters import Body, TokenId, VllmSeed, checked_likeliest, stops_of, top_k_of
 
 Json = dict[str, Any]
 
@@ -82,11 +82,11 @@ class SamplingFields(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     stop: str | list[str] | None = None
     """Strings that end a sample; its text is without them, unless `include_stop_str_in_output`."""
     include_stop_str_in_output: bool = False
-    allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
+    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1)
     """Nothing else is sampled."""
     ignore_eos: bool = False
     seed: VllmSeed = None
@@ -128,6 +128,15 @@ class SamplingBody(SamplingFields):
     def tells_logprobs(self) -> bool:
         """Return True if the answer has the log-probabilities of the sampled tokens."""
         raise NotImplementedError
+
+
+def names_of(body: SamplingBody, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of a body's parameters where they differ from the SDK's; `names` are those of its kind."""
+    schema = "structured_outputs" if body.structured_outputs is not None else "response_format"
+    longest = (
+        "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
+    )
+    return {"json_schema": schema, "max_tokens": longest, **names}
 
 
 def schema_of(body: SamplingBody) -> str:

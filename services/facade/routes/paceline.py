@@ -15,22 +15,25 @@ from services.facade.dialects.parameters import (
     checked_count,
     run_seed,
 )
+from services.facade.routes.checked import checked_router
 from services.facade.serving import Facade
 
 
 def paceline_routes(facade: Facade) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(tags=["Paceline"], prefix="/paceline/v1")
+    router = checked_router("Paceline", "/paceline/v1")
 
     @router.post("/hint")
     async def hint(body: paceline.HintBody, request: Request) -> dict[str, int]:
         """Announce the prompts of a coming step, for idle instances; 0 samples if nothing can be made of it."""
         check_unsupported(body, {})
+        request.state.names = paceline.NAMES
         prompts = paceline.hinted_prompts(body, facade.tokenizer)
         samples = checked_count(body.n)
         sampling = vllm.sampling_of(body, body.max_tokens, facade.config.logprobs_mode)
-        check_whole_numbers(prompts, sampling, {"prompt": "prompts"})
-        check_samples(prompts, samples, facade.config.max_hinted_samples)
+        model = await facade.fleet.model()
+        check_whole_numbers(prompts, sampling, paceline.NAMES, model.vocab_size)
+        check_samples(prompts, samples, facade.config.max_hinted_samples, paceline.NAMES)
         announced = t.BatchHint(
             run_id=facade.run_id(request),
             step=body.step,

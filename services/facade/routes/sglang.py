@@ -10,14 +10,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from paceline import types as t
-from paceline.errors import PacelineError, Violation
+from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument, Unimplemented
 from services.facade.access import ABSENT
 from services.facade.dialects import sglang
 from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
 from services.facade.dialects.sglang_answers import SglangWriter
-from services.facade.http_errors import http_error
 from services.facade.names import SamplesAsked
+from services.facade.routes.checked import checked_router
 from services.facade.serving import EventResponse, EventStream, Facade
 from services.facade.updates import Updates
 
@@ -26,7 +26,7 @@ _MODES = ("abort", "retract", "in_place")
 
 def sglang_routes(facade: Facade, updates: Updates) -> APIRouter:
     """Return the routes of the dialect."""
-    router = APIRouter(tags=["SGLang"])
+    router = checked_router("SGLang")
     _generation(router, facade)
     _control(router, facade, updates)
     _weights(router, facade, updates)
@@ -104,18 +104,14 @@ def _weights(router: APIRouter, facade: Facade, updates: Updates) -> None:
     async def update_weights_from_disk(body: sglang.UpdateFromDiskBody, request: Request) -> Response:
         """Publish the weights in a folder as the next version."""
         check_unsupported(body, sglang.UPDATE_NEUTRAL)
+        request.state.names = {"disk.path": "model_path"}
         in_flight = t.InFlight.ABORT if body.abort_all_requests else t.InFlight.CONTINUE
-        try:
-            outcome = await updates.from_folder(
-                facade.run_id(request),
-                body.model_path,
-                in_flight,
-                lambda published: sglang.version_asked(body.weight_version, published),
-            )
-        except PacelineError as error:
-            found = http_error(error)
-            answer = {"success": False, "message": error.message, **found.body}
-            return JSONResponse(answer, status_code=found.status, headers=found.headers)
+        outcome = await updates.from_folder(
+            facade.run_id(request),
+            body.model_path,
+            in_flight,
+            lambda published: sglang.version_asked(body.weight_version, published),
+        )
         answer = {"success": True, "message": outcome.message, "weight_version": str(outcome.version)}
         return JSONResponse(
             {**answer, "num_paused_requests": facade.samples.samples - facade.samples.running}

@@ -10,15 +10,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from services.facade.dialects import tokens, vllm
-from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
+from services.facade.dialects.parameters import check_token_ids, check_unsupported, checked_count, run_seed
 from services.facade.names import SamplesAsked
+from services.facade.routes.checked import checked_router
 from services.facade.serving import EventResponse, EventStream, Facade
 from services.facade.text import needs_text
 
 
 def tokens_routes(facade: Facade) -> APIRouter:
     """Return the routes for tokens."""
-    router = APIRouter(tags=["vLLM and OpenAI"])
+    router = checked_router("vLLM and OpenAI")
 
     @router.post("/inference/v1/generate", response_model=None)
     async def generate(body: tokens.TokensBody, request: Request) -> Response:
@@ -55,7 +56,8 @@ def tokens_routes(facade: Facade) -> APIRouter:
     async def detokenize(body: tokens.DetokenizeBody) -> dict[str, str]:
         """Return the text of tokens, with special ones."""
         check_unsupported(body, {})
-        await facade.fleet.check_model(body.model)
+        model = await facade.fleet.check_model(body.model)
+        check_token_ids(body.tokens, model.vocab_size, "tokens")
         return {"prompt": needs_text(facade.tokenizer, "tokens").decode(body.tokens, skip_special=False)}
 
     return router

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -14,20 +14,19 @@ from starlette.responses import Response
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects import trl, vllm, vllm_control
+from services.facade.dialects import chat, completions, trl, vllm, vllm_control
 from services.facade.dialects.answers import AnswerWriter
-from services.facade.dialects.chat import ChatBody, chat_prompt
-from services.facade.dialects.completions import CompletionBody, completion_prompts
 from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
 from services.facade.http_errors import field_of
 from services.facade.names import SamplesAsked
+from services.facade.routes.checked import checked_router
 from services.facade.serving import EventResponse, EventStream, Facade
 from services.facade.updates import Updates
 
 
 def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
     """Return the routes of the dialect."""
-    router = APIRouter(tags=["vLLM and OpenAI"])
+    router = checked_router("vLLM and OpenAI")
     _control(router, facade, updates)
 
     @router.get("/v1/models")
@@ -37,18 +36,20 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
         return vllm_control.models(model.name, model.max_model_len)
 
     @router.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    async def complete(body: completions.CompletionBody, request: Request) -> Response:
         """Generate samples of one prompt or several, as text or as token ids."""
         check_unsupported(body, vllm.NEUTRAL)
-        prompts = completion_prompts(body, facade.tokenizer)
-        return await _generated(facade, body, request, prompts, body.max_tokens, "completion")
+        prompts = completions.completion_prompts(body, facade.tokenizer)
+        names = vllm.names_of(body, completions.NAMES)
+        return await _generated(facade, body, request, prompts, body.max_tokens, "completion", names)
 
     @router.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    async def chat_completions(body: chat.ChatBody, request: Request) -> Response:
         """Generate samples that go on with a conversation, by the model's chat template."""
         check_unsupported(body, vllm.NEUTRAL)
-        prompt = chat_prompt(body, facade.tokenizer)
-        return await _generated(facade, body, request, [prompt], body.most_tokens(), "chat")
+        prompt = chat.chat_prompt(body, facade.tokenizer)
+        names = vllm.names_of(body, chat.NAMES)
+        return await _generated(facade, body, request, [prompt], body.most_tokens(), "chat", names)
 
     async def world_size() -> dict[str, int]:
         """Return 1: trainers see one server, whatever the number of instances."""
@@ -69,7 +70,7 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
             run_seed(more.seed, "generation_kwargs.seed"),
             "generation_kwargs.seed",
         )
-        requests = await facade.requests(request, asked, {"prompt": "prompts"})
+        requests = await facade.requests(request, asked, trl.NAMES)
         outputs = await facade.outputs(request, requests, "trl") if requests else []
         return await facade.answer(outputs, lambda: trl.answer(body, outputs))
 
@@ -113,6 +114,7 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
     async def update_weights(body: vllm_control.UpdateBody, request: Request) -> dict[str, Any]:
         """Publish the weights in a folder as the next version; samples that run go on under it."""
         check_unsupported(body, {"reset_prefix_cache": (True, False)})
+        request.state.names = {"disk.path": "weight_dir"}
         outcome = await updates.from_folder(
             facade.run_id(request), body.weight_dir, t.InFlight.CONTINUE, lambda published: published + 1
         )
@@ -126,11 +128,12 @@ async def _generated(
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,
     kind: Literal["completion", "chat"],
+    names: Mapping[str, str],
 ) -> Response:
     model = await facade.fleet.check_model(body.model)
     sampling = vllm.sampling_of(body, max_tokens, facade.config.logprobs_mode)
     asked = SamplesAsked(prompts, checked_count(body.n), sampling, run_seed(body.seed))
-    requests = await facade.requests(request, asked)
+    requests = await facade.requests(request, asked, names)
     request_id = body.request_id or uuid.uuid4().hex
     head = (f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}", int(time.time()), model.name)
     writer = AnswerWriter(body, kind, head, facade.tokenizer)

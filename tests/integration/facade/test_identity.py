@@ -179,7 +179,7 @@ async def test_hinted_prompts_have_the_seeds_of_the_requests_to_come(stack_of: S
         ({"step": 1, "prompts": [PROMPT], "prompt_ids": []}, "prompt_ids"),
         ({"step": -1, "prompts": [PROMPT]}, "step"),
         ({"step": 1, "prompts": ["a text"]}, "prompts"),
-        ({"step": 1, "prompts": [[1000]]}, "groups[0].prompt_token_ids[0]"),
+        ({"step": 1, "prompts": [[1000]]}, "prompts"),
         ({"step": 1, "prompts": [PROMPT], "stop_regex": "x"}, "stop_regex"),
     ):
         response = await http.post("/paceline/v1/hint", json=body)

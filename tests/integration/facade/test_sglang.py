@@ -247,11 +247,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": PROMPT, "token_ids_logprob": [1]}, "token_ids_logprob"),
     ({"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
     ({"input_ids": PROMPT, "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
-    ({"input_ids": PROMPT, "sampling_params": {"stop": ["x", ""]}}, "stop[1]"),
+    ({"input_ids": PROMPT, "sampling_params": {"stop": ["x", ""]}}, "sampling_params.stop[1]"),
     ({"input_ids": PROMPT, "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens"),
     ({"input_ids": PROMPT, "sampling_params": {"top_p": "x"}}, "sampling_params.top_p"),
-    ({"input_ids": PROMPT, "sampling_params": {"top_k": -3}}, "top_k"),
+    ({"input_ids": PROMPT, "sampling_params": {"top_k": -3}}, "sampling_params.top_k"),
     ({"input_ids": [-1]}, "input_ids"),
+    ({"input_ids": [[1], [1000]]}, "input_ids"),
+    ({"input_ids": [[1]] * 5000}, "input_ids"),
+    ({"input_ids": PROMPT, "sampling_params": {"n": 5000}}, "sampling_params.n"),
     ({"input_ids": PROMPT, "rid": ["a"]}, "rid"),
 ]
 

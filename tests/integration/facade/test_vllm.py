@@ -236,10 +236,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a text"}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [1000]}, "prompt_token_ids[0]"),
+    ({"prompt": [1000]}, "prompt"),
+    ({"prompt": [[1], [2, 1 << 70]]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [1] * 5000}, "prompt"),
+    ({"prompt": [[1]] * 5000}, "prompt"),
     ({"temperature": -1}, "temperature"),
     ({"top_k": 1 << 40}, "top_k"),
-    ({"stop_token_ids": [-4]}, "stop_token_ids"),
+    ({"stop_token_ids": [5, -4]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": ["5"]}, "stop_token_ids[0]"),
+    ({"stop": "\ud83d"}, "stop"),
+    ({"request_id": "a\udc00"}, "request_id"),
+    ({"structured_outputs": {"json": {"\ud800": 1}}}, "structured_outputs.json.\ufffd"),
     ({"seed": 1 << 64}, "seed"),
     ({"model": "another"}, "model"),
     ({"max_tokens": "many"}, "max_tokens"),
@@ -258,7 +266,11 @@ async def test_a_large_answer_is_whole(stack_of: StackMaker) -> None:
 async def test_a_bad_parameter_is_named(stack_of: StackMaker) -> None:
     stack = await stack_of()
     for changes, param in BAD:
-        response = await stack.facade.http.post("/v1/completions", json={"prompt": [1], **changes})
+        response = await stack.facade.http.post(
+            "/v1/completions",
+            content=json.dumps({"prompt": [1], **changes}),
+            headers={"content-type": "application/json"},
+        )
         error = response.json()["error"]
         assert (response.status_code, error["type"]) == (400, "invalid_request_error"), changes
         assert (error["param"], error["code"]) == (param, "INVALID_ARGUMENT")

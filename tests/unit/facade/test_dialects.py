@@ -70,9 +70,9 @@ def test_seeds_are_64_bit() -> None:
 
 
 def test_more_samples_than_allowed_are_refused() -> None:
-    check_samples([[1]] * 10, 10, 100)
+    check_samples([[1]] * 10, 10, 100, {})
     with pytest.raises(InvalidArgument, match="101"):
-        check_samples([[1]], 101, 100)
+        check_samples([[1]], 101, 100, {})
 
 
 def test_vllms_parameters_reach_the_sample() -> None:

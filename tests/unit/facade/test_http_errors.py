@@ -15,7 +15,8 @@ from services.contracts.errors import (
     Unavailable,
     Unimplemented,
 )
-from services.facade.http_errors import http_error, validation_error
+from services.facade.dialects.sglang import NAMES
+from services.facade.http_errors import fault, field_of, http_error, in_dialect, validation_error
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,47 @@ def test_what_pydantic_refuses_is_named_and_not_repeated() -> None:
     assert found.status == 400
     assert found.body["error"]["param"] == "sampling_params.top_p"
     assert "secret" not in str(found.body)
+
+
+@pytest.mark.parametrize(
+    ("location", "field"),
+    [
+        (("body",), ""),
+        (("body", 16), "[16]"),
+        (("body", "prompt", "list[int]", 3), "prompt[3]"),
+        (("body", "prompt", "list[list[constrained-int]]", 1, 2), "prompt[1][2]"),
+        (("body", "prompt", "str"), "prompt"),
+        (("body", "rewards", 2, "slot"), "rewards[2].slot"),
+        (("query", "mode"), "mode"),
+    ],
+)
+def test_a_field_is_named_as_in_the_request(location: tuple[str | int, ...], field: str) -> None:
+    assert field_of(location) == field
+
+
+def test_what_is_no_json_names_no_field() -> None:
+    problem = {"type": "json_invalid", "loc": ("body", 16), "msg": "wrong", "ctx": {"error": "no comma"}}
+    error = validation_error([problem]).body["error"]
+    assert error["param"] is None
+    assert error["message"] == "the body is no JSON: no comma at character 16"
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("prompt_token_ids[3]", "input_ids"),
+        ("sampling.max_tokens", "sampling_params.max_new_tokens"),
+        ("sampling.stop[1]", "sampling_params.stop[1]"),
+        ("disk.path", "disk.path"),
+        ("", None),
+    ],
+)
+def test_a_field_of_the_gateway_has_its_name_in_the_body(field: str, param: str | None) -> None:
+    found = http_error(InvalidArgument([Violation(field, "is wrong")]), NAMES)
+    assert found.body["error"]["param"] == param
+
+
+def test_sglangs_paths_say_that_they_failed() -> None:
+    found = in_dialect("/update_weights_from_disk", fault())
+    assert found.body == {"success": False, "message": fault().body["error"]["message"], **fault().body}
+    assert in_dialect("/generate", fault()) == fault()

@@ -16,6 +16,7 @@ from services.facade.dialects.answers import AnswerWriter
 from services.facade.dialects.completions import CompletionBody
 from services.facade.dialects.sglang_answers import SglangWriter
 from services.facade.fleet import ServedFleet
+from services.facade.http_errors import fault
 from services.facade.metrics import FacadeMetrics
 from services.facade.names import SampleNames
 from services.facade.samples import SamplesInWork
@@ -77,3 +78,11 @@ async def test_a_slow_client_gets_the_end_of_an_sglang_stream() -> None:
     found = await streamed(EventStream(writer.events, lambda _: []), "[DONE]")
     assert found[-1]["output_ids"] == [100 + n for n in range(LENGTH)]
     assert found[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": LENGTH}
+
+
+async def test_a_defect_after_the_first_event_ends_a_stream_with_an_error() -> None:
+    def broken(_: Any) -> list[dict[str, Any]]:
+        raise KeyError("a defect")
+
+    line = json.dumps(fault().body, separators=(",", ":"))
+    assert await streamed(EventStream(lambda _: [{"a": 1}], broken), line) == [{"a": 1}]
