@@ -1,9 +1,10 @@
-"""vLLM's own way from the body of a chat request to the ids of its prompt, without an engine."""
+"""vLLM's own way from the body of a request to the ids of its prompts, without an engine."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,27 @@ class VllmChat:
         )
 
     def prompt(self, body: dict[str, Any]) -> list[int] | None:
-        """Return the ids of the prompt; None if vLLM refuses the request."""
+        """Return the ids of the prompt of a chat request; None if vLLM refuses it."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.exceptions import VLLMValidationError
 
-        async def render() -> Any:
-            return await self._renderer.render_chat(ChatCompletionRequest(**copy.deepcopy(body)))
-
-        try:
-            found = asyncio.run(render())
-        except (TypeError, ValueError, VLLMValidationError):
-            return None
+        found = _done(lambda: self._renderer.render_chat(ChatCompletionRequest(**copy.deepcopy(body))))
         return list(found[1][0]["prompt_token_ids"]) if isinstance(found, tuple) else None
+
+    def prompts(self, body: dict[str, Any]) -> list[list[int]] | None:
+        """Return the ids of the prompts of a completion request; None if vLLM refuses it."""
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        found = _done(lambda: self._renderer.render_completion(CompletionRequest(**copy.deepcopy(body))))
+        return [list(each["prompt_token_ids"]) for each in found] if isinstance(found, list) else None
+
+
+def _done(render: Callable[[], Awaitable[Any]]) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    async def rendered() -> Any:
+        return await render()
+
+    try:
+        return asyncio.run(rendered())
+    except (TypeError, ValueError, VLLMValidationError):
+        return None

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import trl
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.contracts.errors import InvalidArgument
 from services.facade.chat_template import traits_of
 from services.facade.dialects.chat import RESERVED, ChatBody, chat_prompt
+from services.facade.dialects.completions import CompletionBody, completion_prompts
 from services.facade.dialects.messages import PART_FIELDS
 from services.facade.text import FolderTokenizer, not_by_template
 from tests.support.vllm_chat import VllmChat, byte_ids
@@ -277,6 +278,17 @@ def test_a_request_sets_variables_of_the_template_and_nothing_else(
         refused = ours(tokenizer, {**body, "chat_template_kwargs": {name: 1}})
         assert isinstance(refused, InvalidArgument)
         assert refused.violations[0].field == f"chat_template_kwargs.{name}"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(TEXTS.filter(bool), min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_prompts_of_texts_are_those_of_vllm(
+    pairs: dict[str, tuple[FolderTokenizer, VllmChat]], texts: list[str], one: bool, special: bool
+) -> None:
+    tokenizer, reference = pairs["string"]
+    for prompt in (texts[0] if one else texts, [1, 2], [[1], [2, 3]], [[1, 0]]):
+        body = {"prompt": prompt, "add_special_tokens": special}
+        assert completion_prompts(CompletionBody(**body), tokenizer) == reference.prompts(body)
 
 
 def test_fields_of_parts_are_those_of_vllm() -> None:
