@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class VersionPush:
     published: Mapping[str, t.Versions]
     """What each shard served when the push began."""
     version: int
+    push_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Distinguishes this push from one of a trainer that died and was started again under the same run."""
     _updates: dict[str, str] = field(default_factory=dict)
     """The update of each shard on which one was started and is not applied."""
     _finished: dict[str, t.UpdateFinished] = field(default_factory=dict)

@@ -86,7 +86,9 @@ async def push_collective(
     rendezvous = await _host(push.shards.members[0].calls, collective)
 
     def start(member: OpenShard, version: int) -> Awaitable[t.CollectiveStarted]:
-        return member.calls.start_collective(push.run_id, version, push.target, rendezvous.described)
+        return member.calls.start_collective(
+            push.run_id, version, push.target, rendezvous.described, push.push_id
+        )
 
     async def stage(member: OpenShard, started: t.CollectiveStarted) -> None:
         broadcast = _Broadcast(member.calls, push, collective, rendezvous, started)
@@ -179,7 +181,8 @@ class _Broadcast:
         while True:
             # Names those that live and have not failed, or raises the error with which all have.
             self._started = await self._client.start_collective(
-                self._push.run_id, self._started.version, self._push.target, self._rendezvous.described
+                *(self._push.run_id, self._started.version, self._push.target),
+                *(self._rendezvous.described, self._push.push_id),
             )
             wanted = [each for each in self._started.instance_ids if each not in self.left_out]
             try:

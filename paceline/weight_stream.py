@@ -77,7 +77,7 @@ async def push_stream(
         return cut(safetensors.lay_out(tensors, stream.shard_bytes), stream.piece_bytes)
 
     def start(member: OpenShard, version: int) -> Awaitable[t.StreamStarted]:
-        return member.calls.start_stream(push.run_id, version, push.target)
+        return member.calls.start_stream(push.run_id, version, push.target, push.push_id)
 
     async def stage(member: OpenShard, started: t.StreamStarted, first: Iterator[WeightPiece]) -> None:
         again = pieces if isinstance(tensors, Mapping) else None
@@ -143,7 +143,7 @@ async def _send(
         if time.monotonic() - progress_at > stream.give_up_seconds or not await client.sleep(pause):
             raise error
         pause = min(_LONGEST_PAUSE, 2 * pause)
-        started = await client.start_stream(push.run_id, started.version, push.target)
+        started = await client.start_stream(push.run_id, started.version, push.target, push.push_id)
 
 
 def _attempt(

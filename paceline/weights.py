@@ -165,7 +165,7 @@ async def push_folder(
     changes = None if base is None else await client.run_work(lambda: delta_of(base, folder))
 
     def start(member: OpenShard, version: int) -> Awaitable[t.UpdateStarted]:
-        return member.calls.start_update(push.run_id, version, push.target)
+        return member.calls.start_update(push.run_id, version, push.target, push.push_id)
 
     async def stage(member: OpenShard, started: t.UpdateStarted) -> None:
         await member.calls.update_weights(started.update_id, folder, checksum, changes)

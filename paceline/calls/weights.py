@@ -17,11 +17,14 @@ class WeightUpdateCalls(Caller):
     """Phases of a weight update."""
 
     async def start_update(
-        self, run_id: str, version: int, target: t.WeightTarget = t.WeightTarget.POLICY
+        self, run_id: str, version: int, target: t.WeightTarget = t.WeightTarget.POLICY, push_id: str = ""
     ) -> t.UpdateStarted:
-        """Start the weight update to a version above the current one."""
+        """Start the weight update to a version above the current one.
+
+        An unfinished update of the same run that was started with another `push_id` gives way.
+        """
         return convert.update_started(
-            await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_DISK)
+            await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_DISK, push_id)
         )
 
     async def update_weights(
@@ -35,18 +38,23 @@ class WeightUpdateCalls(Caller):
         return await self._stage(weight_pb2.UpdateWeightsRequest(update_id=update_id, disk=disk))
 
     async def start_stream(
-        self, run_id: str, version: int, target: t.WeightTarget = t.WeightTarget.POLICY
+        self, run_id: str, version: int, target: t.WeightTarget = t.WeightTarget.POLICY, push_id: str = ""
     ) -> t.StreamStarted:
         """Start an update whose weights are pushed to an instance, or name an instance that lives now."""
-        answer = await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_STREAM)
+        answer = await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_STREAM, push_id)
         return convert.stream_started(answer, version)
 
     async def start_collective(
-        self, run_id: str, version: int, target: t.WeightTarget, rendezvous: weight_pb2.CollectiveRendezvous
+        self,
+        run_id: str,
+        version: int,
+        target: t.WeightTarget,
+        rendezvous: weight_pb2.CollectiveRendezvous,
+        push_id: str = "",
     ) -> t.CollectiveStarted:
         """Start an update whose weights are broadcast, or name the instances that take part now."""
         transport = weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE
-        answer = await self._start(run_id, version, target, transport, rendezvous)
+        answer = await self._start(run_id, version, target, transport, push_id, rendezvous)
         return convert.collective_started(answer, version)
 
     async def update_streamed(
@@ -82,6 +90,7 @@ class WeightUpdateCalls(Caller):
         version: int,
         target: t.WeightTarget,
         transport: weight_pb2.WeightTransport,
+        push_id: str,
         rendezvous: weight_pb2.CollectiveRendezvous | None = None,
     ) -> Any:
         request = weight_pb2.StartUpdateRequest(
@@ -91,6 +100,7 @@ class WeightUpdateCalls(Caller):
             target=convert.target_to_proto(target),
             transport=transport,
             collective=rendezvous,
+            push_id=push_id,
         )
         return await self.call(Unary("Weight", "StartUpdate", request))
 

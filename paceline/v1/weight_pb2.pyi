@@ -42,20 +42,22 @@ IN_FLIGHT_ABORT: InFlight
 IN_FLIGHT_CONTINUE: InFlight
 
 class StartUpdateRequest(_message.Message):
-    __slots__ = ("run_id", "policy_version", "target", "transport", "drafter_version", "collective")
+    __slots__ = ("run_id", "policy_version", "target", "transport", "drafter_version", "collective", "push_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    PUSH_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     policy_version: int
     target: WeightTarget
     transport: WeightTransport
     drafter_version: int
     collective: CollectiveRendezvous
-    def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., target: _Optional[_Union[WeightTarget, str]] = ..., transport: _Optional[_Union[WeightTransport, str]] = ..., drafter_version: _Optional[int] = ..., collective: _Optional[_Union[CollectiveRendezvous, _Mapping]] = ...) -> None: ...
+    push_id: str
+    def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., target: _Optional[_Union[WeightTarget, str]] = ..., transport: _Optional[_Union[WeightTransport, str]] = ..., drafter_version: _Optional[int] = ..., collective: _Optional[_Union[CollectiveRendezvous, _Mapping]] = ..., push_id: _Optional[str] = ...) -> None: ...
 
 class CollectiveRendezvous(_message.Message):
     __slots__ = ("address", "key", "bucket_bytes", "stall", "join")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Time that a task has to end before it is cancelled again.
 _AGAIN_SECONDS = 0.25
@@ -39,6 +41,36 @@ async def until_one_ends(tasks: Sequence[asyncio.Future[Any]]) -> None:
             task.result()
     finally:
         await end(tasks)
+
+
+async def to_the_end(work: Coroutine[Any, Any, T], running: set[asyncio.Task[Any]]) -> T:
+    """Wait for work that goes on if the waiting is cancelled, as a call is whose caller goes away.
+
+    It is in `running` until it ends, for whoever is to end it.
+    """
+    task = asyncio.create_task(work)
+    running.add(task)
+    task.add_done_callback(running.discard)
+    return await asyncio.shield(task)
+
+
+async def uninterrupted(work: Awaitable[T]) -> T:
+    """Wait for work that cannot be cancelled, such as a thread's; a cancellation is raised once it has ended.
+
+    So a lock that is held meanwhile is held for as long as the work needs it.
+    """
+    task = asyncio.ensure_future(work)
+    interrupted: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            interrupted = error
+    if interrupted is not None:
+        if not task.cancelled():
+            task.exception()  # Not reported as one that nobody asked for.
+        raise interrupted
+    return task.result()
 
 
 def is_cancelled() -> bool:

@@ -3,12 +3,14 @@
 import time
 from dataclasses import dataclass, field
 
+import grpc
 import structlog
 
 from paceline.errors import Violation
 from paceline.v1 import weight_pb2 as pb
 from services.contracts.errors import InvalidArgument, ServiceError, Unavailable
 from services.gateway.connections.connection import Connection, InstanceResult, on_all
+from services.gateway.connections.instance_staging import InstanceStaging
 from services.gateway.connections.roster import Roster
 from services.gateway.connections.staging_verdict import judge
 from services.gateway.connections.stream_staging import StreamStaging
@@ -16,6 +18,10 @@ from services.gateway.fleet.update_book import WeightUpdate
 from services.gateway.metrics import GatewayMetrics
 
 log = structlog.get_logger(__name__)
+
+
+# Of a folder, which all instances read, damage is a verdict for all. What came to one of them may be damaged there.
+_FOLDER_REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +35,19 @@ class StagingOutcome:
 
 @dataclass(eq=False)
 class UpdateStaging:
-    """Staging of one update at a time. Calls of one update must not overlap."""
+    """Staging of one update at a time. Calls must not overlap, but for `results`, which waits."""
 
     roster: Roster
     metrics: GatewayMetrics
     # Instance id -> result of the last staging.
     _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
-    # Of the update whose weights are pushed now.
-    _streaming: StreamStaging | None = field(init=False, default=None)
+    # What goes on now.
+    _current: InstanceStaging | None = field(init=False, default=None)
 
     @property
-    def receiving(self) -> bool:
-        """True while an instance receives pushed weights."""
-        return self._streaming is not None and self._streaming.running
+    def running(self) -> bool:
+        """True while an instance receives or reads weights."""
+        return self._current is not None and self._current.running
 
     async def stream_target(self, update: WeightUpdate) -> pb.StreamTarget:
         """Return the instance that the weights are pushed to now. ServiceError: none can take them."""
@@ -49,7 +55,7 @@ class UpdateStaging:
             return (await self._stream(update)).target()
         except ServiceError:
             # Whoever starts the update again finds other instances, or the same ones well.
-            self.end_streaming()
+            self.end()
             raise
 
     async def collective_ranks(
@@ -59,38 +65,66 @@ class UpdateStaging:
 
         Another rendezvous takes the place of the one before. ServiceError: none can.
         """
-        if self._streaming is not None and self._streaming.rendezvous != rendezvous:
-            self.end_streaming()
+        if isinstance(self._current, StreamStaging) and self._current.rendezvous != rendezvous:
+            self.end()
         try:
             streaming = await self._stream(update, rendezvous)
             return pb.CollectiveRanks(instance_ids=[each.instance_id for each in streaming.taking_part()])
         except ServiceError:
-            self.end_streaming()
+            self.end()
             raise
 
-    async def stage(
+    async def begin(
         self, update: WeightUpdate, source: pb.DiskWeights | pb.StreamedWeights
-    ) -> StagingOutcome:
-        """Have every live instance check and stage the weights, or wait until all have those pushed.
+    ) -> InstanceStaging:
+        """Have every live instance check and stage the weights, or go on with those that are pushed.
 
-        Raises InvalidArgument for a source that is not of the update's transport, and what `judge` makes of the
-        instances' answers; weights that are wrong are discarded everywhere.
+        InvalidArgument: the source is not of the update's transport.
         """
-        begin = time.perf_counter()
         if isinstance(source, pb.StreamedWeights):
             _check_transport(update, "streamed", bool(update.ticket))
-            results = await (await self._stream(update)).results(source.left_out)
-            # A call that comes again asks the instances again.
-            self.end_streaming()
-            path, announced = "", source.checksum
-        else:
-            _check_transport(update, "disk", not update.ticket)
-            await self.roster.settled()
-            path, announced = source.path, ""
-            results = await on_all(
-                self.roster.live(), lambda each: each.stage(update.version, source), self.roster.pace
-            )
-        self.metrics.update_seconds.labels("stage").observe(time.perf_counter() - begin)
+            return await self._stream(update)
+        _check_transport(update, "disk", not update.ticket)
+        await self.roster.settled()
+        self.end()
+        if not (live := self.roster.live()):
+            raise Unavailable("no live instance", retry_after=2.0)
+        sources = dict.fromkeys(live, source)
+        self._current = InstanceStaging(update.version, sources, self.roster.pace, _FOLDER_REFUSALS)
+        return self._current
+
+    async def results(
+        self, staging: InstanceStaging, source: pb.DiskWeights | pb.StreamedWeights
+    ) -> list[InstanceResult]:
+        """Wait until all instances have staged the weights, or one refuses them. Aborted: it was ended."""
+        begin = time.perf_counter()
+        try:
+            if isinstance(source, pb.StreamedWeights):
+                # They go on coming if this caller goes away.
+                return await staging.results(source.left_out)
+            try:
+                return await staging.results()
+            finally:
+                staging.end()
+        finally:
+            self.metrics.update_seconds.labels("stage").observe(time.perf_counter() - begin)
+
+    async def conclude(
+        self,
+        update: WeightUpdate,
+        staging: InstanceStaging,
+        source: pb.DiskWeights | pb.StreamedWeights,
+        results: list[InstanceResult],
+    ) -> StagingOutcome:
+        """Return what came of a staging; a call that comes again asks the instances again.
+
+        Raises what `judge` makes of the instances' answers; weights that are wrong are discarded everywhere.
+        """
+        if staging is self._current:
+            self.end()
+        path, announced = (
+            ("", source.checksum) if isinstance(source, pb.StreamedWeights) else (source.path, "")
+        )
         try:
             self._staged, checksum = judge(results, streamed=bool(update.ticket), announced=announced)
         except ServiceError as error:
@@ -120,11 +154,11 @@ class UpdateStaging:
                 instance_id = result.connection.instance_id
                 log.warning("discard_failed", instance=instance_id, error=result.error.message)
 
-    def end_streaming(self) -> None:
-        """Let instances receive nothing more."""
-        if self._streaming is not None:
-            self._streaming.end()
-            self._streaming = None
+    def end(self) -> None:
+        """Let instances stage nothing more; who waits for it is told."""
+        if self._current is not None:
+            self._current.end()
+            self._current = None
 
     def _instances_with(self, update: WeightUpdate) -> list[Connection]:
         return [each for each in self.roster.live() if each.staged_version == update.version]
@@ -136,13 +170,15 @@ class UpdateStaging:
 
         A gateway that has not begun it does not know the rendezvous: instances go on with the one that they know.
         """
-        if self._streaming is None or self._streaming.update_id != update.update_id:
-            self.end_streaming()
-            await self.roster.settled()
-            if rendezvous is None and update.collective:
-                rendezvous = pb.CollectiveRendezvous()
-            self._streaming = StreamStaging(update, self.roster.live(), self.roster.pace, rendezvous)
-        return self._streaming
+        current = self._current
+        if isinstance(current, StreamStaging) and current.update_id == update.update_id:
+            return current
+        self.end()
+        await self.roster.settled()
+        if rendezvous is None and update.collective:
+            rendezvous = pb.CollectiveRendezvous()
+        self._current = started = StreamStaging(update, self.roster.live(), self.roster.pace, rendezvous)
+        return started
 
 
 def _check_transport(update: WeightUpdate, field: str, right: bool) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -12,37 +12,29 @@ from redis.exceptions import RedisError
 
 from paceline.v1 import weight_pb2 as pb
 from services.contracts.errors import FailedPrecondition, Unavailable
-from services.gateway.connections.connection import Connection, InstanceResult, on_all
+from services.gateway.connections.connection import Connection, InstanceResult
+from services.gateway.connections.instance_staging import InstanceStaging
 from services.gateway.connections.roster import Roster
 from services.gateway.connections.samples_in_flight import InFlightSamples
+from services.gateway.connections.update_applying import FinishedUpdate, apply_on_all
 from services.gateway.connections.update_staging import UpdateStaging
 from services.gateway.fleet.health import FleetHealth, MemberState
 from services.gateway.fleet.update_book import InFlightTreatment, UpdateBook, UpdatePhase, WeightUpdate
 from services.gateway.fleet.update_times import UpdateTimes
-from services.gateway.journal.fenced_records import Fenced, VersionStore
+from services.gateway.journal.fenced_records import Fenced, VersionStore, save_until_stored
 from services.gateway.metrics import GatewayMetrics
-from services.platform.backoff import ExponentialBackoff
 from services.platform.redis.decision_log import DecisionRecord
+from services.platform.tasks import to_the_end
 
 log = structlog.get_logger(__name__)
-
-_SAVE_DELAY, _LONGEST_SAVE_DELAY = 0.1, 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedUpdate:
-    """Published update: its outcome on each instance, and what became of samples that were unfinished."""
-
-    instances: list[pb.InstanceUpdate] = field(default_factory=list)
-    aborted: int = 0
-    continued: int = 0
 
 
 @dataclass(eq=False)
 class Updater:
     """Coordinator of weight updates, one at a time.
 
-    An update that its trainer abandons is dropped; applying goes on to its end even if the trainer goes away.
+    An update that its trainer abandons is dropped. What changes the update goes on to its end even if the trainer
+    goes away; what only waits for instances holds no lock, so that the update can be aborted meanwhile.
     """
 
     book: UpdateBook
@@ -55,6 +47,8 @@ class Updater:
     _times: UpdateTimes = field(init=False, default_factory=UpdateTimes)
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     _last: FinishedUpdate = field(init=False, default_factory=FinishedUpdate)
+    # The update that was aborted last.
+    _aborted: str = field(init=False, default="")
     _tasks: set[asyncio.Task[object]] = field(init=False, default_factory=set)
     _staging: UpdateStaging = field(init=False)
 
@@ -77,31 +71,25 @@ class Updater:
         finally:
             for task in self._tasks:
                 task.cancel()
-            self._staging.end_streaming()
+            self._staging.end()
 
     async def start(
-        self, run_id: str, version: int, *, streamed: bool = False, collective: bool = False
+        self,
+        run_id: str,
+        version: int,
+        push_id: str = "",
+        *,
+        streamed: bool = False,
+        collective: bool = False,
     ) -> WeightUpdate:
         """Start an update (phase 1), whose weights are pushed to the instances if it is `streamed`.
 
-        They are pushed by broadcast if it is `collective` as well.
+        They are pushed by broadcast if it is `collective` as well. An update that another push of the same run has
+        begun gives way: that one's trainer was restarted, and has other weights.
         """
         ticket = secrets.token_urlsafe(32) if streamed else ""
-        async with self._lock:
-            if self.book.version is None:
-                raise Unavailable("no instance has registered yet, so there is no current version")
-            await self._drop_abandoned()
-            update_id = uuid.uuid4().hex
-            update = self.book.start(update_id, run_id, version, time.time(), ticket, collective=collective)
-            try:
-                await self.store.save(self.book)
-            except RedisError:
-                self.book.drop()
-                raise
-        if update.update_id == update_id:
-            self._times.start(time.time())
-            log.info("update_started", update=update_id, version=version)
-        return update
+        work = self._start(run_id, version, push_id, ticket, collective=collective)
+        return await to_the_end(work, self._tasks)
 
     async def stream_target(self, update_id: str) -> pb.StreamTarget:
         """Return the instance that the weights of an update are pushed to now. The others fetch them from it.
@@ -110,7 +98,10 @@ class Updater:
         """
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            return await self._staging.stream_target(update)
+            target = await self._staging.stream_target(update)
+            # Only now: an update that nobody can take is to be dropped, however often it is started again.
+            update.touched_at = time.time()
+            return target
 
     async def collective_ranks(
         self, update_id: str, rendezvous: pb.CollectiveRendezvous
@@ -121,7 +112,9 @@ class Updater:
         """
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            return await self._staging.collective_ranks(update, rendezvous)
+            ranks = await self._staging.collective_ranks(update, rendezvous)
+            update.touched_at = time.time()
+            return ranks
 
     async def stage(
         self, update_id: str, source: pb.DiskWeights | pb.StreamedWeights
@@ -129,24 +122,67 @@ class Updater:
         """Have every live instance check and stage the weights (phase 2), or wait until all have those pushed."""
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            staged = await self._staging.stage(update, source)
-            self.book.staged(update_id, staged.path, staged.checksum, time.time())
-            self._times.reach("staged", time.time())
-            await self.store.save(self.book)
-        log.info("update_staged", update=update.update_id, version=update.version, path=staged.path)
-        return staged.instances
+            update.touched_at = time.time()
+            staging = await self._staging.begin(update, source)
+        results = await self._staging.results(staging, source)
+        return await to_the_end(self._conclude(update, staging, source, results), self._tasks)
 
     async def finish(
         self, update_id: str, in_flight: InFlightTreatment = InFlightTreatment.REFUSE
     ) -> FinishedUpdate:
         """Apply the weights and publish the version (phase 3). Answers again for the last update."""
-        return await self._to_the_end(self._finish(update_id, in_flight))
+        return await to_the_end(self._finish(update_id, in_flight), self._tasks)
 
     async def abort(self, update_id: str) -> None:
-        """Drop the update instead of finishing it."""
+        """Drop the update instead of finishing it, whoever waits for it. Answers again for the last one aborted."""
+        await to_the_end(self._abort(update_id), self._tasks)
+
+    async def _start(
+        self, run_id: str, version: int, push_id: str, ticket: str, *, collective: bool
+    ) -> WeightUpdate:
         async with self._lock:
-            self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            await self._forget("aborted")
+            if self.book.version is None:
+                raise Unavailable("no instance has registered yet, so there is no current version")
+            await self._drop_abandoned()
+            if self.book.is_of_another_push(run_id, push_id):
+                await self._forget("abandoned")
+            update_id = uuid.uuid4().hex
+            update = self.book.start(
+                update_id, run_id, version, time.time(), ticket, push_id, collective=collective
+            )
+            try:
+                await self.store.save(self.book)
+            except RedisError:
+                if update.update_id == update_id:
+                    self.book.drop()
+                raise
+        if update.update_id == update_id:
+            self._times.start(time.time())
+            log.info("update_started", update=update_id, version=version)
+        return update
+
+    async def _conclude(
+        self,
+        update: WeightUpdate,
+        staging: InstanceStaging,
+        source: pb.DiskWeights | pb.StreamedWeights,
+        results: list[InstanceResult],
+    ) -> list[pb.InstanceUpdate]:
+        async with self._lock:
+            self.book.open_for(update.update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+            staged = await self._staging.conclude(update, staging, source, results)
+            self.book.staged(update.update_id, staged.path, staged.checksum, time.time())
+            self._times.reach("staged", time.time())
+            await self.store.save(self.book)
+        log.info("update_staged", update=update.update_id, version=update.version, path=staged.path)
+        return staged.instances
+
+    async def _abort(self, update_id: str) -> None:
+        async with self._lock:
+            if update_id != self._aborted:
+                self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+                await self._forget("aborted")
+                self._aborted = update_id
 
     # Applying ------------------------------------------------------------------------------------------
 
@@ -156,6 +192,8 @@ class Updater:
             if published is not None and published.update_id == update_id and self.book.active is None:
                 return self._last
             update = self.book.open_for(update_id, UpdatePhase.STAGED, UpdatePhase.APPLYING)
+            # A call that still waits for what is staged must not stage it again once it is published.
+            self._staging.end()
             if update.phase is UpdatePhase.APPLYING:
                 # An earlier attempt broke off past the point of no return.
                 await self._roll_forward()
@@ -184,7 +222,7 @@ class Updater:
             update.phase = UpdatePhase.STAGED
             raise
         counts = await self.samples.prepare(update.in_flight)
-        results = await self._apply_on(staged, update)
+        results = await apply_on_all(staged, update, self.roster, self._staging)
         applied = [result.connection for result in results if result.error is None]
         if not applied:
             await self._forget("failed")
@@ -203,32 +241,13 @@ class Updater:
         self._last = FinishedUpdate([result.update for result in results], *counts)
         return self._last
 
-    async def _apply_on(
-        self, connections: Sequence[Connection], update: WeightUpdate
-    ) -> list[InstanceResult]:
-        begin = time.perf_counter()
-        goes_on = update.in_flight is InFlightTreatment.CONTINUE
-        results = await on_all(
-            connections, lambda each: each.apply(update.version, goes_on=goes_on), self.roster.pace
-        )
-        self.metrics.update_seconds.labels("apply").observe(time.perf_counter() - begin)
-        for result in results:
-            connection = result.connection
-            connection.staged_version = 0
-            if result.error is not None:
-                reason = f"did not apply {update.version}: {result.error.message}"
-                self.roster.quarantine(connection, reason)
-            else:
-                self._staging.describe(result)
-        return results
-
     async def _publish(self) -> None:
         run_id = self.book.active.run_id if self.book.active is not None else ""
         published = self.book.publish()
         # From here on GetVersions tells it.
         self.metrics.updates.labels("published").inc()
         self.record(self._times.published(published.version, run_id, time.time()))
-        await self._save_for_sure()
+        await save_until_stored(self.store, self.book)
         self.fleet.publish(published.version, recorded=True, now=asyncio.get_running_loop().time())
         log.info("version_published", version=published.version, path=published.path)
 
@@ -257,7 +276,7 @@ class Updater:
     # All phases ----------------------------------------------------------------------------------------
 
     async def _drop_abandoned(self) -> None:
-        if self._staging.receiving and self.book.active is not None:
+        if self._staging.running and self.book.active is not None:
             # Instances give up by themselves when nothing comes.
             self.book.active.touched_at = time.time()
         update = self.book.expired(time.time())
@@ -268,29 +287,11 @@ class Updater:
     async def _forget(self, outcome: str) -> None:
         update = self.book.active
         assert update is not None, "nothing to forget"
-        self._staging.end_streaming()
+        self._staging.end()
         self.book.drop()
         self.metrics.updates.labels(outcome).inc()
         log.info("update_dropped", update=update.update_id, version=update.version, outcome=outcome)
-        await self._save_for_sure()
+        await save_until_stored(self.store, self.book)
         if self.roster.live():
             await self._staging.discard(update.version)
         self.roster.notify(changed=True)
-
-    async def _save_for_sure(self) -> None:
-        """Save what has happened already and cannot be undone: repeat until Redis answers."""
-        backoff = ExponentialBackoff(_SAVE_DELAY, _LONGEST_SAVE_DELAY)
-        while True:
-            try:
-                return await self.store.save(self.book)
-            except RedisError as error:
-                delay = backoff.failed()
-                log.warning("version_not_saved", error=str(error), retry_in=delay)
-                await asyncio.sleep(delay)
-
-    async def _to_the_end(self, work: Awaitable[FinishedUpdate]) -> FinishedUpdate:
-        """Wait for the work, which goes on if the waiting is given up."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)

@@ -116,6 +116,8 @@ class UpdateBook:
     timeout: float
     published: PublishedVersion | None = None
     active: WeightUpdate | None = None
+    # The push that started it; "" where that is not known, as after a change of the gateway.
+    _push_id: str = field(init=False, default="")
 
     @property
     def version(self) -> int | None:
@@ -157,6 +159,7 @@ class UpdateBook:
         version: int,
         now: float,
         ticket: str = "",
+        push_id: str = "",
         *,
         collective: bool = False,
     ) -> WeightUpdate:
@@ -169,8 +172,10 @@ class UpdateBook:
             wanted = (run_id, version, bool(ticket), collective)
             same = (active.run_id, active.version, bool(active.ticket), active.collective) == wanted
             if same and not self.is_applying():
-                self.active.touched_at = now
-                return self.active
+                if not ticket:
+                    # One that is pushed is touched by whoever finds instances that can take it.
+                    active.touched_at = now
+                return active
             raise FailedPrecondition(
                 "UPDATE_IN_PROGRESS",
                 f"update {self.active.update_id} to version {self.active.version} is in progress",
@@ -188,7 +193,15 @@ class UpdateBook:
         self.active = WeightUpdate(
             update_id, run_id, version, UpdatePhase.STARTED, now, ticket=ticket, collective=collective
         )
+        self._push_id = push_id
         return self.active
+
+    def is_of_another_push(self, run_id: str, push_id: str) -> bool:
+        """Return True if an update was started by another push of this run, and is not being applied."""
+        update = self.active
+        if update is None or update.run_id != run_id or self.is_applying():
+            return False
+        return bool(push_id and self._push_id) and push_id != self._push_id
 
     def open_for(self, update_id: str, *phases: UpdatePhase) -> WeightUpdate:
         """Return the update of this id, which must be in one of these phases."""

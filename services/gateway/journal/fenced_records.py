@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from paceline.v1 import sample_pb2
 from services.contracts.errors import Unavailable
@@ -22,6 +22,7 @@ from services.gateway.batches.adaptive_lenience import FLOOR, next_lenience
 from services.gateway.fleet.update_book import PublishedVersion, UpdateBook, WeightUpdate
 from services.gateway.journal import scripts
 from services.gateway.metrics import GatewayMetrics
+from services.platform.backoff import ExponentialBackoff
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +30,7 @@ log = structlog.get_logger(__name__)
 _KEPT_SECONDS = 30 * 86400
 # Reported batches that are remembered: far more than a trainer has in flight.
 _REMEMBERED = 64
+_SAVE_DELAY, _LONGEST_SAVE_DELAY = 0.1, 2.0
 
 
 class Fenced(Unavailable):
@@ -72,6 +74,18 @@ class VersionStore:
         update = book.active.to_json() if book.active else ""
         keys = (self._keys.lease, self._keys.published, self._keys.update)
         await eval_fenced(self._redis, scripts.RECORD, keys, self._token, published, update)
+
+
+async def save_until_stored(store: VersionStore, book: UpdateBook) -> None:
+    """Save what has happened already and cannot be undone: repeat until Redis answers."""
+    backoff = ExponentialBackoff(_SAVE_DELAY, _LONGEST_SAVE_DELAY)
+    while True:
+        try:
+            return await store.save(book)
+        except RedisError as error:
+            delay = backoff.failed()
+            log.warning("version_not_saved", error=str(error), retry_in=delay)
+            await asyncio.sleep(delay)
 
 
 @dataclass(frozen=True, slots=True)

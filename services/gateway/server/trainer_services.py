@@ -128,7 +128,9 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
         streamed = request.transport == weight_pb2.WEIGHT_TRANSPORT_STREAM
         collective = request.transport == weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE
         update = await updater.start(
-            request.run_id, request.policy_version, streamed=streamed or collective, collective=collective
+            *(request.run_id, request.policy_version, request.push_id),
+            streamed=streamed or collective,
+            collective=collective,
         )
         return weight_pb2.StartUpdateResponse(
             update_id=update.update_id,

@@ -11,11 +11,17 @@ from redis.exceptions import ConnectionError as RedisDown
 
 from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
 from paceline.v1 import sample_pb2, weight_pb2
-from services.contracts.errors import DataLoss, FailedPrecondition, NotFound, ServiceError, Unavailable
+from services.contracts.errors import (
+    Aborted,
+    DataLoss,
+    FailedPrecondition,
+    NotFound,
+    ServiceError,
+    Unavailable,
+)
 from services.gateway.batches.messages import final_sample
 from services.gateway.config import GatewayConfig
 from services.gateway.connections import connection as connection_module
-from services.gateway.connections import updater as updater_module
 from services.gateway.connections.connection import Connection
 from services.gateway.connections.samples_in_flight import InFlightSamples
 from services.gateway.connections.updater import Updater
@@ -28,6 +34,7 @@ from services.gateway.fleet.update_book import (
     UpdatePhase,
     WeightUpdate,
 )
+from services.gateway.journal import fenced_records
 from services.platform.notify import Notifier
 from services.platform.tasks import end
 from tests.unit.gateway.dispatch_parts import (
@@ -216,6 +223,67 @@ async def test_wrong_weights_on_one_instance_end_the_attempt_everywhere() -> Non
     assert updating.book.active.phase is UpdatePhase.STAGED
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS])
+async def test_a_refusal_waits_for_no_other_instance(code: grpc.StatusCode) -> None:
+    updating = Updating("a", "b", "c")
+    update_id = await updating.start()
+    for other in ("a", "c"):
+        updating.engines[other].gates["StageWeights"] = asyncio.Event()
+    updating.engines["b"].errors["StageWeights"] = [rpc_error(code, "layer 3 is wrong")]
+    async with asyncio.timeout(60):
+        with pytest.raises(ServiceError, match="b: layer 3 is wrong"):
+            await updating.updater.stage(update_id, DISK)
+    assert [engine.calls[-1] for engine in updating.engines.values()] == ["DiscardWeights"] * 3
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+async def test_a_staging_that_hangs_can_be_aborted(repeats: int) -> None:
+    updating = Updating("a")
+    update_id = await updating.start()
+    updating.engines["a"].gates["StageWeights"] = asyncio.Event()
+    staging = asyncio.create_task(updating.updater.stage(update_id, DISK))
+    await updating.engines["a"].called("StageWeights")
+    async with asyncio.timeout(60):
+        for _ in range(repeats):
+            await updating.updater.abort(update_id)
+        with pytest.raises(Aborted) as caught:
+            await staging
+    assert caught.value.code is grpc.StatusCode.ABORTED
+    assert (updating.book.active, updating.outcome("aborted")) == (None, 1)
+    with pytest.raises(NotFound):
+        await updating.updater.abort("another")
+
+
+async def test_another_push_of_the_same_run_takes_the_place_of_the_one_before() -> None:
+    updating = Updating("a")
+    first = await updating.updater.start("run", NEW, "push 1", streamed=True)
+    assert await updating.updater.start("run", NEW, "push 1", streamed=True) is first
+    assert await updating.updater.start("run", NEW, streamed=True) is first, "a client that names no push"
+    with pytest.raises(FailedPrecondition, match="is in progress"):
+        await updating.updater.start("another run", NEW, "push 2", streamed=True)
+    second = await updating.updater.start("run", NEW + 2, "push 2")
+    assert (second.version, second.ticket) == (NEW + 2, "")
+    assert updating.engines["a"].calls == ["DiscardWeights"]
+    await updating.updater.stage(second.update_id, DISK)
+    updating.book.applying(second.update_id, 0, 0.0)
+    with pytest.raises(FailedPrecondition, match="is in progress"):
+        await updating.updater.start("run", NEW + 3, "push 3")
+
+
+async def test_an_update_that_no_instance_can_take_is_dropped_however_often_it_is_started() -> None:
+    updating = Updating()
+    update = await updating.updater.start("run", NEW, streamed=True)
+    update.touched_at -= 61.0
+    for _ in range(2):
+        again = await updating.updater.start("run", NEW, streamed=True)
+        assert again is not update
+        with pytest.raises(Unavailable, match="is gone"):
+            await updating.updater.stream_target(again.update_id)
+        again.touched_at -= 61.0
+        update = again
+    assert updating.outcome("abandoned") == 2
+
+
 async def test_an_unwell_instance_does_not_hold_up_staging_and_is_not_applied_to() -> None:
     updating = Updating("a", "b")
     update_id = await updating.start()
@@ -381,7 +449,7 @@ async def test_an_update_is_applied_only_once_that_is_on_record() -> None:
 
 
 async def test_a_published_version_is_saved_until_redis_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updater_module, "_SAVE_DELAY", 0.001)
+    monkeypatch.setattr(fenced_records, "_SAVE_DELAY", 0.001)
     updating = Updating("a")
     update_id = await updating.staged()
     updating.engines["a"].gates["ApplyWeights"] = asyncio.Event()
