@@ -18,7 +18,8 @@ from paceline.v1 import weight_stream_pb2_grpc as rpc
 from services.contracts.errors import InvalidArgument
 from services.generation.weights.stream.followers import StreamFollower
 from services.generation.weights.stream.metrics import INSTANCE, TRAINER
-from services.generation.weights.stream.reception import Reception, outgoing
+from services.generation.weights.stream.outgoing import outgoing
+from services.generation.weights.stream.reception import Reception
 from services.generation.weights.stream.streams import WeightStreams
 from services.platform.security.guard import bearer_token
 from services.platform.tasks import end
@@ -39,10 +40,12 @@ class WeightStreamService(rpc.WeightStreamServiceServicer):
         metadata = {key: value for key, value in context.invocation_metadata() or ()}
         reception = self._streams.ticketed(bearer_token(str(metadata.get("authorization", ""))))
         reader = asyncio.create_task(_take(reception, request_iterator))
+        tasks: list[asyncio.Task[Any]] = [reader]
         told = None
         try:
             while True:
                 coming = asyncio.create_task(reception.changed.next_change().wait())
+                tasks[1:] = [coming]
                 if over := reader.done():
                     await reader
                     reception.check()
@@ -51,7 +54,6 @@ class WeightStreamService(rpc.WeightStreamServiceServicer):
                     yield pb.PushWeightsResponse(received=state[0], confirmed=state[1])
                     told = state
                 if over and state[0] == state[1]:
-                    coming.cancel()
                     return
                 # What is confirmed may also change with time.
                 await asyncio.wait(
@@ -61,7 +63,7 @@ class WeightStreamService(rpc.WeightStreamServiceServicer):
                 )
                 coming.cancel()
         finally:
-            await end([reader])
+            await end(tasks)
 
 
 async def _take(reception: Reception, requests: AsyncIterator[pb.PushWeightsRequest]) -> None:

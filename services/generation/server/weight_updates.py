@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -23,6 +24,7 @@ from services.generation.weights.staging import StagedWeights, read_manifest
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.generation.weights.stream.streams import WeightStreams
 from services.platform.grpc.channel import open_channel
+from services.platform.tasks import to_the_end, uninterrupted
 
 if TYPE_CHECKING:
     import torch
@@ -77,27 +79,30 @@ class WeightUpdates:
         self._pregenerator = pregenerator
         self._metrics = metrics
         self._updating = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def stage(self, version: int, given: GivenWeights) -> StagedWeights:
         """Read and check weights in a thread of their own; the engine steps on meanwhile."""
         async with self._updating:
             self._supersede(version)
             with self._metrics.weight_seconds.labels("stage").time():
-                self.staged = await asyncio.to_thread(self._reader.read, version, given)
-        _log.info("weights_staged", version=version, checksum=self.staged.checksum)
-        return self.staged
+                staged = await uninterrupted(asyncio.to_thread(self._reader.read, version, given))
+            self.staged = staged
+        _log.info("weights_staged", version=version, checksum=staged.checksum)
+        return staged
 
     async def receive(self, version: int, order: PeerWeights) -> StagedWeights:
         """Have weights come from a trainer or other instances, and check them; the engine steps on meanwhile."""
         self._supersede(version)
         received = await self.streams.receive(version, order)
+        read = partial(self._reader.read_received, version, received.folder, received.checksum)
         async with self._updating:
-            with self._metrics.weight_seconds.labels("stage").time():
-                self.staged = await asyncio.to_thread(
-                    self._reader.read_received, version, received.folder, received.checksum, received.contents
-                )
-        _log.info("weights_staged", version=version, checksum=self.staged.checksum)
-        return self.staged
+            judging = self.streams.judging(order.update_id)
+            with self._metrics.weight_seconds.labels("stage").time(), judging:
+                staged = await uninterrupted(asyncio.to_thread(read, received.contents))
+            self.staged = staged
+        _log.info("weights_staged", version=version, checksum=staged.checksum)
+        return staged
 
     async def apply(self, version: int, *, goes_on: bool = False) -> AppliedWeights:
         """Serve the staged weights from the next step on. Background samples end, and are stored.
@@ -108,6 +113,14 @@ class WeightUpdates:
         Raises:
             FailedPrecondition: these weights are not staged, or samples are running and not to go on.
         """
+        # The engine goes on if the caller goes away, and so does what follows.
+        return await to_the_end(self._apply_staged(version, goes_on), self._tasks)
+
+    async def discard(self, version: int) -> None:
+        """Forget staged weights of a version, and give up what has not come yet."""
+        await to_the_end(self._discard(version), self._tasks)
+
+    async def _apply_staged(self, version: int, goes_on: bool) -> AppliedWeights:
         async with self._updating:
             if self._loop.policy_version == version:
                 return AppliedWeights()
@@ -129,8 +142,7 @@ class WeightUpdates:
         _log.info("weights_applied", version=version, dropped_blocks=dropped, continued=continued)
         return AppliedWeights(dropped, halt_seconds, continued)
 
-    async def discard(self, version: int) -> None:
-        """Forget staged weights of a version, and give up what has not come yet."""
+    async def _discard(self, version: int) -> None:
         await self.streams.end(version)
         if self.staged is not None and self.staged.version == version:
             self.staged = None

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,8 +107,11 @@ class WeightNode(rpc.GenerationServiceServicer):
         self.version = VERSION
         self.goes_on = False
         self.checked: StagedWeights | None = None
+        # Set to let it check what has come.
+        self.gate = asyncio.Event()
+        self.gate.set()
         self.metrics = WeightStreamMetrics(CollectorRegistry())
-        adopted = adopt(folder)
+        self.adopted = adopted = adopt(folder)
         self.reader = WeightReader(folder / "none", manifest, None, adopted)
         self.weights = WeightStreams(
             config, adopted, lambda address: open_channel(address, config), self.metrics, receiver
@@ -143,9 +147,10 @@ class WeightNode(rpc.GenerationServiceServicer):
             self.checked = await asyncio.to_thread(self.reader.read, version, given)
         else:
             received = await self.weights.receive(version, request.peers)
-            self.checked = await asyncio.to_thread(
-                *(self.reader.read_received, version, received.folder, received.checksum, received.contents)
-            )
+            await self.gate.wait()
+            read = partial(self.reader.read_received, version, received.folder, received.checksum)
+            with self.weights.judging(request.peers.update_id):
+                self.checked = await asyncio.to_thread(read, received.contents)
         took = duration(time.monotonic() - began)
         return pb.StageWeightsResponse(checksum=self.checked.checksum, stage_time=took)
 
@@ -153,6 +158,7 @@ class WeightNode(rpc.GenerationServiceServicer):
         assert self.checked is not None
         assert self.checked.version == request.policy_version
         self.version = request.policy_version
+        self.adopted.prune(self.version, self.checked.checksum)
         self.goes_on = request.in_flight == weight_pb2.IN_FLIGHT_CONTINUE
         return pb.ApplyWeightsResponse()
 
@@ -160,6 +166,7 @@ class WeightNode(rpc.GenerationServiceServicer):
         self, request: pb.DiscardWeightsRequest, context: Any
     ) -> pb.DiscardWeightsResponse:
         await self.weights.end(request.policy_version)
+        self.adopted.hide(request.policy_version)
         return pb.DiscardWeightsResponse()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from services.generation.weights.staging import ShardContent, read_content
 from services.generation.weights.stream.followers import Followers
 from services.generation.weights.stream.metrics import INSTANCE, WeightStreamMetrics
 from services.generation.weights.stream.peer_order import PeerOrder
+from services.generation.weights.stream.refusal import WeightsRefused, refusal_of
 from services.generation.weights.stream.stored_stream import StoredStream
 from services.platform.notify import Notifier
 from services.platform.tasks import end
@@ -78,6 +79,8 @@ class Reception:
         self.stream = StoredStream(folder)
         self.changed = Notifier()
         """Notifies of bytes that came, and of the end."""
+        self.refused: WeightsRefused | None = None
+        """What was found to be wrong with the weights, once all had come."""
         self.followers = Followers(limits.stall_seconds, time.monotonic())
         self.done: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         # Whether or not somebody waits for it.
@@ -138,13 +141,17 @@ class Reception:
         self.changed.notify()
 
     def check(self) -> None:
-        """Raise the error with which the reception has ended, if it has."""
+        """Raise the error with which the reception has ended, if it has, or by which the weights were refused."""
+        if self.refused is not None:
+            raise self.refused
         if self.done.done() and not self.stream.whole:
             self.done.result()
 
     @property
     def failed(self) -> bool:
-        """True once it has ended without the weights."""
+        """True once it has ended without the weights, or with such as were refused."""
+        if self.refused is not None:
+            return True
         return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
 
     def fail(self, error: ServiceError) -> None:
@@ -153,6 +160,11 @@ class Reception:
             self.done.set_exception(error)
             _log.warning("weights_not_received", version=self.version, error=error.message)
             self.changed.notify()
+
+    def refuse(self, error: ServiceError) -> None:
+        """Tell all who fetch these weights from here, or push them, what is wrong with them."""
+        self.refused = WeightsRefused(error)
+        self.changed.notify()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """End the reception with a task of its own that failed: nobody is to wait for what will not come."""
@@ -223,6 +235,9 @@ class Reception:
             try:
                 await self._fetch(address, peers)
             except _LOST as error:
+                if isinstance(error, grpc.aio.AioRpcError) and (refusal := refusal_of(error)):
+                    # The peer had all of it: nobody has other bytes.
+                    return self.fail(refusal)
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 _log.info("weights_peer_left", peer=address, position=self.stream.log.end, reason=reason)
                 self._metrics.retries.inc()
@@ -259,30 +274,3 @@ class Reception:
             checksum=self._order.checksum,
             position=self.stream.log.end,
         )
-
-
-async def outgoing(
-    stream: StoredStream, position: int, reception: Reception | None, limits: StreamLimits
-) -> AsyncIterator[peer_pb.FetchWeightsResponse]:
-    """Yield a stream from a position on, and signs of life while there is no more of it.
-
-    More of it comes to the `reception`, if there is one. Unavailable: no more will come, or the files were removed.
-    """
-    while True:
-        coming = None if reception is None else reception.changed.next_change()
-        if position < stream.log.end:
-            try:
-                piece = await asyncio.to_thread(stream.read, position, limits.piece_bytes)
-            except OSError as error:
-                raise Unavailable(f"the weights are not here any more: {error}") from error
-            position += len(piece.data)
-            yield peer_pb.FetchWeightsResponse(piece=piece, available=stream.log.end)
-        elif stream.whole or coming is None or reception is None:
-            return
-        elif reception.done.done():
-            raise Unavailable("the weights do not come any more")
-        else:
-            try:
-                await asyncio.wait_for(coming.wait(), limits.stall_seconds / 3)
-            except TimeoutError:
-                yield peer_pb.FetchWeightsResponse(available=stream.log.end)

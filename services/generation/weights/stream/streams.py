@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 
 from paceline.internal.v1 import weight_peer_pb2 as pb
-from services.contracts.errors import FailedPrecondition, NotFound, Unauthenticated
+from services.contracts.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Unauthenticated,
+    Unavailable,
+)
 from services.generation.config import GenerationConfig
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.stream.broadcasts import WeightBroadcasts
@@ -69,9 +77,24 @@ class WeightStreams:
             raise FailedPrecondition("NO_PEER", f"no instance has version {version}, which was pushed")
         reception = await self._reception(version, order, self._adopted)
         # It goes on if this caller goes away.
-        received = await asyncio.shield(reception.done)
+        try:
+            received = await asyncio.shield(reception.done)
+        except asyncio.CancelledError:
+            if reception.done.cancelled():
+                raise Unavailable("the update was given up") from None
+            raise
         folder = await asyncio.to_thread(self._keep, reception, received, self._adopted)
         return Received(folder, received.checksum, received.contents)
+
+    @contextmanager
+    def judging(self, update_id: str) -> Iterator[None]:
+        """Tell those who fetch the weights of an update from here when they are refused in the block."""
+        try:
+            yield
+        except (InvalidArgument, DataLoss) as refusal:
+            if reception := self._receptions.get(update_id):
+                reception.refuse(refusal)
+            raise
 
     async def end(self, version: int) -> None:
         """Give up what has not come yet of a version."""
@@ -101,8 +124,13 @@ class WeightStreams:
         return found
 
     async def wanted(self, request: pb.FetchWeightsRequest) -> tuple[StoredStream, Reception | None]:
-        """Return the stream that is asked for, and its reception while there is one. NotFound: neither."""
+        """Return the stream that is asked for, and its reception while there is one. NotFound: neither.
+
+        WeightsRefused: they were refused here.
+        """
         reception = self._receptions.get(request.update_id)
+        if reception is not None and reception.refused is not None:
+            raise reception.refused
         if reception is not None and (reception.stream.whole or not reception.done.done()):
             return reception.stream, reception
         folder = self._adopted and self._adopted.held(request.policy_version, request.checksum)
