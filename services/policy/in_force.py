@@ -64,12 +64,19 @@ class KnobsInForce:
         return apply_request(self.revision, shared, runs, self.records.caps())
 
     async def set(self, scope: KnobScope, revision: int, knobs: Setting) -> int:
-        """Store a checked setting made from `revision` and return the new revision. Raises as `KnobStore.set`."""
+        """Store a checked setting made from `revision` and return the new revision. Raises as `KnobStore.set`.
+
+        Where it is the scope's setting already, the answer is its revision: a change whose answer was lost is
+        made again.
+        """
         try:
             made = await self._store.set(scope, revision, knobs, uuid.uuid4().hex)
         except Aborted:
             await self._reload()
-            raise
+            found = self.records.settings.get(scope)
+            if found is None or found.knobs != knobs:
+                raise
+            return found.revision
         self.records.settings[scope] = StoredSetting(made, knobs)
         self._advance(max(made, self.revision + 1))
         return made

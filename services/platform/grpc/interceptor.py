@@ -181,6 +181,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             elif isinstance(ended, CancelledError) and not is_cancelled():
                 # Not the call was cancelled, but what it waits for. gRPC would never answer.
                 error = Unavailable("the work that the call waits for was ended")
+                log.warning("awaited_work_ended", exc_info=ended)
                 code = error.code.name
             else:
                 raise
