@@ -30,7 +30,8 @@ from bench.trajectory import record
 from examples.tinymath.train import MODEL, Options
 from paceline import delta, safetensors
 from services.generation.weights.adapters import merged, plan_merge
-from services.generation.weights.staging import read_manifest, stage
+from services.generation.weights.manifest import read_manifest
+from services.generation.weights.staging import stage
 
 FOLDER = Path("runs/bench/weight_deltas")
 RATES = ("5e-4", "1e-5", "1e-6")

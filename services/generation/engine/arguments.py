@@ -185,6 +185,15 @@ def end_tokens(model_config: Any) -> tuple[int, ...]:
     return (declared,) if isinstance(declared, int) else tuple(declared)
 
 
+def ties_head(model_config: Any) -> bool:
+    """Return True if the configuration ties the output head to the embedding of the input.
+
+    vLLM takes that back where the checkpoint has a head, and ties the two again if they are equal.
+    """
+    declared = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
+    return bool(declared or model_config.word_embeddings_untied_by_checkpoint)
+
+
 def refuse_early_numba() -> None:
     """Raise RuntimeError if numba is loaded on CPU.
 

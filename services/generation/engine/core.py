@@ -29,7 +29,7 @@ from vllm.v1.executor import Executor
 
 from kernels.backend import Backend
 from services.contracts.sampling import ModelLimits
-from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba
+from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba, ties_head
 from services.generation.engine.attention.kernel_choice import SAMPLER
 from services.generation.engine.capacity import prompt_rows
 from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps
@@ -114,6 +114,7 @@ class Engine:
         # The name of the device itself, such as NVIDIA H100 80GB HBM3.
         self.hardware = machine_name() if current_platform.is_cpu() else current_platform.get_device_name()
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self.ties_head = ties_head(config.model_config)
         # Attention of the workers, and the kinds of kernels that failed their check on any of them.
         self.attention: str = reports[0].attention if reports else "vllm"
         # Numbers of tokens of a step for which there are CUDA graphs, rising.

@@ -243,8 +243,12 @@ class EngineSampleState:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, shape and dtype of a weight in the model's checkpoint."""
+    """Name, shape and dtype of a weight in the model's checkpoint, and the dtype in which the engine has it.
+
+    Dtypes as safetensors names them. `served` is "" where the engine has it as it is stored.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    served: str = ""

@@ -20,7 +20,8 @@ from services.generation.loop.metrics import EngineMetrics
 from services.generation.pregeneration.pregenerator import Pregenerator
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.staging import StagedWeights, read_manifest
+from services.generation.weights.manifest import read_manifest
+from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.generation.weights.stream.streams import WeightStreams
 from services.platform.grpc.channel import open_channel
@@ -71,7 +72,9 @@ class WeightUpdates:
         self._loop = loop
         self._adopted = AdoptedWeights(config.adopted_weights) if config.adopted_weights else None
         model = Path(config.model)
-        self._reader = WeightReader(model, read_manifest(model), config.weights_root, self._adopted)
+        engine = loop.ready.result()
+        manifest = read_manifest(model, engine.dtype, engine.ties_head)
+        self._reader = WeightReader(model, manifest, config.weights_root, self._adopted)
         self.streams = WeightStreams(
             config, self._adopted, lambda address: open_channel(address, config), stream_metrics
         )

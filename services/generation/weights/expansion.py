@@ -24,7 +24,8 @@ from services.contracts.weight_folder import check_weight_folder
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.adapters import merged, read_adapter
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.staging import ShardContent, StagedWeights, checksum_of, stage
+from services.generation.weights.contents import ShardContent
+from services.generation.weights.staging import StagedWeights, checksum_of, stage
 
 _log = structlog.get_logger(__name__)
 # Beside the engine's and those of other instances.

@@ -20,7 +20,7 @@ from paceline.safetensors import INDEX
 from services.contracts.errors import DataLoss, InvalidArgument
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = FLOATS | {
+DTYPES = FLOATS | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
@@ -46,7 +46,7 @@ class StoredTensor:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch has it."""
-        return _DTYPES[self.dtype]
+        return DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def open_shard(file: Path, sha256: str) -> WeightShard:
     try:
         entries = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
         spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-        unknown = sorted({str(dtype) for dtype, _ in entries.values()} - _DTYPES.keys())
+        unknown = sorted({str(dtype) for dtype, _ in entries.values()} - DTYPES.keys())
         if unknown:
             text = f"{file} has a tensor of dtype {unknown[0]}, allowed are {', '.join(sorted(FLOATS))}"
             raise InvalidArgument([_unusable(text)])
@@ -200,7 +200,7 @@ def open_shard(file: Path, sha256: str) -> WeightShard:
 def _size(dtype: str, shape: tuple[int, ...]) -> int:
     if not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError(f"shape {shape}")
-    return prod(shape) * _DTYPES[dtype].itemsize
+    return prod(shape) * DTYPES[dtype].itemsize
 
 
 def _check_spans(spans: list[tuple[int, ...]], tensors: list[StoredTensor], size: int) -> None:

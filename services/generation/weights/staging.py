@@ -7,17 +7,9 @@ reads into one buffer. What passed is mapped from the same files when it is appl
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
-from itertools import cycle
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
 
 from paceline.errors import Violation
 from paceline.expansion import checksum as folder_checksum
@@ -25,29 +17,13 @@ from paceline.overlapped_sha256 import OverlappedSha256
 from paceline.safetensors import index_checksum
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
-from services.generation.weights.shards import (
-    FLOATS,
-    MappedTensors,
-    StoredTensor,
-    WeightShard,
-    open_shards,
-    read_header,
-    weight_files,
-)
+from services.generation.weights.contents import ShardContent, fault_of, read_content
+from services.generation.weights.manifest import HEAD, embedding_of, same_tensor
+from services.generation.weights.naming import naming_hint, shown
+from services.generation.weights.shards import FLOATS, MappedTensors, WeightShard, open_shards
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # More than this many faults of one kind help nobody.
 _MOST_VIOLATIONS = 16
-_CHUNK_BYTES = 1 << 20
-# Bits of a float, and the least of those that are NaN or infinite, shifted left by the sign.
-_NONFINITE_FROM: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
-    "F64": (np.uint64, 0xFFE0 << 48),
-    "F32": (np.uint32, 0xFF00 << 16),
-    "F16": (np.uint16, 0xF800),
-    "BF16": (np.uint16, 0xFF00),
-    "F8_E4M3": (np.uint8, 0xFE),
-    "F8_E5M2": (np.uint8, 0xF8),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +33,6 @@ class StagedWeights:
     version: int
     checksum: str
     tensors: MappedTensors
-
-
-@dataclass(frozen=True, slots=True)
-class ShardContent:
-    """Contents of a file as they were read: their SHA-256, and values that are not finite by tensor."""
-
-    sha256: str
-    nonfinite: Mapping[str, int]
-
-
-def read_manifest(folder: Path) -> dict[str, TensorSpec]:
-    """Return names, shapes and dtypes of a model's tensors, from the headers of its safetensors alone.
-
-    An output head that is tied to the embedding is left out, whether or not the checkpoint has a copy of it.
-
-    Raises:
-        InvalidArgument: no such folder, or no safetensors in it.
-        DataLoss: a file ends inside its header.
-    """
-    found: dict[str, TensorSpec] = {}
-    for file in weight_files(folder):
-        for name, entry in read_header(file)[1].items():
-            found[name] = TensorSpec(name, tuple(entry["shape"]), str(entry["dtype"]))
-    config = folder / "config.json"
-    if config.is_file() and json.loads(config.read_bytes()).get("tie_word_embeddings"):
-        found.pop(_HEAD, None)
-    return found
 
 
 def stage(
@@ -115,7 +64,9 @@ def stage(
     if violations := _compare(placed, expected):
         raise InvalidArgument(violations)
     whole = OverlappedSha256()
-    violations = [violation for shard in shards for violation in _check_content(shard, whole, read or {})]
+    violations = [
+        violation for shard in shards for violation in _check_content(shard, whole, read or {}, expected)
+    ]
     computed = index or f"sha256:{whole.hexdigest()}"
     if checksum not in ("", computed):
         raise DataLoss(f"checksum of {folder} is {computed}, the sender computed {checksum}")
@@ -158,38 +109,62 @@ def _placed(shards: Sequence[WeightShard]) -> dict[str, WeightShard]:
 
 def _drop_tied_head(placed: dict[str, WeightShard], expected: Mapping[str, TensorSpec]) -> None:
     """Drop the tied output head that a trainer's state dict names and the checkpoint leaves out."""
-    if _HEAD in expected or _HEAD not in placed or _EMBEDDING not in placed:
+    embedding = embedding_of(expected)
+    if HEAD in expected or HEAD not in placed or embedding not in placed:
         return
-    tensors = MappedTensors(placed)
-    head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
-    if head.dtype == embedding.dtype and torch.equal(head, embedding):
-        del placed[_HEAD]
+    names = (HEAD, embedding)
+    if same_tensor({name: placed[name] for name in names}, *names, expected[embedding].served):
+        del placed[HEAD]
 
 
 def _compare(placed: Mapping[str, WeightShard], expected: Mapping[str, TensorSpec]) -> list[Violation]:
-    violations = [
-        Violation(f"tensors[{name}]", "is missing; the model that is served has it")
-        for name in sorted(expected.keys() - placed.keys())
-    ]
-    violations += [
-        _violation(name, "is not a tensor of the model that is served", placed[name])
-        for name in sorted(placed.keys() - expected.keys())
-    ]
+    violations = _compare_names(placed, expected)
     for name in sorted(placed.keys() & expected.keys()):
         got, want = placed[name].tensors[name], expected[name]
+        allowed = sorted(FLOATS) if want.dtype in FLOATS else [want.dtype]
         if got.shape != want.shape:
             text = f"has shape {list(got.shape)}, allowed is {list(want.shape)}"
             violations.append(_violation(name, text, placed[name]))
-        elif want.dtype in FLOATS and got.dtype not in FLOATS:
-            text = f"has dtype {got.dtype}, allowed are {', '.join(sorted(FLOATS))}"
+        elif got.dtype not in allowed:
+            text = (
+                f"has dtype {got.dtype}, allowed {'is' if len(allowed) == 1 else 'are'} {', '.join(allowed)}"
+            )
             violations.append(_violation(name, text, placed[name]))
     return violations[:_MOST_VIOLATIONS]
 
 
+def _compare_names(placed: Mapping[str, WeightShard], expected: Mapping[str, TensorSpec]) -> list[Violation]:
+    """Return what is missing and what came instead, beside each other."""
+    missing, surplus = expected.keys() - placed.keys(), placed.keys() - expected.keys()
+    violations = []
+    if hint := naming_hint(missing, surplus):
+        violations.append(Violation("tensors", hint))
+    first, others = shown(missing, surplus, _MOST_VIOLATIONS - len(violations))
+    for place in range(max(len(first), len(others))):
+        violations += [
+            Violation(f"tensors[{name}]", "is missing; the model that is served has it")
+            for name in first[place : place + 1]
+        ]
+        violations += [
+            _violation(name, _not_served(name, expected), placed[name]) for name in others[place : place + 1]
+        ]
+    return violations
+
+
+def _not_served(name: str, expected: Mapping[str, TensorSpec]) -> str:
+    embedding = embedding_of(expected)
+    if name == HEAD and embedding:
+        return f"differs from {embedding}, to which it is tied in the model that is served"
+    return "is not a tensor of the model that is served"
+
+
 def _check_content(
-    shard: WeightShard, whole: OverlappedSha256, read: Mapping[tuple[int, ...], ShardContent]
+    shard: WeightShard,
+    whole: OverlappedSha256,
+    read: Mapping[tuple[int, ...], ShardContent],
+    expected: Mapping[str, TensorSpec],
 ) -> list[Violation]:
-    """Return the tensors that are not finite; check the file's checksum, or else add it to `whole`.
+    """Return the tensors that are not finite as they are served; check the file's checksum, or add it to `whole`.
 
     Raises:
         DataLoss: its checksum differs from the index's, or it changed since its header was read.
@@ -201,59 +176,12 @@ def _check_content(
             raise DataLoss(f"{text}, the index says {shard.sha256}")
     else:
         content = read_content(shard, whole)
-    return [
-        _violation(name, f"has {bad} values that are NaN or infinite", shard)
-        for name, bad in content.nonfinite.items()
-    ]
-
-
-def read_content(shard: WeightShard, whole: OverlappedSha256 | None = None) -> ShardContent:
-    """Read a file once. Its SHA-256 is of its tensors and then its header, as the index has it.
-
-    Without an index the file is added to `whole` as it is. DataLoss: it changed since its header was read.
-    """
-    digest = OverlappedSha256() if whole is None else whole
-    # One is filled and looked at while the other is hashed.
-    buffers = cycle([memoryview(bytearray(max(_CHUNK_BYTES, shard.header_bytes))) for _ in range(2)])
-    found: dict[str, int] = {}
-    with os.fdopen(shard.open(), "rb", buffering=0) as file:
-        header = bytes(_filled(file, next(buffers)[: shard.header_bytes]))
-        if whole is not None:
-            digest.update(header)
-        for name, stored in shard.tensors.items():
-            bad = 0
-            for start in range(0, stored.size, _CHUNK_BYTES):
-                chunk = _filled(file, next(buffers)[: min(_CHUNK_BYTES, stored.size - start)])
-                digest.update(chunk)
-                bad += _count_nonfinite(chunk, stored)
-            if bad:
-                found[name] = bad
-    if whole is None:
-        digest.update(header)
-    return ShardContent(digest.hexdigest(), found)
-
-
-def _filled(file: FileIO, view: memoryview) -> memoryview:
-    """Read as many bytes as the view has."""
-    read = 0
-    while read < len(view):
-        count = file.readinto(view[read:])
-        if not count:
-            raise DataLoss(f"{file.name} is truncated or corrupt: it ended while it was read")
-        read += count
-    return view
-
-
-def _count_nonfinite(chunk: memoryview, stored: StoredTensor) -> int:
-    """Count NaN and infinities by their exponents.
-
-    torch would wake a pool of threads for each chunk, beside those of the engine.
-    """
-    if stored.dtype not in _NONFINITE_FROM:
-        return 0
-    kind, lowest = _NONFINITE_FROM[stored.dtype]
-    without_sign = np.frombuffer(chunk, kind) << kind(1)
-    return 0 if without_sign.max() < lowest else int(np.count_nonzero(without_sign >= lowest))
+    # A tied head that is left out is not expected.
+    faults = {
+        name: fault_of(shard, name, largest, expected[name].served if name in expected else "")
+        for name, largest in content.largest.items()
+    }
+    return [_violation(name, fault, shard) for name, fault in faults.items() if fault]
 
 
 def _violation(name: str, text: str, shard: WeightShard) -> Violation:

@@ -21,7 +21,8 @@ from services.generation.engine.types import (
     W4Options,
 )
 from services.generation.kv_transfer.outgoing import KvPart
-from services.generation.weights.staging import StagedWeights, read_manifest, stage
+from services.generation.weights.manifest import read_manifest
+from services.generation.weights.staging import StagedWeights, stage
 from tests.integration.exactness.conftest import T06, T1, TIE, requests_of
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.draft_policies import Drafts

@@ -18,6 +18,7 @@ from paceline.send_window import cut
 from paceline.v1 import weight_pb2, weight_pb2_grpc, weight_stream_pb2
 from paceline.weight_sender import WeightSender
 from services.generation.weights import staging
+from services.generation.weights.contents import ShardContent
 from services.generation.weights.shards import WeightShard
 from services.generation.weights.stream.reception import Reception
 from services.generation.weights.stream.stored_stream import StoredStream
@@ -142,7 +143,7 @@ async def test_refused_weights_are_refused_everywhere_at_once(
 
     def damage(shard: WeightShard, *rest: Any) -> Any:
         found = plain(shard, *rest)
-        return staging.ShardContent("0" * 64, found.nonfinite) if "i0" in shard.path.parts else found
+        return ShardContent("0" * 64, found.largest) if "i0" in shard.path.parts else found
 
     async with stream_fleet(tmp_path, 3) as fleet:
         if damaged:

@@ -61,6 +61,7 @@ class ScriptedEngine:
     limits: ModelLimits = field(default_factory=lambda: ModelLimits(512, 64))
     device: str = "script"
     attention: str = "script"
+    ties_head: bool = False
     failed_kernels: list[str] = field(default_factory=list)
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     responses: dict[str, list[int]] = field(default_factory=dict)

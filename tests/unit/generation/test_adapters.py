@@ -19,7 +19,8 @@ from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgum
 from services.generation.weights.adapters import merged, plan_merge, read_adapter
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.staging import StagedWeights, read_manifest
+from services.generation.weights.manifest import read_manifest
+from services.generation.weights.staging import StagedWeights
 
 Tensors = dict[str, torch.Tensor]
 Q, MLP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"

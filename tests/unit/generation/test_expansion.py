@@ -12,7 +12,7 @@ from paceline import delta, safetensors
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.staging import read_manifest
+from services.generation.weights.manifest import read_manifest
 from tests.support.disks import largest_file
 
 Made = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]

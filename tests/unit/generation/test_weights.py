@@ -11,16 +11,21 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from safetensors.torch import save_file
 
 from paceline import safetensors
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
-from services.generation.weights.staging import read_manifest, stage
+from services.generation.weights.contents import least_infinite
+from services.generation.weights.manifest import read_manifest
+from services.generation.weights.staging import stage
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Tensors = dict[str, torch.Tensor]
@@ -204,11 +209,133 @@ def test_every_value_that_is_not_finite_is_counted_and_no_other(tmp_path: Path, 
     assert stage(finite, 1, read_manifest(finite)).version == 1
 
 
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PAIRS = list(product(FLOATS, FLOATS))
+
+
+def of_bits(bits: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return the floats with these bits."""
+    content = b"".join(each.to_bytes(dtype.itemsize, "little") for each in bits)
+    return torch.frombuffer(bytearray(content), dtype=dtype)
+
+
+@pytest.mark.parametrize(("sent", "served"), PAIRS)
+def test_values_of_every_exponent_are_judged_as_they_are_loaded(sent: str, served: str) -> None:
+    dtype, width = FLOATS[sent], 8 * FLOATS[sent].itemsize
+    least = least_infinite(sent, served)
+    exponents = {"F64": 11, "F32": 8, "F16": 5, "BF16": 8}[sent]
+    places = width - 1 - exponents
+    # All exponents, with mantissas at which each narrower dtype rounds up or down, and their neighbours.
+    mantissas = {0, 1, (1 << places) - 1, (1 << places) - 2}
+    for kept in (7, 10, 23):
+        if kept < places:
+            half = 1 << (places - kept - 1)
+            for edge in ((1 << places) - half, ((1 << places) - half) - (half >> 24)):
+                mantissas |= {edge - 1, edge, edge + 1}
+    mantissas = {each for each in mantissas if 0 <= each < 1 << places}
+    bits = [
+        sign << (width - 1) | exponent << places | mantissa
+        for sign, exponent, mantissa in product((0, 1), range(1 << exponents), sorted(mantissas))
+    ]
+    loaded = of_bits(bits, dtype).to(FLOATS[served])
+    refused = [(each << 1) % (1 << width) >= least for each in bits]
+    assert refused == (~torch.isfinite(loaded)).tolist()
+
+
+@given(st.sampled_from(PAIRS), st.integers(0, (1 << 64) - 1))
+def test_any_value_is_judged_as_it_is_loaded(pair: tuple[str, str], drawn: int) -> None:
+    sent, served = pair
+    width = 8 * FLOATS[sent].itemsize
+    bits = drawn >> (64 - width)
+    finite = torch.isfinite(of_bits([bits], FLOATS[sent]).to(FLOATS[served])).item()
+    assert ((bits << 1) % (1 << width) < least_infinite(sent, served)) is finite
+
+
+@pytest.mark.parametrize(
+    ("value", "sent", "served", "complaint"),
+    [
+        (3.4e38, torch.float32, "bfloat16", "has 2 values that are infinite in the model's bfloat16"),
+        (1e300, torch.float64, "bfloat16", "has 2 values that are infinite in the model's bfloat16"),
+        (1e300, torch.float64, "float32", "has 2 values that are infinite in the model's float32"),
+        (65520.0, torch.float32, "float16", "has 2 values that are infinite in the model's float16"),
+        (65520.0, torch.bfloat16, "float16", "has 2 values that are infinite in the model's float16"),
+        (math.nan, torch.float32, "bfloat16", "has 2 values that are NaN or infinite"),
+        (65519.0, torch.float32, "float16", ""),
+        (3.38e38, torch.float32, "bfloat16", ""),
+        (3.4e38, torch.float32, "float32", ""),
+        (65504.0, torch.float16, "bfloat16", ""),
+    ],
+)
+def test_values_that_are_infinite_where_they_are_served_are_refused_by_name(
+    tmp_path: Path, value: float, sent: torch.dtype, served: str, complaint: str
+) -> None:
+    expected = read_manifest(written(tmp_path / "served", model={"norm.weight": torch.ones(8)}), served)
+    values = torch.ones(8, dtype=sent)
+    values[3] = values[5] = -value
+    folder = written(tmp_path / "sent", model={"norm.weight": values})
+    if not complaint:
+        assert stage(folder, 1, expected).tensors.keys() == {"norm.weight"}
+    else:
+        assert complaints(folder, expected) == {"tensors[norm.weight]": f"{complaint} (model.safetensors)"}
+
+
+def test_weights_of_a_dtype_with_scales_are_taken_as_that_alone(tmp_path: Path) -> None:
+    """What is cast to it would lack its scales."""
+    eight_bits = {"w": torch.ones(4).to(torch.float8_e4m3fn), "w_scale": torch.ones(1)}
+    expected = read_manifest(written(tmp_path / "served", model=eight_bits), "bfloat16")
+    assert stage(written(tmp_path / "same", model=eight_bits), 1, expected).version == 1
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e5m2):
+        cast = written(tmp_path / str(dtype), model=eight_bits | {"w": torch.ones(4).to(dtype)})
+        assert "allowed is F8_E4M3" in complaints(cast, expected)["tensors[w]"]
+
+
+NAMES = ["model.embed_tokens.weight", *(f"model.layers.{n}.mlp.up_proj.weight" for n in range(12))]
+
+
+@pytest.mark.parametrize(
+    ("rename", "hint"),
+    [
+        (lambda name: f"_orig_mod.{name}", "have '_orig_mod.' in them"),
+        (lambda name: f"module.{name}", "have 'module.' in them"),
+        (lambda name: f"base_model.model.{name}", "have 'base_model.model.' in them"),
+        (
+            lambda name: name.replace("mlp.", "mlp._fsdp_wrapped_module."),
+            "have '_fsdp_wrapped_module.' in them",
+        ),
+        (lambda name: name.replace("proj.", "proj.base_layer."), "have 'base_layer.' in them"),
+        (lambda name: name.removeprefix("model."), "lack 'model.'"),
+        (lambda name: name.replace("mlp.", ""), "lack 'mlp.'"),
+        (lambda name: name.replace("up_proj", "w1"), ""),
+    ],
+)
+def test_wrong_names_are_shown_beside_those_that_are_missing(
+    tmp_path: Path, rename: Callable[[str], str], hint: str
+) -> None:
+    expected = read_manifest(written(tmp_path / "served", model={name: torch.ones(1) for name in NAMES}))
+    folder = written(tmp_path / "sent", model={rename(name): torch.ones(1) for name in NAMES})
+    with pytest.raises(InvalidArgument) as caught:
+        stage(folder, 1, expected)
+    first = {violation.field: violation.description for violation in caught.value.violations[:3]}
+    assert hint in first["tensors"] if hint else "tensors" not in first
+    fields = [violation.field for violation in caught.value.violations]
+    assert 10 < len(fields) <= 16
+    missing, came = (
+        {f"tensors[{name}]" for name in names} & set(fields)
+        for names in (set(NAMES) - set(map(rename, NAMES)), set(map(rename, NAMES)) - set(NAMES))
+    )
+    assert min(len(missing), len(came)) > 5
+    # What is cut off at the end of an error has both.
+    message = caught.value.message[:1000]
+    assert any(name in message for name in missing)
+    assert any(name in message for name in came)
+
+
 def test_all_faults_are_named_up_to_a_limit(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
     extra = {f"x{i}": torch.ones(1) for i in range(100)}
     found = complaints(written(tmp_path / "much", model=extra), served)
     assert 3 < len(found) < 20
     assert found["tensors[a.weight]"].startswith("is missing")
+    assert found["tensors[x0]"].startswith("is not a tensor of the model")
 
 
 def test_a_folder_that_holds_no_weights_is_refused(tmp_path: Path, served: dict[str, TensorSpec]) -> None:
@@ -394,7 +521,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from paceline import safetensors
-from services.generation.weights.staging import read_manifest, stage
+from services.generation.weights.manifest import read_manifest
+from services.generation.weights.staging import stage
 
 def private():
     lines = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line)
@@ -455,7 +583,33 @@ def test_a_tied_head_may_be_sent_or_left_out(
 def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
     served = tied_model(tmp_path / "served", tied=True, head=False)
     sent = tensors() | {HEAD: tensors()[EMBEDDING] + 1}
-    assert f"tensors[{HEAD}]" in complaints(written(tmp_path / "sent", model=sent), served)
+    found = complaints(written(tmp_path / "sent", model=sent), served)
+    assert found[f"tensors[{HEAD}]"].startswith(f"differs from {EMBEDDING}, to which it is tied")
+
+
+@pytest.mark.parametrize("sent_has_head", [False, True])
+def test_a_head_that_the_checkpoint_has_of_its_own_is_served_whatever_the_configuration_says(
+    tmp_path: Path, sent_has_head: bool
+) -> None:
+    content = tensors() | {HEAD: tensors()[EMBEDDING] + 1}
+    folder = written(tmp_path / "served", model=content)
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    served = read_manifest(folder, "float32")
+    assert HEAD in served
+    if sent_has_head:
+        staged = stage(written(tmp_path / "sent", model=content), 1, served)
+        assert torch.equal(staged.tensors[HEAD], content[HEAD])
+    else:
+        found = complaints(written(tmp_path / "sent", model=tensors()), served)
+        assert found[f"tensors[{HEAD}]"].startswith("is missing")
+
+
+def test_a_head_is_tied_where_it_equals_the_embedding_as_it_is_loaded(tmp_path: Path) -> None:
+    close = tensors() | {HEAD: tensors()[EMBEDDING] * (1 + 2**-20)}
+    folder = written(tmp_path / "served", model=close)
+    assert HEAD not in read_manifest(folder, "bfloat16", ties_head=True)
+    assert HEAD in read_manifest(folder, "float32", ties_head=True)
+    assert HEAD in read_manifest(folder, "bfloat16", ties_head=False)
 
 
 def test_a_model_with_a_head_of_its_own_needs_it(tmp_path: Path) -> None:

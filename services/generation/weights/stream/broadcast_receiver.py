@@ -28,8 +28,8 @@ from paceline.safetensors import unfinished_file
 from paceline.v1.weight_pb2 import CollectiveRendezvous
 from paceline.weight_bucket import head_of, pieces_of
 from services.contracts.errors import DataLoss, ServiceError, Unavailable, to_status
+from services.generation.weights.contents import ShardContent, read_content
 from services.generation.weights.shards import open_shard
-from services.generation.weights.staging import ShardContent, read_content
 from services.generation.weights.stream.stored_stream import StoredStream
 
 Report = Callable[[dict[str, Any]], None]
@@ -138,9 +138,9 @@ class CompleteFiles:
             self._begun += 1
 
     def finish(self) -> list[Any]:
-        """Return stamp, SHA-256 and values that are not finite of each file that was read."""
+        """Return stamp, SHA-256 and largest values of each file that was read."""
         self._thread.shutdown()
-        return [[stamp, content.sha256, dict(content.nonfinite)] for stamp, content in self._found]
+        return [[stamp, content.sha256, dict(content.largest)] for stamp, content in self._found]
 
     def _read(self, number: int) -> None:
         try:

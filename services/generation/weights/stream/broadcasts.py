@@ -15,7 +15,7 @@ from paceline.internal.v1.weight_peer_pb2 import PeerWeights
 from paceline.times import seconds_of
 from services.contracts.errors import FailedPrecondition, Unavailable
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.staging import ShardContent
+from services.generation.weights.contents import ShardContent
 from services.generation.weights.stream.metrics import TRAINER, WeightStreamMetrics
 from services.generation.weights.stream.receiver_process import ReceiverProcess
 from services.generation.weights.stream.reception import Received
@@ -111,7 +111,7 @@ class WeightBroadcasts:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
             raise
         contents = {
-            tuple(stamp): ShardContent(digest, nonfinite) for stamp, digest, nonfinite in report["contents"]
+            tuple(stamp): ShardContent(digest, largest) for stamp, digest, largest in report["contents"]
         }
         return Received(place, checksum, contents)
 

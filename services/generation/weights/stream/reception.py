@@ -16,8 +16,8 @@ from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.safetensors import unfinished_file
 from paceline.v1 import weight_stream_pb2 as pb
 from services.contracts.errors import DataLoss, ServiceError, Unavailable
+from services.generation.weights.contents import ShardContent, read_content
 from services.generation.weights.shards import open_shard
-from services.generation.weights.staging import ShardContent, read_content
 from services.generation.weights.stream.followers import Followers
 from services.generation.weights.stream.metrics import INSTANCE, WeightStreamMetrics
 from services.generation.weights.stream.peer_order import PeerOrder
