@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import safetensors
+from paceline.regular_file import open_regular, read_regular
 
 MANIFEST = "expansion.json"
 """File that makes a folder one that is to be expanded."""
@@ -68,7 +69,7 @@ class Expansion:
 def describe(path: Path) -> StoredFile:
     """Return size and SHA-256 of a file, which is read once."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
         return StoredFile(file.tell(), digest.hexdigest())
@@ -95,7 +96,7 @@ def read(folder: Path) -> Expansion | None:
     ValueError: the manifest is corrupt, or of a later format.
     """
     try:
-        content = (folder / MANIFEST).read_bytes()
+        content = read_regular(folder / MANIFEST, safetensors.MOST_INDEX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.overlapped_sha256 import OverlappedSha256
+from paceline.regular_file import open_regular, read_regular
 from paceline.tensor_bytes import Entry, entry_of
 
 SHARD_BYTES = 2 * 10**9
@@ -31,6 +32,8 @@ INDEX = "model.safetensors.index.json"
 Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Tensors (numpy arrays, or objects with torch's tensor methods) by name, or pairs of name and tensor."""
 
+MOST_INDEX_BYTES = 64 << 20
+"""Largest index that is read: that of 300,000 tensors."""
 _READ_BYTES = 1 << 20
 # A multiple of every page size, so that mapped tensors are aligned. Room for about a thousand tensors.
 _HEADER_BYTES = 128 << 10
@@ -226,7 +229,7 @@ def checksum(folder: Path) -> str:
         raise ValueError(f"no safetensors files in {folder}")
     digest = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             while chunk := file.read(_READ_BYTES):
                 digest.update(chunk)
     return f"sha256:{digest.hexdigest()}"
@@ -240,10 +243,10 @@ def index_checksum(folder: Path) -> str:
     path = folder / INDEX
     if not path.is_file():
         return ""
-    content = path.read_bytes()
+    content = read_regular(path, MOST_INDEX_BYTES)
     try:
         listed = "shards" in json.loads(content).get("metadata", {})
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no index: {error}") from error
     return f"index-sha256:{hashlib.sha256(content).hexdigest()}" if listed else ""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline import expansion, safetensors
 from paceline.expansion import BaseWeights
+from paceline.regular_file import open_regular
 from services.contracts.errors import FailedPrecondition
 
 
@@ -174,7 +175,7 @@ def _take(files: list[Path], target: Path) -> None:
     for file in files:
         _take_file(file.resolve(), target / file.name, link=written_once)
     if index.is_file():
-        shutil.copyfile(index, target / index.name)
+        _take_file(index, target / index.name, link=False)
 
 
 def _has_checksums(folder: Path) -> bool:
@@ -202,6 +203,8 @@ def _take_file(source: Path, target: Path, *, link: bool) -> None:
         # Another file system, or another owner: EXDEV, EPERM and their like.
         with suppress(OSError):
             return os.link(source, target)
+    # A device has no end.
+    os.close(open_regular(source))
     shutil.copyfile(source, target)
 
 

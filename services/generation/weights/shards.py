@@ -6,7 +6,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from paceline.errors import Violation
-from paceline.safetensors import INDEX
+from paceline.regular_file import open_regular, read_regular
+from paceline.safetensors import INDEX, MOST_INDEX_BYTES
 from services.contracts.errors import DataLoss, InvalidArgument
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,8 +31,10 @@ DTYPES = FLOATS | {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# A safetensors header larger than this is not one.
-_MOST_HEADER_BYTES = 100 << 20
+# A header larger than this is not one, and a folder with more tensors no model: DeepSeek V3 has 92,000.
+_MOST_HEADER_BYTES = 32 << 20
+_MOST_TENSORS = 1 << 18
+_MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class WeightShard:
     def open(self) -> int:
         """Return a file descriptor. DataLoss: the file was changed or removed since."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY)
+            descriptor = open_regular(self.path)
         except OSError as error:
             raise DataLoss(f"{self.path} can no longer be read: {error.strerror}") from error
         if _stamp(descriptor) != self.stamp:
@@ -131,11 +134,11 @@ def open_shards(folder: Path, *, indexed: bool) -> list[WeightShard]:
         DataLoss: a file is missing, truncated or corrupt.
     """
     if not indexed:
-        return [open_shard(file, "") for file in weight_files(folder)]
-    told = json.loads((folder / INDEX).read_bytes())["metadata"]["shards"]
+        return _opened((file, "") for file in weight_files(folder))
     try:
+        told = json.loads(read_regular(folder / INDEX, MOST_INDEX_BYTES))["metadata"]["shards"]
         checksums = {str(name): str(entry["sha256"]) for name, entry in sorted(told.items())}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataLoss(f"{folder / INDEX} is corrupt: {error!r}") from error
     for name in checksums:
         if Path(name).name != name:
@@ -144,7 +147,18 @@ def open_shards(folder: Path, *, indexed: bool) -> list[WeightShard]:
             )
         if not (folder / name).is_file():
             raise DataLoss(f"{folder / name} is missing; the index names it")
-    return [open_shard(folder / name, checksum) for name, checksum in checksums.items()]
+    return _opened((folder / name, checksum) for name, checksum in checksums.items())
+
+
+def _opened(files: Iterable[tuple[Path, str]]) -> list[WeightShard]:
+    shards, tensors = list[WeightShard](), 0
+    for file, checksum in files:
+        shards.append(open_shard(file, checksum))
+        tensors += len(shards[-1].tensors)
+        if tensors > _MOST_TENSORS:
+            text = f"{file.parent} holds {tensors} tensors and more, allowed are {_MOST_TENSORS}"
+            raise InvalidArgument([_unusable(text)])
+    return shards
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -160,7 +174,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     """Return the size of a file's header in bytes, and its entries by tensor."""
     try:
-        with file.open("rb") as stream:
+        with os.fdopen(open_regular(file), "rb") as stream:
             prefix = stream.read(8)
             size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             content = stream.read(size) if 0 < size <= _MOST_HEADER_BYTES else b""
@@ -173,6 +187,9 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
         header.pop("__metadata__", None)
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
+    if len(header) > _MOST_TENSORS:
+        text = f"{file} holds {len(header)} tensors, allowed are {_MOST_TENSORS}"
+        raise InvalidArgument([_unusable(text)])
     return 8 + size, header
 
 
@@ -198,8 +215,8 @@ def open_shard(file: Path, sha256: str) -> WeightShard:
 
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:
-    if not all(type(length) is int and length >= 0 for length in shape):
-        raise ValueError(f"shape {shape}")
+    if len(shape) > _MOST_DIMENSIONS or not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"shape {shape[:_MOST_DIMENSIONS]}")
     return prod(shape) * DTYPES[dtype].itemsize
 
 
@@ -214,7 +231,7 @@ def _check_spans(spans: list[tuple[int, ...]], tensors: list[StoredTensor], size
 
 def _stamp_of(file: Path) -> tuple[int, ...]:
     try:
-        descriptor = os.open(file, os.O_RDONLY)
+        descriptor = open_regular(file)
     except OSError as error:
         # Removed or renamed since its header was read.
         raise InvalidArgument([_unusable(f"{file} cannot be read: {error.strerror}")]) from error

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import pickle
 import random
+import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -21,9 +24,13 @@ from hypothesis import given
 from safetensors.torch import save_file
 
 from paceline import safetensors
-from services.contracts.errors import DataLoss, InvalidArgument
+from paceline.safetensors import INDEX
+from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.generation.engine.types import TensorSpec
+from services.generation.weights import shards
+from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.contents import least_infinite
+from services.generation.weights.expansion import GivenWeights, WeightReader
 from services.generation.weights.manifest import read_manifest
 from services.generation.weights.staging import stage
 
@@ -616,3 +623,82 @@ def test_a_model_with_a_head_of_its_own_needs_it(tmp_path: Path) -> None:
     served = tied_model(tmp_path / "served", tied=False, head=True)
     found = complaints(written(tmp_path / "sent", model=tensors()), served)
     assert found[f"tensors[{HEAD}]"].startswith("is missing")
+
+
+def fifo(place: Path) -> None:
+    os.mkfifo(place)
+
+
+def endless(place: Path) -> None:
+    place.symlink_to("/dev/zero")
+
+
+def socket_of(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.path.relpath(place))
+
+
+def nested(place: Path) -> None:
+    place.write_text("[" * 10**6)
+
+
+def header_of(place: Path, header: bytes) -> None:
+    place.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def long_header(place: Path) -> None:
+    header_of(place, b" " * (2 << 20))
+
+
+def deep_header(place: Path) -> None:
+    header_of(place, b"[" * 10**6)
+
+
+def many_tensors(place: Path) -> None:
+    empty = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    header_of(place, ("{" + ",".join(f'"{n}":{empty}' for n in range(1001)) + "}").encode())
+
+
+def many_dimensions(place: Path) -> None:
+    shape = json.dumps([1] * 20_000)
+    header_of(place, f'{{"w":{{"dtype":"F32","shape":{shape},"data_offsets":[0,4]}}}}'.encode() + bytes(4))
+
+
+SHARD = "model.safetensors"
+
+
+@pytest.mark.parametrize("adopts", [False, True], ids=["in-place", "adopted"])
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        *(
+            (name, spoil)
+            for name in (SHARD, INDEX)
+            for spoil in (fifo, endless, socket_of, nested, Path.mkdir)
+        ),
+        *((SHARD, spoil) for spoil in (long_header, deep_header, many_tensors, many_dimensions)),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_a_hostile_folder_is_refused_or_harmless(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    served: dict[str, TensorSpec],
+    name: str,
+    spoil: Callable[[Path], None],
+    adopts: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shards, "_MOST_HEADER_BYTES", 1 << 20)
+    monkeypatch.setattr(shards, "_MOST_TENSORS", 1000)
+    folder = written(tmp_path / "sent", model=tensors())
+    (folder / name).unlink(missing_ok=True)
+    spoil(folder / name)
+    adopted = AdoptedWeights(tmp_path / "adopted") if adopts else None
+    reader = WeightReader(tmp_path / "served", served, None, adopted)
+    # An index that is no file is none: the files are read without it.
+    harmless = name == INDEX and spoil is not nested
+    with nullcontext() if harmless else pytest.raises((InvalidArgument, DataLoss, FailedPrecondition)):
+        staged = reader.read(1, GivenWeights(folder))
+        assert staged.tensors.keys() == served.keys()
+    assert not list(tmp_path.glob("adopted/.taking*"))
