@@ -76,7 +76,9 @@ class WeightUpdateCalls(Caller):
     async def abort_update(self, update_id: str) -> int:
         """Abort an unfinished update; return the version that is served."""
         request = weight_pb2.AbortUpdateRequest(update_id=update_id)
-        return int((await self.call(Unary("Weight", "AbortUpdate", request))).policy_version)
+        # Instances that do not answer are waited for.
+        aborted = await self.call(Unary("Weight", "AbortUpdate", request, slow=True))
+        return int(aborted.policy_version)
 
     async def versions(self) -> t.Versions:
         """Return the published versions."""

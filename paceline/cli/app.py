@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from paceline.cli import drafter, policy, report, status, token
+from paceline.cli import drafter, policy, report, status, token, weights
 from paceline.cli.registered import CommandGroup
 from paceline.errors import PacelineError
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("status")(status.status)
 app.add_typer(policy.app, name="policy", help="Show and change the knobs of speculation; show decisions.")
 app.add_typer(drafter.app, name="drafter", help="Show and roll back the drafter that is trained online.")
+app.add_typer(weights.app, name="weights", help="Abort a weight update that hangs.")
 app.command("report")(report.report)
 app.command("token")(token.token)
 

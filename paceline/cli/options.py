@@ -20,9 +20,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 
 def connect(
-    address: str, token: str | None, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
+    address: str,
+    token: str | None,
+    ca_file: Path | None,
+    cert_file: Path | None,
+    key_file: Path | None,
+    *,
+    leaders_only: bool = False,
 ) -> Client:
-    """Return a client that gives up within seconds, because a person waits at the terminal."""
+    """Return a client that gives up within seconds, because a person waits at the terminal.
+
+    It asks any gateway, so that the kill switch works while none leads, or `leaders_only`.
+    """
     tls = Tls(ca_file, cert_file, key_file) if ca_file or cert_file else None
-    # Any gateway, so that the kill switch works while none leads.
-    return Client(address, token=token, tls=tls, timeout=5, leaders_only=False, retry=RetryPolicy(seconds=1))
+    retry = RetryPolicy(seconds=1)
+    return Client(address, token=token, tls=tls, timeout=5, leaders_only=leaders_only, retry=retry)

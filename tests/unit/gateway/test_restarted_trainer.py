@@ -14,6 +14,7 @@ import pytest
 
 import paceline
 from paceline import safetensors
+from paceline.cli.app import run
 from paceline.send_window import cut
 from paceline.v1 import weight_pb2, weight_pb2_grpc, weight_stream_pb2
 from paceline.weight_sender import WeightSender
@@ -88,14 +89,23 @@ async def test_a_call_that_is_cancelled_leaves_what_is_staged_to_the_one_that_re
         fleet.check(fleet.nodes)
 
 
-async def test_a_staging_that_hangs_is_aborted_and_who_waits_for_it_is_told(tmp_path: Path) -> None:
+async def test_a_staging_that_hangs_is_aborted_and_who_waits_for_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with stream_fleet(tmp_path, 2) as fleet:
+
+        async def abort(*options: str) -> str:
+            address = f"--address={fleet.client.address}"
+            assert await asyncio.to_thread(run, ["weights", "abort", address, *options]) == 0
+            return capsys.readouterr().out
+
+        assert "no weight update is in progress; version 7 is served" in await abort()
         fleet.nodes[1].gate.clear()
         pushing = asyncio.create_task(fleet.push(Tensors()))
         await until(lambda: fleet.nodes[0].checked, "one instance has staged the weights")
         update_id = (await fleet.client.versions()).update_id
-        for _ in range(2):
-            assert await fleet.client.abort_update(update_id) == NEW - 1
+        for options in ((), (f"--update={update_id}",)):
+            assert f"update {update_id} is aborted; version 7 is served" in await abort(*options)
         with pytest.raises(paceline.PacelineError) as caught:
             await pushing
         assert caught.value.code in (grpc.StatusCode.ABORTED, grpc.StatusCode.NOT_FOUND)
