@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ from services.generation.server.instance import GenerationInstance
 from services.generation.server.sample_intake import SampleIntake
 from services.generation.server.weight_updates import AppliedWeights, WeightUpdates
 from services.generation.weights.expansion import GivenWeights
+from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.redis.connection import Keys
 from services.platform.redis.registration import Registration
 from services.platform.redis.registry import InstanceRecord
 from tests.support.instances import item
 from tests.support.models import tiny_model
+from tests.support.waiting import until
 from tests.unit.generation.scripted import ScriptedEngine, held_up
 
 WAIT = 60.0
@@ -199,6 +202,55 @@ async def test_applied_weights_are_the_staged_ones_and_change_the_version(rig: R
     assert len(rig.engine.applied) == 1
     stale = refusals(await rig.work(item(1, [1], policy_version=0)))
     assert stale == {1: code_pb2.FAILED_PRECONDITION}
+
+
+async def test_weights_are_read_one_at_a_time_whoever_gives_up(
+    rig: Rig, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, gate, reading, together = rig.weights._reader.read, threading.Event(), list[int](), list[int]()
+
+    def gated(version: int, given: GivenWeights) -> StagedWeights:
+        reading.append(version)
+        together.append(len(reading))
+        assert gate.wait(WAIT)
+        reading.remove(version)
+        return read(version, given)
+
+    monkeypatch.setattr(rig.weights._reader, "read", gated)
+    first = asyncio.create_task(rig.weights.stage(1, GivenWeights(model)))
+    await until(lambda: reading == [1], "the first is being read")
+    first.cancel()
+    second = asyncio.create_task(rig.weights.stage(2, GivenWeights(model)))
+    await asyncio.sleep(0)
+    gate.set()
+    async with asyncio.timeout(WAIT):
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert (await second).version == 2
+    assert together == [1, 1]
+    assert rig.weights.staged is not None
+    assert rig.weights.staged.version == 2
+
+
+async def test_weights_whose_caller_goes_away_are_applied_to_the_end(
+    rig: Rig, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, begun, gate = rig.engine.apply_weights, threading.Event(), threading.Event()
+
+    def gated(*given: Any, **named: Any) -> int:
+        begun.set()
+        assert gate.wait(WAIT)
+        return apply(*given[1:], **named)
+
+    monkeypatch.setattr(ScriptedEngine, "apply_weights", gated)
+    await rig.weights.stage(4, GivenWeights(model))
+    applying = asyncio.create_task(rig.weights.apply(4))
+    await until(begun.is_set, "the engine replaces its weights")
+    applying.cancel()
+    gate.set()
+    async with asyncio.timeout(WAIT):
+        await rig.weights.apply(4)
+    assert (rig.loop.policy_version, rig.weights.staged, len(rig.engine.applied)) == (4, None, 1)
 
 
 @pytest.fixture

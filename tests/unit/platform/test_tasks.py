@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.platform.tasks import end, is_cancelled, until_one_ends
+from services.platform.tasks import end, is_cancelled, to_the_end, uninterrupted, until_one_ends
 
 
 async def _drops(times: int) -> None:
@@ -79,3 +79,41 @@ async def test_a_task_knows_that_it_was_cancelled_though_the_cancellation_was_dr
     task.cancel()
     await task
     assert said == [False, True]
+
+
+async def test_work_goes_on_to_its_end_if_the_waiting_is_cancelled() -> None:
+    gate, done, running = asyncio.Event(), list[int](), set[asyncio.Task[object]]()
+
+    async def work() -> int:
+        await gate.wait()
+        done.append(1)
+        return 7
+
+    waiting = asyncio.create_task(to_the_end(work(), running))
+    await asyncio.sleep(0)
+    await end([waiting])
+    (task,) = running
+    gate.set()
+    assert await task == 7
+    assert (done, running) == ([1], set())
+    assert await to_the_end(work(), running) == 7
+
+
+async def test_a_cancellation_waits_for_work_that_cannot_be_interrupted() -> None:
+    loop = asyncio.get_running_loop()
+    for outcome in (7, ValueError("no")):
+        work = loop.create_future()
+        waiting = asyncio.create_task(uninterrupted(work))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            waiting.cancel()
+        assert not waiting.done()
+        if isinstance(outcome, int):
+            work.set_result(outcome)
+        else:
+            work.set_exception(outcome)
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+    answered = loop.create_future()
+    answered.set_result(7)
+    assert await uninterrupted(answered) == 7
