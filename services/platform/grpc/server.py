@@ -29,6 +29,9 @@ LIVENESS = "liveness"
 WATCHER_GRACE = 0.1
 """Seconds that watchers of health get to receive the last status; they never end by themselves."""
 
+PENDING_SECONDS = 24 * 3600
+"""Longest time that a call waits to be taken; its own deadline ends it before that."""
+
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 _running: set[GrpcServer] = set()
 
@@ -114,13 +117,22 @@ async def stop_servers(grace: float) -> None:
 
 
 def server_options(config: ServiceConfig) -> Options:
-    """Return the options of a server: clients may ping it, and its port belongs to one process only."""
+    """Return the options of a server: clients may ping it, and its port belongs to one process only.
+
+    gRPC cancels calls that the event loop has not taken yet: beyond 1,000 of them at random, beyond 3,000 each, and
+    all that have waited for 30 s. Here as many wait as may be served, and as many again, so that the interceptor
+    answers those that are too many.
+    """
+    most_pending = min(2 * config.max_concurrent_calls, 2**31 - 1)
     options: Options = [
         *common_options(config),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.server.max_pending_requests", most_pending),
+        ("grpc.server.max_pending_requests_hard_limit", most_pending),
+        ("grpc.server_max_unrequested_time_in_server", PENDING_SECONDS),
     ]
     if config.max_connection_age_seconds is not None:
         grace = config.max_connection_age_grace_seconds
