@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2
 
 from paceline.errors import (
     BATCH_LOST,
+    CALL_DROPPED,
     CUT_SHORT,
     NO_RENDEZVOUS,
     RANK_LOST,
@@ -17,6 +18,7 @@ from paceline.errors import (
     SOURCE_READ_ONCE,
     STREAM_SILENT,
     AbortedError,
+    CancelledError,
     DataLossError,
     FailedPreconditionError,
     PacelineError,
@@ -29,6 +31,15 @@ def cut_short() -> UnavailableError:
     info = error_details_pb2.ErrorInfo(reason=CUT_SHORT)
     message = "the stream ended before the batch was complete"
     return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
+
+
+def call_dropped(failure: CancelledError) -> UnavailableError:
+    """Return the error of a call that was cancelled, but not from here: its server was too busy, or is stopping."""
+    info = error_details_pb2.ErrorInfo(reason=CALL_DROPPED)
+    message = f"the gateway has dropped the call ({failure.message})"
+    return UnavailableError(
+        grpc.StatusCode.UNAVAILABLE, message, [info, *failure.details], failure.request_id
+    )
 
 
 def stream_silent(method: str, seconds: float) -> UnavailableError:

@@ -25,6 +25,8 @@ REQUEST_ID_KEY = "x-request-id"
 
 CUT_SHORT = "CUT_SHORT"
 """Reason of the error of a stream that ended without one while samples were missing."""
+CALL_DROPPED = "CALL_DROPPED"
+"""Reason of the error of a call that was cancelled, and not by this side."""
 STREAM_SILENT = "STREAM_SILENT"
 """Reason of the error of a stream on which nothing came, though the gateway was reached."""
 BATCH_LOST = "BATCH_LOST"
@@ -175,7 +177,7 @@ class PermissionDeniedError(PacelineError):
 
 
 class CancelledError(PacelineError):
-    """The call was cancelled, by this side or the other."""
+    """The call was cancelled by this side, which closed the client or stopped a call on another shard."""
 
 
 class AbortedError(PacelineError):

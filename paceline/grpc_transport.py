@@ -158,6 +158,7 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
 
     def __init__(self, options: ConnectionOptions) -> None:
         super().__init__(options, channel.open_aio_channel)
+        self._closed = False
         self._posted: set[asyncio.Task[None]] = set()
         self._workers = ThreadPoolExecutor(_MOST_WORKERS, "paceline-work")
 
@@ -168,9 +169,9 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
         task.add_done_callback(self._posted.discard)
 
     async def sleep(self, seconds: float) -> bool:
-        """Wait; a caller that waits longer than it likes is cancelled."""
+        """Wait; return False if the transport is closed. A caller that waits longer than it likes is cancelled."""
         await asyncio.sleep(seconds)
-        return True
+        return not self._closed
 
     async def run_work(self, work: Callable[[], R]) -> R:
         """Run work in a thread, of which there are enough for what has to run at once."""
@@ -179,6 +180,7 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
 
     async def close(self) -> None:
         """End every call in progress and the connection."""
+        self._closed = True
         if self._posted:
             await asyncio.wait(self._posted, timeout=FAREWELL_SECONDS)
         self._workers.shutdown(wait=False)

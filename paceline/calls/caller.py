@@ -54,7 +54,7 @@ class Caller:
             try:
                 return await self._transport.send(unary)
             except grpc.RpcError as error:
-                failure = errors.from_rpc(error)
+                failure = await self._failure(error)
             if not queues and isinstance(failure, errors.ResourceExhaustedError):
                 raise failure
             await self._wait(backoff, failure, unary.method)
@@ -82,7 +82,7 @@ class Caller:
                     return
                 failure: errors.PacelineError = client_errors.cut_short()
             except grpc.RpcError as error:
-                failure = errors.from_rpc(error)
+                failure = await self._failure(error)
             finally:
                 await attempt.end()
             if seen and not stream.resumable:
@@ -105,6 +105,13 @@ class Caller:
     async def run_work(self, work: Callable[[], R]) -> R:
         """Run slow local work, such as writing weights, without blocking an event loop."""
         return await self._transport.run_work(work)
+
+    async def _failure(self, error: grpc.RpcError) -> errors.PacelineError:
+        """Return the error of an attempt; one that was cancelled, and not from here, is UNAVAILABLE."""
+        failure = errors.from_rpc(error)
+        if isinstance(failure, errors.CancelledError) and await self._transport.sleep(0):
+            return client_errors.call_dropped(failure)
+        return failure
 
     async def _wait(self, backoff: Backoff, error: errors.PacelineError, method: str) -> None:
         """Wait until the next attempt is due; raise the error if there is to be none."""

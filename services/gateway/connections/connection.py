@@ -214,7 +214,12 @@ async def on_all(connections: Sequence[Connection], do: InstanceCall, pace: Pace
 
 
 def received_error(error: grpc.aio.AioRpcError) -> ServiceError:
-    """Return the error of a call with its code, message and google.rpc details, as one to raise."""
+    """Return the error of a call with its code, message and google.rpc details, as one to raise.
+
+    CANCELLED becomes UNAVAILABLE: the peer has dropped the call.
+    """
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return Unavailable(error.details() or "the call was dropped")
     details: list[Message] = []
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_DETAILS and isinstance(value, bytes):

@@ -278,7 +278,7 @@ async def _call(connection: Connection, method: str, request: Message, seconds: 
         raise Unavailable(str(error)) from error
     except grpc.aio.AioRpcError as error:
         message = f"{connection.instance_id}: {error.details()}"
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             raise Unavailable(message) from error
         raise ServiceError(message, code=error.code()) from error
 

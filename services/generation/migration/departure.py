@@ -23,6 +23,8 @@ from services.platform.observability import tracing
 _log = structlog.get_logger(__name__)
 # Rounds of copying while the sample decodes: blocks that fill up during one are sent in the next.
 _ROUNDS = 3
+# Codes of calls of which the receiver may have heard, or not.
+_UNHEARD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class ReceiverRefused(NotMoved):
@@ -195,7 +197,7 @@ class Departure:
             try:
                 answer = await self._receiver.Cancel(request, timeout=self._stall / 2)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                if error.code() not in _UNHEARD:
                     raise
                 await asyncio.sleep(self._stall / 20)
                 continue
