@@ -12,6 +12,7 @@ from typing import Any
 from paceline import expansion, safetensors
 from paceline import types as t
 from paceline.expansion import ADAPTER_CHECKSUM, BaseWeights, Expansion, ExpansionKind
+from paceline.tensor_bytes import pairs_of
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model"
@@ -47,8 +48,10 @@ def write(folder: Path, source: Adapter | Path, base: BaseWeights) -> Expansion:
         for name in names:
             shutil.copyfile(source / name, folder / name)
     else:
-        pairs = source.tensors.items() if isinstance(source.tensors, Mapping) else source.tensors
-        safetensors.write(folder, ((name.replace(_NAME_OF_ADAPTER, "."), tensor) for name, tensor in pairs))
+        safetensors.write(
+            folder,
+            ((name.replace(_NAME_OF_ADAPTER, "."), tensor) for name, tensor in pairs_of(source.tensors)),
+        )
         (folder / safetensors.INDEX).unlink()
         for path in folder.glob("model*.safetensors"):
             path.rename(folder / path.name.replace("model", _WEIGHTS, 1))

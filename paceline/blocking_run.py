@@ -48,7 +48,7 @@ class Run(Face[AsyncRun]):
     def rollout(
         self,
         step: int,
-        groups: Sequence[t.Group],
+        groups: Iterable[t.Group],
         sampling: t.SamplingParams | None = None,
         *,
         exactness: t.Exactness | None = None,

@@ -21,9 +21,21 @@ from paceline.errors import (
     CancelledError,
     DataLossError,
     FailedPreconditionError,
+    InvalidArgumentError,
     PacelineError,
     UnavailableError,
 )
+
+
+def invalid_argument(faults: Mapping[str, str]) -> InvalidArgumentError:
+    """Return the error of a request that cannot be sent, by what is wrong with each of its fields."""
+    fields = [
+        error_details_pb2.BadRequest.FieldViolation(field=_unicode(field), description=_unicode(description))
+        for field, description in faults.items()
+    ]
+    first, why = next(iter(faults.items()))
+    details = [error_details_pb2.BadRequest(field_violations=fields)]
+    return InvalidArgumentError(grpc.StatusCode.INVALID_ARGUMENT, f"{first}: {why}", details)
 
 
 def cut_short() -> UnavailableError:
@@ -113,3 +125,8 @@ def no_rendezvous(message: str) -> FailedPreconditionError:
     """Return the error of a trainer that cannot open a broadcast."""
     info = error_details_pb2.ErrorInfo(reason=NO_RENDEZVOUS)
     return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+
+
+def _unicode(text: str) -> str:
+    """Return text without surrogates, which no message can hold."""
+    return text.encode(errors="backslashreplace").decode()

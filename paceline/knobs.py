@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2
 
-from paceline.errors import InvalidArgumentError
+from paceline.client_errors import invalid_argument
 from paceline.v1 import knobs_pb2
 
 Faults = dict[str, str]
@@ -28,16 +26,14 @@ def knobs_to_proto(knobs: Mapping[str, Any]) -> knobs_pb2.Knobs:
         InvalidArgumentError: a name is no knob, or a value is not of its knob's type; `violations` names it.
     """
     message = knobs_pb2.Knobs()
+    if not isinstance(knobs, Mapping):
+        raise invalid_argument(
+            {"knobs": f"is a {type(knobs).__name__}; must be a mapping of names to values"}
+        )
     faults: Faults = {}
     _fill(message, knobs, "knobs", faults)
     if faults:
-        fields = [
-            error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
-            for field, description in faults.items()
-        ]
-        first, why = next(iter(faults.items()))
-        details = [error_details_pb2.BadRequest(field_violations=fields)]
-        raise InvalidArgumentError(grpc.StatusCode.INVALID_ARGUMENT, f"{first}: {why}", details)
+        raise invalid_argument(faults)
     return message
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
+from paceline import convert
 from paceline import types as t
 from paceline.calls import GatewayCalls
 from paceline.errors import on_shard
@@ -49,7 +50,7 @@ class AsyncOpenBatch(AsyncRollout):
         versions were published than `max_staleness` allows; VERSION_MISMATCH, for a batch without one.
         ResourceExhaustedError: the batch is as large as it may be; close it and open another.
         """
-        parts = self._shards.spread(list(groups))
+        parts = self._shards.spread(convert.whole_groups(groups))
 
         async def add(member: OpenShard) -> int:
             groups = parts[member.name]

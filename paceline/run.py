@@ -25,6 +25,7 @@ from paceline.rollout import AsyncRollout
 from paceline.run_rollouts import RunRollouts
 from paceline.safetensors import Tensors
 from paceline.sharded_tensors import ShardedTensors
+from paceline.tensor_bytes import check
 from paceline.version_push import VersionPush, keeps_staged
 from paceline.weight_collective import WeightCollective, push_collective
 from paceline.weight_stream import WeightStream, push_stream
@@ -89,6 +90,9 @@ class AsyncRun(RunRollouts):
         served.
         """
         weights = self._weights
+        if not isinstance(source, str | Path | ShardedTensors):
+            # Before an update is started, which others would have to wait for.
+            check(source)
 
         def pushing(push: VersionPush) -> Awaitable[t.UpdateFinished]:
             if not isinstance(source, str | Path | ShardedTensors):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
+from paceline import convert
 from paceline import types as t
 from paceline.calls import GatewayCalls
+from paceline.convert.values import UINT64, integer
 from paceline.errors import NotFoundError
 from paceline.open_batch import AsyncOpenBatch
 from paceline.rollout import AsyncRollout
@@ -58,7 +60,7 @@ class RunRollouts:
     async def rollout(
         self,
         step: int,
-        groups: Sequence[t.Group],
+        groups: Iterable[t.Group],
         sampling: t.SamplingParams | None = None,
         *,
         exactness: t.Exactness | None = None,
@@ -78,17 +80,12 @@ class RunRollouts:
         the batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished
         samples whose first token is more than so many versions behind.
         """
-        if policy_version is None:
-            policy_version = await self.client.shards.version()
-        batch = t.Batch(
-            run_id=self.run_id,
-            batch_id=self._name(step, policy_version),
-            step=step,
-            policy_version=policy_version,
-            groups=groups,
-            sampling=sampling or t.SamplingParams(),
-            exactness=exactness or t.Exactness(),
-            run_seed=self._seed,
+        batch = await self._batch(
+            step,
+            sampling,
+            policy_version,
+            groups=convert.whole_groups(groups),
+            exactness=t.Exactness() if exactness is None else exactness,
             deadline=deadline,
             priority=priority,
             weight=weight,
@@ -124,7 +121,7 @@ class RunRollouts:
             step,
             sampling,
             policy_version,
-            exactness=exactness or t.Exactness(),
+            exactness=t.Exactness() if exactness is None else exactness,
             deadline=deadline,
             priority=priority,
             weight=weight,
@@ -158,7 +155,7 @@ class RunRollouts:
             step,
             sampling,
             policy_version,
-            exactness=exactness or t.Exactness(),
+            exactness=t.Exactness() if exactness is None else exactness,
             deadline=deadline,
             priority=priority,
             weight=weight,
@@ -173,21 +170,28 @@ class RunRollouts:
         self, step: int, sampling: t.SamplingParams | None, policy_version: int | None, **fields: Any
     ) -> AsyncOpenBatch:
         """Open a batch with these fields."""
+        batch = await self._batch(step, sampling, policy_version, groups=(), **fields)
+        opened = AsyncOpenBatch(self.client, batch)
+        await self._begin(opened)
+        return opened
+
+    async def _batch(
+        self, step: int, sampling: t.SamplingParams | None, policy_version: int | None, **fields: Any
+    ) -> t.Batch:
+        """Return the next batch of a step, of the published version unless another is named."""
+        step = integer(step, "step", *UINT64)
         if policy_version is None:
             policy_version = await self.client.shards.version()
-        batch = t.Batch(
+        policy_version = integer(policy_version, "policy_version", *UINT64)
+        return t.Batch(
             run_id=self.run_id,
             batch_id=self._name(step, policy_version),
             step=step,
             policy_version=policy_version,
-            groups=(),
-            sampling=sampling or t.SamplingParams(),
+            sampling=t.SamplingParams() if sampling is None else sampling,
             run_seed=self._seed,
             **fields,
         )
-        opened = AsyncOpenBatch(self.client, batch)
-        await self._begin(opened)
-        return opened
 
     def _name(self, step: int, policy_version: int) -> str:
         """Return the id of the next batch of a step and version."""
@@ -231,7 +235,7 @@ class RunRollouts:
     async def hint(
         self,
         step: int,
-        groups: Sequence[t.Group],
+        groups: Iterable[t.Group],
         sampling: t.SamplingParams | None = None,
         *,
         policy_version: int,
@@ -242,6 +246,7 @@ class RunRollouts:
         Of a step that is too large for one call, the first part is announced; on each shard, its prompts.
         """
         sampling, exactness = sampling or t.SamplingParams(), exactness or t.Exactness()
+        groups = convert.whole_groups(groups)
         parts = {member.name: first_part(own) for member, own in self.client.shards.split(groups)}
 
         async def announce(member: OpenShard) -> int:

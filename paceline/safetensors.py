@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.overlapped_sha256 import OverlappedSha256
 from paceline.regular_file import open_regular, read_regular
-from paceline.tensor_bytes import Entry, entry_of
+from paceline.tensor_bytes import Entry, entry_of, pairs_of
 
 SHARD_BYTES = 2 * 10**9
 """Largest file, unless a single tensor is larger."""
@@ -127,7 +127,7 @@ def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> Iterator[FileWr
     """
     shards: list[ShardLayout] = []
     seen: set[str] = set()
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+    for name, tensor in pairs_of(tensors):
         if name in seen:
             raise ValueError(f"tensor {name!r} came twice")
         seen.add(name)

@@ -15,8 +15,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, S
 
 import numpy as np
 
+from paceline import convert
 from paceline import types as t
 from paceline.client_errors import session_differs
+from paceline.convert.values import UINT32, integers
 from paceline.errors import FailedPreconditionError, NotFoundError
 from paceline.open_batch import AsyncOpenBatch, Given
 
@@ -64,7 +66,7 @@ class AsyncSession:
         InvalidArgumentError: they do not fit; shorten them, or end the session. ValueError: the session does not
         wait for an answer.
         """
-        await self._go_on(t.Continuation(*self._place(), tuple(map(int, token_ids))))
+        await self._go_on(t.Continuation(*self._place(), tuple(integers(token_ids, "token_ids", *UINT32))))
 
     async def end(self) -> None:
         """End the session at its call, as COMPLETED; `generate` returns its last turn, which may be empty."""
@@ -142,6 +144,7 @@ class AsyncSessions:
 
     async def begin(self, group: t.Group) -> list[AsyncSession]:
         """Begin a session for each sample of a group. Errors are those of `OpenBatch.add`."""
+        (group,) = convert.whole_groups([group])
         begun = [AsyncSession(self, group.prompt_id, slot) for slot in range(group.samples)]
         if any(session.key in self._sessions for session in begun):
             raise ValueError(f"sessions of prompt {group.prompt_id!r} were begun before")

@@ -32,7 +32,7 @@ from typing import Any, Self, TypeVar
 from paceline import safetensors
 from paceline.client_errors import rank_lost
 from paceline.safetensors import FileWrite, WrittenFile
-from paceline.tensor_bytes import Entry, entry_of
+from paceline.tensor_bytes import Entry, entry_of, pairs_of
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class ShardedTensors:
 
         self._dist: Any = dist
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._tensors = dict(tensors)
+        self._tensors = dict(pairs_of(tensors, in_parts=True))
         self._entries = [entry_of(name, tensor) for name, tensor in self._tensors.items()]
         self._begun = False
         with _others_needed():

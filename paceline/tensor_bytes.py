@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+_WANTED = "give tensors by name, or pairs of name and tensor"
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -36,26 +37,74 @@ class Entry:
     """Loads the values into memory; called for one tensor at a time."""
 
 
+def check(tensors: Any) -> None:
+    """Raise ValueError, which names the first tensor that cannot be sent, as far as it is known without reading."""
+    if isinstance(tensors, Iterator):
+        # It can be read once only.
+        return
+    for name, tensor in pairs_of(tensors):
+        entry_of(name, tensor)
+
+
+def pairs_of(tensors: Any, *, in_parts: bool = False) -> Iterator[tuple[str, Any]]:
+    """Iterate over names and tensors of a mapping or of an iterable of pairs; ValueError: it is neither.
+
+    Only with `in_parts` may ranks hold parts of a tensor.
+    """
+    if callable(getattr(tensors, "state_dict", None)):
+        raise ValueError(f"the weights are a {type(tensors).__name__}; give what its state_dict() returns")
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise ValueError(f"the weights are a {type(pairs).__name__}; {_WANTED}")
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ValueError(f"the weights have a {type(pair).__name__}; {_WANTED}")
+        if hasattr(pair[1], "full_tensor") and not in_parts:
+            raise ValueError(
+                f"tensor {pair[0]!r} is a DTensor; give its full_tensor(), or push ShardedTensors"
+            )
+        # Nothing is held here while the caller has the tensor, which may be large.
+        given = [(pair[0], pair[1])]
+        del pair
+        yield given.pop()
+
+
 def entry_of(name: str, tensor: Any) -> Entry:
-    """Describe a tensor. ValueError: it has a dtype that the format lacks."""
+    """Describe a tensor. ValueError names it: it is none, has no values, or a dtype that the format lacks."""
+    if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
+        raise ValueError(
+            f"tensor {name!r} is a {type(tensor).__name__}; give a numpy array or a torch tensor"
+        )
     kind = str(tensor.dtype).removeprefix("torch.")
     if kind not in _DTYPES:
         known = ", ".join(_DTYPES)
         raise ValueError(f"tensor {name!r} has dtype {kind}, which safetensors files cannot hold ({known})")
     if hasattr(tensor, "detach"):
+        _check(name, tensor)
         size = tensor.numel() * tensor.element_size()
-        return Entry(name, _DTYPES[kind], tuple(tensor.shape), size, lambda: _from_torch(tensor, kind))
+        return Entry(name, _DTYPES[kind], tuple(tensor.shape), size, lambda: _from_torch(name, tensor, kind))
     return Entry(name, _DTYPES[kind], tensor.shape, tensor.nbytes, lambda: _little_endian(tensor))
 
 
-def _from_torch(tensor: Any, kind: str) -> npt.NDArray[Any]:
-    """Return the values of a torch tensor; numpy has no bfloat16, so its bits travel as int16."""
-    tensor = tensor.detach().cpu().contiguous()
-    if kind == "bfloat16":
-        import torch  # only a process that has a torch tensor gets here
+def _check(name: str, tensor: Any) -> None:
+    """Raise ValueError for a torch tensor whose values are not all here, in order."""
+    if str(tensor.device) == "meta":
+        raise ValueError(f"tensor {name!r} is on the meta device: it has no values; load the model first")
+    if str(tensor.layout) != "torch.strided":
+        raise ValueError(f"tensor {name!r} has the layout {tensor.layout}; give its to_dense()")
 
-        tensor = tensor.view(torch.int16)
-    return _little_endian(tensor.numpy())
+
+def _from_torch(name: str, tensor: Any, kind: str) -> npt.NDArray[Any]:
+    """Return the values of a torch tensor; numpy has no bfloat16, so its bits travel as int16."""
+    try:
+        tensor = tensor.detach().cpu().resolve_neg().contiguous()
+        if kind == "bfloat16":
+            import torch  # only a process that has a torch tensor gets here
+
+            tensor = tensor.view(torch.int16)
+        return _little_endian(tensor.numpy())
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise ValueError(f"the values of tensor {name!r} cannot be read: {error}") from error
 
 
 def _little_endian(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

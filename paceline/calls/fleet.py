@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from paceline import convert
 from paceline import types as t
 from paceline.calls.caller import Caller
+from paceline.convert.messages import record
+from paceline.convert.values import finite
 from paceline.knobs import knobs_to_proto
 from paceline.transport import Stream, Unary
 from paceline.v1 import fleet_pb2
@@ -28,22 +30,22 @@ class FleetCalls(Caller):
 
     async def pause(self, instance_ids: Sequence[str] = ()) -> tuple[str, ...]:
         """Pause engine steps of instances (none named: all) and return their ids; no sample is lost."""
-        request = fleet_pb2.PauseRequest(instance_ids=instance_ids)
+        request = convert.message(fleet_pb2.PauseRequest, instance_ids=instance_ids)
         return tuple((await self.call(Unary("Fleet", "Pause", request))).instance_ids)
 
     async def resume(self, instance_ids: Sequence[str] = ()) -> tuple[str, ...]:
         """Resume paused instances (none named: all) and return their ids."""
-        request = fleet_pb2.ResumeRequest(instance_ids=instance_ids)
+        request = convert.message(fleet_pb2.ResumeRequest, instance_ids=instance_ids)
         return tuple((await self.call(Unary("Fleet", "Resume", request))).instance_ids)
 
     async def drain(self, instance_id: str) -> int:
         """Drain an instance for good; return how many samples were handed over."""
-        request = fleet_pb2.DrainRequest(instance_id=instance_id)
+        request = convert.message(fleet_pb2.DrainRequest, instance_id=instance_id)
         return int((await self.call(Unary("Fleet", "Drain", request, slow=True))).handed_over)
 
     async def knobs(self, run_id: str = "", *, model: str = "", pool: str = "") -> t.KnobSetting:
         """Return the knobs set for a run, a model or a pool; without a name, for the whole fleet."""
-        request = fleet_pb2.GetKnobsRequest(run_id=run_id, model=model, pool=pool)
+        request = convert.message(fleet_pb2.GetKnobsRequest, run_id=run_id, model=model, pool=pool)
         return convert.knob_setting(await self.call(Unary("Fleet", "GetKnobs", request)))
 
     async def set_knobs(
@@ -54,7 +56,9 @@ class FleetCalls(Caller):
         AbortedError: the knobs have a later revision than `setting.revision`. The kill switch is
         `{"speculation": False}`: plain decoding everywhere.
         """
-        request = fleet_pb2.SetKnobsRequest(
+        record(setting, t.KnobSetting, "setting")
+        request = convert.message(
+            fleet_pb2.SetKnobsRequest,
             run_id=run_id,
             revision=setting.revision,
             knobs=knobs_to_proto(setting.knobs),
@@ -69,7 +73,7 @@ class FleetCalls(Caller):
 
     async def roll_back_drafter(self, version: int, reason: str = "") -> int:
         """Publish the drafter before this version again; return its version. AbortedError: another is published."""
-        request = fleet_pb2.RollBackDrafterRequest(drafter_version=version, reason=reason)
+        request = convert.message(fleet_pb2.RollBackDrafterRequest, drafter_version=version, reason=reason)
         return int((await self.call(Unary("Fleet", "RollBackDrafter", request, slow=True))).drafter_version)
 
     def watch_decisions(
@@ -118,9 +122,9 @@ class DecisionPlace:
 
     def request(self) -> fleet_pb2.WatchDecisionsRequest:
         """Return the request that continues from here."""
-        request = fleet_pb2.WatchDecisionsRequest(run_id=self.run_id, kept=self.kept)
+        request = convert.message(fleet_pb2.WatchDecisionsRequest, run_id=self.run_id, kept=self.kept)
         if self.since is not None:
-            request.since.FromNanoseconds(int(self.since * 1e9))
+            request.since.FromNanoseconds(int(finite(self.since, "since") * 1e9))
         return request
 
     def take(self, answer: fleet_pb2.WatchDecisionsResponse) -> Iterator[t.Decision]:

@@ -59,8 +59,12 @@ class BatchPlace:
     def request(self) -> rollout_pb2.StreamRolloutsRequest:
         """Return the request for the events after the last one read."""
         self.asked = self.cursor
-        return rollout_pb2.StreamRolloutsRequest(
-            run_id=self.run_id, batch_id=self.batch_id, cursor=self.cursor, most_samples=MOST_SAMPLES
+        return convert.message(
+            rollout_pb2.StreamRolloutsRequest,
+            run_id=self.run_id,
+            batch_id=self.batch_id,
+            cursor=self.cursor,
+            most_samples=MOST_SAMPLES,
         )
 
     def read(self, answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleEvent]:

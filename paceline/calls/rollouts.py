@@ -34,6 +34,7 @@ class RolloutCalls(Caller):
 
     async def submit(self, batch: t.Batch) -> t.Submitted:
         """Submit a batch. Submitting the same batch again has no effect and returns the same answer."""
+        batch = convert.whole_batch(batch)
         answer = await self.send_batch(batch)
         self._submitted[batch.run_id, batch.batch_id] = batch
         for key in list(self._submitted)[:-_KEPT_BATCHES]:
@@ -56,7 +57,9 @@ class RolloutCalls(Caller):
 
     async def ack(self, run_id: str, batch_id: str, cursor: int) -> int:
         """Tell the gateway that the samples up to a cursor are not needed again; return how many it dropped."""
-        request = rollout_pb2.AckRolloutsRequest(run_id=run_id, batch_id=batch_id, cursor=cursor)
+        request = convert.message(
+            rollout_pb2.AckRolloutsRequest, run_id=run_id, batch_id=batch_id, cursor=cursor
+        )
         try:
             return int((await self.call(Unary("Rollout", "AckRollouts", request))).trimmed)
         except UnimplementedError:
@@ -82,13 +85,15 @@ class RolloutCalls(Caller):
         Groups that the batch has already are passed over: the call may be repeated. It waits while the gateway is
         full. FailedPreconditionError, reason BATCH_CLOSED or BATCH_STALE: nothing can be added any more.
         """
-        messages = [convert.group_to_proto(group) for group in groups]
-        request = rollout_pb2.AddSamplesRequest(run_id=run_id, batch_id=batch_id, groups=messages)
+        messages = convert.groups_to_proto(groups)
+        request = convert.message(
+            rollout_pb2.AddSamplesRequest, run_id=run_id, batch_id=batch_id, groups=messages
+        )
         return int((await self.call(Unary("Rollout", "AddSamples", request))).added)
 
     async def close_batch(self, run_id: str, batch_id: str) -> int:
         """Let nothing be added to a batch any more; return how many samples it has. May be repeated."""
-        request = rollout_pb2.CloseBatchRequest(run_id=run_id, batch_id=batch_id)
+        request = convert.message(rollout_pb2.CloseBatchRequest, run_id=run_id, batch_id=batch_id)
         return int((await self.call(Unary("Rollout", "CloseBatch", request))).total)
 
     async def continue_samples(
@@ -99,13 +104,17 @@ class RolloutCalls(Caller):
         The call may be repeated. Samples that have ended are passed over. FailedPreconditionError, reason
         SAMPLE_NOT_CALLING: one is at another place. AlreadyExistsError: one went on with other tokens.
         """
-        messages = [convert.continuation_to_proto(each) for each in continuations]
-        request = rollout_pb2.ContinueSamplesRequest(run_id=run_id, batch_id=batch_id, continuations=messages)
+        messages = convert.continuations_to_proto(continuations)
+        request = convert.message(
+            rollout_pb2.ContinueSamplesRequest, run_id=run_id, batch_id=batch_id, continuations=messages
+        )
         return int((await self.call(Unary("Rollout", "ContinueSamples", request))).continued)
 
     def post_ack(self, run_id: str, batch_id: str, cursor: int) -> None:
         """Acknowledge in the background. Without effect where it fails: the gateway keeps the samples longer."""
-        request = rollout_pb2.AckRolloutsRequest(run_id=run_id, batch_id=batch_id, cursor=cursor)
+        request = convert.message(
+            rollout_pb2.AckRolloutsRequest, run_id=run_id, batch_id=batch_id, cursor=cursor
+        )
         if self._acks:
             self._transport.post(Unary("Rollout", "AckRollouts", request), self._acked)
 
@@ -123,9 +132,13 @@ class RolloutCalls(Caller):
         self, run_id: str, batch_id: str, samples: Iterable[t.SampleKey] = (), *, keep_partial: bool = False
     ) -> int:
         """End samples of a batch (none named: all); return how many were unfinished."""
-        keys = [rollout_pb2.SampleKey(prompt_id=key.prompt_id, slot=key.slot) for key in samples]
-        request = rollout_pb2.CancelRolloutsRequest(
-            run_id=run_id, batch_id=batch_id, samples=keys, keep_partial=keep_partial
+        keys = convert.keys_to_proto(samples)
+        request = convert.message(
+            rollout_pb2.CancelRolloutsRequest,
+            run_id=run_id,
+            batch_id=batch_id,
+            samples=keys,
+            keep_partial=keep_partial,
         )
         return int((await self.call(Unary("Rollout", "CancelRollouts", request))).cancelled)
 
@@ -148,21 +161,28 @@ class RolloutCalls(Caller):
         The policy update on this batch measured `kl` (nats per token, between the policy and the version that
         sampled) and `clip_fraction` (share of tokens whose ratio was clipped, 0 to 1). A report may be repeated.
         """
-        messages = [rollout_pb2.Reward(prompt_id=r.prompt_id, slot=r.slot, reward=r.reward) for r in rewards]
-        request = rollout_pb2.ReportRewardsRequest(
-            run_id=run_id, batch_id=batch_id, rewards=messages, kl=kl, clip_fraction=clip_fraction
+        messages = convert.rewards_to_proto(rewards)
+        request = convert.message(
+            rollout_pb2.ReportRewardsRequest,
+            run_id=run_id,
+            batch_id=batch_id,
+            rewards=messages,
+            kl=kl,
+            clip_fraction=clip_fraction,
         )
         return int((await self.call(Unary("Rollout", "ReportRewards", request))).matched)
 
     async def report_single_rewards(self, run_id: str, step: int, rewards: Iterable[t.Reward]) -> int:
         """Report rewards of finished samples of `generate` of a step; return how many of them were known."""
-        messages = [rollout_pb2.Reward(prompt_id=r.prompt_id, slot=r.slot, reward=r.reward) for r in rewards]
-        request = rollout_pb2.ReportRewardsRequest(run_id=run_id, step=step, rewards=messages)
+        messages = convert.rewards_to_proto(rewards)
+        request = convert.message(
+            rollout_pb2.ReportRewardsRequest, run_id=run_id, step=step, rewards=messages
+        )
         return int((await self.call(Unary("Rollout", "ReportRewards", request))).matched)
 
     async def batch(self, run_id: str, batch_id: str) -> t.BatchStatus:
         """Return how far a batch is. NotFoundError: the gateway keeps nothing of it."""
-        request = rollout_pb2.GetBatchRequest(run_id=run_id, batch_id=batch_id)
+        request = convert.message(rollout_pb2.GetBatchRequest, run_id=run_id, batch_id=batch_id)
         return convert.batch_status((await self.call(Unary("Rollout", "GetBatch", request))).batch)
 
     async def batches(self, run_id: str = "") -> AsyncIterator[t.BatchStatus]:
@@ -170,14 +190,16 @@ class RolloutCalls(Caller):
 
         They are those in work, and the last ones that have finished.
         """
-        request = rollout_pb2.ListBatchesRequest(run_id=run_id)
+        request = convert.message(rollout_pb2.ListBatchesRequest, run_id=run_id)
         while True:
             answer = await self.call(Unary("Rollout", "ListBatches", request))
             for message in answer.batches:
                 yield convert.batch_status(message)
             if not answer.next_page_token:
                 return
-            request = rollout_pb2.ListBatchesRequest(run_id=run_id, page_token=answer.next_page_token)
+            request = convert.message(
+                rollout_pb2.ListBatchesRequest, run_id=run_id, page_token=answer.next_page_token
+            )
 
     async def end_run(self, run_id: str) -> t.RunEnded:
         """End a run: cancel its unfinished samples, and let go of all samples and hints that are kept for it.
@@ -185,6 +207,6 @@ class RolloutCalls(Caller):
         Returns when that is done. It may be repeated, and the run may begin again.
         """
         answer = await self.call(
-            Unary("Rollout", "EndRun", rollout_pb2.EndRunRequest(run_id=run_id), slow=True)
+            Unary("Rollout", "EndRun", convert.message(rollout_pb2.EndRunRequest, run_id=run_id), slow=True)
         )
         return t.RunEnded(answer.batches, answer.cancelled)

@@ -34,8 +34,12 @@ class WeightUpdateCalls(Caller):
 
         `delta` is a folder with what changed since the published version, for instances that hold that one.
         """
-        disk = weight_pb2.DiskWeights(path=str(path), checksum=checksum, delta=str(delta or ""))
-        return await self._stage(weight_pb2.UpdateWeightsRequest(update_id=update_id, disk=disk))
+        disk = convert.message(
+            weight_pb2.DiskWeights, path=str(path), checksum=checksum, delta=str(delta or "")
+        )
+        return await self._stage(
+            convert.message(weight_pb2.UpdateWeightsRequest, update_id=update_id, disk=disk)
+        )
 
     async def start_stream(
         self, run_id: str, version: int, target: t.WeightTarget = t.WeightTarget.POLICY, push_id: str = ""
@@ -61,21 +65,25 @@ class WeightUpdateCalls(Caller):
         self, update_id: str, checksum: str, left_out: Mapping[str, str] | None = None
     ) -> tuple[t.InstanceUpdate, ...]:
         """Let every instance check and stage what was pushed, but those that were left out, for a reason each."""
-        streamed = weight_pb2.StreamedWeights(checksum=checksum, left_out=left_out or {})
-        return await self._stage(weight_pb2.UpdateWeightsRequest(update_id=update_id, streamed=streamed))
+        streamed = convert.message(weight_pb2.StreamedWeights, checksum=checksum, left_out=left_out or {})
+        return await self._stage(
+            convert.message(weight_pb2.UpdateWeightsRequest, update_id=update_id, streamed=streamed)
+        )
 
     async def finish_update(
         self, update_id: str, in_flight: t.InFlight = t.InFlight.REFUSE
     ) -> t.UpdateFinished:
         """Apply the staged weights between two engine steps and publish the version."""
-        request = weight_pb2.FinishUpdateRequest(
-            update_id=update_id, in_flight=convert.in_flight_to_proto(in_flight)
+        request = convert.message(
+            weight_pb2.FinishUpdateRequest,
+            update_id=update_id,
+            in_flight=convert.in_flight_to_proto(in_flight),
         )
         return convert.update_finished(await self.call(Unary("Weight", "FinishUpdate", request, slow=True)))
 
     async def abort_update(self, update_id: str) -> int:
         """Abort an unfinished update; return the version that is served."""
-        request = weight_pb2.AbortUpdateRequest(update_id=update_id)
+        request = convert.message(weight_pb2.AbortUpdateRequest, update_id=update_id)
         # Instances that do not answer are waited for.
         aborted = await self.call(Unary("Weight", "AbortUpdate", request, slow=True))
         return int(aborted.policy_version)
@@ -95,7 +103,8 @@ class WeightUpdateCalls(Caller):
         push_id: str,
         rendezvous: weight_pb2.CollectiveRendezvous | None = None,
     ) -> Any:
-        request = weight_pb2.StartUpdateRequest(
+        request = convert.message(
+            weight_pb2.StartUpdateRequest,
             run_id=run_id,
             policy_version=version if target is t.WeightTarget.POLICY else 0,
             drafter_version=version if target is t.WeightTarget.DRAFTER else 0,

@@ -1,22 +1,25 @@
 """Translate between the SDK's records and the protocol's messages. Pure; one module for each service."""
 
 from paceline.convert.fleet import decision, drafter, instance, instances, knob_change, knob_setting
-from paceline.convert.rollouts import (
-    batch_status,
+from paceline.convert.messages import message
+from paceline.convert.requests import (
     batch_to_proto,
-    exactness,
+    continuations_to_proto,
     exactness_to_proto,
-    generate_events,
     group_to_proto,
+    groups_to_proto,
     hint_to_proto,
+    keys_to_proto,
     opening_to_proto,
-    provenance,
-    sample,
+    rewards_to_proto,
     sample_request_to_proto,
     sampling_to_proto,
-    submitted,
+    tools_to_proto,
+    whole_batch,
+    whole_groups,
 )
-from paceline.convert.sessions import continuation_to_proto, environment_spans, sample_calls, tools_to_proto
+from paceline.convert.rollouts import batch_status, exactness, generate_events, provenance, sample, submitted
+from paceline.convert.sessions import environment_spans, sample_calls
 from paceline.convert.weights import (
     collective_started,
     in_flight_to_proto,
@@ -34,7 +37,7 @@ __all__ = [
     "batch_status",
     "batch_to_proto",
     "collective_started",
-    "continuation_to_proto",
+    "continuations_to_proto",
     "decision",
     "drafter",
     "environment_spans",
@@ -42,16 +45,20 @@ __all__ = [
     "exactness_to_proto",
     "generate_events",
     "group_to_proto",
+    "groups_to_proto",
     "hint_to_proto",
     "in_flight_to_proto",
     "instance",
     "instance_update",
     "instance_updates",
     "instances",
+    "keys_to_proto",
     "knob_change",
     "knob_setting",
+    "message",
     "opening_to_proto",
     "provenance",
+    "rewards_to_proto",
     "sample",
     "sample_calls",
     "sample_request_to_proto",
@@ -64,4 +71,6 @@ __all__ = [
     "update_finished",
     "update_started",
     "versions",
+    "whole_batch",
+    "whole_groups",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
+from paceline.convert.values import refuse
+
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -17,9 +19,12 @@ class EnumPair(Generic[E]):
         self._members = {number: member for member, number in self._numbers.items()}
         self._unknown = kind.__members__.get("UNSPECIFIED")
 
-    def number(self, member: E) -> Any:
-        """Return the protocol's number of a member."""
-        return self._numbers[member]
+    def number(self, member: E, field: str) -> Any:
+        """Return the protocol's number of a member, or of its name. InvalidArgumentError: there is none."""
+        found = self._numbers.get(member) if isinstance(member, str) else None
+        if found is None:
+            refuse(field, member, f"must be one of {', '.join(repr(each.value) for each in self._numbers)}")
+        return found
 
     def member(self, number: int) -> E:
         """Return the member of a number; UNSPECIFIED for one that this SDK does not know."""

@@ -1,4 +1,4 @@
-"""Translate requests for rollouts into messages, and messages into samples."""
+"""Translate messages into samples, and what else answers requests for rollouts."""
 
 from __future__ import annotations
 
@@ -9,140 +9,13 @@ import numpy.typing as npt
 
 from paceline import types as t
 from paceline.convert.enums import EnumPair
-from paceline.convert.sessions import environment_spans, tools_to_proto
-from paceline.times import duration, seconds_of
+from paceline.convert.sessions import environment_spans
+from paceline.times import seconds_of
 from paceline.v1 import rollout_pb2, sample_pb2
 
-_OPTIONAL_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "max_tokens",
-    "min_tokens",
-    "prompt_logprobs",
-)
-_MODE = EnumPair(t.LogprobsMode, sample_pb2.LogprobsMode, "LOGPROBS_MODE")
 _LEVEL = EnumPair(t.ExactnessLevel, sample_pb2.ExactnessLevel, "EXACTNESS_LEVEL")
 _REASON = EnumPair(t.FinishReason, sample_pb2.FinishReason, "FINISH_REASON")
-_STALE = EnumPair(t.Stale, rollout_pb2.Stale, "STALE")
 _STATUS = EnumPair(t.SampleStatus, sample_pb2.SampleStatus, "SAMPLE_STATUS")
-
-
-def sampling_to_proto(params: t.SamplingParams) -> sample_pb2.SamplingParams:
-    """Return the message; fields that are None stay unset."""
-    given = {name: getattr(params, name) for name in _OPTIONAL_SAMPLING if getattr(params, name) is not None}
-    return sample_pb2.SamplingParams(
-        **given,
-        stop_token_ids=params.stop_token_ids,
-        # A lone string is a sequence of strings too: of its characters.
-        stop=[params.stop] if isinstance(params.stop, str) else params.stop,
-        allowed_token_ids=params.allowed_token_ids,
-        json_schema=params.json_schema,
-        top_logprobs=params.top_logprobs,
-        ignore_eos=params.ignore_eos,
-        logprobs_mode=_MODE.number(params.logprobs_mode),
-    )
-
-
-def exactness_to_proto(exactness: t.Exactness) -> sample_pb2.Exactness:
-    """Return the message; fields that are None stay unset."""
-    return sample_pb2.Exactness(
-        level=_LEVEL.number(exactness.level),
-        lenience=exactness.lenience,
-        reuse_delay=exactness.reuse_delay,
-        kl_target=exactness.kl_target,
-        diversity_floor=exactness.diversity_floor,
-    )
-
-
-def group_to_proto(group: t.Group) -> rollout_pb2.Group:
-    """Return the message; prompt ids may be any integer sequence, numpy included."""
-    return rollout_pb2.Group(
-        prompt_id=group.prompt_id,
-        prompt_token_ids=group.prompt_token_ids,
-        samples=group.samples,
-        sampling=sampling_to_proto(group.sampling) if group.sampling else None,
-        expected_tokens=group.expected_tokens,
-    )
-
-
-def batch_to_proto(batch: t.Batch) -> rollout_pb2.SubmitRolloutsRequest:
-    """Return the whole submission."""
-    request = rollout_pb2.SubmitRolloutsRequest(
-        run_id=batch.run_id,
-        batch_id=batch.batch_id,
-        step=batch.step,
-        policy_version=batch.policy_version,
-        groups=[group_to_proto(group) for group in batch.groups],
-        sampling=sampling_to_proto(batch.sampling),
-        exactness=exactness_to_proto(batch.exactness),
-        run_seed=batch.run_seed,
-        priority=batch.priority,
-        weight=batch.weight,
-    )
-    if batch.deadline is not None:
-        request.deadline.CopyFrom(duration(batch.deadline))
-    if batch.max_staleness is not None:
-        request.max_staleness, request.stale = batch.max_staleness, _STALE.number(batch.stale)
-    if batch.tools is not None:
-        request.tools.CopyFrom(tools_to_proto(batch.tools))
-    return request
-
-
-def opening_to_proto(batch: t.Batch) -> rollout_pb2.OpenBatchRequest:
-    """Return the opening of a batch, whose groups are added afterwards."""
-    request = rollout_pb2.OpenBatchRequest(
-        run_id=batch.run_id,
-        batch_id=batch.batch_id,
-        step=batch.step,
-        policy_version=batch.policy_version,
-        sampling=sampling_to_proto(batch.sampling),
-        exactness=exactness_to_proto(batch.exactness),
-        run_seed=batch.run_seed,
-        priority=batch.priority,
-        weight=batch.weight,
-    )
-    if batch.deadline is not None:
-        request.deadline.CopyFrom(duration(batch.deadline))
-    if batch.max_staleness is not None:
-        request.max_staleness, request.stale = batch.max_staleness, _STALE.number(batch.stale)
-    if batch.tools is not None:
-        request.tools.CopyFrom(tools_to_proto(batch.tools))
-    return request
-
-
-def hint_to_proto(hint: t.BatchHint) -> rollout_pb2.HintNextBatchRequest:
-    """Return the whole hint."""
-    return rollout_pb2.HintNextBatchRequest(
-        run_id=hint.run_id,
-        step=hint.step,
-        policy_version=hint.policy_version,
-        groups=[group_to_proto(group) for group in hint.groups],
-        sampling=sampling_to_proto(hint.sampling),
-        exactness=exactness_to_proto(hint.exactness),
-        run_seed=hint.run_seed,
-    )
-
-
-def sample_request_to_proto(request: t.SampleRequest) -> rollout_pb2.GenerateRequest:
-    """Return the whole request."""
-    return rollout_pb2.GenerateRequest(
-        run_id=request.run_id,
-        prompt_id=request.prompt_id,
-        slot=request.slot,
-        step=request.step,
-        policy_version=request.policy_version,
-        prompt_token_ids=request.prompt_token_ids,
-        prefix_token_ids=request.prefix_token_ids,
-        prefix_logprobs=request.prefix_logprobs,
-        sampling=sampling_to_proto(request.sampling),
-        exactness=exactness_to_proto(request.exactness),
-        run_seed=request.run_seed,
-    )
 
 
 def submitted(answer: rollout_pb2.SubmitRolloutsResponse) -> t.Submitted:

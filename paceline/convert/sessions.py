@@ -1,4 +1,4 @@
-"""Translate tool calls, and what follows them."""
+"""Translate tool calls."""
 
 from __future__ import annotations
 
@@ -7,31 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from paceline import types as t
-from paceline.times import duration
 from paceline.v1 import rollout_pb2, sample_pb2
-
-
-def tools_to_proto(tools: t.ToolUse) -> sample_pb2.ToolUse:
-    """Return the message; fields that are None stay unset."""
-    strings = tools.call_strings
-    return sample_pb2.ToolUse(
-        call_token_ids=tools.call_token_ids,
-        # A lone string is a sequence of strings too: of its characters.
-        call_strings=[strings] if isinstance(strings, str) else strings,
-        max_calls=tools.max_calls,
-        max_wait=None if tools.max_wait is None else duration(tools.max_wait),
-    )
-
-
-def continuation_to_proto(continuation: t.Continuation) -> rollout_pb2.Continuation:
-    """Return the message; token ids may be any integer sequence, numpy included."""
-    return rollout_pb2.Continuation(
-        prompt_id=continuation.prompt_id,
-        slot=continuation.slot,
-        position=continuation.position,
-        token_ids=continuation.token_ids,
-        end=continuation.end,
-    )
 
 
 def environment_spans(messages: Iterable[sample_pb2.EnvironmentSpan]) -> tuple[t.EnvironmentSpan, ...]:

@@ -15,13 +15,13 @@ _IN_FLIGHT = EnumPair(t.InFlight, weight_pb2.InFlight, "IN_FLIGHT")
 
 def target_to_proto(target: t.WeightTarget) -> weight_pb2.WeightTarget:
     """Return the number of a target."""
-    number: weight_pb2.WeightTarget = _TARGET.number(target)
+    number: weight_pb2.WeightTarget = _TARGET.number(target, "target")
     return number
 
 
 def in_flight_to_proto(treatment: t.InFlight) -> weight_pb2.InFlight:
     """Return the number of a treatment of samples in flight."""
-    number: weight_pb2.InFlight = _IN_FLIGHT.number(treatment)
+    number: weight_pb2.InFlight = _IN_FLIGHT.number(treatment, "in_flight")
     return number
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,8 +81,9 @@ class SamplingParams:
     completes it is the last. At most 16, of 1 to 256 bytes."""
     allowed_token_ids: tuple[int, ...] = ()
     """Nothing else is sampled; at most 4,096. Empty: everything may be."""
-    json_schema: str = ""
-    """JSON schema: the response is JSON that it describes, unless `max_tokens` cuts it. Empty: anything."""
+    json_schema: str | Mapping[str, Any] = ""
+    """JSON schema, as text or as a mapping: the response is JSON that it describes, unless `max_tokens` cuts it.
+    Empty: anything."""
     top_logprobs: int = 0
     """So many of the likeliest tokens of each position, with log-probabilities, are on the sample; at most 20."""
     prompt_logprobs: int | None = None

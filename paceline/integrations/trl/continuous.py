@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -252,7 +253,7 @@ class ContinuousGroups:
         batch.rewards += [
             t.Reward(each.prompt_id, each.slot, reward)
             for each, reward in zip(group, rewards, strict=True)
-            if reward == reward
+            if math.isfinite(reward)
         ]
         batch.unsettled += len(group)
         with self._changed:

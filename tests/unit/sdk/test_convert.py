@@ -108,13 +108,13 @@ def test_all_constraints_of_sampling_are_sent() -> None:
     params = t.SamplingParams(
         stop=("a", "bc"), allowed_token_ids=(4, 5), json_schema="{}", top_logprobs=3, prompt_logprobs=0
     )
-    message = rollouts.sampling_to_proto(params)
+    message = convert.sampling_to_proto(params)
     assert (list(message.stop), list(message.allowed_token_ids)) == (["a", "bc"], [4, 5])
     assert (message.json_schema, message.top_logprobs) == ("{}", 3)
     assert message.HasField("prompt_logprobs")
-    assert not rollouts.sampling_to_proto(t.SamplingParams()).HasField("prompt_logprobs")
+    assert not convert.sampling_to_proto(t.SamplingParams()).HasField("prompt_logprobs")
     lone = t.SamplingParams(stop="bc")  # type: ignore[arg-type]
-    assert list(rollouts.sampling_to_proto(lone).stop) == ["bc"]
+    assert list(convert.sampling_to_proto(lone).stop) == ["bc"]
 
 
 def test_what_is_told_of_positions_is_a_row_of_each() -> None:

@@ -1,0 +1,177 @@
+"""Values as trainers have them, as those that messages take; a refusal names the field, the value and what may be.
+
+Taken are, beside Python's own types, scalars and arrays of numpy, tensors of torch, which is not imported, ranges,
+generators, and whole floats where an integer is wanted. InvalidArgumentError otherwise. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, NoReturn
+
+import numpy as np
+
+from paceline.client_errors import invalid_argument
+
+UINT32, UINT64 = (0, 2**32 - 1), (0, 2**64 - 1)
+"""Ranges of unsigned integers."""
+_NOT_NUMBERS = (bool, np.bool_, str, bytes, bytearray, complex)
+_NOT_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)
+_IGNORED_LABEL = -100
+"""Value of labels that a loss ignores."""
+
+
+def integer(value: Any, field: str, low: int, high: int) -> int:
+    """Return an integer from `low` to `high`."""
+    value = _detached(value, field)
+    whole: int | None = None
+    if _is_scalar(value):
+        try:
+            whole = operator.index(value)
+        except TypeError:
+            real = _real(value)
+            exact = _exact_below(getattr(value, "dtype", np.dtype(np.float64)))
+            whole = int(real) if real is not None and real.is_integer() and abs(real) <= exact else None
+    if whole is None or not low <= whole <= high:
+        refuse(field, value, f"must be an integer from {low} to {high}")
+    return whole
+
+
+def number(value: Any, field: str) -> float:
+    """Return a number, which may be infinite or NaN: what is allowed the service says."""
+    value = _detached(value, field)
+    real = _real(value) if _is_scalar(value) else None
+    if real is None:
+        refuse(field, value, "must be a number")
+    return real
+
+
+def finite(value: Any, field: str) -> float:
+    """Return a number that is finite."""
+    real = number(value, field)
+    if not math.isfinite(real):
+        refuse(field, value, "must be a finite number")
+    return real
+
+
+def text(value: Any, field: str) -> str:
+    """Return a string that is Unicode."""
+    if not isinstance(value, str):
+        refuse(field, value, "must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        refuse(field, value, "must be Unicode, without surrogates")
+    return str(value)
+
+
+def flag(value: Any, field: str) -> bool:
+    """Return a truth value; 0 and 1 are some."""
+    if isinstance(value, bool | np.bool_ | int) and value in (0, 1):
+        return bool(value)
+    refuse(field, value, "must be True or False")
+
+
+def texts(value: Any, field: str) -> list[str]:
+    """Return several strings; a lone one is one."""
+    if isinstance(value, str):
+        return [text(value, field)]
+    return [text(each, f"{field}[{n}]") for n, each in enumerate(items(value, field, "strings"))]
+
+
+def names(value: Any, field: str) -> dict[str, str]:
+    """Return strings by name."""
+    if not isinstance(value, Mapping):
+        refuse(field, value, "must be a mapping of strings to strings")
+    return {text(key, field): text(each, f"{field}[{key!r}]") for key, each in value.items()}
+
+
+def integers(value: Any, field: str, low: int, high: int) -> list[int]:
+    """Return a row of integers; [1, n] is one, as tokenizers give them."""
+    row = items(_detached(value, field), field, "integers")
+    array = _numbers(row)
+    if array is not None:
+        if array.ndim != 1 and not (array.ndim == 2 and array.shape[0] == 1):
+            shape = list(array.shape)
+            _invalid(field, f"has the shape {shape}; must be a row of integers, [n] or [1, n]")
+        array = array.reshape(-1)
+        if not array.size:
+            return []
+        least, most = array.min(), min(high, _exact_below(array.dtype))
+        if low <= least and array.max() <= most and bool((array == np.trunc(array)).all()):
+            whole: list[int] = array.astype(np.int64).tolist()
+            return whole
+        row = array
+    return [integer(each, f"{field}[{n}]", low, high) for n, each in enumerate(row)]
+
+
+def reals(value: Any, field: str) -> list[float]:
+    """Return a row of numbers."""
+    return [number(each, f"{field}[{n}]") for n, each in enumerate(items(_detached(value, field), field))]
+
+
+def items(value: Any, field: str, of: str = "numbers") -> Any:
+    """Return what has several items: an array or a list, of anything else a list of its items."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value
+    if isinstance(value, _NOT_SEQUENCES) or not isinstance(value, Iterable) or isinstance(value, np.ndarray):
+        refuse(field, value, f"must be a sequence of {of}")
+    return value if isinstance(value, list | tuple) else list(value)
+
+
+def refuse(field: str, value: Any, allowed: str) -> NoReturn:
+    """Raise the error of a value that is not allowed."""
+    hint = ""
+    if isinstance(value, int | np.integer) and value == _IGNORED_LABEL:
+        hint = "; this one marks what a loss ignores: leave it out"
+    _invalid(field, f"{_shown(value)} {allowed}{hint}")
+
+
+def _invalid(field: str, description: str) -> NoReturn:
+    raise invalid_argument({field: description})
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        return reprlib.repr(value.item() if isinstance(value, np.generic) else value)
+    shape = getattr(value, "shape", None)
+    described = f" of the shape {list(shape)}" if isinstance(shape, tuple) else ""
+    return f"a value of the type {type(value).__name__}{described}"
+
+
+def _detached(value: Any, field: str) -> Any:
+    """Return the array of a tensor, and anything else as it is."""
+    if not hasattr(value, "detach"):
+        return value
+    try:
+        return value.detach().cpu().numpy()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        _invalid(field, f"is a tensor whose values cannot be read: {error}")
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, _NOT_NUMBERS) and getattr(value, "ndim", 0) == 0
+
+
+def _real(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _exact_below(dtype: np.dtype[Any]) -> float:
+    """Return up to where numbers of a type are whole ones exactly."""
+    return 2.0 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else math.inf
+
+
+def _numbers(row: Any) -> np.ndarray[Any, Any] | None:
+    """Return integers or floats as an array; None for anything else."""
+    try:
+        array = np.asarray(row)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return array if array.dtype.kind in "iuf" else None
