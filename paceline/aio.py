@@ -10,12 +10,14 @@ Methods raise `PacelineError`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from dataclasses import replace
+from typing import Any, Self
 
 from paceline.calls import GatewayCalls
 from paceline.calls.caller import STREAM_SECONDS
 from paceline.channel import Tls
-from paceline.grpc_transport import AioTransport, ConnectionOptions
+from paceline.connection_options import ConnectionOptions, connect_again
+from paceline.grpc_transport import AioTransport
 from paceline.retry import RetryPolicy
 from paceline.run import AsyncRun, WeightTransport
 from paceline.shards import Shard, shards_of
@@ -43,24 +45,39 @@ class AsyncClient(GatewayCalls):
         stream_seconds: float = STREAM_SECONDS,
         leaders_only: bool = True,
         retry: RetryPolicy | None = None,
+        use_proxy: bool = False,
+        insecure: bool = False,
     ) -> None:
         """Connect on the first call. Timeouts are seconds for one attempt; weights and drain are slow.
 
         `address` is host:port, or several with commas between, of which one leads; or a list with one such address,
         or `Shard`, for each of several deployments. Runs are spread over these; any other call is made on one of
         them, `client.shard(name)`. A stream is opened again, where it is, every `stream_seconds`. Without
-        `leaders_only` any gateway is called: knobs, decisions and the drafter need no leader.
+        `leaders_only` any gateway is called: knobs, decisions and the drafter need no leader. `use_proxy` goes
+        through a proxy that the environment names, except to this machine. A token is not sent in plain text beyond
+        this machine, unless `insecure`.
+
+        ValueError: an address cannot be meant, or the token would go there in plain text.
         """
         self.address = address
+        options = ConnectionOptions("", tls, token, timeout, slow_timeout, leaders_only, use_proxy, insecure)
+        self._made_with = (options, {"retry": retry, "stream_seconds": stream_seconds})
 
         def transport_to(address: str) -> AioTransport:
-            return AioTransport(ConnectionOptions(address, tls, token, timeout, slow_timeout, leaders_only))
+            return AioTransport(replace(options, address=address))
 
         def calls_on(transport: Transport) -> GatewayCalls:
             return GatewayCalls(transport, retry, stream_seconds)
 
         transport, shards = connect(shards_of(address), transport_to, calls_on, Tasks())
         super().__init__(transport, retry, stream_seconds, shards)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes it again in another process, where it connects anew, on the event loop there."""
+        return connect_again, (type(self), self.address, *self._made_with)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address!r})"
 
     async def __aenter__(self) -> Self:
         return self

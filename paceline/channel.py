@@ -52,10 +52,11 @@ def keepalive_options() -> Options:
     ]
 
 
-def channel_options(tls: Tls | None, leaders_only: bool = False) -> Options:
+def channel_options(tls: Tls | None, leaders_only: bool = False, use_proxy: bool = False) -> Options:
     """Return options: the gateway's message limits; a lost peer is noticed within 15 s, its return within 1 s.
 
-    With `leaders_only`, calls go to addresses whose health is SERVING; the others fail with UNAVAILABLE.
+    With `leaders_only`, calls go to addresses whose health is SERVING; the others fail with UNAVAILABLE. Proxies
+    that the environment names are passed by, unless `use_proxy`.
     """
     options: Options = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -68,6 +69,7 @@ def channel_options(tls: Tls | None, leaders_only: bool = False) -> Options:
         ("grpc.enable_retries", 0),
         # Without it a new channel to the same address goes on with the connection of the old one.
         ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", int(use_proxy)),
     ]
     if leaders_only:
         options.append(("grpc.service_config", _LEADERS_ONLY))
@@ -76,17 +78,21 @@ def channel_options(tls: Tls | None, leaders_only: bool = False) -> Options:
     return options
 
 
-def open_channel(address: str, tls: Tls | None, leaders_only: bool = False) -> grpc.Channel:
+def open_channel(
+    address: str, tls: Tls | None, leaders_only: bool = False, use_proxy: bool = False
+) -> grpc.Channel:
     """Return a blocking channel; it connects on the first call."""
-    options = channel_options(tls, leaders_only)
+    options = channel_options(tls, leaders_only, use_proxy)
     if tls is None:
         return grpc.insecure_channel(address, options)
     return grpc.secure_channel(address, tls.credentials(), options)
 
 
-def open_aio_channel(address: str, tls: Tls | None, leaders_only: bool = False) -> grpc.aio.Channel:
+def open_aio_channel(
+    address: str, tls: Tls | None, leaders_only: bool = False, use_proxy: bool = False
+) -> grpc.aio.Channel:
     """Return a grpc.aio channel; it belongs to the running event loop."""
-    options = channel_options(tls, leaders_only)
+    options = channel_options(tls, leaders_only, use_proxy)
     if tls is None:
         return grpc.aio.insecure_channel(address, options)
     return grpc.aio.secure_channel(address, tls.credentials(), options)

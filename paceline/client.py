@@ -11,15 +11,16 @@ Methods raise `PacelineError`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from typing import Self
+from dataclasses import replace
+from typing import Any, Self
 
 from paceline.blocking import Face, blocking, blocking_stream
 from paceline.blocking_run import Run
 from paceline.calls import GatewayCalls
 from paceline.calls.caller import STREAM_SECONDS
 from paceline.channel import Tls
-from paceline.grpc_transport import BlockingTransport, ConnectionOptions
+from paceline.connection_options import ConnectionOptions, connect_again
+from paceline.grpc_transport import BlockingTransport
 from paceline.retry import RetryPolicy
 from paceline.run import AsyncRun, WeightTransport
 from paceline.shards import Shard, shards_of
@@ -47,6 +48,8 @@ class Client(Face[GatewayCalls]):
         stream_seconds: float = STREAM_SECONDS,
         leaders_only: bool = True,
         retry: RetryPolicy | None = None,
+        use_proxy: bool = False,
+        insecure: bool = False,
     ) -> None:
         """Connect on the first call. Timeouts are seconds for one attempt; weights and drain are slow.
 
@@ -54,20 +57,30 @@ class Client(Face[GatewayCalls]):
         or `Shard`, for each of several deployments. Runs are spread over these, with a thread for each; any other
         call is made on one of them, `client.shard(name)`. A stream is opened again, where it is, every
         `stream_seconds`. Without `leaders_only` any gateway is called: knobs, decisions and the drafter need no
-        leader.
+        leader. `use_proxy` goes through a proxy that the environment names, except to this machine. A token is not
+        sent in plain text beyond this machine, unless `insecure`.
+
+        ValueError: an address cannot be meant, or the token would go there in plain text.
         """
         self.address = address
+        options = ConnectionOptions("", tls, token, timeout, slow_timeout, leaders_only, use_proxy, insecure)
+        self._made_with = (options, {"retry": retry, "stream_seconds": stream_seconds})
 
         def transport_to(address: str) -> BlockingTransport:
-            return BlockingTransport(
-                ConnectionOptions(address, tls, token, timeout, slow_timeout, leaders_only)
-            )
+            return BlockingTransport(replace(options, address=address))
 
         def calls_on(transport: Transport) -> GatewayCalls:
             return GatewayCalls(transport, retry, stream_seconds)
 
         transport, shards = connect(shards_of(address), transport_to, calls_on, Threads())
         super().__init__(GatewayCalls(transport, retry, stream_seconds, shards))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes it again in another process, where it connects anew."""
+        return connect_again, (type(self), self.address, *self._made_with)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address!r})"
 
     def __enter__(self) -> Self:
         return self
@@ -78,8 +91,9 @@ class Client(Face[GatewayCalls]):
     def shard(self, name: str) -> Client:
         """Return a client of one of several shards, on this client's connection. ValueError: there is none."""
         member = self._core.shards.member(name)
-        client = copy(self)
+        client = object.__new__(type(self))
         client.address, client._core = member.shard.address, member.calls
+        client._made_with = self._made_with
         return client
 
     def deployments(self) -> list[Client]:

@@ -17,6 +17,8 @@ from paceline.errors import (
     SHARDS_DIFFER,
     SOURCE_READ_ONCE,
     STREAM_SILENT,
+    UNREACHABLE,
+    WRONG_ADDRESS,
     AbortedError,
     CancelledError,
     DataLossError,
@@ -25,6 +27,7 @@ from paceline.errors import (
     PacelineError,
     UnavailableError,
 )
+from paceline.misdirection import Misdirection
 
 
 def invalid_argument(faults: Mapping[str, str]) -> InvalidArgumentError:
@@ -43,6 +46,21 @@ def cut_short() -> UnavailableError:
     info = error_details_pb2.ErrorInfo(reason=CUT_SHORT)
     message = "the stream ended before the batch was complete"
     return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
+
+
+def unreachable(failure: PacelineError, cause: Misdirection) -> UnavailableError:
+    """Return the error of a call that has reached no gateway, with what to do."""
+    info = error_details_pb2.ErrorInfo(reason=WRONG_ADDRESS if cause.final else UNREACHABLE)
+    return UnavailableError(
+        grpc.StatusCode.UNAVAILABLE, f"{cause.advice} ({failure.message})", [info], failure.request_id
+    )
+
+
+def client_closed() -> FailedPreconditionError:
+    """Return the error of a call on a client that was closed."""
+    info = error_details_pb2.ErrorInfo(reason="CLIENT_CLOSED")
+    message = "the client is closed: make another one"
+    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
 
 
 def call_dropped(failure: CancelledError) -> UnavailableError:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from paceline.client_errors import client_closed
 from paceline.stubs import stubs_on
 
+A = TypeVar("A")
 C = TypeVar("C")
 
 
@@ -28,7 +30,7 @@ class Dialer(Generic[C]):
     A connection that was given up lives until its last call has ended, so there are never more than calls.
     """
 
-    def __init__(self, addresses: Sequence[str], dial: Callable[[str], C]) -> None:
+    def __init__(self, addresses: Sequence[A], dial: Callable[[A], C]) -> None:
         self._addresses = addresses
         self._dial = dial
         self._lock = threading.Lock()
@@ -43,8 +45,10 @@ class Dialer(Generic[C]):
         return self._current
 
     def take(self) -> DialedChannel[C]:
-        """Return the connection for a call, which is to be given back."""
+        """Return the connection for a call, which is to be given back. FailedPreconditionError: it is closed."""
         with self._lock:
+            if self._closed:
+                raise client_closed()
             self._current.calls += 1
             return self._current
 

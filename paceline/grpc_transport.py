@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 import grpc
 
 from paceline import channel
+from paceline.address import Address
+from paceline.connection_options import ConnectionOptions
 from paceline.dialer import DialedChannel, Dialer
 from paceline.shards.stop_signal import StopSignal, may_be_stopped, on_stop
 from paceline.transport import Ended, Stream, StreamAttempt, Unary
@@ -28,54 +29,19 @@ FAREWELL_SECONDS = 1.0
 """Seconds that calls which nobody waits for get to end when a transport is closed."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionOptions:
-    """Addresses, credentials and time limits of a client's calls."""
-
-    address: str
-    """host:port, or several with commas between."""
-    tls: channel.Tls | None
-    token: str | None
-    timeout: float
-    """Seconds for one attempt at a unary call."""
-    slow_timeout: float
-    """Seconds for one attempt at a call that waits for instances."""
-    leaders_only: bool = True
-    """Call only gateways that lead; False: any, for calls that need no leader."""
-
-    @property
-    def addresses(self) -> list[str]:
-        """The addresses; ValueError if there are none."""
-        addresses = [address.strip() for address in self.address.split(",") if address.strip()]
-        if not addresses:
-            raise ValueError(f"address {self.address!r} must be host:port, or several with commas between")
-        return addresses
-
-    def begin(self, stubs: dict[str, Any], unary: Unary, way: str = "__call__") -> Any:
-        """Begin a unary call on the stubs of a channel; `way` is how gRPC's blocking API makes it."""
-        request = iter([unary.request]) if unary.streams_request else unary.request
-        timeout = self.slow_timeout if unary.slow else self.timeout
-        metadata = channel.call_metadata(self.token)
-        make = getattr(getattr(stubs[unary.service], unary.method), way)
-        return make(request, timeout=timeout, metadata=metadata)
-
-    def open(self, stubs: dict[str, Any], stream: Stream[Any], seconds: float | None) -> Any:
-        """Begin a stream on the stubs of a channel."""
-        metadata = channel.call_metadata(self.token)
-        make = getattr(stubs[stream.service], stream.method)
-        return make(stream.request(), timeout=seconds, metadata=metadata)
-
-
 class GrpcTransport(ABC, Generic[C]):
     """Calls on channels of type C. One whose gateway is silent or does not lead is dialled anew."""
 
     def __init__(
-        self, options: ConnectionOptions, open_channel: Callable[[str, channel.Tls | None, bool], C]
+        self, options: ConnectionOptions, open_channel: Callable[[str, channel.Tls | None, bool, bool], C]
     ) -> None:
         self._options = options
-        self._dialer = Dialer(
-            options.addresses, lambda address: open_channel(address, options.tls, options.leaders_only)
-        )
+
+        def dial(address: Address) -> C:
+            use_proxy = options.use_proxy and not address.loopback
+            return open_channel(address.target, options.tls, options.leaders_only, use_proxy)
+
+        self._dialer = Dialer(options.parsed(), dial)
 
     async def send(self, unary: Unary) -> Any:
         """Make a unary call and return the answer."""

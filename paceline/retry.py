@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from paceline.errors import PacelineError, ResourceExhaustedError, UnavailableError
 
+WRONG_ADDRESS_SECONDS = 5.0
+"""Seconds for which a client that has never reached a gateway tries what seems to be a wrong address."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -45,6 +48,7 @@ class Backoff:
         self._draw = draw
         self._clock = clock
         self._began = 0.0
+        self._wrong_since: float | None = None
         self.failures = 0
         """Attempts that failed in a row."""
 
@@ -56,9 +60,16 @@ class Backoff:
         """Return the seconds until the error of a call that goes on failing is raised."""
         return max(0.0, self._began + self._policy.seconds - self._clock())
 
-    def delay_after(self, error: PacelineError) -> float | None:
-        """Return the seconds to wait before the next attempt; None: raise the error instead."""
+    def delay_after(self, error: PacelineError, wrong_address: bool = False) -> float | None:
+        """Return the seconds to wait before the next attempt; None: raise the error instead.
+
+        `wrong_address`: the error is that of an address at which there will be no gateway.
+        """
         now = self._clock()
+        if not wrong_address:
+            self._wrong_since = None
+        elif self._wrong_since is None:
+            self._wrong_since = now
         if self.failures == 0:
             self._began = now
         self.failures += 1
@@ -69,5 +80,7 @@ class Backoff:
         delay *= 1.0 + policy.jitter * (2.0 * self._draw() - 1.0)
         delay = max(delay, error.retry_after or 0.0)
         if not may_be_retried(error) or now + delay > self._began + policy.seconds:
+            return None
+        if self._wrong_since is not None and now + delay > self._wrong_since + WRONG_ADDRESS_SECONDS:
             return None
         return delay

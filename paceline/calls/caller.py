@@ -11,6 +11,7 @@ import grpc
 
 from paceline import client_errors, errors
 from paceline.channel import Tls
+from paceline.misdirection import misdirection_of
 from paceline.retry import Backoff, RetryPolicy
 from paceline.transport import Stream, Transport, Unary
 
@@ -18,6 +19,9 @@ R = TypeVar("R")
 
 STREAM_SECONDS = 120.0
 """Seconds after which a stream is opened again where it is: nothing that was forgotten can make it hang."""
+
+_LOCAL = (errors.DeadlineExceededError, errors.CancelledError)
+"""Errors that need no gateway."""
 
 log = logging.getLogger("paceline")
 
@@ -31,6 +35,8 @@ class Caller:
         self._transport = transport
         self._retry = retry or RetryPolicy()
         self._stream_seconds = stream_seconds
+        self._reached = False
+        """True once a gateway has answered, so that its address is right."""
 
     async def close(self) -> None:
         """End every call in progress and the connection."""
@@ -52,7 +58,9 @@ class Caller:
         backoff = Backoff(self._retry)
         while True:
             try:
-                return await self._transport.send(unary)
+                answer = await self._transport.send(unary)
+                self._reached = True
+                return answer
             except grpc.RpcError as error:
                 failure = await self._failure(error)
             if not queues and isinstance(failure, errors.ResourceExhaustedError):
@@ -74,7 +82,7 @@ class Caller:
             try:
                 async for answer in attempt:
                     backoff.progress()
-                    silent = False
+                    silent, self._reached = False, True
                     for event in stream.read(answer):
                         seen = True
                         yield event
@@ -111,11 +119,16 @@ class Caller:
         failure = errors.from_rpc(error)
         if isinstance(failure, errors.CancelledError) and await self._transport.sleep(0):
             return client_errors.call_dropped(failure)
+        if not isinstance(failure, errors.UnavailableError) or failure.details:
+            self._reached = self._reached or not isinstance(failure, _LOCAL)
+        elif (cause := misdirection_of(failure.message)) is not None:
+            return client_errors.unreachable(failure, cause)
         return failure
 
     async def _wait(self, backoff: Backoff, error: errors.PacelineError, method: str) -> None:
         """Wait until the next attempt is due; raise the error if there is to be none."""
-        delay = backoff.delay_after(error)
+        wrong_address = error.reason == errors.WRONG_ADDRESS and not self._reached
+        delay = backoff.delay_after(error, wrong_address)
         # A log line when it is not over soon, and then ever fewer of them.
         if delay is not None and backoff.failures >= 4 and backoff.failures.bit_count() == 1:
             summary = f"{error.code.name}: {error.message}"

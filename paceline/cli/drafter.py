@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import Address, CaFile, CertFile, Json, KeyFile, Token, connect
+from paceline.cli.options import Address, CaFile, CertFile, Insecure, Json, KeyFile, Token, connect
 from paceline.cli.output import print_json
 from paceline.types import Drafter
 
@@ -21,10 +21,11 @@ def show(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Show the published drafter. Includes its acceptance length and the samples that it was trained on."""
-    with connect(address, token, ca_file, cert_file, key_file) as client:
+    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
         drafter = client.drafter()
     if as_json:
         print_json(drafter)
@@ -43,13 +44,14 @@ def roll_back(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    insecure: Insecure = False,
 ) -> None:
     """Publish the drafter before the current one again.
 
     Instances load it between two steps and no sample changes. The learner continues from that version.
     The decision log has an entry: paceline policy watch
     """
-    with connect(address, token, ca_file, cert_file, key_file) as client:
+    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
         # The call names the version, so that a retry after a lost answer does not roll back twice.
         current = version or client.drafter().drafter_version
         published = client.roll_back_drafter(current, reason)

@@ -11,11 +11,14 @@ from paceline.channel import Tls
 from paceline.client import Client
 from paceline.retry import RetryPolicy
 
-Address = Annotated[str, typer.Option(help="host:port of the gateway.")]
+Address = Annotated[str, typer.Option(help="host:port of the gateway, or several with commas between.")]
 Token = Annotated[str | None, typer.Option(envvar="PACELINE_TOKEN", help="Bearer token of the gateway.")]
 CaFile = Annotated[Path | None, typer.Option(help="Use TLS and trust these authorities (PEM).")]
 CertFile = Annotated[Path | None, typer.Option(help="Client certificate (PEM), for mutual TLS.")]
 KeyFile = Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Send the token in plain text, on a network that you trust.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -25,6 +28,7 @@ def connect(
     ca_file: Path | None,
     cert_file: Path | None,
     key_file: Path | None,
+    insecure: bool = False,
     *,
     leaders_only: bool = False,
 ) -> Client:
@@ -34,4 +38,16 @@ def connect(
     """
     tls = Tls(ca_file, cert_file, key_file) if ca_file or cert_file else None
     retry = RetryPolicy(seconds=1)
-    return Client(address, token=token, tls=tls, timeout=5, leaders_only=leaders_only, retry=retry)
+    try:
+        return Client(
+            address,
+            token=token,
+            tls=tls,
+            timeout=5,
+            leaders_only=leaders_only,
+            retry=retry,
+            insecure=insecure,
+        )
+    except ValueError as error:
+        said = str(error).replace("tls=paceline.Tls(...)", "--ca-file").replace("insecure=True", "--insecure")
+        raise typer.BadParameter(said, param_hint="--address") from error

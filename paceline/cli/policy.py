@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import Address, CaFile, CertFile, Json, KeyFile, Token, connect
+from paceline.cli.options import Address, CaFile, CertFile, Insecure, Json, KeyFile, Token, connect
 from paceline.cli.output import print_json
 from paceline.types import Decision, KnobSetting
 
@@ -30,10 +30,11 @@ def get(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Show the knobs that are set. Those of the fleet, unless a run, a model or a pool is named."""
-    with connect(address, token, ca_file, cert_file, key_file) as client:
+    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
         setting = client.knobs(run, model=model, pool=pool)
     if as_json:
         print_json(setting)
@@ -63,9 +64,10 @@ def set_(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    insecure: Insecure = False,
 ) -> None:
     """Change knobs. The kill switch is speculation=false: plain decoding on every instance at once."""
-    with connect(address, token, ca_file, cert_file, key_file) as client:
+    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
         setting = client.knobs(run, model=model, pool=pool)
         changed = KnobSetting(
             setting.revision if revision is None else revision, with_changes(setting.knobs, knobs)
@@ -87,10 +89,11 @@ def watch(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Print decisions as they are made, until Ctrl-C. With --json, one object per line."""
-    with connect(address, token, ca_file, cert_file, key_file) as client:
+    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
         try:
             for decision in client.watch_decisions(run, time.time() - last):
                 if as_json:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import Address, CaFile, CertFile, KeyFile, Token, connect
+from paceline.cli.options import Address, CaFile, CertFile, Insecure, KeyFile, Token, connect
 from paceline.types import Decision
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def report(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    insecure: Insecure = False,
 ) -> None:
     """Write one HTML page on a run: reward, time, instances, critical path, acceptance, decisions."""
     if entries is not None:
@@ -50,7 +51,7 @@ def report(
             raise typer.BadParameter("a file of entries does not change", param_hint="--live")
         read = _read(entries)
     else:
-        with connect(address, token, ca_file, cert_file, key_file) as client:
+        with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
             since = time.time() - last
             if live:
                 from paceline.report.live import LiveReport

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.options import Address, CaFile, CertFile, Json, KeyFile, Token, connect
+from paceline.cli.options import Address, CaFile, CertFile, Insecure, Json, KeyFile, Token, connect
 from paceline.cli.output import add_columns, plain_table, print_json
 from paceline.types import Instance, InstanceState, Versions
 
@@ -26,10 +26,11 @@ def status(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Show the instances and the published versions."""
-    with connect(address, token, ca_file, cert_file, key_file) as client:
+    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
         instances, versions = client.instances(), client.versions()
     if as_json:
         print_json({"instances": instances, "versions": versions})

@@ -7,9 +7,10 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from paceline.address import is_loopback
 from paceline.tokens import TokenScope
 from paceline.types import LogprobsMode
-from services.platform.config.settings import ServiceConfig, is_loopback
+from services.platform.config.settings import ServiceConfig
 
 
 class FacadeConfig(ServiceConfig):

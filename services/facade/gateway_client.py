@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline import AsyncClient, RetryPolicy
+from paceline.address import parse_addresses
 from paceline.channel import Tls
 from services.facade.config import FacadeConfig
-from services.platform.config.settings import is_loopback
 from services.platform.config.sources import ConfigError
 from services.platform.security.certificates import Certificates, watch_certificates
 from services.platform.security.guard import own_token
@@ -22,18 +22,23 @@ class GatewayClient:
     def __init__(self, config: FacadeConfig) -> None:
         """Read token and certificates.
 
-        ConfigError if the token would travel in plain text; OSError or Unreadable if the files cannot be used.
+        ConfigError if an address cannot be meant, or the token would travel in plain text; OSError or Unreadable if
+        the files cannot be used.
         """
         self._config = config
         self._token = own_token(config)
         self._certificates: Callable[[], Certificates | None] = lambda: None
         if config.tls is not None:
             self._certificates = watch_certificates(config.tls).current
-        elif self._token() is not None and not config.insecure:
-            for address in config.gateway.split(","):
-                if not is_loopback(address.strip().rpartition(":")[0]):
+        try:
+            addresses = parse_addresses(config.gateway, tls=config.tls is not None)
+        except ValueError as error:
+            raise ConfigError([f"gateway: {error}"]) from error
+        if config.tls is None and self._token() is not None and not config.insecure:
+            for address in addresses:
+                if not address.loopback:
                     raise ConfigError(
-                        [f"will not send the token to {address} in plain text; set tls, or insecure"]
+                        [f"will not send the token to {address.target} in plain text; set tls, or insecure"]
                     )
         self._made: list[tuple[tuple[str | None, Certificates | None], AsyncClient]] = []
 
@@ -53,5 +58,9 @@ class GatewayClient:
         config, tls = self._config, self._config.tls
         files = None if tls is None else Tls(tls.ca_file, tls.cert_file, tls.key_file, tls.server_name)
         return AsyncClient(
-            config.gateway, token=token, tls=files, retry=RetryPolicy(seconds=config.retry_seconds)
+            config.gateway,
+            token=token,
+            tls=files,
+            retry=RetryPolicy(seconds=config.retry_seconds),
+            insecure=config.insecure,
         )

@@ -3,7 +3,7 @@
 with attached(config):
     platform = RayPlatform(config)
     platform.start()
-    client = paceline.Client(platform.gateway_address(), token=...)
+    client = paceline.Client(platform.gateway_address(), token=..., insecure=True)
 """
 
 from __future__ import annotations

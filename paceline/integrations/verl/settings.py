@@ -34,6 +34,8 @@ class FleetSettings:
     key_file: Path | None = None
     server_name: str | None = None
     """TLS, as in `paceline.Tls`; plain text where none of these is set."""
+    insecure: bool = False
+    """Send the token in plain text beyond this machine, on a network that you trust."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None, place: str) -> Self:
@@ -61,8 +63,11 @@ class FleetSettings:
         texts: dict[str, Any] = {
             name: str(value) for name, value in found.items() if name in ("run_id", "server_name")
         }
+        insecure = found.pop("insecure", False)
+        if not isinstance(insecure, bool):
+            raise UnsupportedTrainerError(f"{place}.insecure is {insecure!r}; must be true or false")
         paths: dict[str, Any] = {name: Path(value) for name, value in found.items() if name not in texts}
-        return cls(address=_address(address), in_flight=in_flight, **texts, **paths)
+        return cls(address=_address(address), in_flight=in_flight, insecure=insecure, **texts, **paths)
 
     @property
     def name(self) -> str:
@@ -71,17 +76,20 @@ class FleetSettings:
 
     def client(self) -> Client:
         """Return a client of the fleet, with the token in the environment."""
-        return Client(self.address, token=os.environ.get(TOKEN) or None, tls=self._tls())
+        return Client(self.address, **self._credentials())
 
     def async_client(self) -> AsyncClient:
         """Return an asynchronous client of the fleet, with the token in the environment."""
-        return AsyncClient(self.address, token=os.environ.get(TOKEN) or None, tls=self._tls())
+        return AsyncClient(self.address, **self._credentials())
 
     def run(self, client: Client) -> Run:
         """Return the training job, whose weights go as the settings say."""
         if self.weights_root is None or self.weights_model is None:
             return client.run(self.run_id)
         return client.run(self.run_id, weights=WeightFolder(self.weights_root, self.weights_model))
+
+    def _credentials(self) -> dict[str, Any]:
+        return {"token": os.environ.get(TOKEN) or None, "tls": self._tls(), "insecure": self.insecure}
 
     def _tls(self) -> Tls | None:
         if self.ca_file is None and self.cert_file is None:

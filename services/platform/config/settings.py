@@ -6,13 +6,13 @@ in every source, so that a misspelled setting is never silently ignored.
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from paceline.address import is_loopback
 from services.platform.config.store_url import parse_store_url
 
 
@@ -133,16 +133,6 @@ class LeaderConfig(ServiceConfig):
     """A leader that is silent for so long is succeeded by a standby."""
     stall_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     """Seconds that a leader's event loop may be blocked until it no longer keeps its lease."""
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach a listener on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def listening_problems(config: ServiceConfig) -> list[str]:

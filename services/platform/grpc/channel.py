@@ -9,8 +9,9 @@ from typing import Any, Self, cast
 import grpc
 import structlog
 
+from paceline.address import is_loopback
 from paceline.channel import keepalive_options
-from services.platform.config.settings import ServiceConfig, TlsConfig, is_loopback
+from services.platform.config.settings import ServiceConfig, TlsConfig
 from services.platform.grpc.interceptor import REQUEST_ID
 from services.platform.observability import tracing
 from services.platform.observability.span import TRACE_PARENT

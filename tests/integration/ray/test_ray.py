@@ -68,7 +68,9 @@ def platform(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def client(platform: RayPlatform) -> Iterator[Client]:
-    with Client(platform.gateway_address(), token="the token of the tests", retry=PATIENT) as client:
+    with Client(
+        platform.gateway_address(), token="the token of the tests", insecure=True, retry=PATIENT
+    ) as client:
         until(lambda: len(serving(client)) == 2)
         yield client
 

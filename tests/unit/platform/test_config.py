@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from services.platform.config.settings import ServiceConfig, is_loopback, listening_problems
+from paceline.address import is_loopback
+from services.platform.config.settings import ServiceConfig, listening_problems
 from services.platform.config.sources import load_config
 
 

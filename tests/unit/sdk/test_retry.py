@@ -61,3 +61,13 @@ def test_a_full_service_is_asked_again_when_it_says_when() -> None:
 
 def test_other_errors_are_final() -> None:
     assert delays(RetryPolicy(), InternalError(grpc.StatusCode.INTERNAL, "broken", [asks(1)])) == []
+
+
+def test_a_wrong_address_is_tried_for_seconds_and_one_that_changes_for_longer() -> None:
+    now = 0.0
+    backoff = Backoff(RetryPolicy(initial=1, maximum=1, jitter=0), clock=lambda: now)
+    for wrong in (True, True, True, False, True, True, True, True, True):
+        delay = backoff.delay_after(UNAVAILABLE, wrong)
+        assert delay == 1
+        now += delay
+    assert backoff.delay_after(UNAVAILABLE, True) is None
