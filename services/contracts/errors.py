@@ -75,13 +75,14 @@ class NotFound(ServiceError):
 
 
 class AlreadyExists(ServiceError):
-    """Raised when another `kind` is called `name` already."""
+    """Raised when another `kind` is called `name` already, of which `field` is the first one that differs."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
-    def __init__(self, kind: str, name: str, message: str = "") -> None:
+    def __init__(self, kind: str, name: str, message: str = "", field: str = "") -> None:
         message = message or f"{kind} {name!r} exists already"
-        super().__init__(message, *_resource("ALREADY_EXISTS", kind, name, message))
+        more = {"field": field} if field else {}
+        super().__init__(message, *_resource("ALREADY_EXISTS", kind, name, message, more))
 
 
 class ResourceExhausted(ServiceError):
@@ -184,11 +185,13 @@ def _info(reason: str, metadata: Mapping[str, str] | None = None) -> error_detai
     return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=clipped)
 
 
-def _resource(reason: str, kind: str, name: str, message: str) -> tuple[Message, Message]:
+def _resource(
+    reason: str, kind: str, name: str, message: str, more: Mapping[str, str] | None = None
+) -> tuple[Message, Message]:
     resource = error_details_pb2.ResourceInfo(
         resource_type=kind, resource_name=_clip(name, MAX_TEXT), description=_clip(message, MAX_TEXT)
     )
-    return resource, _info(reason, {"kind": kind, "name": name})
+    return resource, _info(reason, {"kind": kind, "name": name, **(more or {})})
 
 
 def _retry(seconds: float | None) -> list[Message]:

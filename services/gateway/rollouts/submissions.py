@@ -13,6 +13,7 @@ from paceline.errors import Violation
 from paceline.v1 import rollout_pb2 as pb
 from services.contracts.errors import AlreadyExists, InvalidArgument, Unavailable
 from services.gateway.batches.admission import as_submission, check_names, check_submit
+from services.gateway.batches.difference import first_difference
 from services.gateway.hints.book import hinted_batch
 from services.gateway.hints.bubble_link import BubbleLink
 from services.gateway.hints.hinting import Hinting
@@ -27,6 +28,8 @@ from services.platform.collection import pause_collection
 
 log = structlog.get_logger(__name__)
 
+OPENED = "open:"
+"""Prefix of the fingerprints of batches that were opened."""
 R = TypeVar("R")
 P = ParamSpec("P")
 # Samples and bytes of a request that is worked through at once, in under 2 ms; a larger one is in a thread.
@@ -64,11 +67,11 @@ class Submissions:
             raise InvalidArgument(violations)
         payload, fingerprint = await serialised(request)
         if opens:
-            fingerprint = f"open:{fingerprint}"
+            fingerprint = f"{OPENED}{fingerprint}"
         async with self.recovery.lock(key):
             known = await self.recovery.take_up(key)
             if known is not None and not known.is_acknowledged:
-                _check_same(known, fingerprint)
+                await _check_same(known, request, fingerprint)
                 self.intake.batches.use(key)
                 return known, True
             total = sum(group.samples for group in request.groups)
@@ -156,12 +159,25 @@ async def _walk(small: bool, function: Callable[P, R], *given: P.args, **named: 
     return function(*given, **named) if small else await asyncio.to_thread(function, *given, **named)
 
 
-def _check_same(known: BatchRecord, fingerprint: str) -> None:
-    if known.head.fingerprint != fingerprint:
-        name = "/".join(known.key)
-        raise AlreadyExists(
-            "batch", name, f"batch {name} was submitted or opened before with another content"
-        )
+async def _check_same(known: BatchRecord, request: pb.SubmitRolloutsRequest, fingerprint: str) -> None:
+    """Raise AlreadyExists, which names the first field that differs, for another batch of the same name."""
+    if known.head.fingerprint == fingerprint:
+        return
+    name, was_opened = "/".join(known.key), known.head.fingerprint.startswith(OPENED)
+    if was_opened != fingerprint.startswith(OPENED):
+        differs, how = "", "it was opened" if was_opened else "it was submitted whole"
+    elif known.request is None:
+        differs, how = "", "it has another content"
+    else:
+        # Groups of an open batch are added after it was opened.
+        passed_over = ["groups"] if was_opened else []
+        differs, how = await asyncio.to_thread(first_difference, known.request, request, passed_over)
+        how = how or "it has another content"
+    message = f"batch {name} is there already, and not the same: {f'{differs} {how}'.strip()}"
+    message += (
+        "; ask for it as it was, under another step or batch id, or end the run (EndRun, run.end()) before"
+    )
+    raise AlreadyExists("batch", name, message, field=differs)
 
 
 def _check_samples(record: BatchRecord, request: pb.CancelRolloutsRequest) -> None:

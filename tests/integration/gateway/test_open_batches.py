@@ -145,8 +145,13 @@ async def test_what_cannot_be_added_is_refused_with_its_reason_and_disturbs_noth
     code, _, found = await refused(add(gateway, other, 1))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "RetryInfo" not in found
-    code, reason, _ = await refused(gateway.trainer.submit(request))
+    code, reason, found = await refused(gateway.trainer.submit(request))
     assert (code, reason) == (grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS")
+    assert "it was opened" in found["ResourceInfo"].description
+    reopened = opening(request)
+    reopened.run_seed += 1
+    code, reason, found = await refused(gateway.trainer.rollouts.OpenBatch(reopened, timeout=CALL))
+    assert (code, found["ErrorInfo"].metadata["field"]) == (grpc.StatusCode.ALREADY_EXISTS, "run_seed")
     again = await gateway.trainer.rollouts.OpenBatch(opening(request), timeout=CALL)
     assert again.already_opened
     await add(gateway, request, 1)

@@ -96,6 +96,9 @@ async def test_another_batch_under_the_same_id_is_refused(cluster: Cluster) -> N
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await gateway.trainer.submit(other)
     assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    said = error.value.details() or ""
+    assert "groups[1].prompt_token_ids[0] was " in said
+    assert "run.end()" in said
     check_samples(request, await gateway.trainer.collect(request))
 
 
