@@ -5,6 +5,7 @@ python -m examples.minimal_trainer --steps 5
 """
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.tinymath.tasks import PRACTICE, make_problems
 from examples.tinymath.tokenizer import decode, prompt_ids
-from paceline import Client, Group, SamplingParams
+from paceline import Client, Group, Sample, SampleStatus, SamplingParams
 
 SAMPLES = 8
 
@@ -29,9 +30,9 @@ def train(address: str, model: Path, steps: int, run_id: str = "minimal") -> lis
         for step in range(steps):
             groups = [Group(name, prompt, SAMPLES) for name, prompt in prompts.items()]
             rollout = run.rollout(step, groups, SamplingParams(max_tokens=200))
-            samples = sorted(rollout, key=lambda sample: sample.prompt_id)  # they arrive as they finish
+            samples = whole_groups(rollout.by_group())
             rewards = torch.tensor([problems[s.prompt_id].reward(decode(s.token_ids)) for s in samples])
-            grouped = rewards.view(-1, SAMPLES)
+            grouped = rewards.view(len(samples) // SAMPLES, SAMPLES)
             baseline = (grouped.sum(1, keepdim=True) - grouped) / (SAMPLES - 1)
             for sample, advantage in zip(samples, (grouped - baseline).flatten(), strict=True):
                 prompt = prompts[sample.prompt_id]
@@ -42,9 +43,24 @@ def train(address: str, model: Path, steps: int, run_id: str = "minimal") -> lis
             optimizer.step()
             optimizer.zero_grad()
             run.push_weights(policy.state_dict())
-            means.append(float(rewards.mean()))
+            means.append(float(rewards.mean()) if len(samples) else 0.0)
             print(f"step {step}: mean reward {means[-1]:.3f} of {len(samples)} samples", flush=True)
     return means
+
+
+def whole_groups(groups: Iterable[list[Sample]]) -> list[Sample]:
+    """Return the samples of groups of which none has failed: a baseline of others would be another one's."""
+    kept = []
+    for group in groups:
+        lost = [each for each in group if each.status is SampleStatus.FAILED or not len(each.token_ids)]
+        if lost:
+            print(
+                f"left out {group[0].prompt_id}: {len(lost)} of its samples failed: {lost[0].error}",
+                flush=True,
+            )
+        else:
+            kept += group
+    return kept
 
 
 if __name__ == "__main__":

@@ -61,6 +61,9 @@ class Run(Face[AsyncRun]):
     ) -> Rollout:
         """Submit a batch and return its samples as an iterable, in completion order.
 
+        Seeds come of run, step, prompt and slot: the same prompt ids again in a step give the same samples again. A
+        warning says so; for other samples use other prompt ids, or more samples a group.
+
         The samples are of the published policy version unless `policy_version` names another. Batches of higher
         `priority` are placed first; within one, runs share the instances by `weight`. A batch that is too large for
         one call (16 MiB, 65,536 samples) is submitted in parts and read as one, a part at a time in turn. Those of

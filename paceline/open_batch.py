@@ -13,7 +13,7 @@ async with run.open_batch(step, SamplingParams(max_tokens=512)) as batch:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from paceline import convert
@@ -35,8 +35,15 @@ class AsyncOpenBatch(AsyncRollout):
     Iterations end when the batch is closed and every sample was given.
     """
 
-    def __init__(self, client: GatewayCalls, batch: t.Batch) -> None:
+    def __init__(
+        self,
+        client: GatewayCalls,
+        batch: t.Batch,
+        asked: Callable[[Sequence[t.Group]], None] = lambda groups: None,
+    ) -> None:
+        """Prepare a batch; `asked` is told of the groups that are added for the first time."""
         self._opened: dict[str, OpenShardBatch] = {}
+        self._asked = asked
         super().__init__(client, batch)
 
     async def add(self, groups: Iterable[t.Group]) -> int:
@@ -50,7 +57,9 @@ class AsyncOpenBatch(AsyncRollout):
         versions were published than `max_staleness` allows; VERSION_MISMATCH, for a batch without one.
         ResourceExhaustedError: the batch is as large as it may be; close it and open another.
         """
-        parts = self._shards.spread(convert.whole_groups(groups))
+        given = convert.whole_groups(groups)
+        fresh = [group for group in given if group.prompt_id not in self._wanted]
+        parts = self._shards.spread(given)
 
         async def add(member: OpenShard) -> int:
             groups = parts[member.name]
@@ -64,7 +73,9 @@ class AsyncOpenBatch(AsyncRollout):
                 raise
 
         members = [each for each in self._members if each.name in parts]
-        return sum(await self._shards.all(add, members)) if members else 0
+        added = sum(await self._shards.all(add, members)) if members else 0
+        self._asked(fresh)
+        return added
 
     async def close(self) -> int:
         """Let nothing be added any more, so that iterations end; return how many samples the batch has.

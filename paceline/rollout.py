@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -14,9 +15,15 @@ from paceline.shard_batch import Part, ShardBatch
 from paceline.shards import OpenShard
 from paceline.step_stats import StepStats
 
+log = logging.getLogger("paceline")
+
 
 class AsyncRollout:
-    """The samples of a submitted batch. Each is given once, over all iterations together."""
+    """The samples of a submitted batch. Each is given once, over all iterations together.
+
+    An iteration that was left in the middle is gone on with by the next one. When all samples were given, another
+    iteration is a ValueError.
+    """
 
     def __init__(self, client: GatewayCalls, batch: t.Batch) -> None:
         self._shards = client.shards
@@ -34,6 +41,9 @@ class AsyncRollout:
         """Whole groups that were not given yet."""
         self._wanted: dict[str, int] = {}
         """Prompt id -> number of samples."""
+        self._given_all = False
+        """True after an iteration that went to the end."""
+        self._failed = 0
         self._want(batch.groups)
 
     @property
@@ -61,17 +71,34 @@ class AsyncRollout:
         return sum(self._wanted.values())
 
     async def __aiter__(self) -> AsyncGenerator[t.Sample, None]:
+        if self._given_all:
+            raise ValueError(
+                "all samples of this rollout were given before; keep them, as list(rollout) does"
+            )
         async with aclosing(self._events()) as events:
             async for part, event in events:
                 sample = part.give(event)
                 self.step_stats.add(sample)
+                self._note_failure(sample)
                 yield sample
+        self._given_all = True
+        if self._failed:
+            log.warning(
+                "step %d: %d of %d samples failed; their status is FAILED, and they are not to be trained on",
+                self.batch.step,
+                self._failed,
+                len(self),
+            )
 
     async def by_group(self) -> AsyncIterator[list[t.Sample]]:
         """Iterate over whole groups, each when the last of its samples has ended; a group's samples are by slot.
 
         Samples of groups that are not whole when the iteration is left are given by the next `by_group`.
         """
+        if self._given_all and self._whole:
+            while self._whole:
+                yield self._whole.popleft()
+            return
         async with aclosing(self.__aiter__()) as samples:
             while True:
                 while self._whole:
@@ -84,6 +111,19 @@ class AsyncRollout:
         # Groups that were added again, by a trainer that was restarted, after the last sample was read.
         while self._whole:
             yield self._whole.popleft()
+
+    def _note_failure(self, sample: t.Sample) -> None:
+        if sample.status is not t.SampleStatus.FAILED:
+            return
+        self._failed += 1
+        if self._failed == 1:
+            log.warning(
+                "step %d: prompt %r slot %d failed: %s",
+                self.batch.step,
+                sample.prompt_id,
+                sample.slot,
+                sample.error,
+            )
 
     def _divide(self, client: GatewayCalls, batch: t.Batch) -> None:
         """Give each shard its part of the batch."""

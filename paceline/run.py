@@ -146,6 +146,7 @@ class AsyncRun(RunRollouts):
 
     async def _pushed(self) -> None:
         self._refused = None
+        self._warnings.pushed()
         if isinstance(self._weights, WeightFolder):
             await self.client.run_work(self._weights.prune)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Self
 
 from paceline import convert
@@ -14,6 +15,7 @@ from paceline.convert.values import UINT64, integer
 from paceline.errors import NotFoundError
 from paceline.open_batch import AsyncOpenBatch
 from paceline.rollout import AsyncRollout
+from paceline.run_warnings import RunWarnings
 from paceline.sessions import AsyncSessions
 from paceline.shards import OpenShard
 from paceline.split import first_part
@@ -38,6 +40,7 @@ class RunRollouts:
         """Rollouts that are not acknowledged, of the newest step and of earlier ones that are still read."""
         self._stats: dict[int, list[StepStats]] = {}
         """Figures of the rollouts of each step, those of the newest step last."""
+        self._warnings = RunWarnings(run_id)
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,6 +76,9 @@ class RunRollouts:
     ) -> AsyncRollout:
         """Submit a batch and return its samples as an iterable, in completion order.
 
+        Seeds come of run, step, prompt and slot: the same prompt ids again in a step give the same samples again. A
+        warning says so; for other samples use other prompt ids, or more samples a group.
+
         The samples are of the published policy version unless `policy_version` names another. Batches of higher
         `priority` are placed first; within one, runs share the instances by `weight`. A batch that is too large for
         one call (16 MiB, 65,536 samples) is submitted in parts and read as one, a part at a time in turn. Those of
@@ -94,6 +100,7 @@ class RunRollouts:
         )
         rollout = AsyncRollout(self.client, batch)
         await self._begin(rollout)
+        self._note(batch, batch.groups)
         return rollout
 
     @asynccontextmanager
@@ -171,7 +178,7 @@ class RunRollouts:
     ) -> AsyncOpenBatch:
         """Open a batch with these fields."""
         batch = await self._batch(step, sampling, policy_version, groups=(), **fields)
-        opened = AsyncOpenBatch(self.client, batch)
+        opened = AsyncOpenBatch(self.client, batch, partial(self._note, batch))
         await self._begin(opened)
         return opened
 
@@ -181,7 +188,9 @@ class RunRollouts:
         """Return the next batch of a step, of the published version unless another is named."""
         step = integer(step, "step", *UINT64)
         if policy_version is None:
-            policy_version = await self.client.shards.version()
+            published = await self.client.shards.published()
+            self._warnings.served(published)
+            policy_version = published.policy_version
         policy_version = integer(policy_version, "policy_version", *UINT64)
         return t.Batch(
             run_id=self.run_id,
@@ -192,6 +201,9 @@ class RunRollouts:
             run_seed=self._seed,
             **fields,
         )
+
+    def _note(self, batch: t.Batch, groups: Iterable[t.Group]) -> None:
+        self._warnings.asked(batch.step, batch.policy_version, (group.prompt_id for group in groups))
 
     def _name(self, step: int, policy_version: int) -> str:
         """Return the id of the next batch of a step and version."""

@@ -118,15 +118,20 @@ class Shards:
         found = await self.all(lambda member: member.calls.versions())
         return dict(zip((member.name for member in self.members), found, strict=True))
 
-    async def version(self) -> int:
-        """Return the policy version that all shards serve.
+    async def published(self) -> t.Versions:
+        """Return what the first shard serves, of which all serve the policy version.
 
         FailedPreconditionError with the reason SHARDS_DIFFER: a push did not reach all of them.
         """
-        found = {name: each.policy_version for name, each in (await self.versions()).items()}
-        if len(set(found.values())) > 1:
-            raise client_errors.shards_differ(found)
+        found = await self.versions()
+        served = {name: each.policy_version for name, each in found.items()}
+        if len(set(served.values())) > 1:
+            raise client_errors.shards_differ(served)
         return next(iter(found.values()))
+
+    async def version(self) -> int:
+        """Return the policy version that all shards serve. Errors are those of `published`."""
+        return (await self.published()).policy_version
 
 
 async def _named(work: Callable[[OpenShard], Awaitable[R]], member: OpenShard) -> R:

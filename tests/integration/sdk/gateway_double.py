@@ -36,6 +36,8 @@ class State:
 
     batches: dict[tuple[str, str], rollout_pb2.SubmitRolloutsRequest] = field(default_factory=dict)
     version: int = 4
+    checksum: str = ""
+    """Of the weights that are served; empty: they are those of the start."""
     update: weight_pb2.StartUpdateRequest | None = None
     disk: weight_pb2.DiskWeights | None = None
     reports: list[rollout_pb2.ReportRewardsRequest] = field(default_factory=list)
@@ -207,7 +209,10 @@ class Weights(_Servicer, weight_pb2_grpc.WeightServiceServicer):
 
     async def GetVersions(self, request: Any, context: Any) -> Any:
         await self.enter("GetVersions", context)
-        return weight_pb2.GetVersionsResponse(policy_version=self.state.version, drafter_version=2)
+        version, checksum = self.state.version, self.state.checksum
+        return weight_pb2.GetVersionsResponse(
+            policy_version=version, drafter_version=2, policy_checksum=checksum
+        )
 
 
 class Fleet(_Servicer, fleet_pb2_grpc.FleetServiceServicer):

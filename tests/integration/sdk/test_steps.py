@@ -152,7 +152,9 @@ def test_groups_are_given_whole_and_what_is_left_in_the_middle_is_given_by_the_n
         first = next(iter(rollout.by_group()))
         groups = [first, *rollout.by_group()]
         assert rollout.complete
-        assert list(rollout.by_group()) == []
+        for again in (rollout, rollout.by_group()):
+            with pytest.raises(ValueError, match="were given before"):
+                list(again)
     assert sorted(group[0].prompt_id for group in groups) == list("abcde")
     assert all([sample.slot for sample in group] == [0, 1, 2] for group in groups)
     assert tokens([sample for group in groups for sample in group]) == ALL

@@ -17,7 +17,7 @@ class GrowingRollout(AsyncRollout):
 
     def __init__(self, samples: list[t.Sample], late: Group) -> None:
         self._gathered, self._wanted, self._whole = {}, {}, deque()
-        self._samples, self._late = samples, late
+        self._samples, self._late, self._given_all = samples, late, False
 
     async def __aiter__(self) -> AsyncGenerator[t.Sample, None]:
         for sample in self._samples:
