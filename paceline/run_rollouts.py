@@ -90,7 +90,7 @@ class RunRollouts:
             step,
             sampling,
             policy_version,
-            groups=convert.whole_groups(groups),
+            groups=groups,
             exactness=t.Exactness() if exactness is None else exactness,
             deadline=deadline,
             priority=priority,
@@ -192,7 +192,7 @@ class RunRollouts:
             self._warnings.served(published)
             policy_version = published.policy_version
         policy_version = integer(policy_version, "policy_version", *UINT64)
-        return t.Batch(
+        batch = t.Batch(
             run_id=self.run_id,
             batch_id=self._name(step, policy_version),
             step=step,
@@ -201,6 +201,7 @@ class RunRollouts:
             run_seed=self._seed,
             **fields,
         )
+        return convert.whole_batch(batch)
 
     def _note(self, batch: t.Batch, groups: Iterable[t.Group]) -> None:
         self._warnings.asked(batch.step, batch.policy_version, (group.prompt_id for group in groups))
@@ -257,15 +258,14 @@ class RunRollouts:
 
         Of a step that is too large for one call, the first part is announced; on each shard, its prompts.
         """
-        sampling, exactness = sampling or t.SamplingParams(), exactness or t.Exactness()
-        groups = convert.whole_groups(groups)
-        parts = {member.name: first_part(own) for member, own in self.client.shards.split(groups)}
+        params = convert.whole_sampling(sampling or t.SamplingParams())
+        asked = (params, exactness or t.Exactness(), self._seed)
+        split = self.client.shards.split(convert.whole_groups(groups))
+        parts = {member.name: first_part(own) for member, own in split}
 
         async def announce(member: OpenShard) -> int:
-            own = parts[member.name]
-            return await member.calls.hint(
-                t.BatchHint(self.run_id, step, policy_version, own, sampling, exactness, self._seed)
-            )
+            hint = t.BatchHint(self.run_id, step, policy_version, parts[member.name], *asked)
+            return await member.calls.hint(hint)
 
         shards = self.client.shards
         return sum(await shards.all(announce, [each for each in shards.members if each.name in parts]))

@@ -110,16 +110,42 @@ def whole_groups(groups: Iterable[t.Group]) -> list[t.Group]:
             prompt_id=values.text(each.prompt_id, f"{at}.prompt_id"),
             prompt_token_ids=values.integers(each.prompt_token_ids, f"{at}.prompt_token_ids", *values.UINT32),
             samples=values.integer(each.samples, f"{at}.samples", *values.UINT32),
-            sampling=_checked(each.sampling, f"{at}.sampling"),
+            sampling=None if each.sampling is None else whole_sampling(each.sampling, f"{at}.sampling"),
             expected_tokens=values.integer(each.expected_tokens, f"{at}.expected_tokens", *values.UINT32),
         )
         for each, at in _records(groups, "groups", t.Group)
     ]
 
 
+def whole_sampling(params: t.SamplingParams, at: str = "sampling") -> t.SamplingParams:
+    """Return parameters that can be sent more than once: a generator gives its items once."""
+    sent = sampling_to_proto(params, at)
+    return replace(
+        params,
+        stop_token_ids=tuple(sent.stop_token_ids),
+        stop=tuple(sent.stop),
+        allowed_token_ids=tuple(sent.allowed_token_ids),
+        json_schema=sent.json_schema,
+    )
+
+
+def whole_tools(tools: t.ToolUse | None) -> t.ToolUse | None:
+    """Return rules that can be sent more than once."""
+    if tools is None:
+        return None
+    sent = tools_to_proto(tools)
+    return replace(tools, call_token_ids=tuple(sent.call_token_ids), call_strings=tuple(sent.call_strings))
+
+
 def whole_batch(batch: t.Batch) -> t.Batch:
-    """Return a batch with groups that one can count with."""
-    return replace(record(batch, t.Batch, "batch"), groups=whole_groups(batch.groups))
+    """Return a batch that can be counted with, and sent more than once."""
+    record(batch, t.Batch, "batch")
+    return replace(
+        batch,
+        groups=whole_groups(batch.groups),
+        sampling=whole_sampling(batch.sampling),
+        tools=whole_tools(batch.tools),
+    )
 
 
 def batch_to_proto(batch: t.Batch) -> rollout_pb2.SubmitRolloutsRequest:
@@ -226,12 +252,6 @@ def _described(kind: type[M], batch: t.Batch) -> M:
         stale=0 if batch.max_staleness is None else stale,
         tools=None if batch.tools is None else tools_to_proto(batch.tools),
     )
-
-
-def _checked(params: t.SamplingParams | None, at: str) -> t.SamplingParams | None:
-    if params is not None:
-        sampling_to_proto(params, at)
-    return params
 
 
 def _records(given: Iterable[R], field: str, kind: type[R]) -> Iterator[tuple[R, str]]:

@@ -12,7 +12,7 @@ from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 
 import paceline
-from paceline import AsyncClient, Client, Group, RetryPolicy, Reward
+from paceline import AsyncClient, Client, Group, RetryPolicy, Reward, SamplingParams
 from paceline.split import parts_of
 from tests.integration.sdk.gateway_double import GatewayDouble, until
 
@@ -158,3 +158,17 @@ def test_groups_are_given_whole_and_what_is_left_in_the_middle_is_given_by_the_n
     assert sorted(group[0].prompt_id for group in groups) == list("abcde")
     assert all([sample.slot for sample in group] == [0, 1, 2] for group in groups)
     assert tokens([sample for group in groups for sample in group]) == ALL
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_can_be_read_once_is_in_every_part_and_in_a_second_submission(
+    gateway: GatewayDouble, client: Client
+) -> None:
+    once = SamplingParams(stop_token_ids=(each for each in (5, 6)), stop=iter(["x"]))  # type: ignore[arg-type]
+    rollout = client.run("run", seed=1).rollout(0, (group for group in GROUPS), once)
+    sent = [each.sampling for each in gateway.state.batches.values()]
+    assert len(sent) == len(PARTS)
+    gateway.state.batches.clear()
+    assert len(list(rollout)) == len(ALL)
+    for sampling in (*sent, *(each.sampling for each in gateway.state.batches.values())):
+        assert (list(sampling.stop_token_ids), list(sampling.stop)) == ([5, 6], ["x"])
