@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import Address, CaFile, CertFile, KeyFile, Token, connect
+from paceline.cli.options import Address, CaFile, CertFile, Insecure, KeyFile, Token, connect
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -26,13 +26,14 @@ def abort(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     token: Token = None,
+    insecure: Insecure = False,
 ) -> None:
     """Abort the weight update in progress, whoever waits for it.
 
     Instances discard what they have of it and go on serving the published version; the trainer's push fails with
     ABORTED. Refused once instances have begun to apply the weights.
     """
-    with connect(address, token, ca_file, cert_file, key_file, leaders_only=True) as client:
+    with connect(address, token, ca_file, cert_file, key_file, insecure, leaders_only=True) as client:
         found = client.versions()
         wanted = update_id or found.update_id
         if not wanted:
