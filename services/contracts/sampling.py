@@ -6,25 +6,63 @@ the caller decides whether a request or only one of its items is refused.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from paceline.errors import Violation
 from paceline.v1 import sample_pb2
+from services.contracts.schemas.walk import schema_faults
 
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256
 """Most stop strings of a sample, and most bytes of one in UTF-8."""
-LONGEST_SCHEMA, DEEPEST_SCHEMA = 1 << 16, 64
-"""Most bytes of a JSON schema, and how deep it may be nested."""
 MOST_TOP_LOGPROBS = 20
 """Most of the likeliest tokens of a position that are told."""
 MOST_ALLOWED = 4096
 """Most token ids that the samples of a prompt can be limited to."""
 MAX_REPORTED = 5
 """Most invalid positions of a list of token ids that are named; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Values that a number may have: `off`, or those from `least` to `most`, without `least` if it is `open`."""
+
+    least: float
+    most: float
+    off: float
+    meaning: str = "off"
+    """What `off` does."""
+    open: bool = False
+
+    def has(self, value: float) -> bool:
+        """Return True for an allowed value; NaN fails every comparison."""
+        least, most = _single(self.least), _single(self.most)
+        return value == self.off or (least < value <= most if self.open else least <= value <= most)
+
+    def __str__(self) -> str:
+        return f"in {'(' if self.open else '['}{self.least}, {self.most}] ({self.off} is {self.meaning})"
+
+
+def _single(value: float) -> float:
+    """Return a limit as it arrives: the fields of a message have single precision."""
+    single: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return single
+
+
+# Beyond these, logits in single precision are no longer what was asked for: they overflow, or are rounded by more
+# than the noise.
+_FINE, _COARSE = 0.0001, 10000
+RANGES: dict[str, Bounds] = {
+    "temperature": Bounds(_FINE, _COARSE, off=0, meaning="greedy"),
+    "top_p": Bounds(0, 1, off=1, open=True),
+    "top_k": Bounds(1, (1 << 31) - 1, off=0),
+    "min_p": Bounds(0, 1, off=0),
+    "repetition_penalty": Bounds(_FINE, _COARSE, off=1),
+    "presence_penalty": Bounds(-2, 2, off=0),
+    "frequency_penalty": Bounds(-2, 2, off=0),
+}
+"""Allowed values of the parameters that are numbers of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +135,9 @@ def resolve(params: sample_pb2.SamplingParams | None) -> Sampling:
 def check_sampling(sampling: Sampling, limits: ModelLimits, field: str) -> list[Violation]:
     """Return violations of the ranges of `paceline.v1.SamplingParams`; `field` is the path of the parameters."""
     found = [
-        Violation(_join(field, name), f"{getattr(sampling, name)} is not allowed; must be {allowed}")
-        for name, (fits, allowed) in _RANGES.items()
-        if not fits(getattr(sampling, name))
+        Violation(_join(field, name), f"{getattr(sampling, name)} is not allowed; must be {bounds}")
+        for name, bounds in RANGES.items()
+        if not bounds.has(getattr(sampling, name))
     ]
     found += _check_counts(sampling, limits, field)
     found += check_tokens(sampling.stop_token_ids, limits, _join(field, "stop_token_ids"), allow_empty=True)
@@ -164,6 +202,11 @@ def _check_counts(sampling: Sampling, limits: ModelLimits, field: str) -> list[V
     if sampling.min_tokens < 0:
         description = f"{sampling.min_tokens} is not allowed; must be >= 0"
         found.append(Violation(_join(field, "min_tokens"), description))
+    if sampling.min_tokens > 0 and len(sampling.stops(limits)) >= limits.vocab_size:
+        description = (
+            f"{sampling.min_tokens} is not allowed: every token is a stop token, and none may come first"
+        )
+        found.append(Violation(_join(field, "min_tokens"), description))
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens >= 1:
         description = f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}"
         found.append(Violation(_join(field, "min_tokens"), description))
@@ -185,16 +228,7 @@ def _check_schema(sampling: Sampling, limits: ModelLimits, path: str) -> list[Vi
         found.append(
             Violation(field, "is set, and the model has no tokenizer that tells the text of its tokens")
         )
-    if len(sampling.json_schema.encode()) > LONGEST_SCHEMA:
-        return [*found, Violation(field, f"has more than {LONGEST_SCHEMA} bytes")]
-    try:
-        schema = json.loads(sampling.json_schema)
-        if not isinstance(schema, dict):
-            found.append(Violation(field, "is no JSON object"))
-        elif not _is_shallow(schema):
-            found.append(Violation(field, f"is nested more than {DEEPEST_SCHEMA} deep"))
-    except (ValueError, RecursionError) as error:
-        found.append(Violation(field, f"is no JSON: {error}"))
+    found += [Violation(field, fault) for fault in schema_faults(sampling.json_schema)]
     if sampling.allowed_token_ids:
         found.append(Violation(_join(path, "allowed_token_ids"), "is not allowed together with json_schema"))
     if sampling.min_tokens > 0:
@@ -203,19 +237,6 @@ def _check_schema(sampling: Sampling, limits: ModelLimits, path: str) -> list[Vi
         ends = "is not allowed together with json_schema: nothing would end the sample"
         found.append(Violation(_join(path, "ignore_eos"), ends))
     return found
-
-
-def _is_shallow(value: object) -> bool:
-    """Return whether a JSON value is nested as deep as a schema may be: compilers recurse."""
-    level = [value]
-    for _ in range(DEEPEST_SCHEMA + 1):
-        nested = [each for each in level if isinstance(each, dict | list)]
-        if not nested:
-            return True
-        level = list(
-            chain.from_iterable(each.values() if isinstance(each, dict) else each for each in nested)
-        )
-    return False
 
 
 def _check_stop(stop: Sequence[str], limits: ModelLimits, field: str) -> list[Violation]:
@@ -237,14 +258,3 @@ def _join(path: str, name: str) -> str:
 _OPTIONAL = tuple(
     name for name, field in sample_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items() if field.has_presence
 )
-
-# NaN fails every comparison, so each test is written to be true only for what is allowed.
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value < math.inf, "finite and >= 0 (0 is greedy)"),
-    "top_p": (lambda value: 0 < value <= 1, "in (0, 1] (1 is off)"),
-    "top_k": (lambda value: value >= 0, "0 (off) or >= 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "in [0, 1] (0 is off)"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "finite and > 0 (1 is off)"),
-    "presence_penalty": (lambda value: -2 <= value <= 2, "in [-2, 2] (0 is off)"),
-    "frequency_penalty": (lambda value: -2 <= value <= 2, "in [-2, 2] (0 is off)"),
-}

@@ -8,7 +8,7 @@ the model's own distribution would be lost, and so would a response that begins 
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,15 +17,17 @@ from typing import Any
 import structlog
 import torch
 import xgrammar
-from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
 from services.contracts.sampling import ModelLimits, Sampling
+from services.contracts.schemas.walk import schema_faults
 from services.generation.engine.token_text import vocabulary_of
 
 _log = structlog.get_logger(__name__)
 
 # Compiled grammars are kept in so much memory.
 _CACHE_BYTES = 256 << 20
+_PLACE_IN_XGRAMMAR = re.compile(r"^\[[0-9:]+\] \S+: ")
+_CONTROL = frozenset(range(32)) - frozenset(b"\n\r")
 
 
 class GrammarState:
@@ -67,19 +69,37 @@ class Grammars:
 
     def __init__(self, vocabulary: Any) -> None:
         """Compile for a vocabulary of xgrammar's."""
-        self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
+        self._size = vocabulary.vocab_size
+        self._compiler = xgrammar.GrammarCompiler(
+            _without_control_characters(vocabulary), max_threads=1, cache_limit_bytes=_CACHE_BYTES
+        )
 
-    def check(self, schema: str, parsed: Any, prefix: Sequence[int], stops: Sequence[int]) -> str:
+    def check(self, schema: str, prefix: Sequence[int], stops: Sequence[int]) -> str:
         """Return what is wrong with a schema, or with a response that is to go on under it; "" if nothing is."""
-        if isinstance(parsed, dict) and has_xgrammar_unsupported_json_features(parsed):
-            return "has features that are not supported (such as multipleOf, uniqueItems or several allOf)"
+        if faults := schema_faults(schema):
+            return "; ".join(faults)
         try:
             matcher = self._matcher(schema, stops)
         except Exception as error:
-            return f"is not a schema that can be served: {str(error).strip()[:200]}"
+            return (
+                f"is not a schema that can be served: {_PLACE_IN_XGRAMMAR.sub('', str(error)).strip()[:200]}"
+            )
         if not all(matcher.accept_token(int(token)) for token in prefix):
             return "does not allow the tokens of the prefix"
+        if not matcher.is_terminated() and not self._allows_any(matcher):
+            behind = "behind the prefix" if prefix else "at first"
+            return f"allows no token of the model's vocabulary {behind}"
         return ""
+
+    def allows_nothing(self, schema: str, response: Sequence[int], stops: Sequence[int]) -> bool:
+        """Return True if no token may follow a response that a schema has allowed so far."""
+        matcher = self._matcher(schema, stops)
+        return all(matcher.accept_token(int(token)) for token in response) and not self._allows_any(matcher)
+
+    def _allows_any(self, matcher: Any) -> bool:
+        mask = masks_for(1, self._size)
+        matcher.fill_next_token_bitmask(mask)
+        return bool(mask.any())
 
     def begin(self, schema: str, stops: Sequence[int]) -> GrammarState:
         """Return the grammar of a sample whose response is empty so far."""
@@ -119,5 +139,20 @@ def schema_fault(folder: Path, limits: ModelLimits, sampling: Sampling, prefix: 
 
     Afterwards it is compiled.
     """
-    schema, stops = sampling.json_schema, sorted(sampling.stops(limits))
-    return grammars_of(folder, limits.vocab_size).check(schema, json.loads(schema), prefix, stops)
+    stops = sorted(sampling.stops(limits))
+    return grammars_of(folder, limits.vocab_size).check(sampling.json_schema, prefix, stops)
+
+
+def _without_control_characters(vocabulary: Any) -> Any:
+    """Return a vocabulary without the tokens that have control characters, but for those that end lines.
+
+    Strings whose length or pattern a schema gives would have them as they are, which is no JSON.
+    """
+    tokens = [b"" if _CONTROL.intersection(each) else each for each in vocabulary.decoded_vocab]
+    return xgrammar.TokenizerInfo(
+        tokens,
+        vocab_type=xgrammar.VocabType.RAW,
+        vocab_size=vocabulary.vocab_size,
+        stop_token_ids=vocabulary.stop_token_ids,
+        add_prefix_space=vocabulary.add_prefix_space,
+    )

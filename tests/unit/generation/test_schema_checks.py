@@ -12,7 +12,7 @@ from services.contracts.sampling import Sampling
 from services.generation.server.schema_checks import SchemaChecks
 from tests.unit.generation.test_intake import WAIT, Rig, close, lenient, named, reason, starts
 
-GOOD, BAD, SLOW, BROKEN = '{"good": 1}', '{"bad": 1}', '{"slow": 1}', '{"broken": 1}'
+GOOD, BAD, SLOW, BROKEN = '{"const": "good"}', '{"const": "bad"}', '{"const": "slow"}', '{"const": "broken"}'
 
 
 class Check:

@@ -26,11 +26,11 @@ UNIT = st.floats(0, 1, exclude_min=True)
 
 good_samplings = st.builds(
     Sampling,
-    temperature=st.floats(0, 1e6),
+    temperature=st.just(0) | st.floats(1e-4, 1e4),
     top_p=UNIT,
     top_k=st.integers(0, 1000),
     min_p=st.floats(0, 1),
-    repetition_penalty=st.floats(0, 1e6, exclude_min=True),
+    repetition_penalty=st.floats(1e-4, 1e4),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     max_tokens=st.none() | st.integers(10, LIMITS.max_model_len),
@@ -46,14 +46,15 @@ good_samplings = st.builds(
 )
 NOT_FINITE = st.sampled_from([math.nan, math.inf, -math.inf])
 NEGATIVE = st.floats(max_value=0, exclude_max=True)
+TOO_SMALL, TOO_LARGE = st.floats(1e-45, 9.9e-5), st.floats(10_001, 1e38)
 OUTSIDE_TWO = st.floats(min_value=2, exclude_min=True) | st.floats(max_value=-2, exclude_max=True)
 
 bad_values: list[tuple[str, st.SearchStrategy[Any]]] = [
-    ("temperature", NOT_FINITE | NEGATIVE),
+    ("temperature", NOT_FINITE | NEGATIVE | TOO_SMALL | TOO_LARGE),
     ("top_p", NOT_FINITE | st.floats(max_value=0) | st.floats(min_value=1, exclude_min=True)),
-    ("top_k", st.integers(max_value=-1)),
+    ("top_k", st.integers(max_value=-1) | st.integers(min_value=2**31)),
     ("min_p", NOT_FINITE | NEGATIVE | st.floats(min_value=1, exclude_min=True)),
-    ("repetition_penalty", NOT_FINITE | st.floats(max_value=0)),
+    ("repetition_penalty", NOT_FINITE | st.floats(max_value=0) | TOO_SMALL | TOO_LARGE),
     ("presence_penalty", NOT_FINITE | OUTSIDE_TWO),
     ("frequency_penalty", NOT_FINITE | OUTSIDE_TWO),
     ("max_tokens", st.integers(max_value=0) | st.integers(min_value=LIMITS.max_model_len + 1)),
@@ -146,10 +147,22 @@ def test_a_schema_and_what_does_not_go_with_it(fields: dict[str, Any], field: st
 def test_a_schema_needs_text_and_something_that_ends_the_sample() -> None:
     sampling = Sampling(json_schema="{}", ignore_eos=True, stop_token_ids=(4,), stop=("x",), top_logprobs=3)
     assert check_sampling(sampling, LIMITS, "s") == []
-    nested = '{"a":' * 63 + "1" + "}" * 63
+    nested = '{"default":' * 63 + "1" + "}" * 63
     assert check_sampling(replace(sampling, json_schema=nested), LIMITS, "s") == []
     found = check_sampling(sampling, replace(LIMITS, has_text=False), "s")
     assert [violation.field for violation in found] == ["s.json_schema", "s.stop"]
+
+
+def test_a_sample_that_may_neither_end_nor_go_on_names_min_tokens() -> None:
+    every = tuple(range(LIMITS.vocab_size))
+    asked = Sampling(min_tokens=5, stop_token_ids=every)
+    (violation,) = check_sampling(asked, LIMITS, "s")
+    assert violation.field == "s.min_tokens"
+    assert "every token is a stop token" in violation.description
+    assert check_sampling(replace(asked, min_tokens=0), LIMITS, "s") == []
+    # Token 1 ends a sequence of the model.
+    but_one = replace(asked, stop_token_ids=every[2:], ignore_eos=True)
+    assert check_sampling(but_one, LIMITS, "s") == []
 
 
 def test_all_violations_are_found_at_once() -> None:

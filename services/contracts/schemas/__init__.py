@@ -1,0 +1,1 @@
+"""JSON schemas that samples can follow."""
