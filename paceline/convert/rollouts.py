@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+from google.rpc import code_pb2
 
 from paceline import types as t
 from paceline.convert.enums import EnumPair
@@ -85,7 +86,14 @@ def sample(message: sample_pb2.Sample) -> t.Sample:
         prompt_logprobs=_prompt_logprobs(message) if message.HasField("prompt_logprobs") else None,
         environment_spans=environment_spans(message.environment_spans),
         calls=tuple(message.calls),
+        failure=_failure(message.failure) if message.HasField("failure") else None,
     )
+
+
+def _failure(message: sample_pb2.SampleFailure) -> t.SampleFailure:
+    known = message.code in code_pb2.Code.values()
+    code = code_pb2.Code.Name(code_pb2.Code.ValueType(message.code)) if known else "UNKNOWN"
+    return t.SampleFailure(code, message.field, message.reason)
 
 
 def _prompt_logprobs(message: sample_pb2.Sample) -> t.PromptLogprobs:

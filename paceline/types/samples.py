@@ -124,6 +124,18 @@ class PromptLogprobs:
     """[prompt_len - 1, prompt_logprobs]."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """Why a sample could not be generated."""
+
+    code: str
+    """Name of a gRPC code: INVALID_ARGUMENT, its request is wrong; DATA_LOSS, the model's logits are not finite;
+    UNAVAILABLE, it was tried too often."""
+    field: str
+    """The field at fault, such as `sampling.json_schema`; empty: none."""
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One response."""
@@ -143,7 +155,7 @@ class Sample:
     seed: int
     """Seed of the sample's noise, 64 bit unsigned."""
     error: str = ""
-    """Set when the status is FAILED."""
+    """Set when the status is FAILED: what `failure` has, as one text."""
     nonfinite_logprobs: tuple[int, ...] = ()
     """Positions whose log-probability was not finite."""
     stop_string: str = ""
@@ -159,6 +171,8 @@ class Sample:
     """Tokens of its environment, where it called tools; their log-probability is 0."""
     calls: tuple[int, ...] = ()
     """Response lengths at which it called."""
+    failure: SampleFailure | None = None
+    """Set when the status is FAILED, by gateways that tell it."""
 
     @property
     def policy_mask(self) -> npt.NDArray[np.bool_]:

@@ -210,7 +210,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("prompt_id", "slot", "token_ids", "logprobs", "finish_reason", "status", "version_spans", "provenance", "seed", "error", "nonfinite_logprobs", "stop_string", "top_token_ids", "top_logprobs", "prompt_logprobs", "environment_spans", "calls")
+    __slots__ = ("prompt_id", "slot", "token_ids", "logprobs", "finish_reason", "status", "version_spans", "provenance", "seed", "error", "nonfinite_logprobs", "stop_string", "top_token_ids", "top_logprobs", "prompt_logprobs", "environment_spans", "calls", "failure")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,7 @@ class Sample(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_SPANS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     slot: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -245,4 +246,15 @@ class Sample(_message.Message):
     prompt_logprobs: PromptLogprobs
     environment_spans: _containers.RepeatedCompositeFieldContainer[EnvironmentSpan]
     calls: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., status: _Optional[_Union[SampleStatus, str]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ..., nonfinite_logprobs: _Optional[_Iterable[int]] = ..., stop_string: _Optional[str] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., environment_spans: _Optional[_Iterable[_Union[EnvironmentSpan, _Mapping]]] = ..., calls: _Optional[_Iterable[int]] = ...) -> None: ...
+    failure: SampleFailure
+    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., status: _Optional[_Union[SampleStatus, str]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ..., nonfinite_logprobs: _Optional[_Iterable[int]] = ..., stop_string: _Optional[str] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., environment_spans: _Optional[_Iterable[_Union[EnvironmentSpan, _Mapping]]] = ..., calls: _Optional[_Iterable[int]] = ..., failure: _Optional[_Union[SampleFailure, _Mapping]] = ...) -> None: ...
+
+class SampleFailure(_message.Message):
+    __slots__ = ("code", "field", "reason")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    field: str
+    reason: str
+    def __init__(self, code: _Optional[int] = ..., field: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -9,8 +9,9 @@ from typing import Any
 
 import grpc
 
-from paceline.errors import PacelineError
-from services.contracts.errors import ServiceError
+from paceline import types as t
+from paceline.errors import InternalError, InvalidArgumentError, PacelineError, Violation
+from services.contracts.errors import InvalidArgument, ServiceError
 
 _STATUS: dict[grpc.StatusCode, tuple[int, str]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -92,6 +93,15 @@ def fault() -> HttpError:
     """Return the answer to a request that failed by a defect of this process."""
     message = "the facade failed; its log says more, under the x-request-id of this answer"
     return HttpError(500, error_body(message, "server_error", param=None, code="INTERNAL"), {})
+
+
+def error_of(sample: t.Sample) -> PacelineError:
+    """Return the error of a sample that has failed: of its request, if that has a field which is wrong."""
+    failure = sample.failure
+    if failure is not None and failure.code == "INVALID_ARGUMENT":
+        wrong = InvalidArgument([Violation(failure.field or "sampling", failure.reason)])
+        return InvalidArgumentError(wrong.code, wrong.message, wrong.details)
+    return InternalError(grpc.StatusCode.INTERNAL, f"a sample could not be generated: {sample.error}")
 
 
 def error_body(message: str, kind: str, *, param: str | None, code: str) -> dict[str, Any]:

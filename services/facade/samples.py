@@ -15,6 +15,7 @@ import structlog
 from paceline import types as t
 from paceline.errors import DeadlineExceededError, InternalError, PacelineError, UnavailableError
 from services.contracts.errors import ResourceExhausted
+from services.facade.http_errors import error_of
 from services.platform.tasks import end
 
 log = structlog.get_logger(__name__)
@@ -202,7 +203,7 @@ class SampleGroup:
 def _take_over(output: SampleOutput, sample: t.Sample, known: int, losses: int) -> None:
     """Take what is known of a sample when it ends; its last attempt began after `known` tokens."""
     if sample.status is t.SampleStatus.FAILED:
-        raise InternalError(grpc.StatusCode.INTERNAL, f"a sample could not be generated: {sample.error}")
+        raise error_of(sample)
     output.version_spans = tuple(
         t.VersionSpan(span.begin + known, span.end + known, span.policy_version)
         for span in sample.version_spans

@@ -95,13 +95,13 @@ class BatchState:
         reason: sample_pb2.FinishReason,
         status: sample_pb2.SampleStatus,
         now: float,
-        error: str = "",
+        failure: sample_pb2.SampleFailure | None = None,
         stop_string: str = "",
     ) -> EventEffect:
         """End a sample as it is, for this reason; it counts as ended from now on."""
         sample.phase = SamplePhase.ENDED
         self.unjournaled.discard(sample.index)
-        self.endings.append(SampleEnding(sample.index, reason, status, now, error, stop_string))
+        self.endings.append(SampleEnding(sample.index, reason, status, now, failure, stop_string))
         self.held_tokens -= sample.entries
         self.ended_tokens += sample.entries
         self.ended += 1

@@ -214,6 +214,7 @@ def sample_fields(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sampl
         status=ending.status,
         seed=state.seed,
         error=ending.error,
+        failure=ending.failure,
         stop_string=ending.stop_string,
         prompt_logprobs=state.prompt_logprobs,
         nonfinite_logprobs=_nonfinite(state),

@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from google.rpc import code_pb2
+
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import sample_pb2
 from services.gateway.batches.batch_state import BatchState
@@ -109,7 +111,7 @@ class RolloutBatch(BatchState):
                 self.unjournaled.add(index)
                 return EventEffect.CALLING
             reason = sample_pb2.FINISH_REASON_LENGTH
-        return self.end_sample(sample, reason, _STATUS[reason], now, "", report.stop_string)
+        return self.end_sample(sample, reason, _STATUS[reason], now, None, report.stop_string)
 
     def answer(self, index: int, tokens: Sequence[int]) -> None:
         """Append what the environment gives to a calling sample, which waits for an instance then."""
@@ -134,9 +136,9 @@ class RolloutBatch(BatchState):
         """Record that the instance was lost: the sample waits again, with the tokens that it has."""
         return self._leave(index, attempt, now, resubmission=True)
 
-    def refused(self, index: int, attempt: int, now: float) -> EventEffect:
-        """Record that the instance would not take the sample just now."""
-        return self._leave(index, attempt, now, resubmission=False)
+    def refused(self, index: int, attempt: int, now: float, reason: str = "") -> EventEffect:
+        """Record that the instance would not take the sample just now, and why."""
+        return self._leave(index, attempt, now, resubmission=False, reason=reason)
 
     def moved(
         self, index: int, attempt: int, instance_id: str, response_tokens: int, now: float
@@ -156,13 +158,13 @@ class RolloutBatch(BatchState):
         before.end = now
         return sample.begin_attempt(instance_id, now)
 
-    def fail(self, index: int, error: str, now: float) -> EventEffect:
+    def fail(self, index: int, failure: sample_pb2.SampleFailure, now: float) -> EventEffect:
         """End a sample as FAILED, with the tokens that it has."""
         sample = self.samples[index]
         if sample.phase is SamplePhase.ENDED:
             return EventEffect.IGNORED
         reason, status = sample_pb2.FINISH_REASON_UNSPECIFIED, sample_pb2.SAMPLE_STATUS_FAILED
-        return self.end_sample(sample, reason, status, now, error)
+        return self.end_sample(sample, reason, status, now, failure)
 
     def cancel(self, index: int, keep_partial: bool) -> SamplePhase:
         """Mark a sample as cancelled; return its phase before.
@@ -195,18 +197,29 @@ class RolloutBatch(BatchState):
         self.samples[index] = old.afresh()
         return EventEffect.WAITING
 
-    def _leave(self, index: int, attempt: int, now: float, *, resubmission: bool) -> EventEffect:
+    def _leave(
+        self, index: int, attempt: int, now: float, *, resubmission: bool, reason: str = ""
+    ) -> EventEffect:
         sample = self.samples[index]
         if not sample.is_running(attempt):
             return EventEffect.IGNORED
         if sample.cancelled:
             return self.abort(index, now)
-        return self._release(sample, now, resubmission=resubmission)
+        return self._release(sample, now, resubmission=resubmission, reason=reason)
 
     def _release(
-        self, sample: GatewaySample, now: float, *, resubmission: bool, blameless: bool = False
+        self,
+        sample: GatewaySample,
+        now: float,
+        *,
+        resubmission: bool,
+        blameless: bool = False,
+        reason: str = "",
     ) -> EventEffect:
-        """Let a sample wait again. `blameless`: it was taken off its instance for the others' sake."""
+        """Let a sample wait again. `blameless`: it was taken off its instance for the others' sake.
+
+        `reason` is why its instance would not have it; empty: it was lost.
+        """
         span = sample.spans[-1]
         gained = span.end_token - span.begin_token
         # One gained token is the one that will be sampled again: that is no progress.
@@ -220,8 +233,7 @@ class RolloutBatch(BatchState):
             self.held_tokens += sample.entries
         if sample.fruitless < self.max_attempts:
             return EventEffect.WAITING
-        return self.fail(
-            sample.index,
-            f"{sample.fruitless} attempts in a row brought no token; the last was on {instance_id}",
-            now,
-        )
+        last = f"{instance_id}: {reason}" if reason else instance_id
+        told = f"{sample.fruitless} attempts in a row brought no token; the last was on {last}"
+        failure = sample_pb2.SampleFailure(code=code_pb2.UNAVAILABLE, reason=told)
+        return self.fail(sample.index, failure, now)

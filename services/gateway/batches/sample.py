@@ -64,8 +64,14 @@ class SampleEnding:
     finish_reason: sample_pb2.FinishReason
     status: sample_pb2.SampleStatus
     at: float
-    error: str = ""
+    failure: sample_pb2.SampleFailure | None = None
     stop_string: str = ""
+
+    @property
+    def error(self) -> str:
+        """Why it failed, as one text; empty: it did not."""
+        failure = self.failure
+        return "" if failure is None else f"{failure.field}: {failure.reason}".removeprefix(": ")
 
     @property
     def is_whole(self) -> bool:

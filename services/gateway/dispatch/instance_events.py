@@ -16,6 +16,7 @@ from google.rpc import code_pb2
 
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import sample_pb2
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.batches.sample import Likeliest, SamplePhase
 from services.gateway.dispatch.estimator import WorkEstimator
@@ -28,6 +29,9 @@ from services.gateway.fleet.health import FleetHealth
 from services.gateway.metrics import GatewayMetrics
 
 log = structlog.get_logger(__name__)
+
+# What no other instance would take either: the request is wrong, or the weights are broken.
+_FINAL = (code_pb2.INVALID_ARGUMENT, code_pb2.DATA_LOSS)
 
 
 class MovesInTransit:
@@ -156,9 +160,9 @@ class InstanceEvents:
         if attempt is None:
             return
         self.metrics.refused(link.instance_id, refused.code)
-        if refused.code == code_pb2.INVALID_ARGUMENT:
-            error = f"{link.instance_id} refused {refused.field or 'the sample'}: {refused.message}"
-            self.settlement.take_back(attempt, attempt.batch.fail(attempt.index, error, now))
+        if refused.code in _FINAL:
+            failure = sample_pb2.SampleFailure(code=refused.code, field=refused.field, reason=refused.message)
+            self.settlement.take_back(attempt, attempt.batch.fail(attempt.index, failure, now))
         elif attempt.migration_id:
             self._claim_refused(attempt, now)
         else:
@@ -167,7 +171,7 @@ class InstanceEvents:
                 log.info(
                     "instance_refused", instance=link.instance_id, code=refused.code, message=refused.message
                 )
-            effect = attempt.batch.refused(attempt.index, attempt.number, now)
+            effect = attempt.batch.refused(attempt.index, attempt.number, now, refused.message)
             self.settlement.take_back(attempt, effect)
 
     # Moves ----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from kernels.backend import Backend
+from services.contracts.errors import ServiceError
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba, ties_head
 from services.generation.engine.attention.kernel_choice import SAMPLER
@@ -36,6 +37,7 @@ from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps
 from services.generation.engine.draft_models.drafting import ModelDrafts
 from services.generation.engine.migration import EngineMigration
 from services.generation.engine.prefix_hits import PrefixHits
+from services.generation.engine.refusals import WRONG_VALUES, refused, unsampled
 from services.generation.engine.runner_choice import V2, check_runner, runner_of
 from services.generation.engine.step_log import StepLog
 from services.generation.engine.step_memory import row_capacity
@@ -91,7 +93,8 @@ class Engine:
             StepLog(self._scheduler, options.step_log)
         self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled, trees=self.trees)
         vocab_size = config.model_config.get_vocab_size()
-        self._stops = StopStrings(token_bytes(Path(options.model), vocab_size))
+        self._folder = Path(options.model)
+        self._stops = StopStrings(token_bytes(self._folder, vocab_size))
         ends, most = end_tokens(config.model_config), config.model_config.max_model_len
         self.limits = ModelLimits(vocab_size, most, self._stops.has_text, ends)
         self._hits = PrefixHits(self._scheduler)
@@ -133,13 +136,17 @@ class Engine:
         """Queue a sample, whose tokens and lengths were checked (`services.contracts.sampling`). Wakes the engine.
 
         Raises:
-            ValueError: the cached rollout has tokens outside the vocabulary, or not one log-probability per token.
+            InvalidArgument: vLLM does not take it, whatever was checked before; or its cached rollout is none.
         """
         self.wake()
-        sample = self._requests.request(request)
-        if request.prefix:
-            self.migration.adopt(sample, request)
-        self._core.add_request(sample)
+        try:
+            sample = self._requests.request(request)
+            if request.prefix:
+                self.migration.adopt(sample, request)
+            self._core.add_request(sample)
+        except WRONG_VALUES as error:
+            self.abort([request.sample_id])
+            raise refused(error) from error
         self._stops.begin(request.sample_id, request.sampling, request.prefix)
         if request.follows:
             self._requests.cached_logprobs[request.sample_id] = request.cached_logprobs
@@ -147,6 +154,10 @@ class Engine:
     def finished_by_prefix(self, request: EngineRequest) -> Ending | None:
         """Return how the prefix of a sample ends it already; None if it does not."""
         return self._requests.finished_by_prefix(request)
+
+    def why_unsampled(self, request: EngineRequest, response: Sequence[int]) -> ServiceError:
+        """Return why no token of a sample could be sampled behind this response."""
+        return unsampled(self._folder, self.limits, request.sampling, response)
 
     def abort(self, sample_ids: Iterable[str]) -> None:
         """End samples now and free their KV. Unknown ones are ignored."""

@@ -19,6 +19,7 @@ from services.generation.loop.metrics import EngineMetrics, EngineThroughput
 from services.generation.loop.sample_drafts import SampleDrafts
 from services.generation.loop.sample_table import SampleTable
 from services.generation.loop.samples import RunningSample, SampleStream
+from services.generation.loop.work_items import refusal
 from services.generation.rollouts.origin import NOWHERE, Origin
 
 
@@ -110,6 +111,7 @@ class EngineLoop(EngineThread):
 
         Raises:
             FailedPrecondition: a background sample, and real ones have the engine.
+            InvalidArgument: the engine does not take it.
             ResourceExhausted: too many samples are waiting.
             Unavailable: the engine slept and could not be woken.
         """
@@ -254,7 +256,8 @@ class EngineLoop(EngineThread):
         self._forget(sample, finished=True)
         if step.finish is Finish.ERROR:
             sample.stream.samples.pop(sample.handle, None)
-            sample.stream.refuse(sample.unsampleable())
+            why = self._engine.why_unsampled(sample.request, sample.response)
+            sample.stream.refuse(refusal(sample.handle, why))
             return
         sample.stream.finish(sample, sample.finished(step.finish, now))
 

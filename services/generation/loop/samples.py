@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import grpc
-
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import duration
 from paceline.v1 import fleet_pb2, sample_pb2
@@ -224,16 +222,6 @@ class RunningSample:
             prefill_time=duration(self.prefill_seconds),
             verify_time=duration(self.verify_seconds),
             plain_time=duration(self.plain_seconds),
-        )
-
-    def unsampleable(self) -> pb.Refused:
-        """Return the refusal of a sample whose logits were NaN; other samples go on."""
-        position = len(self.request.prefix) + self.generated
-        return pb.Refused(
-            handle=self.handle,
-            code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
-            message=f"the model gives no finite logits at response position {position}",
-            field="prompt_token_ids",
         )
 
 

@@ -57,7 +57,8 @@ def refusal(handle: int, error: Exception) -> pb.Refused:
         return pb.Refused(handle=handle, code=code_pb2.INTERNAL, message=f"the engine refused it: {error!r}")
     violations = error.violations if isinstance(error, InvalidArgument) else ()
     field = violations[0].field if violations else ""
-    return pb.Refused(handle=handle, code=error.code.value[0], message=error.message, field=field)
+    message = violations[0].description if len(violations) == 1 else error.message
+    return pb.Refused(handle=handle, code=error.code.value[0], message=message, field=field)
 
 
 def check_item(

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import code_pb2
 
 from paceline.v1 import fleet_pb2, rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKeys, GatewayKeys
@@ -158,7 +159,9 @@ async def test_an_invalid_sample_fails_with_the_instances_words(cluster: Cluster
     await gateway.trainer.submit(request)
     (event,) = await gateway.trainer.collect(request)
     assert event.sample.status == sample_pb2.SAMPLE_STATUS_FAILED
-    assert event.sample.error == "i0 refused seed: refused"
+    failure = event.sample.failure
+    assert (failure.code, failure.field, failure.reason) == (code_pb2.INVALID_ARGUMENT, "seed", "refused")
+    assert event.sample.error == "seed: refused"
 
 
 async def test_a_drained_instance_hands_its_samples_over(cluster: Cluster) -> None:

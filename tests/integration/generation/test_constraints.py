@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from google.rpc import code_pb2
 
 from paceline.v1 import sample_pb2
 from tests.integration.generation.conftest import Policy
@@ -79,6 +80,18 @@ async def test_what_cannot_be_served_is_refused_by_name_and_harms_nobody(
     assert refused is not None
     assert refused.field == field
     assert says in refused.message
+    assert found[2].finished is not None
+
+
+async def test_a_schema_that_leads_to_no_token_is_named_and_harms_nobody(policy: Policy) -> None:
+    """Its first character can be written, and then one that no token of the model has."""
+    schema = json.dumps({"const": "\N{SNOWMAN}"}, ensure_ascii=False)
+    found = await policy.ask(policy.item(1, json_schema=schema, max_tokens=9), policy.item(2))
+    refused = found[1].refused
+    assert refused is not None
+    assert refused.code == code_pb2.INVALID_ARGUMENT
+    assert refused.field == "sampling.json_schema"
+    assert "no token of the model's vocabulary at response position 1" in refused.message
     assert found[2].finished is not None
 
 

@@ -13,6 +13,7 @@ import pytest
 from paceline import types as t
 from paceline.errors import PacelineError, UnavailableError
 from services.contracts.errors import ResourceExhausted
+from services.facade.http_errors import http_error
 from services.facade.samples import SamplesInWork
 
 LENGTH = 6
@@ -38,6 +39,7 @@ class Scripted:
         self.held = asyncio.Event()
         self.held.set()
         self.running = 0
+        self.failure: t.SampleFailure | None = None
 
     async def generate(self, request: t.SampleRequest) -> AsyncIterator[t.TokenDelta | t.Sample]:
         begin = len(request.prefix_token_ids)
@@ -54,16 +56,19 @@ class Scripted:
                     await self.held.wait()
                 yield delta(request.slot, place, place + 1)
             whole = delta(request.slot, begin, LENGTH)
+            failure = self.failure
             yield t.Sample(
                 request.prompt_id,
                 request.slot,
                 whole.token_ids,
                 whole.logprobs,
                 t.FinishReason.LENGTH,
-                t.SampleStatus.TRUNCATED,
+                t.SampleStatus.TRUNCATED if failure is None else t.SampleStatus.FAILED,
                 (t.VersionSpan(0, LENGTH - begin, 4),),
                 t.Provenance(),
                 seed=1,
+                error="" if failure is None else failure.reason,
+                failure=failure,
             )
         finally:
             self.running -= 1
@@ -104,6 +109,33 @@ async def test_a_gateway_that_gives_nothing_is_an_error() -> None:
         async with in_work(client).generate([request()]) as group:
             await group.wait()
     assert client.running == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "param"),
+    [
+        (t.SampleFailure("INVALID_ARGUMENT", "sampling.json_schema", "a dead end"), 400, "json_schema"),
+        (
+            t.SampleFailure("INVALID_ARGUMENT", "prompt_token_ids", "no finite logits"),
+            400,
+            "prompt_token_ids",
+        ),
+        (t.SampleFailure("INVALID_ARGUMENT", "", "no"), 400, "sampling"),
+        (t.SampleFailure("UNAVAILABLE", "", "16 attempts in a row brought no token"), 500, None),
+        (t.SampleFailure("DATA_LOSS", "", "the model gives no finite logits"), 500, None),
+    ],
+)
+async def test_a_failed_sample_is_the_callers_error_where_it_names_a_field(
+    failure: t.SampleFailure, status: int, param: str | None
+) -> None:
+    client = Scripted()
+    client.failure = failure
+    with pytest.raises(PacelineError) as raised:
+        async with in_work(client).generate([request()]) as group:
+            await group.wait()
+    answer = http_error(raised.value)
+    assert (answer.status, answer.body["error"]["param"]) == (status, param)
+    assert failure.reason in answer.body["error"]["message"]
 
 
 async def test_an_aborted_request_keeps_its_tokens() -> None:

@@ -8,6 +8,7 @@ from google.rpc import code_pb2
 from paceline.v1 import sample_pb2
 from services.contracts.errors import ResourceExhausted
 from services.gateway.batches.calls import CallRules
+from services.gateway.batches.messages import final_sample
 from services.gateway.batches.sample import SamplePhase
 from services.gateway.dispatch.estimator import DraftCoverage
 from services.gateway.dispatch.work_link import report_interval
@@ -195,6 +196,20 @@ async def test_a_refused_sample_goes_elsewhere_and_the_instance_is_left_alone() 
     assert parts.metric("resubmissions_total", cause="lost") == 0
 
 
+async def test_a_sample_that_was_refused_too_often_says_why() -> None:
+    parts = DispatchParts(refusal_pause=0.01)
+    link = parts.link("a")
+    running = parts.dispatcher.add(a_batch(1, max_attempts=1))
+    await turn()
+    parts.events.responded(
+        link, refused(link.items[0].handle, code_pb2.INTERNAL, message="the device is gone")
+    )
+    (ending,) = running.batch.endings
+    assert ending.failure is not None
+    assert (ending.failure.code, ending.failure.field) == (code_pb2.UNAVAILABLE, "")
+    assert ending.error == "1 attempts in a row brought no token; the last was on a: the device is gone"
+
+
 async def test_an_instance_that_refused_is_tried_again_after_the_pause() -> None:
     parts = DispatchParts(refusal_pause=0.01)
     link = parts.link("a")
@@ -208,17 +223,23 @@ async def test_an_instance_that_refused_is_tried_again_after_the_pause() -> None
     assert link.refusals.failures == 0
 
 
-async def test_an_invalid_sample_fails_with_the_field_at_fault_and_is_not_tried_elsewhere() -> None:
+@pytest.mark.parametrize("code", [code_pb2.INVALID_ARGUMENT, code_pb2.DATA_LOSS])
+async def test_a_final_refusal_fails_the_sample_with_the_field_and_is_not_tried_elsewhere(code: int) -> None:
     parts = DispatchParts()
     link = parts.link("a")
     running = parts.dispatcher.add(a_batch(1))
     await turn()
-    response = refused(link.items[0].handle, code_pb2.INVALID_ARGUMENT, "prompt_token_ids", "too long")
+    response = refused(link.items[0].handle, code, "sampling.json_schema", "a dead end")
     parts.events.responded(link, response)
     await turn()
     (ending,) = running.batch.endings
     assert ending.status == SAMPLE_FAILED
-    assert ending.error == "a refused prompt_token_ids: too long"
+    # As it is written to the journal, and told.
+    told = sample_pb2.Sample.FromString(final_sample(running.batch, ending).SerializeToString())
+    failure = told.failure
+    assert (failure.code, failure.field) == (code, "sampling.json_schema")
+    assert failure.reason == "a dead end"
+    assert told.error == "sampling.json_schema: a dead end"
     assert len(link.items) == 1
     assert not parts.placer.is_paused(link)
 

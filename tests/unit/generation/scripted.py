@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.errors import Violation
+from services.contracts.errors import DataLoss, InvalidArgument, ServiceError
 from services.contracts.sampling import ModelLimits, Sampling
 from services.generation.engine.types import (
     Ending,
@@ -93,6 +95,12 @@ class ScriptedEngine:
         assert request.sample_id not in self.requests, "an id was used twice"
         self.requests[request.sample_id] = request
         self.responses[request.sample_id] = list(request.prefix)
+
+    def why_unsampled(self, request: EngineRequest, response: Sequence[int]) -> ServiceError:
+        where = f"nothing at response position {len(response)}"
+        if request.sampling.json_schema:
+            return InvalidArgument([Violation("sampling.json_schema", where)])
+        return DataLoss(where)
 
     def finished_by_prefix(self, request: EngineRequest) -> Ending | None:
         full = len(request.prefix) >= (request.sampling.max_tokens or 1 << 30)
@@ -271,6 +279,5 @@ def sample_request(
 ) -> EngineRequest:
     """Return a request for a response of a given length."""
     prefix = tuple(fields.pop("prefix", ()))
-    return EngineRequest(
-        sample_id, tuple(prompt), prefix, Sampling(max_tokens=max_tokens), fields.pop("seed", 1), **fields
-    )
+    sampling = Sampling(max_tokens=max_tokens, json_schema=fields.pop("json_schema", ""))
+    return EngineRequest(sample_id, tuple(prompt), prefix, sampling, fields.pop("seed", 1), **fields)

@@ -404,12 +404,22 @@ async def test_a_sample_without_finite_logits_is_refused_alone(rigs: Callable[..
     await rig.step(12)
     await caller.read()
     refused = caller.refused[1]
-    assert refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert (refused.code, refused.field) == (grpc.StatusCode.DATA_LOSS.value[0], "")
     assert "response position 5" in refused.message
-    assert refused.field == "prompt_token_ids"
     assert caller.finished.keys() == {2}
     assert caller.tokens[2] == list(range(10))
     assert not caller.stream.samples
+
+
+async def test_a_sample_that_its_schema_has_no_token_for_blames_the_schema(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(ScriptedEngine(errors={(66,): 5}))
+    caller = await rig.open()
+    await caller.start(1, prompt=(66,), max_tokens=10, json_schema="{}")
+    await rig.step(12)
+    await caller.read()
+    assert caller.refused[1].code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert caller.refused[1].field == "sampling.json_schema"
+    assert "response position 5" in caller.refused[1].message
 
 
 async def test_a_step_that_raises_ends_every_stream_after_its_tokens(rigs: Callable[..., Rig]) -> None:

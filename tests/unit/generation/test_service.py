@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
 
 from paceline import WeightFolder, safetensors
+from paceline.errors import Violation
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -120,10 +121,15 @@ def finished(responses: list[pb.WorkResponse]) -> set[int]:
 
 
 async def test_an_item_that_the_engine_will_not_take_is_refused_and_the_rest_taken(rig: Rig) -> None:
-    rig.engine.refusal = ValueError("vLLM knows better")
-    responses = await rig.work(*[item(handle, [1], max_tokens=3) for handle in (1, 2, 3)])
-    assert refusals(responses) == {1: code_pb2.INTERNAL}
-    assert finished(responses) == {2, 3}
+    """What is wrong with it is final; what is wrong with the engine may be right on another."""
+    for refusal, code in (
+        (InvalidArgument([Violation("sampling.top_p", "vLLM knows better")]), code_pb2.INVALID_ARGUMENT),
+        (RuntimeError("out of memory"), code_pb2.INTERNAL),
+    ):
+        rig.engine.refusal = refusal
+        responses = await rig.work(*[item(handle, [1], max_tokens=3) for handle in (1, 2, 3)])
+        assert refusals(responses) == {1: code}
+        assert finished(responses) == {2, 3}
 
 
 async def test_a_handle_that_is_taken_is_refused_and_its_sample_goes_on(rig: Rig) -> None:

@@ -86,6 +86,14 @@ def test_a_report_says_only_what_was_measured() -> None:
     assert (measured.kl, measured.clip_fraction) == (0.0, 0.25)
 
 
+@pytest.mark.parametrize(("number", "code"), [(3, "INVALID_ARGUMENT"), (14, "UNAVAILABLE"), (99, "UNKNOWN")])
+def test_a_failed_sample_tells_code_field_and_reason(number: int, code: str) -> None:
+    message = sample_pb2.Sample(status=sample_pb2.SAMPLE_STATUS_FAILED, error="f: why")
+    assert rollouts.sample(message).failure is None
+    message.failure.CopyFrom(sample_pb2.SampleFailure(code=number, field="f", reason="why"))
+    assert rollouts.sample(message).failure == t.SampleFailure(code, "f", "why")
+
+
 def test_an_enum_value_from_the_future_is_unspecified() -> None:
     message = sample_pb2.Sample(token_ids=[1], logprobs=[0.0])
     message.status = 99  # type: ignore[assignment]
