@@ -135,7 +135,7 @@ class CoupledRunnerMixin:
         masks = self._masks_of(rows, logits.shape[1]) if self._grammars else None
         histories = self.histories_of(np.arange(len(noise)), noise)
         recorded = self._recorded_in(batch, rows) if self._recorded else None
-        settings = DrawSettings.of(batch, slice(0, batch.num_reqs))
+        settings = DrawSettings.of(noise)
         given = (settings, noise, followed, masks, histories, recorded)
         if self.trees is None or self.trees.segments is None:
             verified = sample(logits, rows, *given)

@@ -29,6 +29,8 @@ from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
 
 _NOISE_FIELDS = tuple(each.name for each in fields(SampleNoise))
+# What vLLM makes of any temperature between 0 and it.
+_VLLM_COLDEST = 0.01
 _FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 
 
@@ -76,9 +78,7 @@ class VllmRequests:
         sampling = request.sampling
         stops = self._stop_tokens(sampling)
         return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            # V2's runner counts tokens for them.
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
@@ -90,19 +90,21 @@ class VllmRequests:
             skip_clone=True,
             # What is found in the prefix cache is not computed, and has no logits.
             skip_reading_prefix_cache=sampling.prompt_logprobs is not None,
-            **self._by_row(request, stops),
+            **(self._ours(request, stops) if self._coupled else _vllms(sampling)),
         )
 
-    def _by_row(self, request: EngineRequest, stops: tuple[int, ...]) -> dict[str, Any]:
-        """Return the parameters that our sampler applies itself, row by row.
+    def _ours(self, request: EngineRequest, stops: tuple[int, ...]) -> dict[str, Any]:
+        """Return the parameters that our sampler applies itself, row by row, as they were asked for.
 
-        vLLM's processors for min_p and min_tokens keep one value a request, wrong for the rows of a draft.
+        vLLM gets its defaults: it changes temperatures below 0.01 and refuses those above 2, and its processors for
+        min_p and min_tokens keep one value a request, wrong for the rows of a draft.
         """
         sampling = request.sampling
-        if not self._coupled:
-            return {"min_p": sampling.min_p, "min_tokens": sampling.min_tokens}
         noise = SampleNoise(
             seed=request.seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
             min_p=sampling.min_p,
             min_tokens=sampling.min_tokens,
             forbidden=stops if sampling.min_tokens else (),
@@ -172,6 +174,18 @@ class VllmRequests:
             self.cached_logprobs[step.sample_id] = left[reused:]
         else:
             self.left_rollouts.append(step.sample_id)
+
+
+def _vllms(sampling: Sampling) -> dict[str, Any]:
+    """Return the parameters of a sample that vLLM's own sampler draws.
+
+    Raises:
+        ValueError: vLLM would draw it otherwise than it asks.
+    """
+    if 0 < sampling.temperature < _VLLM_COLDEST:
+        raise ValueError(f"vLLM's own sampler draws temperature {sampling.temperature} at {_VLLM_COLDEST}")
+    names = ("temperature", "top_k", "top_p", "min_p", "min_tokens")
+    return {name: getattr(sampling, name) for name in names}
 
 
 def _cut_at_nan(step: SampleStep) -> None:

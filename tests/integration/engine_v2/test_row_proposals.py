@@ -16,7 +16,7 @@ from services.generation.engine.types import Verifier
 from services.generation.engine.v2.device_rows import DeviceRows
 from services.generation.engine.v2.rollout_table import RolloutTable
 from services.generation.engine.v2.row_proposals import proposals_of_rows
-from services.generation.engine.v2.settings import BatchSettings, SampleSettings
+from services.generation.engine.v2.settings import BatchSettings, noise_of
 
 VOCAB = 5
 HOST = torch.device("cpu")
@@ -51,8 +51,7 @@ class _Step:
         self.on_device = DeviceRows(
             cu, torch.from_numpy(positions), torch.from_numpy(inputs.astype(np.int32))
         )
-        settings = [SampleSettings(each, 1.0, 0, 1.0) for each in self.noise]
-        self.batch = BatchSettings.of(settings)
+        self.batch = BatchSettings.of(self.noise)
 
     def rollout(self, length: int) -> CachedRollout:
         rng = self.rng
@@ -128,6 +127,6 @@ def test_a_sample_follows_until_it_takes_a_token_of_its_own_or_the_rollout_ends(
 
 
 def test_a_request_of_vllms_own_proposes_nothing() -> None:
-    settings = BatchSettings.of([SampleSettings.of(SamplingParams())])
+    settings = BatchSettings.of([noise_of(SamplingParams())])
     rows = DeviceRows(np.array([0, 1]), torch.tensor([0]), torch.tensor([0]))
     assert proposals_of_rows(rows, settings, None, RolloutTable(HOST)) is None

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 
 VARIANTS = {
     "greedy": Sampling(max_tokens=48, temperature=0),
-    "top-k": Sampling(max_tokens=48, top_k=20),
+    "top-k, hot": Sampling(max_tokens=48, top_k=20, temperature=2.5, processed_logprobs=True),
     "min-p": Sampling(max_tokens=48, min_p=0.2),
     "penalties": Sampling(max_tokens=48, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.3),
     "min-tokens": Sampling(max_tokens=48, min_tokens=30, stop_token_ids=tuple(range(2, 60))),

@@ -23,7 +23,7 @@ from services.generation.engine.sampling.penalties import History, TokenCounts, 
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.v2 import row_sampler
 from services.generation.engine.v2.device_rows import DeviceRows
-from services.generation.engine.v2.settings import BatchSettings, SampleSettings
+from services.generation.engine.v2.settings import BatchSettings
 
 VOCAB = 512
 CPU = torch.device("cpu")
@@ -37,6 +37,8 @@ ASKS: list[dict[str, Any]] = [
     {"top_logprobs": 2, "processed_logprobs": True, "frequency_penalty": 0.3},
 ]
 
+HEATS = [0.0, 1e-4, 0.005, 0.7, 1.0, 3.0, 1e4]
+
 
 class Step:
     """A step of samples with drafts, for the samplers of both engines."""
@@ -45,14 +47,19 @@ class Step:
         rng = np.random.default_rng(seed)
         n = len(drafted)
         self.cu = np.concatenate(([0], np.cumsum(np.array(drafted) + 1)))
-        self.noise = [SampleNoise(seed=int(rng.integers(2**63)), **ASKS[ask]) for ask in asks]
+        self.noise = [
+            SampleNoise(
+                seed=int(rng.integers(2**63)),
+                temperature=temperature[i],
+                top_k=5 if i % 2 else 0,
+                top_p=1.0 if i % 3 else 0.8,
+                **ASKS[ask],
+            )
+            for i, ask in enumerate(asks)
+        ]
         self.positions = rng.integers(0, 60, n)
         self.logits = torch.from_numpy(rng.normal(0, 2, (int(self.cu[-1]), VOCAB))).to(torch.bfloat16)
-        self.settings = DrawSettings(
-            np.array(temperature, np.float32),
-            np.array([5 if i % 2 else VOCAB for i in range(n)], np.int32),
-            np.array([1.0 if i % 3 else 0.8 for i in range(n)], np.float32),
-        )
+        self.settings = DrawSettings.of(self.noise)
         # Half of the drafts are what a sample without any would pick.
         best = self.logits.float().argmax(1).numpy()
         own = np.concatenate([best[a : b - 1] for a, b in zip(self.cu, self.cu[1:], strict=False)])
@@ -77,14 +84,7 @@ class Step:
         offsets = np.concatenate([np.arange(b - a) for a, b in zip(self.cu, self.cu[1:], strict=False)])
         inputs[offsets > 0] = self.drafts
         rows = DeviceRows(self.cu, torch.from_numpy(self.positions), torch.from_numpy(inputs))
-        top_k, top_p = self.settings.top_k, self.settings.top_p
-        assert top_k is not None
-        assert top_p is not None
-        samples = [
-            SampleSettings(noise, float(self.settings.temperature[i]), int(top_k[i]), float(top_p[i]))
-            for i, noise in enumerate(self.noise)
-        ]
-        return row_sampler.sample_rows(self.logits, rows, BatchSettings.of(samples), self._penalise)
+        return row_sampler.sample_rows(self.logits, rows, BatchSettings.of(self.noise), self._penalise)
 
     def _penalise(self, scores: torch.Tensor) -> None:
         rows = Rows(self.cu, self.positions, self.drafts)
@@ -101,7 +101,7 @@ def steps(draw: st.DrawFn) -> Step:
         draw(st.integers(0, 1000)),
         draw(st.lists(st.integers(0, 4), **each)),
         draw(st.lists(st.integers(0, len(ASKS) - 1), **each)),
-        draw(st.lists(st.sampled_from([0.0, 0.7, 1.0]), **each)),
+        draw(st.lists(st.sampled_from(HEATS), **each)),
     )
 
 
@@ -125,6 +125,58 @@ def test_both_engines_sample_alike(step: Step) -> None:
         )
         likeliest = told.logprobs[own, 1 : 1 + asked].numpy()
         assert likeliest == pytest.approx(expected.top_logprobs[own, :asked], abs=2e-5)
+
+
+@pytest.mark.parametrize("heat", HEATS[1:])
+def test_what_is_sampled_and_told_is_of_the_temperature_asked(heat: float) -> None:
+    """Over many seeds tokens are drawn as often as the softmax of logits / T says, and told with its logarithm."""
+    count, gaps = 2000, np.array([0, 0.5, 1, 3, np.inf])
+    logits = torch.from_numpy(np.tile(5 - heat * gaps, (count, 1))).float()
+    # What single precision makes of them is the distribution that is asked for.
+    scaled = logits[0].double().numpy() / float(np.float32(heat))
+    expected = scaled - np.logaddexp.reduce(scaled)
+    noise = [
+        SampleNoise(seed, temperature=heat, processed_logprobs=True, top_logprobs=2) for seed in range(count)
+    ]
+    rows = Rows(np.arange(count + 1), np.zeros(count, np.int64), np.empty(0, np.int64))
+    found = sampler.sample(logits, rows, DrawSettings.of(noise), noise, {})
+    share = np.bincount(found.tokens, minlength=5) / count
+    assert share == pytest.approx(np.exp(expected), abs=0.04)
+    # logits / T is rounded to 24 bits.
+    rounding = 2e-6 + 2e-7 * abs(scaled[0])
+    assert found.logprobs == pytest.approx(expected[found.tokens], abs=rounding)
+    assert found.top_tokens[0].tolist() == [0, 1]
+    assert found.top_logprobs[0] == pytest.approx(expected[:2], abs=rounding)
+
+
+@pytest.mark.parametrize(
+    ("edge", "kept"),
+    [
+        ({"top_p": 1.4e-45}, 1),
+        ({"min_p": 1.0}, 1),
+        ({"min_p": 1.4e-45}, VOCAB),
+        ({"top_k": 1}, 1),
+        ({"top_k": 2**31 - 1}, VOCAB),
+        ({"repetition_penalty": 1e-4, "temperature": 1e-4}, VOCAB),
+        ({"repetition_penalty": 1e4, "frequency_penalty": -2.0, "presence_penalty": 2.0}, VOCAB),
+    ],
+)
+def test_masks_and_penalties_at_their_edges_leave_what_they_say(edge: dict[str, Any], kept: int) -> None:
+    count = 16
+    logits = torch.from_numpy(np.random.default_rng(3).normal(0, 8, (count, VOCAB))).float()
+    noise = [SampleNoise(seed, processed_logprobs=True, top_logprobs=20, **edge) for seed in range(count)]
+    rows = Rows(np.arange(count + 1), np.zeros(count, np.int64), np.empty(0, np.int64))
+    told = [History(str(i), np.array([4, 4, 9]), np.array([5])) for i in range(count)]
+    histories = TokenCounts(VOCAB, CPU).histories([each if noise[0].penalised else None for each in told])
+    found = sampler.sample(logits, rows, DrawSettings.of(noise), noise, {}, histories=histories)
+    assert np.isfinite(found.logprobs).all()
+    assert np.isfinite(found.top_logprobs).sum(1).tolist() == [min(kept, 20)] * count
+    if kept == 1:
+        assert found.tokens.tolist() == logits.argmax(1).tolist()
+    elif "repetition_penalty" not in edge:
+        plain = [SampleNoise(seed) for seed in range(count)]
+        expected = sampler.sample(logits, rows, DrawSettings.of(plain), plain, {})
+        assert found.tokens.tolist() == expected.tokens.tolist()
 
 
 class Allocations(TorchDispatchMode):
@@ -202,13 +254,13 @@ def test_v1_lays_a_step_out_from_host_memory() -> None:
         num_reqs=3,
         num_tokens_no_spec=np.array([5, 7, 9, 0], np.int32),
         num_prompt_tokens=np.array([5, 4, 4, 0], np.int32),
-        temperature_cpu=np.array([1.0, 0.0, 0.6, 9.0], np.float32),
-        top_k_cpu=np.array([VOCAB, VOCAB, VOCAB, 1], np.int32),
-        top_p_cpu=np.array([1.0, 1.0, 0.9, 0.1], np.float32),
-        vocab_size=VOCAB,
         sampling_metadata=Unread(),
     )
-    runner._noise = {name: SampleNoise(seed=i) for i, name in enumerate("abc")}
+    asked = zip("abc", (1.0, 0.0, 0.6), (1.0, 1.0, 0.9), strict=True)
+    runner._noise = {
+        name: SampleNoise(seed=i, temperature=heat, top_p=top_p)
+        for i, (name, heat, top_p) in enumerate(asked)
+    }
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (6, VOCAB))).float()
     runner._drafts = {"b": [int(logits[1].argmax()), int(logits[2].argmax()), 1]}
     output = runner._sample(logits, Unread())

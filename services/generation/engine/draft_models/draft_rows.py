@@ -89,8 +89,7 @@ class DraftRows:
             histories = self._runner.histories_of(
                 self.places[live], noise, [drafted[i] for i in live.tolist()]
             )
-            settings = DrawSettings.of(self._runner.input_batch, self.places[live])
-            verified = sample(logits, layout, settings, noise, {}, histories=histories)
+            verified = sample(logits, layout, DrawSettings.of(noise), noise, {}, histories=histories)
             goes_on = np.zeros(len(live), bool)
             for j, (i, token) in enumerate(zip(live.tolist(), verified.tokens.tolist(), strict=True)):
                 # Not finite: the drafter has not this token, or is broken; nothing is told of such a draw.

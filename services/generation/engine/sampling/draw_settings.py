@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from services.generation.engine.sampling.rows import IntArray
+from services.generation.engine.sampling.noise import SampleNoise
 
 
 class DrawSettings(NamedTuple):
@@ -22,15 +23,14 @@ class DrawSettings(NamedTuple):
     top_p: npt.NDArray[np.float32] | None = None
 
     @classmethod
-    def of(cls, batch: Any, places: IntArray | slice) -> DrawSettings:
-        """Return those of the samples at some places of vLLM's batch, from its mirrors in host memory.
-
-        The same are on the device, but to read them there would wait for all that it has been given to do.
-        """
-        top_k, top_p = batch.top_k_cpu[places], batch.top_p_cpu[places]
+    def of(cls, noise: Sequence[SampleNoise]) -> DrawSettings:
+        """Return those of samples as they ask for them: vLLM's batch has what its own limits make of that."""
+        n = len(noise)
+        top_k = np.fromiter((each.top_k for each in noise), np.int64, n)
+        top_p = np.fromiter((each.top_p for each in noise), np.float32, n)
         return cls(
-            batch.temperature_cpu[places],
-            top_k if (top_k < batch.vocab_size).any() else None,
+            np.fromiter((each.temperature for each in noise), np.float32, n),
+            top_k if top_k.any() else None,
             top_p if (top_p < 1).any() else None,
         )
 

@@ -18,13 +18,17 @@ RECORDED_KEY = "paceline_recorded"
 
 @dataclass(frozen=True, slots=True)
 class SampleNoise:
-    """Seed of a sample, and the settings that vLLM's batch does not keep by row.
+    """Seed of a sample, and how it is sampled: all that our sampler reads, as it was asked for.
 
-    `min_p` is a probability relative to the largest; `forbidden` may not be sampled before `min_tokens`
-    response tokens are there. Where `allowed` is not empty, nothing else may be sampled.
+    `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off. `min_p` is a probability relative to the largest;
+    `forbidden` may not be sampled before `min_tokens` response tokens are there. Where `allowed` is not empty,
+    nothing else may be sampled.
     """
 
     seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
     min_p: float = 0.0
     min_tokens: int = 0
     forbidden: tuple[int, ...] = ()

@@ -25,9 +25,9 @@ def constrain(
 ) -> torch.Tensor | None:
     """Return the logits, [R, V] float32, before masks by probability; None if nothing changes them."""
     samples = batch.samples
-    penalised = any(each.noise.penalised for each in samples)
-    withheld = any(each.noise.min_tokens and each.noise.forbidden for each in samples)
-    limited = any(each.noise.allowed for each in samples)
+    penalised = any(each.penalised for each in samples)
+    withheld = any(each.min_tokens and each.forbidden for each in samples)
+    limited = any(each.allowed for each in samples)
     if not (penalised or withheld or limited or masks is not None):
         return None
     logits = raw.to(torch.float32, copy=True)
@@ -46,13 +46,12 @@ def _withhold(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> N
     """Mask the tokens that would end a sample in rows at which it may not end yet, in place."""
     row, token, least = list[int](), list[int](), list[int]()
     for i, each in enumerate(batch.samples):
-        noise = each.noise
-        if not (noise.min_tokens and noise.forbidden):
+        if not (each.min_tokens and each.forbidden):
             continue
         own = range(int(rows.cu[i]), int(rows.cu[i + 1]))
-        row += [place for place in own for _ in noise.forbidden]
-        token += list(noise.forbidden) * len(own)
-        least += [noise.min_tokens] * (len(own) * len(noise.forbidden))
+        row += [place for place in own for _ in each.forbidden]
+        token += list(each.forbidden) * len(own)
+        least += [each.min_tokens] * (len(own) * len(each.forbidden))
     there = rows.put_all(row=np.array(row), token=np.array(token), least=np.array(least))
     place = (there["row"], there["token"])
     early = rows.row_positions(there["row"]) < there["least"]
@@ -61,7 +60,7 @@ def _withhold(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> N
 
 def _limit(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None:
     """Mask all but the allowed tokens in the rows of samples that have some, in place."""
-    allowed = [batch.samples[owner].noise.allowed for owner in rows.samples]
+    allowed = [batch.samples[owner].allowed for owner in rows.samples]
     limited = np.flatnonzero([bool(each) for each in allowed])
     counts = [len(allowed[row]) for row in limited]
     token = np.fromiter(chain.from_iterable(allowed[row] for row in limited), np.int64, sum(counts))

@@ -27,7 +27,7 @@ def proposals_of_rows(
         table: of them.
     """
     n, samples = len(batch.samples), rows.samples
-    rejecting = np.fromiter((each.noise.verifier is Verifier.REJECTION for each in batch.samples), bool, n)
+    rejecting = np.fromiter((each.verifier is Verifier.REJECTION for each in batch.samples), bool, n)
     if followers is None and not rejecting.any():
         return None
     raw = np.zeros(len(samples), bool)
@@ -38,7 +38,7 @@ def proposals_of_rows(
     if followers is not None:
         own = np.zeros(n, bool)
         own[followers.places] = [
-            not batch.samples[place].noise.processed_logprobs for place in followers.places.tolist()
+            not batch.samples[place].processed_logprobs for place in followers.places.tolist()
         ]
         raw = own[samples]
         proposed.follow(followers, table)

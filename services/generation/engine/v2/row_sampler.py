@@ -92,7 +92,7 @@ def _uploaded(
         "samples": rows.samples,
         "offsets": rows.offsets,
         "drafts": rows.drafted[rows.samples],
-        "processed": np.array([each.noise.processed_logprobs for each in batch.samples], bool)[rows.samples],
+        "processed": np.array([each.processed_logprobs for each in batch.samples], bool)[rows.samples],
     }
     if proposals is not None:
         vectors["residual"] = proposals.residual.numpy()
@@ -112,7 +112,7 @@ def _logprobs(
     tokens = drawn.tokens.clamp(min=0)
     values = torch.where(there["processed"], drawn.processed, drawn.logprobs)
     told, told_values = tokens.unsqueeze(1), values.unsqueeze(1)
-    most = max(each.noise.top_logprobs for each in batch.samples)
+    most = max(each.top_logprobs for each in batch.samples)
     if most:
         best = _likeliest(logits, scores, rows, batch, drawn.lowest, most)
         told, told_values = torch.cat((told, best[0]), 1), torch.cat((told_values, best[1]), 1)
@@ -132,11 +132,11 @@ def _likeliest(
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the likeliest tokens of the rows of samples that ask for them, [R, most], then NO_TOKEN."""
-    asked = np.fromiter((each.noise.top_logprobs for each in batch.samples), np.int64, len(batch.samples))
+    asked = np.fromiter((each.top_logprobs for each in batch.samples), np.int64, len(batch.samples))
     tokens = torch.full((len(rows.samples), most), NO_TOKEN, dtype=torch.int64, device=rows.device)
     values = torch.zeros((len(rows.samples), most), dtype=torch.float32, device=rows.device)
     for processed in (False, True):
-        own = [each.noise.processed_logprobs is processed for each in batch.samples] & (asked > 0)
+        own = [each.processed_logprobs is processed for each in batch.samples] & (asked > 0)
         chosen = np.flatnonzero(own[rows.samples])
         for begin, end in chunks(len(chosen), logits.shape[1]):
             index = chosen[begin:end]

@@ -19,14 +19,14 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from kernels.transfer import uploaded
 from services.generation.engine.grammars import GrammarState, grammars_of, masks_for
 from services.generation.engine.sampling.constraints import RowMasks
-from services.generation.engine.sampling.noise import CACHED_KEY
+from services.generation.engine.sampling.noise import CACHED_KEY, SampleNoise
 from services.generation.engine.v2.device_rows import DeviceRows
 from services.generation.engine.v2.prompt_reader import PromptReader
 from services.generation.engine.v2.references import LONGEST_DRAFT, References
 from services.generation.engine.v2.rollout_table import RolloutTable
 from services.generation.engine.v2.row_proposals import proposals_of_rows
 from services.generation.engine.v2.row_sampler import sample_rows
-from services.generation.engine.v2.settings import BatchSettings, SampleSettings
+from services.generation.engine.v2.settings import BatchSettings, noise_of
 
 
 class CoupledV2RunnerMixin:
@@ -42,7 +42,7 @@ class CoupledV2RunnerMixin:
 
     def init_coupled(self) -> None:
         """Set up the state that this mixin adds. Called once, between vLLM's constructor and `load_model`."""
-        self._settings: dict[str, SampleSettings] = {}
+        self._noise: dict[str, SampleNoise] = {}
         self._grammars: dict[str, GrammarState] = {}
         self._references = References(self.req_states)
         # Preemption leaves its rows as they are.
@@ -67,11 +67,10 @@ class CoupledV2RunnerMixin:
         super().add_requests(entering)  # type: ignore[misc]
         for sample in entering.scheduled_new_reqs:
             self._references.clear(self.req_states.req_id_to_index[sample.req_id])
-            if sample.req_id in self._settings:
+            if sample.req_id in self._noise:
                 continue
-            known = SampleSettings.of(sample.sampling_params)
-            self._settings[sample.req_id] = known
-            noise = known.noise
+            noise = noise_of(sample.sampling_params)
+            self._noise[sample.req_id] = noise
             if noise.json_schema:
                 model = self.model_config
                 grammars = grammars_of(Path(model.model), model.get_vocab_size())
@@ -89,7 +88,7 @@ class CoupledV2RunnerMixin:
         for sample_id in getattr(scheduler_output, "paceline_left", ()):
             self._followed.end(sample_id)
         for sample_id in scheduler_output.finished_req_ids:
-            self._settings.pop(sample_id, None)
+            self._noise.pop(sample_id, None)
             self._grammars.pop(sample_id, None)
             self._followed.end(sample_id)
             self.prompt_logprobs_worker.end(sample_id)
@@ -123,7 +122,7 @@ class CoupledV2RunnerMixin:
         """Verify the drafts of a step and sample from it; vLLM's interface."""
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         rows = self._rows(input_batch)
-        batch = BatchSettings.of([self._settings[sample_id] for sample_id in input_batch.req_ids])
+        batch = BatchSettings.of([self._noise[sample_id] for sample_id in input_batch.req_ids])
         masks = self._masks_of(input_batch, rows, logits.shape[1]) if self._grammars else None
 
         def penalise(scores: torch.Tensor) -> None:

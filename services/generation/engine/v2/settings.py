@@ -16,31 +16,16 @@ from services.generation.engine.sampling.noise import NOISE_KEY, SampleNoise
 _NO_NOISE: dict[str, Any] = {"seed": 0}
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSettings:
-    """Sampling parameters of one sample; `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off."""
-
-    noise: SampleNoise
-    temperature: float
-    top_k: int
-    top_p: float
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> SampleSettings:
-        """Return those of a request. One of vLLM's own, with which it warms up, has no noise."""
-        return cls(
-            SampleNoise(**(params.extra_args or {}).get(NOISE_KEY, _NO_NOISE)),
-            params.temperature,
-            max(params.top_k, 0),
-            params.top_p,
-        )
+def noise_of(params: SamplingParams) -> SampleNoise:
+    """Return how a request is sampled. One of vLLM's own, with which it warms up, says nothing of it."""
+    return SampleNoise(**(params.extra_args or {}).get(NOISE_KEY, _NO_NOISE))
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
     """Settings of the samples of a step, one entry a sample, [n], in host memory."""
 
-    samples: Sequence[SampleSettings]
+    samples: Sequence[SampleNoise]
     seeds: torch.Tensor
     temperature: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int64] | None
@@ -48,13 +33,13 @@ class BatchSettings:
     min_p: npt.NDArray[np.float32] | None
 
     @classmethod
-    def of(cls, samples: Sequence[SampleSettings]) -> BatchSettings:
+    def of(cls, samples: Sequence[SampleNoise]) -> BatchSettings:
         """Return the settings of these samples; `top_k`, `top_p` and `min_p` are None if nobody asks for them."""
         n = len(samples)
-        seeds = np.fromiter((each.noise.seed for each in samples), np.uint64, n)
+        seeds = np.fromiter((each.seed for each in samples), np.uint64, n)
         top_k = np.fromiter((each.top_k for each in samples), np.int64, n)
         top_p = np.fromiter((each.top_p for each in samples), np.float32, n)
-        min_p = np.fromiter((each.noise.min_p for each in samples), np.float32, n)
+        min_p = np.fromiter((each.min_p for each in samples), np.float32, n)
         return cls(
             samples,
             torch.from_numpy(seeds.view(np.int64)),
