@@ -39,6 +39,7 @@ def instance(message: fleet_pb2.Instance) -> t.Instance:
         device=message.device,
         registered_at=seconds_of(message.registered_at),
         metrics_address=message.metrics_address,
+        refused_features=dict(message.refused_features),
     )
 
 

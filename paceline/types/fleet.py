@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -51,6 +51,8 @@ class Instance:
     device: str
     registered_at: float
     metrics_address: str
+    refused_features: Mapping[str, str] = field(default_factory=dict)
+    """What it goes without for its model, such as drafts, and why."""
 
 
 @dataclass(frozen=True, slots=True)

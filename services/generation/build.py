@@ -23,6 +23,7 @@ from services.drafts.client import DraftStores
 from services.generation.build_drafts import build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.drafters.draft_model.drafter import DraftModelDrafter
+from services.generation.engine.model_support import Feature, ModelSupport
 from services.generation.engine.types import EAGLE3
 from services.generation.loop.checkpoints import CheckpointRules
 from services.generation.loop.engine_loop import EngineLoop
@@ -98,7 +99,8 @@ async def build(
         SchemaChecks.of_model(Path(config.model), loop.ready.result().limits),
     )
     pregenerator = None
-    if stores is not None and config.pregenerate:
+    support: ModelSupport = loop.ready.result().support
+    if stores is not None and config.pregenerate and support.allows(Feature.PREGENERATION):
         pregeneration_metrics = PregenerationMetrics(metrics_registry)
         uploads = UploadQueue(stores, pregeneration_metrics)
         coordinator = CoordinatorConnection(config, registry)
@@ -168,7 +170,9 @@ async def _start_loop(config: GenerationConfig, metrics: EngineMetrics) -> Engin
     metrics.policy_version.set(config.initial_version)
     metrics.most_running.set(engine.max_running)
     about = {"model": config.model, "device": engine.device, "attention": engine.attention}
-    metrics.engine.info({**about, "speculation": config.speculation})
+    metrics.engine.info({**about, "speculation": config.speculation, "refused": str(engine.support)})
+    for feature in engine.support.refused:
+        metrics.features_refused.labels(feature.value).set(1)
     for kind in engine.failed_kernels:
         metrics.kernels_left_out.labels(kind).set(1)
     return loop
@@ -213,6 +217,7 @@ def _record(config: GenerationConfig, engine: Any) -> InstanceRecord:
         end_tokens=list(engine.limits.end_tokens),
         model=config.model,
         device=engine.device,
+        refused_features={feature.value: reason for feature, reason in engine.support.refused.items()},
         registered_at=time.time(),
     )
 

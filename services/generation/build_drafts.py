@@ -15,6 +15,7 @@ from services.generation.drafters.reference import alignment
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.drafters.reference.lenient_reuse import Reuse
 from services.generation.drafters.suffix.drafter import SuffixDrafter
+from services.generation.engine.model_support import Feature
 from services.generation.engine.types import QUANTIZED
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
@@ -39,15 +40,15 @@ def build_drafts(
 ) -> SampleDrafts:
     """Build the drafts of an engine's samples: the cache, and the drafters and planner that the config names."""
     cache = DraftCache(engine.limits.vocab_size, config.draft_cache_bytes)
-    return SampleDrafts(
-        metrics, cache, _speculation(config, engine, metrics, origin_of), Reuse(config.reuse_chunk)
-    )
+    # Without drafts a sample takes over a cached rollout one token a step.
+    reuse = Reuse(config.reuse_chunk if engine.support.allows(Feature.DRAFTS) else 0)
+    return SampleDrafts(metrics, cache, _speculation(config, engine, metrics, origin_of), reuse)
 
 
 def _speculation(
     config: GenerationConfig, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
 ) -> Speculation | None:
-    if config.speculation == "off":
+    if config.speculation == "off" or not engine.support.allows(Feature.DRAFTS):
         return None
     branches = config.max_branches if engine.trees else 0
     makers: dict[str, Callable[[], TokenDrafter]] = {

@@ -45,7 +45,7 @@ POLICY = "policy"
 # Fields of an instance, and counts of its load, that are shown as they are registered.
 _RECORDED = (
     *("instance_id", "epoch", "address", "max_running", "max_model_len", "vocab_size", "model", "device"),
-    "metrics_address",
+    *("metrics_address", "refused_features"),
 )
 _COUNTS = ("running", "waiting", "generated_tokens", "steps")
 # Fields of the learner, shown as it names them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -19,9 +19,10 @@ from vllm.usage.usage_lib import UsageContext
 from services.generation.engine.batch_invariance import invariance_refusal
 from services.generation.engine.graph_sizes import graph_sizes
 from services.generation.engine.model_classes import import_model_classes
+from services.generation.engine.model_support import Feature, ModelSupport, model_support
 from services.generation.engine.runner_choice import V2, refusal, runner_of
 from services.generation.engine.step_memory import row_capacity
-from services.generation.engine.tree_rules import TreeTraits, engine_refusal
+from services.generation.engine.traits import engine_traits
 from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, QUANTIZED_KEY, TREES_KEY, EngineOptions
 
 _log = logging.getLogger(__name__)
@@ -37,39 +38,24 @@ def engine_config(options: EngineOptions) -> VllmConfig:
     Raises:
         ValueError: options that exclude each other, or that the device or the model cannot have.
     """
-    config = engine_args(options).create_engine_config(UsageContext.LLM_CLASS)
-    capture_drafts(config, options.draft_window)
-    if options.trees:
-        reason = engine_refusal(tree_traits(options, config))
-        if reason is None:
-            config.additional_config[TREES_KEY] = True
-        else:
-            _log.warning("trees are refused, drafts are chains: %s", reason)
+    config, support = _allowed_config(options)
+    capture_drafts(config, options.draft_window if support.allows(Feature.DRAFTS) else 0)
+    config.additional_config[TREES_KEY] = options.trees and support.allows(Feature.TREES)
     return config
 
 
-def tree_traits(options: EngineOptions, config: VllmConfig) -> TreeTraits:
-    """Return what decides whether an engine verifies draft trees."""
-    model, parallel = config.model_config, config.parallel_config
-    text = model.hf_text_config
-    layers = set(getattr(text, "layer_types", None) or ())
-    return TreeTraits(
-        current_platform.device_type,
-        v2=runner_of(options.engine) == V2,
-        coupled=options.coupled,
-        features=options.eagle3 is not None,
-        latent=model.use_mla,
-        window=model.get_sliding_window() is not None
-        or model.rswa_window is not None
-        or bool(layers - {"full_attention"}),
-        recurrent=model.is_hybrid or model.has_inner_state or model.is_attention_free,
-        encoder=model.is_encoder_decoder,
-        positions=model.uses_mrope,
-        lookahead=model.is_mm_prefix_lm,
-        kv_dtype=str(config.cache_config.cache_dtype),
-        pipeline=parallel.pipeline_parallel_size,
-        context_parallel=parallel.decode_context_parallel_size,
-    )
+def _allowed_config(options: EngineOptions) -> tuple[VllmConfig, ModelSupport]:
+    """Return vLLM's configuration, and what is allowed by it; no prefix cache for a model that is to have none.
+
+    vLLM chooses the blocks of a recurrent state by whether there is one, so it is asked again.
+    """
+    config = engine_args(options).create_engine_config(UsageContext.LLM_CLASS)
+    v2 = runner_of(options.engine) == V2
+    support = model_support(engine_traits(config, v2=v2, coupled=options.coupled))
+    if config.cache_config.enable_prefix_caching and not support.allows(Feature.PREFIX_CACHE):
+        without = engine_args(replace(options, enable_prefix_caching=False))
+        config = without.create_engine_config(UsageContext.LLM_CLASS)
+    return config, support
 
 
 def capture_drafts(config: VllmConfig, draft_window: int) -> None:

@@ -28,7 +28,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from kernels.backend import Backend
-from services.contracts.errors import ServiceError
+from services.contracts.errors import FailedPrecondition, ServiceError
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba, ties_head
 from services.generation.engine.attention.kernel_choice import SAMPLER
@@ -36,6 +36,7 @@ from services.generation.engine.capacity import prompt_rows
 from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps
 from services.generation.engine.draft_models.drafting import ModelDrafts
 from services.generation.engine.migration import EngineMigration
+from services.generation.engine.model_support import Feature, ModelSupport
 from services.generation.engine.prefix_hits import PrefixHits
 from services.generation.engine.refusals import WRONG_VALUES, refused, unsampled
 from services.generation.engine.runner_choice import V2, check_runner, runner_of
@@ -43,6 +44,7 @@ from services.generation.engine.step_log import StepLog
 from services.generation.engine.step_memory import row_capacity
 from services.generation.engine.stop_strings import StopStrings
 from services.generation.engine.token_text import token_bytes
+from services.generation.engine.traits import support_of
 from services.generation.engine.types import (
     EAGLE3,
     QUANTIZED,
@@ -86,9 +88,10 @@ class Engine:
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
         reports = self._core.collective_rpc("kernel_report") if options.coupled else []
-        # Whether drafts may be trees; the log says why not.
-        wanted = TREES_KEY in config.additional_config
-        self.trees: bool = wanted and not any(report.refusal for report in reports)
+        # What is done for this model beyond plain decoding.
+        self.support: ModelSupport = support_of(self._core, config, reports, v2=v2)
+        # Whether drafts may be trees.
+        self.trees: bool = bool(config.additional_config[TREES_KEY]) and self.support.allows(Feature.TREES)
         if options.step_log is not None:
             StepLog(self._scheduler, options.step_log)
         self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled, trees=self.trees)
@@ -101,12 +104,15 @@ class Engine:
         hasher, coupled = self._core.request_block_hasher, options.coupled
         self._requests = VllmRequests(self.limits, hasher, self._stops, self._hits, coupled=coupled)
         # Samples that leave for another engine, or come from one.
-        self.migration = EngineMigration(self._core, self._requests.request, self._stops, coupled, slots=v2)
+        refusal = self.support.refused.get(Feature.MOVES, "")
+        self.migration = EngineMigration(
+            self._core, self._requests.request, self._stops, coupled, refusal=refusal, slots=v2
+        )
         # Draft models by name, in the order of their cost per token.
         self.model_drafts = {
             name: ModelDrafts(self._core, name, own.most_tokens)
             for name, own in ((EAGLE3, options.eagle3), (QUANTIZED, options.quantized))
-            if own is not None
+            if own is not None and self.support.allows(Feature(name))
         }
         self._sleep_mode = options.sleep_mode
         # Weights of draft models that arrived while the engine slept, by name.
@@ -137,7 +143,10 @@ class Engine:
 
         Raises:
             InvalidArgument: vLLM does not take it, whatever was checked before; or its cached rollout is none.
+            FailedPrecondition: it has a prefix, and the model is not known to go on from one.
         """
+        if request.prefix and (reason := self.support.refused.get(Feature.RESUMING)):
+            raise FailedPrecondition("RESUMING", f"prefix_token_ids: {reason}")
         self.wake()
         try:
             sample = self._requests.request(request)
@@ -227,11 +236,22 @@ class Engine:
     ) -> Mapping[str, Sequence[int]]:
         """Set draft tokens of the vocabulary for the next step; returns those that it will verify.
 
+        Of a model that allows no drafts these are none.
+
         Args:
             drafts: by sample.
             parents: of those that are trees (draft_tree.py); where there can be none, their primary chains are set.
         """
+        if not self.support.allows(Feature.DRAFTS):
+            return {}
         return self._steps.put(drafts, parents)
+
+    def refuse(self, feature: Feature, reason: str) -> None:
+        """Go on without drafts, or without trees."""
+        self.support = self.support.without(feature, reason)
+        self.trees = self.trees and self.support.allows(Feature.TREES)
+        if not self.support.allows(Feature.DRAFTS):
+            self.model_drafts.clear()
 
     def swap_drafter(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights of a draft model by checked ones, while samples run.

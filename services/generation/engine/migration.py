@@ -31,6 +31,7 @@ class EngineMigration:
         stops: StopStrings,
         coupled: bool,
         *,
+        refusal: str = "",
         slots: bool = False,
     ) -> None:
         """Migrate samples of an engine core.
@@ -40,6 +41,7 @@ class EngineMigration:
             make_request: vLLM's form of a sample, its prefix as output.
             stops: where the stop strings of samples are searched for.
             coupled: whether our runner is in use.
+            refusal: why KV of this model is not moved; "" if it is.
             slots: whether it is V2, where every sample that the workers know has one of as many slots as samples
                 may run: one that does not run has none. V2 learns all of a resumed sample from the scheduler.
         """
@@ -48,6 +50,7 @@ class EngineMigration:
         self._make_request = make_request
         self._stops = stops
         self._coupled = coupled
+        self._refusal = refusal
         self._slots = slots
         # Requests that have blocks and are unknown to the scheduler, and samples that are paused.
         self._reserved: dict[str, Request] = {}
@@ -65,13 +68,9 @@ class EngineMigration:
         Raises:
             UnsupportedCaches: the KV of this model cannot be moved.
         """
-        if not self._coupled:
-            raise UnsupportedCaches("samples of vLLM's own sampler are not moved")
+        if self._refusal:
+            raise UnsupportedCaches(self._refusal)
         scheduler = self._scheduler
-        if len(scheduler.kv_cache_config.kv_cache_groups) != 1 or scheduler.needs_kv_cache_zeroing:
-            raise UnsupportedCaches("the model has several kinds of KV")
-        if scheduler.vllm_config.parallel_config.pipeline_parallel_size != 1:
-            raise UnsupportedCaches("the model's layers are on several devices")
         blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         args = (blocks, scheduler.block_size, chunk_bytes, senders, agent)
         geometries: list[Geometry] = self._core.collective_rpc("open_kv_port", args=args)

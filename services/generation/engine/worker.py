@@ -22,9 +22,10 @@ from services.generation.engine.draft_models.eagle3 import Eagle3
 from services.generation.engine.draft_models.interface import ModelDrafter
 from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
 from services.generation.engine.kv_worker import KvWorkerMixin
+from services.generation.engine.model_support import Feature, ModelSupport, model_support, worker_refusal
 from services.generation.engine.runner import coupled
 from services.generation.engine.step_memory import row_capacity, step_memory
-from services.generation.engine.tree_rules import worker_refusal
+from services.generation.engine.traits import engine_traits, kinds_of
 from services.generation.engine.types import (
     EAGLE3,
     EAGLE3_KEY,
@@ -54,6 +55,9 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     use_v2_model_runner: bool
     # None where no sample drafts in branches.
     branches: BranchAttention | None
+    get_kv_cache_spec: Any
+    # Of `EngineTraits`, what only the loaded model tells.
+    model_traits: dict[str, Any]
 
     def couple(self, runner: Any) -> Any:
         """Return the runner with our sampler in it."""
@@ -74,7 +78,7 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     def use_kernels(self) -> None:
         """Choose the kernels of this process (see `kernel_choice.use_kernels` and `attention.use_attention`)."""
         config = self.vllm_config
-        trees = TREES_KEY in config.additional_config
+        trees = bool(config.additional_config.get(TREES_KEY))
         use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
         self.attention = use_attention(config, self.device, trees=trees)
         self.branches = self.use_branches() if trees else None
@@ -93,9 +97,7 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         captured = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         graphs = (compilation.cudagraph_capture_sizes or ()) if captured else ()
         refusal = "" if self.branches is None else self.branch_refusal()
-        if refusal:
-            _log.warning("trees are refused, drafts are chains: %s", refusal)
-        return KernelReport(str(self.attention), failed(), tuple(graphs), refusal)
+        return KernelReport(str(self.attention), failed(), tuple(graphs), refusal, **self.model_traits)
 
     def adopt_sample(self, *args: Any) -> None:
         """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""
@@ -112,17 +114,27 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     def load_model(self, **kwargs: Any) -> None:
         """Load the model, and create draft models before the remaining memory is given to KV."""
         super().load_model(**kwargs)  # type: ignore[misc]
-        told = self.vllm_config.additional_config
+        told, support = self.vllm_config.additional_config, self.model_support()
         self.drafters = {}
         # The quantized copy first: it is a copy of the target as it is without features.
-        if QUANTIZED_KEY in told:
+        if QUANTIZED_KEY in told and support.allows(Feature.QUANTIZED):
             self.drafters[QUANTIZED] = QuantizedSelfDraft(self.model_runner, W4Options(**told[QUANTIZED_KEY]))
-        if EAGLE3_KEY in told:
+        if EAGLE3_KEY in told and support.allows(Feature.EAGLE3):
             with self.among_weights():
                 self.drafters[EAGLE3] = Eagle3(self.model_runner, Eagle3Options(**told[EAGLE3_KEY]))
         for name in self.drafters:
             self.begin_drafter(name, 0)
             self.build_drafter(name, _AT_ONCE)
+
+    def model_support(self) -> ModelSupport:
+        """Return what is allowed for the model, which is loaded."""
+        self.model_traits = {
+            "kinds": kinds_of(self.get_kv_cache_spec().values()),
+            "hidden_states": hasattr(self.model_runner.get_model(), "set_aux_hidden_state_layers"),
+        }
+        return model_support(
+            engine_traits(self.vllm_config, v2=self.use_v2_model_runner, **self.model_traits)
+        )
 
     def among_weights(self) -> AbstractContextManager[object]:
         """Return a context whose allocations sleep with the target's weights."""

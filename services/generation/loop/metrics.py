@@ -122,6 +122,11 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
     kernels_left_out = gauge(
         "kernels_left_out", "1 for kernels that failed their check at the start, and are left out.", "kernels"
     )
+    features_refused = gauge(
+        "features_refused",
+        "1 for features that this model is not known to allow, and goes without.",
+        "feature",
+    )
     weight_seconds = histogram(
         "weight_seconds", "Time to stage or apply weights.", Histogram.DEFAULT_BUCKETS, "phase"
     )

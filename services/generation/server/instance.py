@@ -26,7 +26,7 @@ _STATES = {
 # Fields of the record that its public form has as they are.
 _DESCRIBED = (
     *("instance_id", "epoch", "address", "policy_version", "max_running"),
-    *("max_model_len", "vocab_size", "model", "device", "metrics_address"),
+    *("max_model_len", "vocab_size", "model", "device", "metrics_address", "refused_features"),
 )
 
 

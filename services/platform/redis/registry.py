@@ -65,6 +65,7 @@ class InstanceRecord:
     end_tokens: list[int] = field(default_factory=list)
     model: str = ""
     device: str = ""
+    refused_features: dict[str, str] = field(default_factory=dict)
     registered_at: float = 0.0
 
     @property

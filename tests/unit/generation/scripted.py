@@ -12,6 +12,7 @@ from typing import Any
 from paceline.errors import Violation
 from services.contracts.errors import DataLoss, InvalidArgument, ServiceError
 from services.contracts.sampling import ModelLimits, Sampling
+from services.generation.engine.model_support import ModelSupport
 from services.generation.engine.types import (
     Ending,
     EngineLoad,
@@ -78,6 +79,7 @@ class ScriptedEngine:
     prompt_rows: int = 0
     dtype: str = "float32"
     model_drafts: dict[str, Any] = field(default_factory=dict)
+    support: ModelSupport = field(default_factory=ModelSupport)
     trees: bool = False
     # Of an engine that schedules ahead: what the step in flight will have done.
     ahead: bool = False

@@ -20,7 +20,7 @@ from services.generation.engine.sampling.noise import NOISE_KEY, SampleNoise
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.segments import segments_of
 from services.generation.engine.sampling.tree_sampler import sample_trees
-from services.generation.engine.tree_rules import TreeTraits, engine_refusal, sample_refusal, worker_refusal
+from services.generation.engine.tree_rules import sample_refusal
 from services.generation.engine.types import Verifier
 from tests.support.draft_trees import random_tree, walk
 
@@ -181,27 +181,6 @@ def test_a_branch_is_laid_out_behind_the_context_that_it_sees(seed: int, count: 
             seen = [("known", i, position) for position in range(computed[i])]
             seen += [("row", root), *(("row", root + 1 + each) for each in path)]
             assert flat[: len(flat) - back] == seen
-
-
-def test_each_reason_refuses_an_engine_alone() -> None:
-    for device in ("cpu", "cuda"):
-        assert engine_refusal(TreeTraits(device)) is None
-        for changed in (
-            {"device": "xpu"}, {"v2": True}, {"coupled": False}, {"features": True}, {"latent": True},
-            {"window": True}, {"recurrent": True}, {"encoder": True}, {"positions": True}, {"lookahead": True},
-            {"kv_dtype": "fp8"}, {"pipeline": 2}, {"context_parallel": 2},
-        ):  # fmt: skip
-            assert engine_refusal(TreeTraits(**({"device": device} | changed)))  # type: ignore[arg-type]
-
-
-def test_each_reason_refuses_a_worker_alone() -> None:
-    plain = {"ours": True, "kinds": 1, "whole_graphs": False, "fused_output": False}
-    assert worker_refusal(**plain) == ""  # type: ignore[arg-type]
-    for changed, reason in (
-        ({"ours": False}, "not our kernel's"), ({"kinds": 2}, "2 kinds"), ({"kinds": 0}, "0 kinds"),
-        ({"whole_graphs": True}, "graphs"), ({"fused_output": True}, "quantizes"),
-    ):  # fmt: skip
-        assert reason in worker_refusal(**plain | changed)  # type: ignore[arg-type]
 
 
 def test_samples_whose_tokens_depend_on_more_than_their_path_are_refused() -> None:

@@ -19,13 +19,15 @@ class KernelReport(NamedTuple):
     """Kernels of a worker: the attention that it has, and the kinds that failed their check.
 
     `graphs` are the numbers of tokens for which it captured CUDA graphs, rising. `refusal` says why it verifies no
-    draft trees though they are wanted; "" otherwise.
+    draft trees though they are wanted; "" otherwise. `kinds` and `hidden_states` are those of `EngineTraits`.
     """
 
     attention: str
     failed: tuple[str, ...]
     graphs: tuple[int, ...]
     refusal: str = ""
+    kinds: frozenset[str] = frozenset()
+    hidden_states: bool = False
 
 
 _failed: dict[str, None] = {}

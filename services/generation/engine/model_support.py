@@ -1,0 +1,217 @@
+"""Decide what an engine does for its model beyond plain decoding. Pure.
+
+An allow-list: what is not known to give the policy's samples is refused, with a reason, and the engine decodes
+plainly without it. A refusal never keeps an instance from starting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+
+class Feature(StrEnum):
+    """Feature of an engine that a model may not allow."""
+
+    DRAFTS = "drafts"
+    TREES = "trees"
+    QUANTIZED = "quantized"
+    EAGLE3 = "eagle3"
+    PREGENERATION = "pregeneration"
+    MOVES = "moves"
+    RESUMING = "resuming"
+    PREFIX_CACHE = "prefix_cache"
+    SLEEP = "sleep"
+
+
+EXACT_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
+"""vLLM's kinds of KV cache that are known to be exact with drafts: a refused draft leaves nothing behind that a
+later token reads, since the KV of each position is written again before it is read. Models with attention sinks
+have these kinds."""
+MOVABLE_KINDS = frozenset({"FullAttentionSpec"})
+"""Kinds whose blocks can be moved: all of them are there, and hold nothing but KV of their positions."""
+_ATTENTION_DTYPES = frozenset({"auto", "float16", "bfloat16", "float32"})
+_DRAFTED_DTYPES = _ATTENTION_DTYPES | {"fp8", "fp8_e4m3", "fp8_e5m2"}
+_NEED_DRAFTS = (Feature.TREES, Feature.QUANTIZED, Feature.EAGLE3, Feature.PREGENERATION)
+_STATE = "a layer keeps a state of all tokens so far, which a refused draft would leave changed"
+
+_Rule = tuple[bool, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """Traits of an engine: its device, its model runner, and what its model and its KV are like.
+
+    What is not known yet is None: before the model is built `kinds` and `hidden_states`, before its KV is `groups`.
+    """
+
+    device: str
+    v2: bool = False
+    coupled: bool = True
+    eagle3: bool = False
+    """An EAGLE-3 head reads the target's hidden states of each token."""
+    kinds: frozenset[str] | None = None
+    """Names of vLLM's KV cache specs of all layers."""
+    groups: int | None = None
+    """Kinds of KV with a block table each."""
+    hidden_states: bool | None = None
+    """The model tells the hidden states of its layers."""
+    latent: bool = False
+    """Attention over latent KV (MLA)."""
+    window: bool = False
+    """Some layer does not see the whole context."""
+    recurrent: bool = False
+    """Some layer has a state, or none at all, instead of KV."""
+    encoder: bool = False
+    positions: bool = False
+    """Positions of several dimensions."""
+    lookahead: bool = False
+    """Some tokens see later ones."""
+    experts: bool = False
+    kv_dtype: str = "auto"
+    pipeline: int = 1
+    context_parallel: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSupport:
+    """What an engine does for its model, and why it does not do the rest."""
+
+    refused: Mapping[Feature, str] = field(default_factory=dict)
+    """Reason for each refused feature."""
+
+    def allows(self, feature: Feature) -> bool:
+        """Return True if the engine has a feature."""
+        return feature not in self.refused
+
+    def without(self, feature: Feature, reason: str) -> ModelSupport:
+        """Return the support without a feature, and without what needs it."""
+        more = (feature, *_NEED_DRAFTS) if feature is Feature.DRAFTS else (feature,)
+        return replace(self, refused=dict.fromkeys(more, reason) | dict(self.refused))
+
+    def __str__(self) -> str:
+        """Return the refusals with their features, those with the same reason together; "" if there are none."""
+        by_reason: dict[str, list[str]] = {}
+        for feature, reason in self.refused.items():
+            by_reason.setdefault(reason, []).append(feature.value)
+        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+
+
+def model_support(engine: EngineTraits) -> ModelSupport:
+    """Return what an engine does, by what is known of it so far. A later answer may only refuse more."""
+    found = {
+        Feature.DRAFTS: _first(_of_drafts(engine)),
+        Feature.MOVES: _first(_of_moves(engine)),
+        Feature.RESUMING: _first(_of_resuming(engine)),
+        Feature.SLEEP: _first(_of_resuming(engine)),
+        Feature.PREFIX_CACHE: _first([(engine.recurrent, "no test shows that cached states are exact")]),
+    }
+    own = {
+        Feature.TREES: _of_trees(engine),
+        Feature.QUANTIZED: _of_quantized(engine),
+        Feature.EAGLE3: _of_eagle3(engine),
+        Feature.PREGENERATION: (),
+    }
+    found |= {feature: found[Feature.DRAFTS] or _first(own[feature]) for feature in _NEED_DRAFTS}
+    return ModelSupport({feature: found[feature] for feature in Feature if found[feature]})
+
+
+def worker_refusal(*, ours: bool, kinds: int, whole_graphs: bool, fused_output: bool) -> str:
+    """Return why a CUDA worker, its model built and its graphs captured, verifies chains only; "" if it needs not.
+
+    Args:
+        ours: our kernel computes the short steps of every attention layer.
+        kinds: of KV, with a block table each.
+        whole_graphs: graphs of whole steps are captured for more than plain decoding. They hold the attention of
+            the capture, which knows no mask.
+        fused_output: attention may be told to write its output quantized, which our kernel cannot.
+    """
+    return _first(
+        (
+            (not ours, "the attention of a layer is not our kernel's"),
+            (kinds != 1, f"the model has {kinds} kinds of KV"),
+            (whole_graphs, "CUDA graphs hold whole steps that verify drafts"),
+            (fused_output, "attention quantizes its output"),
+        )
+    )
+
+
+def _first(rules: Iterable[_Rule]) -> str:
+    return next((reason for applies, reason in rules if applies), "")
+
+
+def _others(kinds: frozenset[str] | None, known: frozenset[str]) -> str:
+    return ", ".join(sorted((kinds or frozenset()) - known))
+
+
+def _of_drafts(engine: EngineTraits) -> Iterable[_Rule]:
+    others = _others(engine.kinds, EXACT_KINDS)
+    return (
+        (not engine.coupled, "vLLM's own sampler takes no drafts"),
+        (engine.recurrent or "MambaSpec" in others, _STATE),
+        (engine.latent, "no test shows that drafts are exact with latent attention"),
+        (bool(others), f"no test shows that drafts are exact with KV of the kind {others}"),
+        (engine.kinds == frozenset(), "no layer has KV"),
+        (engine.encoder, "the model has an encoder"),
+        (engine.positions, "no test shows that drafts are exact with positions of several dimensions"),
+        (engine.kv_dtype not in _DRAFTED_DTYPES, f"KV is {engine.kv_dtype}"),
+        (engine.pipeline > 1, "layers are divided into stages"),
+        (engine.context_parallel > 1, "contexts are divided among devices"),
+    )
+
+
+def _of_trees(engine: EngineTraits) -> Iterable[_Rule]:
+    return (
+        (engine.device not in ("cpu", "cuda"), f"no attention computes branches on {engine.device}"),
+        (engine.v2, "the V2 runner verifies chains"),
+        (engine.eagle3, "the EAGLE-3 head reads hidden states of chains"),
+        (
+            engine.window or "SlidingWindowSpec" in (engine.kinds or ()),
+            "a layer of the model does not see the whole context",
+        ),
+        (engine.lookahead, "some tokens of a prompt see later ones"),
+        (engine.kv_dtype not in _ATTENTION_DTYPES, f"KV is {engine.kv_dtype}"),
+    )
+
+
+def _of_quantized(engine: EngineTraits) -> Iterable[_Rule]:
+    return (
+        (engine.v2, "the V2 runner has no draft models"),
+        (engine.experts, "a mixture of experts has no quantized copy"),
+    )
+
+
+def _of_eagle3(engine: EngineTraits) -> Iterable[_Rule]:
+    return (
+        (engine.v2, "the V2 runner has no draft models"),
+        (engine.hidden_states is False, "the model does not tell its hidden states"),
+        (len(engine.kinds or ()) > 1, "the model has several kinds of KV"),
+    )
+
+
+def _of_moves(engine: EngineTraits) -> Iterable[_Rule]:
+    others, groups = _others(engine.kinds, MOVABLE_KINDS), 1 if engine.groups is None else engine.groups
+    return (
+        (not engine.coupled, "samples of vLLM's own sampler are not moved"),
+        (engine.recurrent or "MambaSpec" in others, "a layer keeps a state beside its KV"),
+        (
+            engine.window if engine.kinds is None else "SlidingWindowSpec" in others,
+            "KV behind a window is dropped",
+        ),
+        (engine.latent, "no test shows that latent KV moves"),
+        (bool(others), f"no test shows that KV of the kind {others} moves"),
+        (engine.kinds == frozenset(), "no layer has KV"),
+        (groups != 1, f"the model has {groups} kinds of KV"),
+        (engine.positions, "positions have several dimensions"),
+        (engine.pipeline != 1, "the model's layers are on several devices"),
+    )
+
+
+def _of_resuming(engine: EngineTraits) -> Iterable[_Rule]:
+    # A sample is resumed by a prefill of all of its tokens, as vLLM does after a preemption.
+    return (
+        (not engine.coupled, "samples of vLLM's own sampler are not resumed"),
+        (engine.encoder, "the model has an encoder"),
+        (engine.positions, "the positions of a resumed sample have several dimensions"),
+    )

@@ -1,0 +1,75 @@
+"""Read from vLLM what decides about an engine's features (model_support.py)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
+
+from services.generation.engine.attention.kernel_choice import KernelReport
+from services.generation.engine.model_support import EngineTraits, Feature, ModelSupport, model_support
+from services.generation.engine.types import EAGLE3_KEY
+
+_log = logging.getLogger(__name__)
+
+
+def engine_traits(config: VllmConfig, *, v2: bool, coupled: bool = True, **known: Any) -> EngineTraits:
+    """Return the traits of an engine by its configuration, and `known`, the fields that it does not have."""
+    model, parallel = config.model_config, config.parallel_config
+    layers = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    return EngineTraits(
+        current_platform.device_type,
+        v2=v2,
+        coupled=coupled,
+        eagle3=EAGLE3_KEY in config.additional_config,
+        latent=model.use_mla,
+        window=model.get_sliding_window() is not None
+        or model.rswa_window is not None
+        or bool(layers - {"full_attention"}),
+        recurrent=model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        encoder=model.is_encoder_decoder,
+        positions=model.uses_mrope,
+        lookahead=model.is_mm_prefix_lm,
+        experts=bool(model.get_num_experts()),
+        kv_dtype=str(config.cache_config.cache_dtype),
+        pipeline=parallel.pipeline_parallel_size,
+        context_parallel=parallel.decode_context_parallel_size,
+        **known,
+    )
+
+
+def support_of(core: Any, config: VllmConfig, reports: Sequence[KernelReport], *, v2: bool) -> ModelSupport:
+    """Return what an engine does for its model, and say in the log what it does not do.
+
+    Args:
+        core: vLLM's engine core.
+        config: its configuration.
+        reports: of its workers; none of vLLM's own.
+        v2: whether its runner is V2.
+    """
+    known: dict[str, Any] = {"groups": len(core.scheduler.kv_cache_config.kv_cache_groups)}
+    for report in reports:
+        known |= {"kinds": report.kinds, "hidden_states": report.hidden_states}
+    support = model_support(engine_traits(config, v2=v2, coupled=bool(reports), **known))
+    refusal = next((report.refusal for report in reports if report.refusal), "")
+    if refusal:
+        support = support.without(Feature.TREES, refusal)
+    for feature, reason in support.refused.items():
+        _log.warning("feature_refused: %s: %s", feature.value, reason)
+    return support
+
+
+def kinds_of(specs: Iterable[KVCacheSpec]) -> frozenset[str]:
+    """Return the kinds of KV caches by the names of vLLM's classes."""
+    return frozenset(type(each).__name__ for spec in specs for each in _single(spec))
+
+
+def _single(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        yield from spec.kv_cache_specs.values()
+    else:
+        yield spec
