@@ -192,10 +192,13 @@ def build_engine(
     choose_runner(config.engine)
     choose_invariance(config.batch_invariant)
     from services.generation.engine.core import Engine
+    from services.generation.engine.draft_check import check_drafts
     from services.generation.engine.warmup import warm_up
 
     engine = Engine(config.engine_options())
     warm_up(engine)
+    if config.draft_check and config.speculation != "off":
+        check_drafts(engine)
     return engine, build_drafts(config, engine, metrics, origin_of)
 
 

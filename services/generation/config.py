@@ -110,6 +110,9 @@ class GenerationConfig(ServiceConfig):
     tokens. toggle: that, in the steps in which it pays by their predicted time. adaptive: drafts of a length that
     follows what is accepted. solver: drafts of the length that a table has for the batch. planner: as many tokens,
     over the whole batch, as pay. Knobs can change the mode."""
+    draft_check: bool = True
+    """Check before serving, on a few tokens, that drafts do not change what the model says; where they do, the
+    instance decodes plainly. A second for a model of 70B."""
     sweep_seconds: float = Field(default=2.0, ge=0, le=600, allow_inf_nan=False)
     """Time in which the instance measures its own step times before it serves, without prefill; with it the sweep
     takes four times as long at most. 0: it learns them as it serves."""

@@ -1,0 +1,165 @@
+"""Families of models: whatever an engine does beyond plain decoding gives the tokens of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from services.generation.engine.model_support import (
+    EXACT_KINDS,
+    MOVABLE_KINDS,
+    EngineTraits,
+    Feature,
+    model_support,
+)
+from services.generation.engine.types import EngineOptions
+from tests.support.architectures import FAMILIES, serve_make
+from tests.support.draft_checks import listed, refused_by_check
+from tests.support.draft_policies import Drafts
+from tests.support.engine_actor import EngineActor
+from tests.support.engine_host import Scenario, run_scenario
+from tests.support.engine_process import EngineProcess
+from tests.support.exactness_matrix import matrix_row, options_of, plain_of, requests_of, resumed_of
+from tests.support.self_moves import moved, refused_moves
+from tests.support.soak import Progress, record
+
+pytestmark = pytest.mark.timeout(400)
+_MAKE_SECONDS = 120
+SHORT = ("llama", "gpt-oss", "granite4-hybrid", "deepseek-mla")
+"""They have every kind of KV that is known: of the whole context, of a window with sinks, a state, a latent."""
+
+
+def make_models(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:
+    """Make models where transformers is imported already."""
+    folders = {name: folder / name for name in names}
+    with EngineProcess(serve_make, folders) as process:
+        process.answer(_MAKE_SECONDS)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"), SHORT)
+
+
+@pytest.fixture
+def granite(models: dict[str, Path]) -> Iterator[EngineActor]:
+    with EngineActor(options_of("granite4-hybrid", models["granite4-hybrid"])) as actor:
+        yield actor
+
+
+def test_every_kind_of_kv_that_vllm_has_is_allowed_by_name_or_refused() -> None:
+    kinds = {KVCacheSpec}
+    while more := {each for kind in kinds for each in kind.__subclasses__()} - kinds:
+        kinds |= more
+    names = {kind.__name__ for kind in kinds if kind.__module__.startswith("vllm.")}
+    assert names >= EXACT_KINDS >= MOVABLE_KINDS
+    assert len(names) >= 15
+    for name in names - EXACT_KINDS:
+        support = model_support(EngineTraits("cpu", kinds=frozenset({name})))
+        assert {Feature.DRAFTS, Feature.MOVES} <= support.refused.keys(), name
+
+
+def test_windows_and_sinks_are_exact_with_wrong_drafts(models: dict[str, Path]) -> None:
+    with EngineActor(options_of("gpt-oss", models["gpt-oss"])) as actor:
+        assert actor.call(listed).keys() == {"trees", "quantized", "eagle3", "moves"}
+        assert actor.call(refused_moves) == "KV behind a window is dropped"
+        requests = requests_of()
+        plain = plain_of(actor, requests)
+        drafts = Drafts("adversarial", truth=plain.tokens)
+        found = actor.call(run_scenario, Scenario(requests, drafts))
+        assert found.tokens == plain.tokens
+        assert found.drafted > found.accepted > 0
+        assert resumed_of(actor, requests, plain, cold=True) == plain.tokens
+        assert actor.call(refused_by_check) == {}
+
+
+def test_kv_of_the_whole_context_moves(models: dict[str, Path]) -> None:
+    with EngineActor(options_of("llama", models["llama"])) as actor:
+        assert actor.call(listed) == {}
+        assert actor.call(refused_moves) == ""
+        requests = requests_of()
+        plain = plain_of(actor, requests)
+        assert actor.call(moved, requests, 20) == plain.tokens
+
+
+def test_a_recurrent_model_decodes_plainly_whatever_is_drafted(granite: EngineActor) -> None:
+    refused = granite.call(listed)
+    assert refused.keys() == {
+        "drafts", "trees", "quantized", "eagle3", "pregeneration", "moves", "prefix_cache",
+    }  # fmt: skip
+    assert "a state of all tokens so far" in refused["drafts"]
+    assert granite.call(refused_moves) == refused["moves"]
+    requests = requests_of()
+    plain = plain_of(granite, requests)
+    found = granite.call(run_scenario, Scenario(requests, Drafts("adversarial", truth=plain.tokens)))
+    assert (found.tokens, found.drafted) == (plain.tokens, 0)
+    # A state is computed again from tokens.
+    assert resumed_of(granite, requests, plain, cold=False) == plain.tokens
+
+
+def test_the_check_finds_a_state_that_drafts_change(granite: EngineActor) -> None:
+    found = granite.call(refused_by_check)
+    assert found.keys() == {"drafts", "trees", "quantized", "eagle3", "pregeneration"}
+    assert "refused draft" in found["drafts"]
+    requests = requests_of(3)
+    plain = plain_of(granite, requests)
+    drafted = granite.call(run_scenario, Scenario(requests, Drafts("adversarial", truth=plain.tokens)))
+    assert (drafted.tokens, drafted.drafted) == (plain.tokens, 0)
+
+
+def test_latent_attention_decodes_plainly(models: dict[str, Path]) -> None:
+    with EngineActor(options_of("deepseek-mla", models["deepseek-mla"])) as actor:
+        assert "latent" in actor.call(listed)["drafts"]
+        requests = requests_of(3)
+        plain = plain_of(actor, requests)
+        drafted = actor.call(run_scenario, Scenario(requests, Drafts("adversarial", truth=plain.tokens)))
+        assert (drafted.tokens, drafted.drafted) == (plain.tokens, 0)
+
+
+RESUMED = {"resumed", "resumed, cached"}
+ROUNDED = {
+    "qwen3-next": "vLLM's CPU build serves it in bfloat16 only",
+    "deepseek-mla": "vLLM's CPU kernels of latent attention differ between prompts and decoding",
+    "lfm2": "vLLM's CPU kernels of short convolutions differ between prompts and decoding",
+}
+"""Families whose resumed samples may differ here, and why: their prefill is rounded otherwise than decoding."""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+def test_every_family_is_exact_in_every_way_that_it_allows(tmp_path: Path) -> None:
+    folders = make_models(tmp_path, tuple(FAMILIES))
+    progress, rows, refused = Progress("models", len(FAMILIES), "family"), [], {}
+    for done, (family, folder) in enumerate(folders.items()):
+        progress.tell(done, family)
+        try:
+            with EngineActor(options_of(family, folder)) as actor:
+                rows.append(matrix_row(family, actor))
+                rows[-1].refused_by_check = actor.call(refused_by_check)
+        except RuntimeError as error:
+            refused[family] = str(error).strip().splitlines()[-1]
+    refused["qwen3-next in float32"] = why_not_served(
+        options_of("qwen3-next", folders["qwen3-next"], dtype="float32")
+    )
+    record("models", {"rows": [each.figures() for each in rows], "not served": refused})
+    assert refused.keys() == {"qwen3-next in float32"}
+    assert "CPU GDN attention requires BF16" in refused["qwen3-next in float32"]
+    for row in rows:
+        differing = {mode for mode, count in row.differ.items() if count}
+        assert differing <= (RESUMED if row.family in ROUNDED else set()), row
+        # The rules know all that the check finds.
+        assert row.refused_by_check.keys() <= row.refused.keys(), row
+
+
+def why_not_served(options: EngineOptions) -> str:
+    """Return what vLLM says of a model that it cannot serve."""
+    try:
+        with EngineActor(options) as actor:
+            plain_of(actor, requests_of(1))
+    except Exception as error:
+        return str(error).strip().splitlines()[-1]
+    return ""

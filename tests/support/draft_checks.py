@@ -1,0 +1,20 @@
+"""What is done in an engine's process for tests of its check of drafts (see `EngineActor`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.generation.engine.draft_check import check_drafts
+from services.generation.engine.model_support import ModelSupport
+
+
+def refused_by_check(engine: Any) -> dict[str, str]:
+    """Let an engine that allows everything check itself; returns what it refuses then."""
+    engine.support = ModelSupport()
+    check_drafts(engine)
+    return listed(engine)
+
+
+def listed(engine: Any) -> dict[str, str]:
+    """Return what an engine refuses."""
+    return {feature.value: reason for feature, reason in engine.support.refused.items()}
