@@ -14,6 +14,7 @@ from paceline.cli.output import add_columns, plain_table
 from services.local.config import PlatformConfig
 from services.local.findings import PACKAGES, Finding, FindingState, Needs, findings
 from services.local.machine import chooses_cuda, read_machine
+from services.local.model_outlook import model_findings
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -21,8 +22,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command()
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="Model folder, to see whether there is room for it.")
+        Path | None,
+        typer.Option(help="Model folder: whether there is room for it, and what vLLM makes of it."),
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the model: float32, bfloat16, float16, or auto: its own.")
+    ] = "auto",
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,
     port: Annotated[int, typer.Option(help="Port of the gateway.")] = 7400,
     http_port: Annotated[int | None, typer.Option(help="Port of the HTTP facade.")] = None,
@@ -41,6 +46,10 @@ def doctor(
         device=device,  # type: ignore[arg-type]
     )
     found = examine(config)
+    if model is not None and not any(
+        each.about == "packages" and each.state is not FindingState.FINE for each in found
+    ):
+        found += model_findings(model, dtype)
     Console().print(findings_table(found))
     raise typer.Exit(any(each.state is FindingState.MISSING for each in found))
 

@@ -15,6 +15,7 @@ from services.local.machine import read_machine
 from services.local.up import app as up
 from services.models.local_model import local_model
 from services.models.source import SourceError
+from tests.support.models import tiny_model
 
 
 @pytest.fixture
@@ -36,6 +37,25 @@ def test_the_doctor_says_what_is_missing_and_fails_only_then(taken: int, tmp_pat
     ill = CliRunner().invoke(doctor, [*options, "--port", str(taken)])
     assert ill.exit_code == 1
     assert f"{taken} is taken" in ill.output
+
+
+@pytest.mark.soak
+def test_the_doctor_asks_vllm_about_a_model(tmp_path: Path) -> None:
+    options = ["--folder", str(tmp_path / "runs"), "--device", "cpu", "--port", "0", "--dtype", "float32"]
+    served = tiny_model(tmp_path / "gemma", "gemma3_text")
+    well = CliRunner().invoke(doctor, [*options, "--model", str(served)])
+    assert well.exit_code == 0, well.output
+    assert "SlidingWindowSpec" in well.output
+    assert "KV behind a window is dropped" in well.output
+    ill = CliRunner().invoke(doctor, [*options, "--model", str(tiny_model(tmp_path / "odd", head_dim=40))])
+    assert ill.exit_code == 1
+    assert "head_dim=40" in ill.output
+
+
+def test_the_doctor_names_a_folder_without_a_model(tmp_path: Path) -> None:
+    ended = CliRunner().invoke(doctor, ["--device", "cpu", "--port", "0", "--model", str(tmp_path)])
+    assert ended.exit_code == 1
+    assert "config.json" in ended.output
 
 
 def test_a_start_that_fails_says_what_the_machine_lacks(taken: int, tmp_path: Path) -> None:
