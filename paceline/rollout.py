@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import replace
 
+from paceline import convert
 from paceline import types as t
 from paceline.calls import GatewayCalls
 from paceline.errors import on_shard
@@ -178,7 +179,7 @@ class AsyncRollout:
         self, rewards: Iterable[t.Reward] = (), *, kl: float | None = None, clip_fraction: float | None = None
     ) -> int:
         """Report rewards of the batch, and what its update measured; return how many samples were known."""
-        given = list(rewards)
+        given = convert.whole_rewards(rewards)
         return sum(await self._on_all(lambda own: own.report_rewards(given, kl, clip_fraction)))
 
     async def ack(self) -> int:

@@ -258,8 +258,8 @@ class RunRollouts:
 
         Of a step that is too large for one call, the first part is announced; on each shard, its prompts.
         """
-        params = convert.whole_sampling(sampling or t.SamplingParams())
-        asked = (params, exactness or t.Exactness(), self._seed)
+        params = convert.whole_sampling(t.SamplingParams() if sampling is None else sampling)
+        asked = (params, t.Exactness() if exactness is None else exactness, self._seed)
         split = self.client.shards.split(convert.whole_groups(groups))
         parts = {member.name: first_part(own) for member, own in split}
 
@@ -282,7 +282,7 @@ class RunRollouts:
         for rollout in self._rollouts:
             if rollout.batch.batch_id == batch_id:
                 return await rollout.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
-        shards, given = self.client.shards, list(rewards)
+        shards, given = self.client.shards, convert.whole_rewards(rewards)
 
         async def report(member: OpenShard) -> int:
             try:

@@ -9,7 +9,7 @@ from paceline import convert
 from paceline import types as t
 from paceline.calls.caller import Caller
 from paceline.convert.messages import record
-from paceline.convert.values import finite
+from paceline.convert.values import seconds
 from paceline.knobs import knobs_to_proto
 from paceline.transport import Stream, Unary
 from paceline.v1 import fleet_pb2
@@ -124,7 +124,7 @@ class DecisionPlace:
         """Return the request that continues from here."""
         request = convert.message(fleet_pb2.WatchDecisionsRequest, run_id=self.run_id, kept=self.kept)
         if self.since is not None:
-            request.since.FromNanoseconds(int(finite(self.since, "since") * 1e9))
+            request.since.FromNanoseconds(int(seconds(self.since, "since") * 1e9))
         return request
 
     def take(self, answer: fleet_pb2.WatchDecisionsResponse) -> Iterator[t.Decision]:

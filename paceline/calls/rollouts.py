@@ -11,6 +11,7 @@ from paceline import convert
 from paceline import types as t
 from paceline.calls.caller import STREAM_SECONDS, Caller
 from paceline.calls.reading import BatchPlace, BatchReading
+from paceline.convert.values import UINT64, integer, text
 from paceline.errors import UnimplementedError
 from paceline.retry import RetryPolicy
 from paceline.transport import Stream, Transport, Unary
@@ -47,13 +48,14 @@ class RolloutCalls(Caller):
         A batch that the gateway has lost is submitted again, if this client has submitted it lately and `cursor` is
         0. Otherwise DataLossError: of the samples before the cursor nobody knows which they were.
         """
-        place = BatchPlace(run_id, batch_id, cursor)
-        reading = BatchReading(place, self._submitted.get((run_id, batch_id)), self.send_batch)
+        key = text(run_id, "run_id"), text(batch_id, "batch_id")
+        place = BatchPlace(*key, integer(cursor, "cursor", *UINT64))
+        reading = BatchReading(place, self._submitted.get(key), self.send_batch)
         async with aclosing(self.events(reading.stream())) as events:
             async for event in events:
                 yield event
         if place.whole():
-            self._submitted.pop((run_id, batch_id), None)
+            self._submitted.pop(key, None)
 
     async def ack(self, run_id: str, batch_id: str, cursor: int) -> int:
         """Tell the gateway that the samples up to a cursor are not needed again; return how many it dropped."""

@@ -35,7 +35,10 @@ class WeightUpdateCalls(Caller):
         `delta` is a folder with what changed since the published version, for instances that hold that one.
         """
         disk = convert.message(
-            weight_pb2.DiskWeights, path=str(path), checksum=checksum, delta=str(delta or "")
+            weight_pb2.DiskWeights,
+            path=_text(path),
+            checksum=checksum,
+            delta="" if delta is None else _text(delta),
         )
         return await self._stage(
             convert.message(weight_pb2.UpdateWeightsRequest, update_id=update_id, disk=disk)
@@ -65,7 +68,9 @@ class WeightUpdateCalls(Caller):
         self, update_id: str, checksum: str, left_out: Mapping[str, str] | None = None
     ) -> tuple[t.InstanceUpdate, ...]:
         """Let every instance check and stage what was pushed, but those that were left out, for a reason each."""
-        streamed = convert.message(weight_pb2.StreamedWeights, checksum=checksum, left_out=left_out or {})
+        streamed = convert.message(
+            weight_pb2.StreamedWeights, checksum=checksum, left_out={} if left_out is None else left_out
+        )
         return await self._stage(
             convert.message(weight_pb2.UpdateWeightsRequest, update_id=update_id, streamed=streamed)
         )
@@ -118,3 +123,7 @@ class WeightUpdateCalls(Caller):
     async def _stage(self, request: weight_pb2.UpdateWeightsRequest) -> tuple[t.InstanceUpdate, ...]:
         staging = Unary("Weight", "UpdateWeights", request, slow=True, streams_request=True)
         return convert.staged(await self.call(staging))
+
+
+def _text(path: Path | str) -> str:
+    return str(path) if isinstance(path, Path) else path

@@ -17,6 +17,7 @@ from paceline.convert.requests import (
     tools_to_proto,
     whole_batch,
     whole_groups,
+    whole_rewards,
     whole_sampling,
 )
 from paceline.convert.rollouts import batch_status, exactness, generate_events, provenance, sample, submitted
@@ -74,5 +75,6 @@ __all__ = [
     "versions",
     "whole_batch",
     "whole_groups",
+    "whole_rewards",
     "whole_sampling",
 ]

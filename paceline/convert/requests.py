@@ -36,8 +36,6 @@ _OPTIONAL_SAMPLING = (
     "top_logprobs",
     "ignore_eos",
 )
-_MOST_SECONDS = 315_576_000_000
-"""Longest Duration."""
 _MODE = EnumPair(t.LogprobsMode, sample_pb2.LogprobsMode, "LOGPROBS_MODE")
 _LEVEL = EnumPair(t.ExactnessLevel, sample_pb2.ExactnessLevel, "EXACTNESS_LEVEL")
 _STALE = EnumPair(t.Stale, rollout_pb2.Stale, "STALE")
@@ -224,6 +222,11 @@ def rewards_to_proto(rewards: Iterable[t.Reward]) -> list[rollout_pb2.Reward]:
     ]
 
 
+def whole_rewards(rewards: Iterable[t.Reward]) -> list[t.Reward]:
+    """Return rewards of which every field is Python's own."""
+    return [t.Reward(each.prompt_id, each.slot, each.reward) for each in rewards_to_proto(rewards)]
+
+
 def keys_to_proto(keys: Iterable[t.SampleKey]) -> list[rollout_pb2.SampleKey]:
     """Return the messages of names of samples."""
     return [
@@ -264,12 +267,7 @@ def _records(given: Iterable[R], field: str, kind: type[R]) -> Iterator[tuple[R,
 
 
 def _seconds(value: Any, field: str) -> Duration | None:
-    if value is None:
-        return None
-    seconds = values.finite(value, field)
-    if abs(seconds) > _MOST_SECONDS:
-        values.refuse(field, value, f"must be at most {_MOST_SECONDS} seconds")
-    return duration(seconds)
+    return None if value is None else duration(values.seconds(value, field))
 
 
 def _json(value: Any, field: str) -> str:

@@ -18,6 +18,8 @@ from paceline.client_errors import invalid_argument
 
 UINT32, UINT64 = (0, 2**32 - 1), (0, 2**64 - 1)
 """Ranges of unsigned integers."""
+_MOST_SECONDS = 62_135_596_800
+"""Two thousand years: as many seconds as there are before a Timestamp's zero."""
 _NOT_NUMBERS = (bool, np.bool_, str, bytes, bytearray, complex)
 _NOT_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)
 _IGNORED_LABEL = -100
@@ -55,6 +57,14 @@ def finite(value: Any, field: str) -> float:
     if not math.isfinite(real):
         refuse(field, value, "must be a finite number")
     return real
+
+
+def seconds(value: Any, field: str) -> float:
+    """Return seconds that a Duration, or a Timestamp, can hold."""
+    found = finite(value, field)
+    if abs(found) > _MOST_SECONDS:
+        refuse(field, value, f"must be at most {_MOST_SECONDS} seconds")
+    return found
 
 
 def text(value: Any, field: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -14,9 +13,7 @@ from hypothesis import strategies as st
 
 from paceline import InvalidArgumentError, convert
 from paceline import types as t
-from paceline.blocking import finish
-from paceline.calls import GatewayCalls
-from tests.unit.sdk.scripted_transport import ScriptedTransport
+from tests.unit.sdk.anything import anything
 
 SAMPLING = t.SamplingParams()
 GROUP = t.Group("p", [1, 2], 2, SAMPLING)
@@ -40,74 +37,6 @@ RECORDS: list[tuple[Any, Callable[[Any], Any], str]] = [
     (t.SampleKey("p", 0), lambda each: convert.keys_to_proto([each]), "samples[0]."),
 ]
 """One of each public type of a request, how it is converted, and the path of its fields."""
-ARGUMENTS: dict[str, Any] = {
-    "batch": BATCH,
-    "request": t.SampleRequest("r", "p", [1]),
-    "hint": t.BatchHint("r", 1, 2, [GROUP]),
-    "setting": t.KnobSetting(0, {"draft_cap": 1}),
-    "version": 3,
-    "step": 1,
-    "cursor": 0,
-    "drafter_version": 1,
-    "groups": [GROUP],
-    "continuations": [t.Continuation("p", 0, 1, [1])],
-    "rewards": [t.Reward("p", 0, 1.0)],
-    "path": "/weights",
-    "rendezvous": None,
-    "target": t.WeightTarget.POLICY,
-}
-"""What the calls are made with, by the parameters' names; of others, a string."""
-
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.integers(-3, 3)
-    | st.floats()
-    | st.text(st.characters(), max_size=3)
-    | st.binary(max_size=3)
-    | st.sampled_from(
-        [
-            np.int8(-1),
-            np.uint64(2**64 - 1),
-            np.float32("nan"),
-            np.float64(3.0),
-            np.bool_(True),
-            1j,
-            object(),
-            "\ud83d",
-        ]
-    )
-)
-arrays = st.sampled_from(
-    [
-        np.array(5),
-        np.array([[1, 2]]),
-        np.array([[1], [2]]),
-        np.array([1.5, 2.0]),
-        np.array([3.0, 4.0]),
-        np.array(["a"]),
-        np.array([None, 1], object),
-        np.array([], np.float32),
-        np.array([2**63], np.uint64),
-        np.array([True]),
-        np.array(["2020-01-01"], "datetime64[D]"),
-    ]
-)
-anything = (
-    scalars
-    | arrays
-    | st.lists(scalars, max_size=3)
-    | st.lists(st.lists(st.integers(0, 9), max_size=2), max_size=2)
-    | st.dictionaries(st.text(max_size=2), scalars, max_size=2)
-    | st.frozensets(st.integers(0, 9), max_size=2)
-    | st.just(range(3))
-    | st.builds(lambda: (each for each in (1, 2)))
-    | st.sampled_from([SAMPLING, GROUP, t.Stale.REFUSE, t.ExactnessLevel.EXACT, t.SamplingParams])
-)
-"""Anything that somebody might give for a field."""
-
-
 TAKEN: list[tuple[Any, list[int]]] = [
     ((1, 2), [1, 2]),
     (range(3), [0, 1, 2]),
@@ -155,10 +84,6 @@ REFUSED: list[tuple[Any, str]] = [
 """Groups that are none, and what is said of them."""
 
 
-class Sent(Exception):
-    """The request was made."""
-
-
 @pytest.mark.parametrize(("whole", "to_proto", "at"), RECORDS, ids=lambda each: type(each).__name__)
 @settings(max_examples=120)
 @given(data=st.data())
@@ -172,39 +97,6 @@ def test_a_field_is_converted_or_refused_by_its_name(
         (violation,) = error.violations
         assert violation.field.startswith(f"{at}{name}")
         assert "must be" in violation.description or "cannot be read" in violation.description
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name for name, each in inspect.getmembers(GatewayCalls, inspect.iscoroutinefunction) if name[0] != "_"],
-)
-@settings(max_examples=20)
-@given(data=st.data())
-def test_an_argument_is_sent_or_refused_by_its_name(name: str, data: st.DataObject) -> None:
-    method = getattr(GatewayCalls, name)
-    parameters = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
-    if name in ("call", "close", "run_work", "sleep") or not parameters:
-        return
-    wrong = data.draw(st.sampled_from([each.name for each in parameters]))
-    given_ones = {
-        each.name: ARGUMENTS.get(each.name, "x")
-        for each in parameters
-        if each.default is inspect.Parameter.empty
-    }
-    given_ones[wrong] = data.draw(anything)
-
-    class Answers(dict[str, Any]):
-        def __missing__(self, method: str) -> Any:
-            return Sent()
-
-    with pytest.raises((Sent, InvalidArgumentError)) as caught:
-        finish(method(GatewayCalls(ScriptedTransport(Answers())), **given_ones))
-    if isinstance(caught.value, InvalidArgumentError):
-        assert wrong.rstrip("s") in caught.value.violations[0].field or wrong in _WHOLE
-
-
-_WHOLE = {"batch", "rendezvous", "request", "hint", "setting", "version", "samples"}
-"""Parameters whose parts have names of their own."""
 
 
 @pytest.mark.parametrize(("prompt", "ids"), TAKEN)
