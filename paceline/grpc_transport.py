@@ -19,6 +19,7 @@ from paceline.address import Address
 from paceline.connection_options import ConnectionOptions
 from paceline.dialer import DialedChannel, Dialer
 from paceline.shards.stop_signal import StopSignal, may_be_stopped, on_stop
+from paceline.tls_probe import speaks_tls
 from paceline.transport import Ended, Stream, StreamAttempt, Unary
 
 R = TypeVar("R")
@@ -58,6 +59,16 @@ class GrpcTransport(ABC, Generic[C]):
         """Open a stream."""
         connection = self._dialer.take()
         return _Attempt(self, connection, self._options.open(connection.stubs, stream, seconds))
+
+    async def lacks_tls(self) -> bool:
+        """Return True if calls go in plain text to a server that speaks TLS."""
+        if self._options.tls is not None:
+            return False
+        return await self.run_work(lambda: any(map(speaks_tls, self._options.parsed())))
+
+    @abstractmethod
+    async def run_work(self, work: Callable[[], R]) -> R:
+        """Run work of this machine."""
 
     def dial(self, address: str, tls: channel.Tls | None) -> grpc.Channel:
         """Return a blocking channel to another address; None: with the TLS of this transport."""

@@ -17,6 +17,11 @@ class Misdirection:
     """False: a gateway that is starting, or restarts, looks the same from here."""
 
 
+CLOSES = Misdirection("what listens there closes the connection: check the address", final=False)
+NEEDS_TLS = Misdirection(
+    "the gateway speaks TLS: give tls=paceline.Tls(ca_file=...), with a client certificate if it asks for one"
+)
+"""What a server that closes connections in plain text turns out to be, when it is asked."""
 _CAUSES = (
     (
         ("http1.x server", "Expected SETTINGS frame"),
@@ -49,14 +54,7 @@ _CAUSES = (
             "nothing listens there: is the gateway running? `paceline up` starts one here", final=False
         ),
     ),
-    (
-        ("Socket closed",),
-        Misdirection(
-            "what listens there closes the connection: a gateway with TLS does that without tls, and without a "
-            "client certificate where it asks for one",
-            final=False,
-        ),
-    ),
+    (("Socket closed", "Connection reset", "Broken pipe"), CLOSES),
     (
         ("backend unhealthy",),
         Misdirection("it is no gateway that leads: another one does, or none yet", final=False),

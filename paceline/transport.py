@@ -81,6 +81,9 @@ class Transport(Protocol):
     async def run_work(self, work: Callable[[], R]) -> R:
         """Run work of this machine."""
 
+    async def lacks_tls(self) -> bool:
+        """Return True if calls go in plain text to a server that speaks TLS."""
+
     def dial(self, address: str, tls: Tls | None) -> grpc.Channel:
         """Return a blocking channel to another address; None: with the TLS of this transport."""
 

@@ -11,7 +11,7 @@ import grpc
 
 from paceline import client_errors, errors
 from paceline.channel import Tls
-from paceline.misdirection import misdirection_of
+from paceline.misdirection import CLOSES, NEEDS_TLS, misdirection_of
 from paceline.retry import Backoff, RetryPolicy
 from paceline.transport import Stream, Transport, Unary
 
@@ -122,6 +122,8 @@ class Caller:
         if not isinstance(failure, errors.UnavailableError) or failure.details:
             self._reached = self._reached or not isinstance(failure, _LOCAL)
         elif (cause := misdirection_of(failure.message)) is not None:
+            if cause is CLOSES and not self._reached and await self._transport.lacks_tls():
+                cause = NEEDS_TLS
             return client_errors.unreachable(failure, cause)
         return failure
 

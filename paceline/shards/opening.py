@@ -58,6 +58,9 @@ class _SeveralTransports:
     async def run_work(self, work: Callable[[], R]) -> R:
         return await self._transports[0].run_work(work)
 
+    async def lacks_tls(self) -> bool:
+        return False
+
     def dial(self, address: str, tls: Tls | None) -> grpc.Channel:
         return self._transports[0].dial(address, tls)
 

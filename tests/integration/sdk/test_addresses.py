@@ -6,6 +6,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_a_name_that_is_not_known_is_named() -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_tls_that_does_not_fit_is_named(tmp_path: Path) -> None:
+async def test_tls_that_does_not_fit_is_named(tmp_path: Path) -> None:
     own, other = Authority(tmp_path, "own").tls("gateway.example"), Authority(tmp_path, "other").tls("x")
     assert own.key_file is not None
     assert own.cert_file is not None
@@ -81,8 +82,29 @@ def test_tls_that_does_not_fit_is_named(tmp_path: Path) -> None:
         assert "another name" in refused(Client(secure.address, tls=wrong_name)).message
         with Client(secure.address, tls=Tls(own.ca_file)) as client:
             assert client.versions().policy_version == 4
-        closed = refused(Client(secure.address, retry=RetryPolicy(seconds=0)))
-        assert (closed.reason, "with TLS" in closed.message) == (UNREACHABLE, True)
+        assert "the gateway speaks TLS" in refused(Client(secure.address)).message
+        with pytest.raises(paceline.UnavailableError, match="the gateway speaks TLS"):
+            async with AsyncClient(secure.address) as plain_client:
+                await plain_client.versions()
+    assert own.ca_file is not None
+    mutual = grpc.ssl_server_credentials([pair], own.ca_file.read_bytes(), True)
+    with GatewayDouble(mutual) as secure:
+        assert "the gateway speaks TLS" in refused(Client(secure.address)).message
+
+
+def test_a_server_that_closes_connections_may_be_a_gateway_soon() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def close_all() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=close_all, daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        error = refused(Client(address, retry=RetryPolicy(seconds=0)))
+        server.shutdown(socket.SHUT_RDWR)
+    assert (error.reason, "closes the connection" in error.message) == (UNREACHABLE, True)
 
 
 @pytest.mark.usefixtures("soon")

@@ -75,6 +75,9 @@ class ScriptedTransport:
     async def run_work(self, work: Callable[[], R]) -> R:
         return work()
 
+    async def lacks_tls(self) -> bool:
+        return False
+
     def dial(self, address: str, tls: Tls | None) -> grpc.Channel:
         return grpc.insecure_channel(address)
 
