@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
+from array import array as unsigned
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NoReturn
 
@@ -101,6 +102,8 @@ def names(value: Any, field: str) -> dict[str, str]:
 
 def integers(value: Any, field: str, low: int, high: int) -> list[int]:
     """Return a row of integers; [1, n] is one, as tokenizers give them."""
+    if type(value) is list and (low, high) == UINT32 and (ids := _token_ids(value)) is not None:
+        return ids
     row = items(_detached(value, field), field, "integers")
     array = _numbers(row)
     if array is not None:
@@ -111,7 +114,8 @@ def integers(value: Any, field: str, low: int, high: int) -> list[int]:
         if not array.size:
             return []
         least, most = array.min(), min(high, _exact_below(array.dtype))
-        if low <= least and array.max() <= most and bool((array == np.trunc(array)).all()):
+        whole_ones = array.dtype.kind != "f" or bool((array == np.trunc(array)).all())
+        if whole_ones and low <= least and array.max() <= most:
             whole: list[int] = array.astype(np.int64).tolist()
             return whole
         row = array
@@ -176,6 +180,16 @@ def _real(value: Any) -> float | None:
 def _exact_below(dtype: np.dtype[Any]) -> float:
     """Return up to where numbers of a type are whole ones exactly."""
     return 2.0 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else math.inf
+
+
+def _token_ids(row: list[Any]) -> list[int] | None:
+    """Return a list that begins with an integer as one of such, the quick way; None: something else is in it."""
+    if not row or type(row[0]) is not int:
+        return None
+    try:
+        return unsigned("I", row).tolist()
+    except (TypeError, OverflowError):
+        return None
 
 
 def _numbers(row: Any) -> np.ndarray[Any, Any] | None:
