@@ -38,12 +38,14 @@ class Entry:
 
 
 def check(tensors: Any) -> None:
-    """Raise ValueError, which names the first tensor that cannot be sent, as far as it is known without reading."""
-    if isinstance(tensors, Iterator):
-        # It can be read once only.
-        return
-    for name, tensor in pairs_of(tensors):
-        entry_of(name, tensor)
+    """Raise ValueError, which names the first tensor that cannot be sent, as far as it is known without reading.
+
+    Of anything but a dict or a list only the type is looked at: it may make each tensor when it is read.
+    """
+    _pairs(tensors)
+    if isinstance(tensors, dict | list | tuple):
+        for name, tensor in pairs_of(tensors):
+            entry_of(name, tensor)
 
 
 def pairs_of(tensors: Any, *, in_parts: bool = False) -> Iterator[tuple[str, Any]]:
@@ -51,12 +53,7 @@ def pairs_of(tensors: Any, *, in_parts: bool = False) -> Iterator[tuple[str, Any
 
     Only with `in_parts` may ranks hold parts of a tensor.
     """
-    if callable(getattr(tensors, "state_dict", None)):
-        raise ValueError(f"the weights are a {type(tensors).__name__}; give what its state_dict() returns")
-    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
-        raise ValueError(f"the weights are a {type(pairs).__name__}; {_WANTED}")
-    for pair in pairs:
+    for pair in _pairs(tensors):
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise ValueError(f"the weights have a {type(pair).__name__}; {_WANTED}")
         if hasattr(pair[1], "full_tensor") and not in_parts:
@@ -67,6 +64,16 @@ def pairs_of(tensors: Any, *, in_parts: bool = False) -> Iterator[tuple[str, Any
         given = [(pair[0], pair[1])]
         del pair
         yield given.pop()
+
+
+def _pairs(tensors: Any) -> Iterable[Any]:
+    """Return what should give pairs. ValueError: it cannot."""
+    if callable(getattr(tensors, "state_dict", None)):
+        raise ValueError(f"the weights are a {type(tensors).__name__}; give what its state_dict() returns")
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise ValueError(f"the weights are a {type(pairs).__name__}; {_WANTED}")
+    return pairs
 
 
 def entry_of(name: str, tensor: Any) -> Entry:

@@ -99,7 +99,7 @@ def error_of(sample: t.Sample) -> PacelineError:
     """Return the error of a sample that has failed: of its request, if that has a field which is wrong."""
     failure = sample.failure
     if failure is not None and failure.code == "INVALID_ARGUMENT":
-        wrong = InvalidArgument([Violation(failure.field or "sampling", failure.reason)])
+        wrong = InvalidArgument([Violation(failure.field, failure.reason)])
         return InvalidArgumentError(wrong.code, wrong.message, wrong.details)
     return InternalError(grpc.StatusCode.INTERNAL, f"a sample could not be generated: {sample.error}")
 

@@ -243,7 +243,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[1]] * 5000}, "prompt"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": 1e-5}, "temperature"),
-    ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 3}}}, "json_schema"),
+    ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 3}}}, "structured_outputs"),
     ({"top_k": 1 << 40}, "top_k"),
     ({"stop_token_ids": [5, -4]}, "stop_token_ids[1]"),
     ({"stop_token_ids": ["5"]}, "stop_token_ids[0]"),

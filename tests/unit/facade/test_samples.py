@@ -115,12 +115,8 @@ async def test_a_gateway_that_gives_nothing_is_an_error() -> None:
     ("failure", "status", "param"),
     [
         (t.SampleFailure("INVALID_ARGUMENT", "sampling.json_schema", "a dead end"), 400, "json_schema"),
-        (
-            t.SampleFailure("INVALID_ARGUMENT", "prompt_token_ids", "no finite logits"),
-            400,
-            "prompt_token_ids",
-        ),
-        (t.SampleFailure("INVALID_ARGUMENT", "", "no"), 400, "sampling"),
+        (t.SampleFailure("INVALID_ARGUMENT", "prompt_token_ids", "no finite logits"), 400, "prompt"),
+        (t.SampleFailure("INVALID_ARGUMENT", "", "no"), 400, None),
         (t.SampleFailure("UNAVAILABLE", "", "16 attempts in a row brought no token"), 500, None),
         (t.SampleFailure("DATA_LOSS", "", "the model gives no finite logits"), 500, None),
     ],

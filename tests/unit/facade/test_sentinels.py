@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from paceline import types as t
-from paceline.convert.rollouts import sampling_to_proto
+from paceline.convert import sampling_to_proto
 from services.contracts.errors import InvalidArgument
 from services.contracts.sampling import resolve
 from services.facade.dialects import sglang, tokens, trl, vllm, vllm_control
