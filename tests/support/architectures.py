@@ -147,6 +147,11 @@ FAMILIES = {
 }
 
 
+def second_of(folder: Path) -> Path:
+    """Return the folder of the second policy."""
+    return folder.with_name(f"{folder.name}-2")
+
+
 def make(name: str, folder: Path, seed: int = 0) -> Path:
     """Write a random model of a family into a folder, made when it is not there; the folder.
 
@@ -170,7 +175,8 @@ def make(name: str, folder: Path, seed: int = 0) -> Path:
 
 
 def serve_make(pipe: Any, names: dict[str, Path]) -> None:
-    """Make models by name in the process of an engine (see `EngineProcess`)."""
+    """Make two policies of each family in the process of an engine: in its folder and in `second_of` it."""
     for name, folder in names.items():
         make(name, folder)
+        make(name, second_of(folder), seed=1)
     pipe.send(None)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
@@ -23,6 +25,7 @@ from services.generation.engine.draft_models.interface import ModelDrafter
 from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
 from services.generation.engine.kv_worker import KvWorkerMixin
 from services.generation.engine.model_support import Feature, ModelSupport, model_support, worker_refusal
+from services.generation.engine.reloading import check_layers, stale_layers
 from services.generation.engine.runner import coupled
 from services.generation.engine.step_memory import row_capacity, step_memory
 from services.generation.engine.traits import engine_traits, kinds_of
@@ -111,6 +114,16 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         """Take a sample that does not run out of the runner (V2)."""
         self.model_runner.release_sample(sample_id)
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights as vLLM does, into every layer.
+
+        Raises:
+            StaleLayers: vLLM has left old weights in some layers, of which it only writes a line to its log.
+        """
+        with stale_layers() as stale:
+            super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        check_layers(self.model_runner.get_model(), stale)
+
     def load_model(self, **kwargs: Any) -> None:
         """Load the model, and create draft models before the remaining memory is given to KV."""
         super().load_model(**kwargs)  # type: ignore[misc]
@@ -184,15 +197,20 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
         return use_trees()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Load weights as vLLM does, and pack the output head again.
+        """Load weights as vLLM does, and pack the output head and experts again.
 
         A head that is tied to the embedding has no weights of its own to load. vLLM passes it over, and its CPU
-        kernel would go on with a packed copy of the old ones.
+        kernel would go on with a packed copy of the old ones. Experts are packed by vLLM when they are loaded first
+        only: its CPU kernel would read new ones as if they were.
         """
         super().reload_weights(*args, **kwargs)
         for module in self.model_runner.get_model().modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+            elif isinstance(module, RoutedExperts) and isinstance(
+                module.quant_method, UnquantizedFusedMoEMethod
+            ):
+                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
         # Each layer was packed in memory of its own; steps need little of it.
         return_freed_memory()
 

@@ -16,13 +16,14 @@ from services.generation.engine.model_support import (
     model_support,
 )
 from services.generation.engine.types import EngineOptions
-from tests.support.architectures import FAMILIES, serve_make
+from tests.support.architectures import FAMILIES, second_of, serve_make
 from tests.support.draft_checks import listed, refused_by_check
 from tests.support.draft_policies import Drafts
 from tests.support.engine_actor import EngineActor
-from tests.support.engine_host import Scenario, run_scenario
+from tests.support.engine_host import Outcome, Scenario, run_scenario
 from tests.support.engine_process import EngineProcess
 from tests.support.exactness_matrix import matrix_row, options_of, plain_of, requests_of, resumed_of
+from tests.support.pushes import push
 from tests.support.self_moves import moved, refused_moves
 from tests.support.soak import Progress, record
 
@@ -120,6 +121,32 @@ def test_latent_attention_decodes_plainly(models: dict[str, Path]) -> None:
         assert (drafted.tokens, drafted.drafted) == (plain.tokens, 0)
 
 
+def pushed(family: str, folder: Path) -> tuple[Outcome, Outcome]:
+    """What an engine of a second policy decodes, and what one does after that policy was pushed to it."""
+    requests = requests_of()
+    with EngineActor(options_of(family, second_of(folder))) as actor:
+        fresh = plain_of(actor, requests)
+    with EngineActor(options_of(family, folder)) as actor:
+        before = plain_of(actor, requests)
+        actor.call(push, second_of(folder))
+        after = plain_of(actor, requests)
+        assert after.tokens != before.tokens
+    return fresh, after
+
+
+def test_experts_and_latent_attention_take_new_weights(models: dict[str, Path]) -> None:
+    fresh, after = pushed("deepseek-mla", models["deepseek-mla"])
+    assert after.tokens == fresh.tokens
+
+
+def test_weights_that_vllm_leaves_out_are_an_error(models: dict[str, Path]) -> None:
+    with (
+        EngineActor(options_of("gpt-oss", models["gpt-oss"])) as actor,
+        pytest.raises(RuntimeError, match="GptOssRoutedExperts, OAIAttention, and has left the old ones"),
+    ):
+        actor.call(push, second_of(models["gpt-oss"]))
+
+
 RESUMED = {"resumed", "resumed, cached"}
 ROUNDED = {
     "qwen3-next": "vLLM's CPU build serves it in bfloat16 only",
@@ -142,12 +169,19 @@ def test_every_family_is_exact_in_every_way_that_it_allows(tmp_path: Path) -> No
                 rows[-1].refused_by_check = actor.call(refused_by_check)
         except RuntimeError as error:
             refused[family] = str(error).strip().splitlines()[-1]
+            continue
+        try:
+            fresh, after = pushed(family, folder)
+            rows[-1].add("pushed", fresh.tokens, after.tokens)
+        except RuntimeError as error:
+            rows[-1].refused["push"] = str(error).strip().splitlines()[-1]
     refused["qwen3-next in float32"] = why_not_served(
         options_of("qwen3-next", folders["qwen3-next"], dtype="float32")
     )
     record("models", {"rows": [each.figures() for each in rows], "not served": refused})
     assert refused.keys() == {"qwen3-next in float32"}
     assert "CPU GDN attention requires BF16" in refused["qwen3-next in float32"]
+    assert [row.family for row in rows if "push" in row.refused] == ["gpt-oss"]
     for row in rows:
         differing = {mode for mode, count in row.differ.items() if count}
         assert differing <= (RESUMED if row.family in ROUNDED else set()), row
