@@ -41,6 +41,8 @@ _SETTINGS: dict[str, Any] = {
     "max-num-seqs": 32,
     "kv-cache-memory-bytes": 128 << 20,
     "threads-bind": "0",
+    # Of engines that are tested at length; it takes a tenth of a second.
+    "draft-check": False,
 }
 
 

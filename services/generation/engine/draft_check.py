@@ -22,13 +22,15 @@ _log = logging.getLogger(__name__)
 # Fifteen steps or so for each way of decoding: half a second of a model of 70B.
 _SAMPLES, _PROMPT_TOKENS, _TOKENS, _LIKELIEST = 4, 24, 12, 20
 _DRAFT_TOKENS = 3
+# A model with shorter samples has no room for a refused draft and tokens behind it.
+_SHORTEST = 12
 # Spreads the tokens of prompts over the vocabulary.
 _STRIDE = 7919
 
 
 def check_drafts(engine: Engine) -> None:
     """Refuse drafts, or trees of them, where they change what the model says. The engine is idle, and so again."""
-    if not engine.support.allows(Feature.DRAFTS):
+    if not engine.support.allows(Feature.DRAFTS) or engine.limits.max_model_len < _SHORTEST:
         return
     plain = _Run(engine, "plain").decode()
     for feature in (Feature.DRAFTS, Feature.TREES) if engine.trees else (Feature.DRAFTS,):

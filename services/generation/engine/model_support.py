@@ -23,6 +23,7 @@ class Feature(StrEnum):
     RESUMING = "resuming"
     PREFIX_CACHE = "prefix_cache"
     SLEEP = "sleep"
+    """Allowed for every model: an engine sleeps only when it is empty, and drops all KV."""
 
 
 EXACT_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
@@ -104,7 +105,7 @@ def model_support(engine: EngineTraits) -> ModelSupport:
         Feature.DRAFTS: _first(_of_drafts(engine)),
         Feature.MOVES: _first(_of_moves(engine)),
         Feature.RESUMING: _first(_of_resuming(engine)),
-        Feature.SLEEP: _first(_of_resuming(engine)),
+        Feature.SLEEP: "",
         Feature.PREFIX_CACHE: _first([(engine.recurrent, "no test shows that cached states are exact")]),
     }
     own = {

@@ -50,8 +50,9 @@ KERNELS_KEY = "paceline_kernels"
 QUANTIZED, EAGLE3 = "quantized", "eagle3"
 """Names of the drafters that have a model of their own."""
 QUANTIZED_KEY, EAGLE3_KEY = "paceline_quantized", "paceline_eagle3"
+"""Where vLLM's additional_config has the fields of `W4Options` and `Eagle3Options`, if it is to have them."""
 TREES_KEY = "paceline_trees"
-"""Where vLLM's additional_config has the fields of `W4Options` and `Eagle3Options`, if the engine has them."""
+"""Where vLLM's additional_config has whether drafts may be trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class EngineOptions:
     `draft_window`: most draft tokens of a sample in a step, for which there are CUDA graphs; 0: vLLM's own graphs.
     `enable_expert_parallel`: whole experts for each rank. `batch_invariant`: vLLM's mode (batch_invariance.py).
     `kernels`: auto, triton or reference (kernels/backend.py), for this process and its workers.
-    `trees`: verify draft trees, where the engine can (tree_rules.py); else their primary chains.
+    `trees`: verify draft trees, where the engine can (model_support.py); else their primary chains.
     `quantized`: draft with a quantized copy of the weights; `eagle3`: with a trained head; None: without.
     `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
     `vllm_speculation`, only with that, is a `speculative_config` of vLLM's.

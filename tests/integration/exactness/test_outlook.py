@@ -30,10 +30,8 @@ def outlook_of(family: str, folder: Path, dtype: str = "float32") -> Outlook:
 
 
 def test_what_the_kernels_for_cpu_refuse_is_known_before(tmp_path: Path) -> None:
-    folder = tmp_path / "next"
-    told = outlook_of("qwen3-next", folder)
+    told = outlook_of("qwen3-next", tmp_path / "next")
     assert told.refusal == "CPU GDN attention requires BF16."
-    assert outlook_of("qwen3-next", folder, "bfloat16").refusal == ""
     odd = tiny_model(tmp_path / "odd", "llama", head_dim=40)
     assert "head_dim=40" in outlook_of("", odd).refusal
 
@@ -52,6 +50,11 @@ def test_a_model_that_vllm_does_not_know_is_refused_with_its_message(tmp_path: P
     told = outlook_of("", unknown)
     assert "nobodys" in told.refusal.lower()
     assert told.refused == {}
+
+
+@pytest.mark.soak
+def test_a_dtype_that_the_kernels_take_is_not_refused(tmp_path: Path) -> None:
+    assert outlook_of("qwen3-next", tmp_path / "next", "bfloat16").refusal == ""
 
 
 @pytest.mark.parametrize("head_size", [16, 72, 288])

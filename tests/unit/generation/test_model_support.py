@@ -61,9 +61,9 @@ def test_windows_are_exact_with_chains_and_stay_where_they_are() -> None:
     ("changes", "features"),
     [
         ({"recurrent": True}, {*DRAFTED, Feature.MOVES, Feature.PREFIX_CACHE}),
-        ({"coupled": False}, {*DRAFTED, Feature.MOVES, Feature.RESUMING, Feature.SLEEP}),
-        ({"encoder": True}, {*DRAFTED, Feature.RESUMING, Feature.SLEEP}),
-        ({"positions": True}, {*DRAFTED, Feature.MOVES, Feature.RESUMING, Feature.SLEEP}),
+        ({"coupled": False}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
+        ({"encoder": True}, {*DRAFTED, Feature.RESUMING}),
+        ({"positions": True}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
         ({"latent": True}, {*DRAFTED, Feature.MOVES}),
         ({"kinds": frozenset()}, {*DRAFTED, Feature.MOVES}),
         ({"kv_dtype": "nvfp4"}, DRAFTED),
