@@ -6,6 +6,7 @@ python -m examples.minimal_trainer --steps 5
 
 import argparse
 from collections.abc import Iterable
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -27,9 +28,9 @@ def train(address: str, model: Path, steps: int, run_id: str = "minimal") -> lis
     means = []
     with Client(address) as client:
         run = client.run(run_id, seed=1)
-        for step in range(steps):
-            groups = [Group(name, prompt, SAMPLES) for name, prompt in prompts.items()]
-            rollout = run.rollout(step, groups, SamplingParams(max_tokens=200))
+        groups = [Group(name, prompt, SAMPLES) for name, prompt in prompts.items()]
+        # Each batch is announced while the one before it is generated: idle instances begin with it.
+        for step, rollout in enumerate(run.rollouts(repeat(groups, steps), SamplingParams(max_tokens=200))):
             samples = whole_groups(rollout.by_group())
             rewards = torch.tensor([problems[s.prompt_id].reward(decode(s.token_ids)) for s in samples])
             grouped = rewards.view(len(samples) // SAMPLES, SAMPLES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -87,7 +87,7 @@ class Run(Face[AsyncRun]):
 
     def rollouts(
         self,
-        batches: Iterable[Sequence[t.Group]],
+        batches: Iterable[Iterable[t.Group]],
         sampling: t.SamplingParams | None = None,
         *,
         exactness: t.Exactness | None = None,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from paceline import convert
 from paceline import types as t
 from paceline.errors import PacelineError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline")
 
-Batches = Iterable[Sequence[t.Group]] | AsyncIterable[Sequence[t.Group]]
+Batches = Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]]
 """The groups of each step, in order."""
 
 
@@ -52,19 +53,20 @@ async def look_ahead(
             yield rollout
 
 
-async def _in_order(batches: Batches) -> AsyncGenerator[Sequence[t.Group], None]:
+async def _in_order(batches: Batches) -> AsyncGenerator[list[t.Group], None]:
+    """Yield the groups of each step, of which all is at hand: they are sent twice."""
     if isinstance(batches, AsyncIterable):
         async for each in batches:
-            yield each
+            yield convert.whole_groups(each)
         return
     for each in batches:
-        yield each
+        yield convert.whole_groups(each)
 
 
 async def _announce(
     run: RunRollouts,
     step: int,
-    groups: Sequence[t.Group],
+    groups: list[t.Group],
     sampling: t.SamplingParams | None,
     exactness: t.Exactness | None,
     policy_version: int,

@@ -10,7 +10,7 @@ A trainer that was restarted requests the same batches and gets the samples that
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Unpack
@@ -52,7 +52,7 @@ class AsyncRun(RunRollouts):
 
     def rollouts(
         self,
-        batches: Iterable[Sequence[t.Group]] | AsyncIterable[Sequence[t.Group]],
+        batches: Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]],
         sampling: t.SamplingParams | None = None,
         *,
         exactness: t.Exactness | None = None,

@@ -73,6 +73,13 @@ def test_the_next_batch_is_asked_for_when_its_predecessor_is_submitted(gateway: 
     assert submitted == [0, 1, 2]
 
 
+def test_what_can_be_read_once_is_announced_and_submitted(gateway: GatewayDouble) -> None:
+    batches = ((Group(f"p{step}", (each for each in (1, step)), 2) for _ in "1") for step in range(3))
+    with Client(gateway.address, retry=QUICK) as client, client.run("run") as run:
+        assert [len(list(rollout)) for rollout in run.rollouts(batches)] == [2, 2, 2]
+    assert [list(each.groups[0].prompt_token_ids) for each in gateway.state.hints] == [[1, 1], [1, 2]]
+
+
 def test_a_step_that_cannot_be_announced_is_generated_all_the_same(
     gateway: GatewayDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
