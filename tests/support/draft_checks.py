@@ -15,6 +15,18 @@ def refused_by_check(engine: Any) -> dict[str, str]:
     return listed(engine)
 
 
+def refused_by_failing_check(engine: Any) -> dict[str, str]:
+    """Let an engine check itself in which no draft can be put; returns what it refuses then."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("no draft can be put")
+
+    engine.put_drafts = fail
+    check_drafts(engine)
+    del engine.put_drafts
+    return listed(engine)
+
+
 def listed(engine: Any) -> dict[str, str]:
     """Return what an engine refuses."""
     return {feature.value: reason for feature, reason in engine.support.refused.items()}

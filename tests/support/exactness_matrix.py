@@ -19,6 +19,7 @@ from tests.support.draft_checks import listed
 from tests.support.draft_policies import PLANNED, Drafts
 from tests.support.engine_actor import EngineActor
 from tests.support.engine_host import Outcome, Scenario, run_scenario
+from tests.support.oracle import Oracle
 from tests.support.self_moves import moved, refused_moves
 
 SAMPLES, TOKENS = 8, 48
@@ -37,6 +38,8 @@ class Row:
     drafted: int = 0
     accepted: int = 0
     refused_by_check: dict[str, str] = field(default_factory=dict)
+    off_transformers: float = 0.0
+    """Largest difference of a log-probability from transformers in float32, in nats."""
 
     def add(self, mode: str, plain: Tokens, found: Tokens) -> None:
         """Compare the samples of a mode with plain decoding."""
@@ -89,6 +92,18 @@ def resumed_of(actor: EngineActor, requests: tuple[EngineRequest, ...], plain: O
     )
     found = actor.call(run_scenario, Scenario(half, cold=cold)).tokens
     return {each.sample_id: [*each.prefix, *found[each.sample_id]] for each in half}
+
+
+def off_transformers(folder: Path, requests: Sequence[EngineRequest], plain: Outcome) -> float:
+    """Return by how many nats plain decoding differs from transformers at most."""
+    oracle = Oracle(folder)
+    return max(
+        abs(one - other)
+        for each in requests
+        for one, other in zip(
+            oracle.judge(each, plain.tokens[each.sample_id]).raw, plain.logprobs[each.sample_id], strict=True
+        )
+    )
 
 
 def matrix_row(family: str, actor: EngineActor, tell: Callable[[str], None] = lambda mode: None) -> Row:

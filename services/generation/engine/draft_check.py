@@ -35,7 +35,7 @@ def check_drafts(engine: Engine) -> None:
     plain = _Run(engine, "plain").decode()
     for feature in (Feature.DRAFTS, Feature.TREES) if engine.trees else (Feature.DRAFTS,):
         if reason := _difference(engine, plain, feature):
-            _log.error("feature_refused: %s: %s", feature.value, reason)
+            _log.error("features_refused: %s: %s", feature.value, reason)
             engine.refuse(feature, reason)
             return
 

@@ -58,8 +58,8 @@ def support_of(core: Any, config: VllmConfig, reports: Sequence[KernelReport], *
     refusal = next((report.refusal for report in reports if report.refusal), "")
     if refusal:
         support = support.without(Feature.TREES, refusal)
-    for feature, reason in support.refused.items():
-        _log.warning("feature_refused: %s: %s", feature.value, reason)
+    if support.refused:
+        _log.warning("features_refused: %s", support)
     return support
 
 
