@@ -120,9 +120,10 @@ def matrix_row(family: str, actor: EngineActor, tell: Callable[[str], None] = la
         row.add(policy, plain.tokens, found.tokens)
         row.drafted += found.drafted
         row.accepted += found.accepted
-    tell("resumed")
-    row.add("resumed", plain.tokens, resumed_of(actor, requests, plain, cold=True))
-    row.add("resumed, cached", plain.tokens, resumed_of(actor, requests, plain, cold=False))
+    if "resuming" not in row.refused:
+        tell("resumed")
+        row.add("resumed", plain.tokens, resumed_of(actor, requests, plain, cold=True))
+        row.add("resumed, cached", plain.tokens, resumed_of(actor, requests, plain, cold=False))
     if not (reason := actor.call(refused_moves)):
         row.add("moved", plain.tokens, actor.call(moved, requests, 20))
         row.add("after moves", plain.tokens, actor.call(run_scenario, Scenario(requests, cold=False)).tokens)

@@ -197,6 +197,24 @@ class RolloutBatch(BatchState):
         self.samples[index] = old.afresh()
         return EventEffect.WAITING
 
+    def not_resumed(
+        self, index: int, attempt: int, failure: sample_pb2.SampleFailure, now: float, *, renews: bool
+    ) -> EventEffect:
+        """Record that the instance's model does not go on from the sample's tokens.
+
+        It begins again if it `renews` and can: it ends as FAILED where tokens came from its caller or from an
+        environment, and after `max_attempts` losses.
+        """
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return EventEffect.IGNORED
+        if sample.cancelled:
+            return self.abort(index, now)
+        given = self.group_of(index).prefix or sample.calls
+        if not renews or given or sample.resubmissions >= self.max_attempts:
+            return self.fail(index, failure, now)
+        return self.renew(index)
+
     def _leave(
         self, index: int, attempt: int, now: float, *, resubmission: bool, reason: str = ""
     ) -> EventEffect:

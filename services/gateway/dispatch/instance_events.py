@@ -160,9 +160,15 @@ class InstanceEvents:
         if attempt is None:
             return
         self.metrics.refused(link.instance_id, refused.code)
+        failure = sample_pb2.SampleFailure(code=refused.code, field=refused.field, reason=refused.message)
         if refused.code in _FINAL:
-            failure = sample_pb2.SampleFailure(code=refused.code, field=refused.field, reason=refused.message)
             self.settlement.take_back(attempt, attempt.batch.fail(attempt.index, failure, now))
+        elif refused.code == code_pb2.FAILED_PRECONDITION:
+            # Its model goes on from no tokens. What was streamed to a caller cannot be taken back.
+            running = self.batches.of(attempt)
+            renews = running is not None and not running.private
+            effect = attempt.batch.not_resumed(attempt.index, attempt.number, failure, now, renews=renews)
+            self.settlement.take_back(attempt, effect)
         elif attempt.migration_id:
             self._claim_refused(attempt, now)
         else:

@@ -32,6 +32,8 @@ later token reads, since the KV of each position is written again before it is r
 have these kinds."""
 MOVABLE_KINDS = frozenset({"FullAttentionSpec"})
 """Kinds whose blocks can be moved: all of them are there, and hold nothing but KV of their positions."""
+RESUMABLE_KINDS = EXACT_KINDS | {"MambaSpec"}
+"""Kinds that a prefill of prompt and response leaves as decoding does: of states, Mamba-2's alone is known to."""
 _ATTENTION_DTYPES = frozenset({"auto", "float16", "bfloat16", "float32"})
 _DRAFTED_DTYPES = _ATTENTION_DTYPES | {"fp8", "fp8_e4m3", "fp8_e5m2"}
 _NEED_DRAFTS = (Feature.TREES, Feature.QUANTIZED, Feature.EAGLE3, Feature.PREGENERATION)
@@ -53,7 +55,7 @@ class EngineTraits:
     eagle3: bool = False
     """An EAGLE-3 head reads the target's hidden states of each token."""
     kinds: frozenset[str] | None = None
-    """Names of vLLM's KV cache specs of all layers."""
+    """Names of vLLM's KV cache specs of all layers. States other than Mamba-2's have their type behind a slash."""
     groups: int | None = None
     """Kinds of KV with a block table each."""
     hidden_states: bool | None = None
@@ -211,8 +213,11 @@ def _of_moves(engine: EngineTraits) -> Iterable[_Rule]:
 
 def _of_resuming(engine: EngineTraits) -> Iterable[_Rule]:
     # A sample is resumed by a prefill of all of its tokens, as vLLM does after a preemption.
+    others = _others(engine.kinds, RESUMABLE_KINDS)
     return (
         (not engine.coupled, "samples of vLLM's own sampler are not resumed"),
         (engine.encoder, "the model has an encoder"),
         (engine.positions, "the positions of a resumed sample have several dimensions"),
+        (engine.latent, "no test shows that latent KV of a prefill is that of decoding"),
+        (bool(others), f"no test shows that KV of the kind {others} is after a prefill as after decoding"),
     )

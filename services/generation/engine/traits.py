@@ -8,7 +8,8 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from services.generation.engine.attention.kernel_choice import KernelReport
 from services.generation.engine.model_support import EngineTraits, Feature, ModelSupport, model_support
@@ -64,8 +65,15 @@ def support_of(core: Any, config: VllmConfig, reports: Sequence[KernelReport], *
 
 
 def kinds_of(specs: Iterable[KVCacheSpec]) -> frozenset[str]:
-    """Return the kinds of KV caches by the names of vLLM's classes."""
-    return frozenset(type(each).__name__ for spec in specs for each in _single(spec))
+    """Return the kinds of KV caches by the names of vLLM's classes, such as MambaSpec, or MambaSpec/gdn_attn."""
+    return frozenset(_kind(each) for spec in specs for each in _single(spec))
+
+
+def _kind(spec: KVCacheSpec) -> str:
+    name = type(spec).__name__
+    if isinstance(spec, MambaSpec) and spec.mamba_type is not MambaAttentionBackendEnum.MAMBA2:
+        return f"{name}/{spec.mamba_type.name.lower()}"
+    return name
 
 
 def _single(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:

@@ -267,7 +267,7 @@ async def test_a_trainer_without_torch_is_told_what_to_install(
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     async with stream_fleet(tmp_path, 1) as fleet:
         with pytest.raises(
-            paceline.FailedPreconditionError, match=r"install paceline\[collective\]"
+            paceline.FailedPreconditionError, match=r"pip install '\.\[collective\]'"
         ) as error:
             await fleet.push(Tensors(), COLLECTIVE)
         assert error.value.reason == "NO_RENDEZVOUS"

@@ -202,7 +202,7 @@ assert not [name for name in sys.modules if name.startswith(ours)]
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "services.platform.observability.otlp", None)
-    with pytest.raises(ConfigError, match=r"paceline\[tracing\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[tracing\]'"):
         tracing.start_tracing("toy", ServiceConfig(tracing_endpoint="127.0.0.1:4317"))
 
 

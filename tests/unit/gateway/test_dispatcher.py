@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from google.rpc import code_pb2
 
@@ -242,6 +244,46 @@ async def test_a_final_refusal_fails_the_sample_with_the_field_and_is_not_tried_
     assert told.error == "sampling.json_schema: a dead end"
     assert len(link.items) == 1
     assert not parts.placer.is_paused(link)
+
+
+async def test_a_sample_that_no_instance_goes_on_with_begins_again() -> None:
+    parts = DispatchParts()
+    running = parts.dispatcher.add(a_batch(1))
+    lost = parts.link("a")
+    await turn()
+    parts.events.responded(lost, tokens(lost.items[0].handle, 5, 6, 7))
+    parts.events.link_lost(lost, "stream broken")
+    other = parts.link("b")
+    await turn()
+    assert list(other.items[0].prefix_token_ids) == [5, 6]
+    parts.events.responded(
+        other, refused(other.items[0].handle, code_pb2.FAILED_PRECONDITION, message="latent KV")
+    )
+    await turn()
+    again = other.items[1]
+    assert (list(again.prefix_token_ids), again.seed, again.slot) == ([], 100, 0)
+    assert not parts.placer.is_paused(other)
+    parts.events.responded(other, tokens(again.handle, 8, 9))
+    assert texts(running) == [[8, 9]]
+
+
+@pytest.mark.parametrize("why", ["streamed", "given", "lost too often"])
+async def test_a_sample_that_cannot_begin_again_says_why(why: str) -> None:
+    parts = DispatchParts()
+    batch = a_batch(1, max_attempts=1 if why == "lost too often" else 3)
+    if why == "given":
+        batch.groups[0] = replace(batch.groups[0], prefix=[3])
+    running = parts.dispatcher.add(batch, private=why == "streamed")
+    other = parts.link("b")
+    await turn()
+    if why == "lost too often":
+        running.batch.samples[0].resubmissions = 1
+    response = refused(other.items[0].handle, code_pb2.FAILED_PRECONDITION, message="latent KV")
+    parts.events.responded(other, response)
+    (ending,) = running.batch.endings
+    assert ending.failure is not None
+    assert (ending.status, ending.failure.code) == (SAMPLE_FAILED, code_pb2.FAILED_PRECONDITION)
+    assert ending.error == "latent KV"
 
 
 # Cancellation and deadlines ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.generation.engine.model_support import (
     EXACT_KINDS,
     MOVABLE_KINDS,
+    RESUMABLE_KINDS,
     EngineTraits,
     Feature,
     ModelSupport,
@@ -26,7 +27,8 @@ KNOWN = EngineTraits("cpu", kinds=frozenset({FULL}), groups=1, hidden_states=Tru
 STATE = "a state of all tokens so far"
 # Every class of KV cache spec that vLLM 0.32 has, but the two that are exact with drafts.
 OTHER_KINDS = [
-    "MambaSpec", "MLAAttentionSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "SinkFullAttentionSpec",
+    "MambaSpec", "MambaSpec/gdn_attn",
+    "MLAAttentionSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "SinkFullAttentionSpec",
     "RSWASpec", "CircularBufferSpec", "HiddenStateCacheSpec", "HiSparseHotSpec", "HiSparseResidentSpec",
     "EncoderOnlyAttentionSpec", "CrossAttentionSpec", "AttentionSpec", "SomeSpecOfALaterVersion",
 ]  # fmt: skip
@@ -47,8 +49,9 @@ def test_a_plain_decoder_is_refused_nothing(device: str) -> None:
 def test_kv_that_is_not_known_to_be_exact_decodes_plainly_where_it_is(kind: str) -> None:
     for kinds in ({kind}, {kind, FULL}, {kind, FULL, WINDOW}):
         found = refused(kinds=frozenset(kinds))
-        assert {*DRAFTED, Feature.MOVES} == found.keys()
-        assert (kind if kind != "MambaSpec" else STATE) in found[Feature.DRAFTS]
+        resumed = set() if kind == "MambaSpec" else {Feature.RESUMING}
+        assert {*DRAFTED, Feature.MOVES, *resumed} == found.keys()
+        assert (STATE if "MambaSpec" in kind else kind) in found[Feature.DRAFTS]
 
 
 def test_windows_are_exact_with_chains_and_stay_where_they_are() -> None:
@@ -64,7 +67,7 @@ def test_windows_are_exact_with_chains_and_stay_where_they_are() -> None:
         ({"coupled": False}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
         ({"encoder": True}, {*DRAFTED, Feature.RESUMING}),
         ({"positions": True}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
-        ({"latent": True}, {*DRAFTED, Feature.MOVES}),
+        ({"latent": True}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
         ({"kinds": frozenset()}, {*DRAFTED, Feature.MOVES}),
         ({"kv_dtype": "nvfp4"}, DRAFTED),
         ({"pipeline": 2}, {*DRAFTED, Feature.MOVES}),
@@ -109,6 +112,9 @@ def test_no_combination_allows_what_is_not_known(engine: EngineTraits) -> None:
         assert engine.kinds is None or (engine.kinds and engine.kinds <= EXACT_KINDS)
     else:
         assert support.refused.keys() >= DRAFTED
+    if support.allows(Feature.RESUMING):
+        assert not engine.latent
+        assert engine.kinds is None or engine.kinds <= RESUMABLE_KINDS
     if support.allows(Feature.MOVES):
         assert engine.kinds is None or engine.kinds <= MOVABLE_KINDS
     # What is known later refuses more, never less.
