@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.contracts.errors import FailedPrecondition
 from services.generation.engine.draft_check import check_drafts
 from services.generation.engine.model_support import ModelSupport
+from services.generation.engine.types import EngineRequest
 
 
 def refused_by_check(engine: Any) -> dict[str, str]:
@@ -25,6 +27,15 @@ def refused_by_failing_check(engine: Any) -> dict[str, str]:
     check_drafts(engine)
     del engine.put_drafts
     return listed(engine)
+
+
+def refused_to_resume(engine: Any, request: EngineRequest) -> str:
+    """Return what an engine says of a sample with a prefix; "" if it takes it."""
+    try:
+        engine.add(request)
+    except FailedPrecondition as error:
+        return f"{error.reason}: {error.message}"
+    return ""
 
 
 def listed(engine: Any) -> dict[str, str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from services.contracts.errors import FailedPrecondition
 from services.generation.engine.model_support import (
     EXACT_KINDS,
     MOVABLE_KINDS,
@@ -18,7 +18,7 @@ from services.generation.engine.model_support import (
 )
 from services.generation.engine.types import EngineOptions
 from tests.support.architectures import FAMILIES, second_of, serve_make
-from tests.support.draft_checks import listed, refused_by_check, refused_by_failing_check
+from tests.support.draft_checks import listed, refused_by_check, refused_by_failing_check, refused_to_resume
 from tests.support.draft_policies import Drafts
 from tests.support.engine_actor import EngineActor
 from tests.support.engine_host import Outcome, Scenario, run_scenario
@@ -134,8 +134,8 @@ def test_latent_attention_decodes_plainly(models: dict[str, Path]) -> None:
         plain = plain_of(actor, requests)
         drafted = actor.call(run_scenario, Scenario(requests, Drafts("adversarial", truth=plain.tokens)))
         assert (drafted.tokens, drafted.drafted) == (plain.tokens, 0)
-        with pytest.raises(FailedPrecondition, match="prefix_token_ids: no test shows that latent KV"):
-            resumed_of(actor, requests, plain, cold=True)
+        begun = replace(requests[0], prefix=tuple(plain.tokens["r0"][:5]))
+        assert actor.call(refused_to_resume, begun) == f"RESUMING: prefix_token_ids: {refused['resuming']}"
         assert plain_of(actor, requests).tokens == plain.tokens
 
 
