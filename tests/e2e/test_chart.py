@@ -50,7 +50,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChartRelease]:
     release = ChartRelease(tmp_path_factory.mktemp("chart"))
     with release.cluster:
         release.install(values())
-        release.wait_up(120)
+        release.wait_up(300)
         yield release
 
 
