@@ -101,6 +101,7 @@ class RunRollouts:
         rollout = AsyncRollout(self.client, batch)
         await self._begin(rollout)
         self._note(batch, batch.groups)
+        self._warnings.begins(step)
         return rollout
 
     @asynccontextmanager
@@ -261,6 +262,7 @@ class RunRollouts:
         params = convert.whole_sampling(t.SamplingParams() if sampling is None else sampling)
         asked = (params, t.Exactness() if exactness is None else exactness, self._seed)
         split = self.client.shards.split(convert.whole_groups(groups))
+        self._warnings.announced(step)
         parts = {member.name: first_part(own) for member, own in split}
 
         async def announce(member: OpenShard) -> int:

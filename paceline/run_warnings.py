@@ -1,4 +1,4 @@
-"""Warn of what a trainer seldom means: the same samples twice, and samples of another trainer's weights."""
+"""Warn of what a trainer seldom means: the same samples twice, another trainer's weights, steps without a hint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from paceline import types as t
 log = logging.getLogger("paceline")
 
 _KEPT_STEPS = 8
+_UNANNOUNCED = 3
+"""Steps in a row that nobody announced, of which a trainer is warned."""
 
 
 class RunWarnings:
@@ -20,6 +22,28 @@ class RunWarnings:
         self._asked: dict[tuple[int, int], set[str]] = {}
         """Prompts that were asked for, by step and version; of the newest ones."""
         self._knows_weights = False
+        self._last_step: int | None = None
+        self._announced = -1
+        """Highest step that was announced."""
+        self._unannounced = 0
+
+    def announced(self, step: int) -> None:
+        """Take note of a hint."""
+        self._announced = max(self._announced, step)
+
+    def begins(self, step: int) -> None:
+        """Warn where later steps begin that were not announced: nothing of them is generated ahead."""
+        later, self._last_step = self._last_step is not None and step > self._last_step, step
+        if not later:
+            return
+        self._unannounced = 0 if step <= self._announced else self._unannounced + 1
+        if self._unannounced == _UNANNOUNCED:
+            log.warning(
+                "run %s: the last %d steps were not announced, so nothing of them was generated ahead. Give all "
+                "batches to run.rollouts, or name the next prompts by run.hint, where they are known",
+                self._run_id,
+                _UNANNOUNCED,
+            )
 
     def pushed(self) -> None:
         """Take note that the job has pushed weights: what is served later is its own."""

@@ -42,7 +42,11 @@ with ThreadPoolExecutor(len(places)) as threads:
         print(place, result, flush=True)
 """
 
-pytestmark = pytest.mark.skipif(bool(kernel.lacks()), reason=kernel.lacks())
+pytestmark = [
+    pytest.mark.skipif(bool(kernel.lacks()), reason=kernel.lacks()),
+    # The first test waits until the release is up.
+    pytest.mark.timeout(420),
+]
 
 
 @pytest.fixture(scope="module")

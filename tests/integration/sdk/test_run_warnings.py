@@ -57,6 +57,26 @@ def test_weights_that_somebody_else_pushed_are_warned_of_once(
     assert f"run r: version {gateway.state.version} is served, which was pushed, and not by this run" in said
 
 
+def test_steps_that_nobody_announces_are_warned_of_once(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    announced = client.run("announced")
+    for step in range(9):
+        announced.rollout(step, GROUPS)
+        announced.hint(step + 1, GROUPS, policy_version=5)
+    for rollout in client.run("ahead").rollouts([GROUPS] * 9):
+        list(rollout)
+    again = client.run("again")
+    for step, version in ((0, 0), (1, 1), (2, 2), (2, 3), (1, 4)):
+        again.rollout(step, GROUPS, policy_version=version)
+    assert not caplog.messages
+    silent = client.run("silent")
+    for step in range(9):
+        silent.rollout(step, GROUPS)
+    (said,) = caplog.messages
+    assert "run silent: the last 3 steps were not announced" in said
+
+
 def test_failed_samples_are_counted(
     client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
