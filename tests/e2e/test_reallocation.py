@@ -189,12 +189,21 @@ def test_one_that_is_killed_in_the_middle_of_moves_costs_time_only(
         pytest.fail("each step was over before")
 
 
-def moving(platform: Platform, client: Client, run: str) -> Rollout:
-    """Return a step of which a sample has moved."""
+def moving(platform: Platform, client: Client, name: str) -> Rollout:
+    """Return a step of which a sample has moved: another one where the reallocator came too late for it."""
     before = counted(platform, "moves_total")
-    rollout = client.run(run, seed=SEED).rollout(0, uneven(), LONG)
-    until(lambda: counted(platform, "moves_total") > before)
-    return rollout
+    for attempt in range(10):
+        run = f"{name}.{attempt}"
+        rollout = client.run(run, seed=SEED).rollout(0, uneven(), LONG)
+
+        def over(run: str = run, batch: str = rollout.batch.batch_id) -> bool:
+            status = client.batch(run, batch)
+            return status.finished == status.total
+
+        until(lambda over=over: counted(platform, "moves_total") > before or over())
+        if counted(platform, "moves_total") > before:
+            return rollout
+    pytest.fail("no sample of any step was moved")
 
 
 def samples_on(platform: Platform, index: int) -> float:

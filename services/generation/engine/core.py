@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 
-# Read by vLLM when it is imported. Without multiprocessing the executor is in this process. See runner_choice.py.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# Read by vLLM when it is imported, and when an engine is built: a process that was forked from where this module is
+# imported may have another environment. Without multiprocessing the executor is in this process: runner_choice.py.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+os.environ.update({**_ENVIRONMENT, **os.environ})
 
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
@@ -73,6 +77,7 @@ class Engine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
+        os.environ.update({**_ENVIRONMENT, **os.environ})
         refuse_early_numba()
         check_runner(options.engine)
         config = engine_config(options)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from services.contracts.errors import InvalidArgument
 from services.contracts.sampling import MOST_TOP_LOGPROBS, RANGES, ModelLimits, Sampling, check_sampling
-from services.generation.engine.core import Engine
 from services.generation.engine.prefix_hits import PrefixHits
 from services.generation.engine.refusals import WRONG_VALUES, refused
 from services.generation.engine.sampling.draw_settings import DrawSettings
@@ -157,6 +156,8 @@ def test_what_an_engine_does_not_take_names_the_parameter(error: Exception, fiel
 
 
 def test_an_engine_takes_a_sample_or_refuses_it_and_keeps_nothing() -> None:
+    from services.generation.engine.core import Engine
+
     engine, gone = Engine.__new__(Engine), list[str]()
     engine.asleep, engine._requests = False, requests(coupled=False)
     engine.abort = gone.extend  # type: ignore[assignment]
