@@ -101,7 +101,7 @@ class RunRollouts:
         rollout = AsyncRollout(self.client, batch)
         await self._begin(rollout)
         self._note(batch, batch.groups)
-        self._warnings.begins(step)
+        self._warnings.begins(batch.step)
         return rollout
 
     @asynccontextmanager
@@ -262,7 +262,6 @@ class RunRollouts:
         params = convert.whole_sampling(t.SamplingParams() if sampling is None else sampling)
         asked = (params, t.Exactness() if exactness is None else exactness, self._seed)
         split = self.client.shards.split(convert.whole_groups(groups))
-        self._warnings.announced(step)
         parts = {member.name: first_part(own) for member, own in split}
 
         async def announce(member: OpenShard) -> int:
@@ -270,7 +269,9 @@ class RunRollouts:
             return await member.calls.hint(hint)
 
         shards = self.client.shards
-        return sum(await shards.all(announce, [each for each in shards.members if each.name in parts]))
+        kept = await shards.all(announce, [each for each in shards.members if each.name in parts])
+        self._warnings.announced(int(step))
+        return sum(kept)
 
     async def report_rewards(
         self,

@@ -39,9 +39,12 @@ def main() -> None:
 
 
 def extract(archive: Path, folder: str) -> None:
-    """Unpack an archive."""
+    """Unpack an archive into a folder, which others are unpacked into at the same time."""
     with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+        for member in packed:
+            # tarfile fails where another process has made the folder in the same moment.
+            Path(folder, member.name).parent.mkdir(parents=True, exist_ok=True)
+            packed.extract(member, folder, filter="data")
 
 
 if __name__ == "__main__":
