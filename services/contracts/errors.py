@@ -27,6 +27,8 @@ MAX_DETAILS = 3072
 """Most bytes of details."""
 MAX_TEXT = 512
 """Longest description of one violation and longest metadata value, in bytes as they are sent."""
+RESUMING = "RESUMING"
+"""Reason of a FailedPrecondition: the model of an instance does not go on from the tokens that a sample has."""
 
 
 class ServiceError(Exception):

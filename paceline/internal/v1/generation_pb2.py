@@ -29,7 +29,7 @@ from paceline.v1 import sample_pb2 as paceline_dot_v1_dot_sample__pb2
 from paceline.v1 import weight_pb2 as paceline_dot_v1_dot_weight__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%paceline/internal/v1/generation.proto\x12\x14paceline.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a&paceline/internal/v1/weight_peer.proto\x1a\x17paceline/v1/fleet.proto\x1a\x18paceline/v1/sample.proto\x1a\x18paceline/v1/weight.proto\"\xec\x02\n\x08WorkItem\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x05 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\x1b\n\x13reference_token_ids\x18\x08 \x03(\r\x12\x11\n\tprompt_id\x18\t \x01(\t\x12\x0e\n\x06run_id\x18\n \x01(\t\x12\x0c\n\x04slot\x18\x0b \x01(\r\x12\x0c\n\x04step\x18\x0c \x01(\x04\x12\x14\n\x0ctrace_parent\x18\r \x01(\t\x12\x10\n\x08streamed\x18\x0e \x01(\x08\x12\x18\n\x10\x65nvironment_last\x18\x0f \x01(\x08\"\xab\x01\n\x0bWorkRequest\x12-\n\x05start\x18\x01 \x03(\x0b\x32\x1e.paceline.internal.v1.WorkItem\x12\r\n\x05\x61\x62ort\x18\x02 \x03(\x04\x12*\n\x05\x63laim\x18\x03 \x03(\x0b\x32\x1b.paceline.internal.v1.Claim\x12\x32\n\x0freport_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"-\n\x05\x43laim\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\"\xea\x01\n\x05\x44\x65lta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x19\n\x11verified_logprobs\x18\x04 \x03(\x02\x12\x1b\n\x0epolicy_version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtop_token_ids\x18\x06 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x07 \x03(\x02\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsB\x11\n\x0f_policy_version\"\x91\x04\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12/\n\rdraft_sources\x18\x03 \x03(\x0b\x32\x18.paceline.v1.DraftSource\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x04 \x01(\r\x12\x14\n\x0cverify_steps\x18\x05 \x01(\r\x12-\n\nqueue_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fgeneration_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rreused_prefix\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x11\n\tresume_on\x18\n \x01(\t\x12\x13\n\x0bstop_string\x18\x0b \x01(\t\x12\x1d\n\x15\x63\x61\x63hed_context_tokens\x18\x0c \x01(\r\x12/\n\x0cprefill_time\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bverify_time\x18\x15 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nplain_time\x18\x16 \x01(\x0b\x32\x19.google.protobuf.Duration\"G\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\x8a\x02\n\x0cWorkResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.paceline.internal.v1.Delta\x12\x30\n\x08\x66inished\x18\x02 \x03(\x0b\x32\x1e.paceline.internal.v1.Finished\x12.\n\x07refused\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Refused\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x19.paceline.v1.InstanceLoad\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12*\n\x05moved\x18\x06 \x03(\x0b\x32\x1b.paceline.internal.v1.Moved\"l\n\x05Moved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x17\n\x0fresponse_tokens\x18\x05 \x01(\r\"\x12\n\x10GetStatusRequest\"t\n\x11GetStatusResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.paceline.v1.Instance\x12\x1d\n\x15staged_policy_version\x18\x02 \x01(\x04\x12\x17\n\x0fstaged_checksum\x18\x03 \x01(\t\"\x14\n\x12PauseEngineRequest\"\x15\n\x13PauseEngineResponse\"\x15\n\x13ResumeEngineRequest\"\x16\n\x14ResumeEngineResponse\"\x14\n\x12\x44rainEngineRequest\"*\n\x13\x44rainEngineResponse\x12\x13\n\x0bhanded_over\x18\x01 \x01(\r\"\xc0\x01\n\x13StageWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12)\n\x06target\x18\x02 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12(\n\x04\x64isk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.DiskWeightsH\x00\x12\x32\n\x05peers\x18\x04 \x01(\x0b\x32!.paceline.internal.v1.PeerWeightsH\x00\x42\x08\n\x06source\"W\n\x14StageWeightsResponse\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\t\x12-\n\nstage_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"W\n\x13\x41pplyWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12(\n\tin_flight\x18\x02 \x01(\x0e\x32\x15.paceline.v1.InFlight\"\xa6\x01\n\x14\x41pplyWeightsResponse\x12-\n\napply_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\x04\x12,\n\thalt_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x63ontinued_samples\x18\x04 \x01(\r\"/\n\x15\x44iscardWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x18\n\x16\x44iscardWeightsResponse2\xae\x06\n\x11GenerationService\x12Q\n\x04Work\x12!.paceline.internal.v1.WorkRequest\x1a\".paceline.internal.v1.WorkResponse(\x01\x30\x01\x12\\\n\tGetStatus\x12&.paceline.internal.v1.GetStatusRequest\x1a\'.paceline.internal.v1.GetStatusResponse\x12\x62\n\x0bPauseEngine\x12(.paceline.internal.v1.PauseEngineRequest\x1a).paceline.internal.v1.PauseEngineResponse\x12\x65\n\x0cResumeEngine\x12).paceline.internal.v1.ResumeEngineRequest\x1a*.paceline.internal.v1.ResumeEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.paceline.internal.v1.DrainEngineRequest\x1a).paceline.internal.v1.DrainEngineResponse\x12\x65\n\x0cStageWeights\x12).paceline.internal.v1.StageWeightsRequest\x1a*.paceline.internal.v1.StageWeightsResponse\x12\x65\n\x0c\x41pplyWeights\x12).paceline.internal.v1.ApplyWeightsRequest\x1a*.paceline.internal.v1.ApplyWeightsResponse\x12k\n\x0e\x44iscardWeights\x12+.paceline.internal.v1.DiscardWeightsRequest\x1a,.paceline.internal.v1.DiscardWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%paceline/internal/v1/generation.proto\x12\x14paceline.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a&paceline/internal/v1/weight_peer.proto\x1a\x17paceline/v1/fleet.proto\x1a\x18paceline/v1/sample.proto\x1a\x18paceline/v1/weight.proto\"\xec\x02\n\x08WorkItem\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10prefix_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12)\n\texactness\x18\x05 \x01(\x0b\x32\x16.paceline.v1.Exactness\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\x1b\n\x13reference_token_ids\x18\x08 \x03(\r\x12\x11\n\tprompt_id\x18\t \x01(\t\x12\x0e\n\x06run_id\x18\n \x01(\t\x12\x0c\n\x04slot\x18\x0b \x01(\r\x12\x0c\n\x04step\x18\x0c \x01(\x04\x12\x14\n\x0ctrace_parent\x18\r \x01(\t\x12\x10\n\x08streamed\x18\x0e \x01(\x08\x12\x18\n\x10\x65nvironment_last\x18\x0f \x01(\x08\"\xab\x01\n\x0bWorkRequest\x12-\n\x05start\x18\x01 \x03(\x0b\x32\x1e.paceline.internal.v1.WorkItem\x12\r\n\x05\x61\x62ort\x18\x02 \x03(\x04\x12*\n\x05\x63laim\x18\x03 \x03(\x0b\x32\x1b.paceline.internal.v1.Claim\x12\x32\n\x0freport_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"-\n\x05\x43laim\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\"\xea\x01\n\x05\x44\x65lta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x19\n\x11verified_logprobs\x18\x04 \x03(\x02\x12\x1b\n\x0epolicy_version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtop_token_ids\x18\x06 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x07 \x03(\x02\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsB\x11\n\x0f_policy_version\"\x91\x04\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12/\n\rdraft_sources\x18\x03 \x03(\x0b\x32\x18.paceline.v1.DraftSource\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x04 \x01(\r\x12\x14\n\x0cverify_steps\x18\x05 \x01(\r\x12-\n\nqueue_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fgeneration_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rreused_prefix\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x11\n\tresume_on\x18\n \x01(\t\x12\x13\n\x0bstop_string\x18\x0b \x01(\t\x12\x1d\n\x15\x63\x61\x63hed_context_tokens\x18\x0c \x01(\r\x12/\n\x0cprefill_time\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bverify_time\x18\x15 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nplain_time\x18\x16 \x01(\x0b\x32\x19.google.protobuf.Duration\"W\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\"\x8a\x02\n\x0cWorkResponse\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.paceline.internal.v1.Delta\x12\x30\n\x08\x66inished\x18\x02 \x03(\x0b\x32\x1e.paceline.internal.v1.Finished\x12.\n\x07refused\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Refused\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x19.paceline.v1.InstanceLoad\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x04\x12*\n\x05moved\x18\x06 \x03(\x0b\x32\x1b.paceline.internal.v1.Moved\"l\n\x05Moved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x17\n\x0fresponse_tokens\x18\x05 \x01(\r\"\x12\n\x10GetStatusRequest\"t\n\x11GetStatusResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.paceline.v1.Instance\x12\x1d\n\x15staged_policy_version\x18\x02 \x01(\x04\x12\x17\n\x0fstaged_checksum\x18\x03 \x01(\t\"\x14\n\x12PauseEngineRequest\"\x15\n\x13PauseEngineResponse\"\x15\n\x13ResumeEngineRequest\"\x16\n\x14ResumeEngineResponse\"\x14\n\x12\x44rainEngineRequest\"*\n\x13\x44rainEngineResponse\x12\x13\n\x0bhanded_over\x18\x01 \x01(\r\"\xc0\x01\n\x13StageWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12)\n\x06target\x18\x02 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12(\n\x04\x64isk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.DiskWeightsH\x00\x12\x32\n\x05peers\x18\x04 \x01(\x0b\x32!.paceline.internal.v1.PeerWeightsH\x00\x42\x08\n\x06source\"W\n\x14StageWeightsResponse\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\t\x12-\n\nstage_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"W\n\x13\x41pplyWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12(\n\tin_flight\x18\x02 \x01(\x0e\x32\x15.paceline.v1.InFlight\"\xa6\x01\n\x14\x41pplyWeightsResponse\x12-\n\napply_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\x04\x12,\n\thalt_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x63ontinued_samples\x18\x04 \x01(\r\"/\n\x15\x44iscardWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x18\n\x16\x44iscardWeightsResponse2\xae\x06\n\x11GenerationService\x12Q\n\x04Work\x12!.paceline.internal.v1.WorkRequest\x1a\".paceline.internal.v1.WorkResponse(\x01\x30\x01\x12\\\n\tGetStatus\x12&.paceline.internal.v1.GetStatusRequest\x1a\'.paceline.internal.v1.GetStatusResponse\x12\x62\n\x0bPauseEngine\x12(.paceline.internal.v1.PauseEngineRequest\x1a).paceline.internal.v1.PauseEngineResponse\x12\x65\n\x0cResumeEngine\x12).paceline.internal.v1.ResumeEngineRequest\x1a*.paceline.internal.v1.ResumeEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.paceline.internal.v1.DrainEngineRequest\x1a).paceline.internal.v1.DrainEngineResponse\x12\x65\n\x0cStageWeights\x12).paceline.internal.v1.StageWeightsRequest\x1a*.paceline.internal.v1.StageWeightsResponse\x12\x65\n\x0c\x41pplyWeights\x12).paceline.internal.v1.ApplyWeightsRequest\x1a*.paceline.internal.v1.ApplyWeightsResponse\x12k\n\x0e\x44iscardWeights\x12+.paceline.internal.v1.DiscardWeightsRequest\x1a,.paceline.internal.v1.DiscardWeightsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,39 +47,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINISHED']._serialized_start=1038
   _globals['_FINISHED']._serialized_end=1567
   _globals['_REFUSED']._serialized_start=1569
-  _globals['_REFUSED']._serialized_end=1640
-  _globals['_WORKRESPONSE']._serialized_start=1643
-  _globals['_WORKRESPONSE']._serialized_end=1909
-  _globals['_MOVED']._serialized_start=1911
-  _globals['_MOVED']._serialized_end=2019
-  _globals['_GETSTATUSREQUEST']._serialized_start=2021
-  _globals['_GETSTATUSREQUEST']._serialized_end=2039
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2041
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2157
-  _globals['_PAUSEENGINEREQUEST']._serialized_start=2159
-  _globals['_PAUSEENGINEREQUEST']._serialized_end=2179
-  _globals['_PAUSEENGINERESPONSE']._serialized_start=2181
-  _globals['_PAUSEENGINERESPONSE']._serialized_end=2202
-  _globals['_RESUMEENGINEREQUEST']._serialized_start=2204
-  _globals['_RESUMEENGINEREQUEST']._serialized_end=2225
-  _globals['_RESUMEENGINERESPONSE']._serialized_start=2227
-  _globals['_RESUMEENGINERESPONSE']._serialized_end=2249
-  _globals['_DRAINENGINEREQUEST']._serialized_start=2251
-  _globals['_DRAINENGINEREQUEST']._serialized_end=2271
-  _globals['_DRAINENGINERESPONSE']._serialized_start=2273
-  _globals['_DRAINENGINERESPONSE']._serialized_end=2315
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=2318
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=2510
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=2512
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=2599
-  _globals['_APPLYWEIGHTSREQUEST']._serialized_start=2601
-  _globals['_APPLYWEIGHTSREQUEST']._serialized_end=2688
-  _globals['_APPLYWEIGHTSRESPONSE']._serialized_start=2691
-  _globals['_APPLYWEIGHTSRESPONSE']._serialized_end=2857
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=2859
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=2906
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=2908
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=2932
-  _globals['_GENERATIONSERVICE']._serialized_start=2935
-  _globals['_GENERATIONSERVICE']._serialized_end=3749
+  _globals['_REFUSED']._serialized_end=1656
+  _globals['_WORKRESPONSE']._serialized_start=1659
+  _globals['_WORKRESPONSE']._serialized_end=1925
+  _globals['_MOVED']._serialized_start=1927
+  _globals['_MOVED']._serialized_end=2035
+  _globals['_GETSTATUSREQUEST']._serialized_start=2037
+  _globals['_GETSTATUSREQUEST']._serialized_end=2055
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2057
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2173
+  _globals['_PAUSEENGINEREQUEST']._serialized_start=2175
+  _globals['_PAUSEENGINEREQUEST']._serialized_end=2195
+  _globals['_PAUSEENGINERESPONSE']._serialized_start=2197
+  _globals['_PAUSEENGINERESPONSE']._serialized_end=2218
+  _globals['_RESUMEENGINEREQUEST']._serialized_start=2220
+  _globals['_RESUMEENGINEREQUEST']._serialized_end=2241
+  _globals['_RESUMEENGINERESPONSE']._serialized_start=2243
+  _globals['_RESUMEENGINERESPONSE']._serialized_end=2265
+  _globals['_DRAINENGINEREQUEST']._serialized_start=2267
+  _globals['_DRAINENGINEREQUEST']._serialized_end=2287
+  _globals['_DRAINENGINERESPONSE']._serialized_start=2289
+  _globals['_DRAINENGINERESPONSE']._serialized_end=2331
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=2334
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=2526
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=2528
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=2615
+  _globals['_APPLYWEIGHTSREQUEST']._serialized_start=2617
+  _globals['_APPLYWEIGHTSREQUEST']._serialized_end=2704
+  _globals['_APPLYWEIGHTSRESPONSE']._serialized_start=2707
+  _globals['_APPLYWEIGHTSRESPONSE']._serialized_end=2873
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=2875
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=2922
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=2924
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=2948
+  _globals['_GENERATIONSERVICE']._serialized_start=2951
+  _globals['_GENERATIONSERVICE']._serialized_end=3765
 # @@protoc_insertion_point(module_scope)

@@ -17,6 +17,7 @@ from google.rpc import code_pb2
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
+from services.contracts.errors import RESUMING
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.batches.sample import Likeliest, SamplePhase
 from services.gateway.dispatch.estimator import WorkEstimator
@@ -163,8 +164,8 @@ class InstanceEvents:
         failure = sample_pb2.SampleFailure(code=refused.code, field=refused.field, reason=refused.message)
         if refused.code in _FINAL:
             self.settlement.take_back(attempt, attempt.batch.fail(attempt.index, failure, now))
-        elif refused.code == code_pb2.FAILED_PRECONDITION:
-            # Its model goes on from no tokens. What was streamed to a caller cannot be taken back.
+        elif refused.reason == RESUMING:
+            # What was streamed to a caller cannot be taken back.
             running = self.batches.of(attempt)
             renews = running is not None and not running.private
             effect = attempt.batch.not_resumed(attempt.index, attempt.number, failure, now, renews=renews)

@@ -32,7 +32,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from kernels.backend import Backend
-from services.contracts.errors import FailedPrecondition, ServiceError
+from services.contracts.errors import RESUMING, FailedPrecondition, ServiceError
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba, ties_head
 from services.generation.engine.attention.kernel_choice import SAMPLER
@@ -151,7 +151,7 @@ class Engine:
             FailedPrecondition: it has a prefix, and the model is not known to go on from one.
         """
         if request.prefix and (reason := self.support.refused.get(Feature.RESUMING)):
-            raise FailedPrecondition("RESUMING", f"prefix_token_ids: {reason}")
+            raise FailedPrecondition(RESUMING, f"prefix_token_ids: {reason}")
         self.wake()
         try:
             sample = self._requests.request(request)

@@ -58,7 +58,8 @@ def refusal(handle: int, error: Exception) -> pb.Refused:
     violations = error.violations if isinstance(error, InvalidArgument) else ()
     field = violations[0].field if violations else ""
     message = violations[0].description if len(violations) == 1 else error.message
-    return pb.Refused(handle=handle, code=error.code.value[0], message=message, field=field)
+    reason = error.reason if isinstance(error, FailedPrecondition) else ""
+    return pb.Refused(handle=handle, code=error.code.value[0], message=message, field=field, reason=reason)
 
 
 def check_item(

@@ -230,10 +230,12 @@ def finished(handle: int, reason: sample_pb2.FinishReason = STOP, resume_on: str
     return response
 
 
-def refused(handle: int, code: int, field: str = "", message: str = "no") -> pb.WorkResponse:
+def refused(
+    handle: int, code: int, field: str = "", message: str = "no", reason: str = ""
+) -> pb.WorkResponse:
     """Return a message with the refusal of a sample."""
     response = pb.WorkResponse()
-    response.refused.add(handle=handle, code=code, field=field, message=message)
+    response.refused.add(handle=handle, code=code, field=field, message=message, reason=reason)
     return response
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from google.rpc import code_pb2
 
+from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
-from services.contracts.errors import ResourceExhausted
+from services.contracts.errors import RESUMING, ResourceExhausted
 from services.gateway.batches.calls import CallRules
 from services.gateway.batches.messages import final_sample
 from services.gateway.batches.sample import SamplePhase
@@ -246,6 +247,32 @@ async def test_a_final_refusal_fails_the_sample_with_the_field_and_is_not_tried_
     assert not parts.placer.is_paused(link)
 
 
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("reason", ["INSTANCE_CLOSED", "STALE_VERSION", ""])
+async def test_an_instance_that_takes_nothing_now_costs_a_sample_none_of_its_tokens(
+    reason: str, private: bool
+) -> None:
+    parts = DispatchParts()
+    running = parts.dispatcher.add(a_batch(1), private=private)
+    lost = parts.link("a")
+    await turn()
+    parts.events.responded(lost, tokens(lost.items[0].handle, 5, 6, 7))
+    parts.events.link_lost(lost, "stream broken")
+    closed = parts.link("b")
+    await turn()
+    response = refused(closed.items[0].handle, code_pb2.FAILED_PRECONDITION, reason=reason)
+    parts.events.responded(closed, response)
+    other = parts.link("c")
+    await turn()
+    assert list(other.items[0].prefix_token_ids) == [5, 6]
+    assert running.batch.endings == []
+
+
+def not_resumed(handle: int) -> pb.WorkResponse:
+    """Return the refusal of an instance whose model does not go on from the tokens of a sample."""
+    return refused(handle, code_pb2.FAILED_PRECONDITION, message="latent KV", reason=RESUMING)
+
+
 async def test_a_sample_that_no_instance_goes_on_with_begins_again() -> None:
     parts = DispatchParts()
     running = parts.dispatcher.add(a_batch(1))
@@ -256,9 +283,7 @@ async def test_a_sample_that_no_instance_goes_on_with_begins_again() -> None:
     other = parts.link("b")
     await turn()
     assert list(other.items[0].prefix_token_ids) == [5, 6]
-    parts.events.responded(
-        other, refused(other.items[0].handle, code_pb2.FAILED_PRECONDITION, message="latent KV")
-    )
+    parts.events.responded(other, not_resumed(other.items[0].handle))
     await turn()
     again = other.items[1]
     assert (list(again.prefix_token_ids), again.seed, again.slot) == ([], 100, 0)
@@ -278,8 +303,7 @@ async def test_a_sample_that_cannot_begin_again_says_why(why: str) -> None:
     await turn()
     if why == "lost too often":
         running.batch.samples[0].resubmissions = 1
-    response = refused(other.items[0].handle, code_pb2.FAILED_PRECONDITION, message="latent KV")
-    parts.events.responded(other, response)
+    parts.events.responded(other, not_resumed(other.items[0].handle))
     (ending,) = running.batch.endings
     assert ending.failure is not None
     assert (ending.status, ending.failure.code) == (SAMPLE_FAILED, code_pb2.FAILED_PRECONDITION)

@@ -369,7 +369,9 @@ async def test_a_draining_instance_says_so(rig: Rig) -> None:
     assert rig.instance.state == "serving"
     assert await rig.instance.drain() == 0
     assert rig.instance.state == rig.instance.record().state == "draining"
-    assert refusals(await rig.work(item(1, [1]))) == {1: code_pb2.FAILED_PRECONDITION}
+    answers = await rig.work(item(1, [1]))
+    assert refusals(answers) == {1: code_pb2.FAILED_PRECONDITION}
+    assert [each.reason for answer in answers for each in answer.refused] == ["INSTANCE_CLOSED"]
 
 
 async def test_the_record_of_an_instance_can_be_stored(rig: Rig) -> None:
